@@ -1,0 +1,1 @@
+"""Hydra config groups: one folder per group, one YAML per option."""

@@ -1,0 +1,68 @@
+"""Schema of the benchmarks that run after training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from caramba.config.base import Config, Later
+from caramba.config.kvcache import CacheKind, KVCacheKind
+from caramba.config.layer import Positive
+
+Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
+ModelName = Literal["teacher", "student"]
+QUANTISED = (KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED, KVCacheKind.AUTO)
+
+
+class PerplexityBenchmarkConfig(Config):
+    """Mean NLL over disjoint held-out windows of `block_size` tokens; `dataset` overrides the run's data by path."""
+
+    type: Literal["perplexity"]
+    dataset: str | None = None
+    block_size: Positive = 256
+    batch_size: Positive = 8
+    num_batches: Positive = 32
+
+
+class LatencyBenchmarkConfig(Config):
+    """Prefill, decode, time to first token, inter-token latency and throughput, per prompt length, generation length and batch."""
+
+    type: Literal["latency"]
+    prompt_lengths: Lengths = (128,)
+    generation_lengths: Lengths = (32,)
+    batch_sizes: Lengths = (1,)
+    warmup_runs: Annotated[int, Field(ge=0)] = 2
+    timed_runs: Positive = 5
+
+
+class MemoryBenchmarkConfig(Config):
+    """Cache bytes summed from allocated tensors, model bytes and peak, per sequence length and cache format."""
+
+    type: Literal["memory"]
+    sequence_lengths: Lengths = (256,)
+    batch_size: Positive = 1
+    quantization_modes: Annotated[
+        tuple[CacheKind, ...], Field(min_length=1), Later("the kernel and cache work", *QUANTISED)
+    ] = (KVCacheKind.FP16,)
+
+
+class PendingBenchmarkConfig(Config):
+    """`accuracy` and `generation` are known names whose benchmarks come with later work."""
+
+    type: Literal["accuracy", "generation"]
+
+
+BenchmarkKind = Annotated[
+    PerplexityBenchmarkConfig | LatencyBenchmarkConfig | MemoryBenchmarkConfig | PendingBenchmarkConfig,
+    Field(discriminator="type"),
+]
+
+
+class BenchmarkConfig(Config):
+    """One benchmark of a suite: what to measure, on which models, how often."""
+
+    id: str
+    config: BenchmarkKind
+    models: Annotated[tuple[ModelName, ...], Field(min_length=1)] = ("teacher", "student")
+    repeats: Positive = 1

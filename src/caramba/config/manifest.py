@@ -1,0 +1,137 @@
+"""The Manifest: everything a worker needs, validated and frozen. `manifest.json` is its dump."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from caramba.config.base import Config, Later
+from caramba.config.benchmark import BenchmarkConfig
+from caramba.config.data import DataConfig
+from caramba.config.layer import Positive
+from caramba.config.model import ModelConfig
+from caramba.config.train import PhaseConfig
+from caramba.config.verify import VerifyConfig
+
+SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
+Slug = Annotated[str, Field(pattern=SLUG)]
+
+
+class SettingsConfig(Config):
+    """Experiment-wide settings; single-file manifests may call this section `defaults`."""
+
+    tokenizer: Literal["bpe", "byte"] | None = Field(default=None, description="overrides data.tokenizer")
+    val_frac: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, description="overrides data.val_frac")
+    instrument: Literal["rich", "plain", "none"] = Field(default="rich", description="console progress")
+    wandb: bool = Field(default=False, description="adds the W&B logger")
+    wandb_project: str = "caramba"
+    wandb_entity: str | None = None
+    eval_iters: Positive | None = Field(default=None, description="steps between validation runs on the held-out split")
+    save_every: Positive | None = Field(default=None, description="steps between checkpoints, for phases that do not set it")
+
+
+class RunConfig(Config):
+    """One run of a group: a phase of training with its own checkpoint, or (later) sampling or chat."""
+
+    id: Slug
+    mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "sample", "chat")] = "train"
+    exp: str | None = None
+    seed: int = 1337
+    steps: Positive | None = Field(default=None, description="overrides train.steps")
+    train: PhaseConfig | None = None
+    verify: tuple[VerifyConfig, ...] = ()
+
+
+class GroupConfig(Config):
+    """Runs that execute in order on one dataset, and the benchmarks that follow them."""
+
+    name: Slug
+    description: str = ""
+    data: DataConfig
+    runs: tuple[RunConfig, ...] = ()
+    benchmarks: tuple[BenchmarkConfig, ...] = ()
+
+    @model_validator(mode="after")
+    def _distinct_ids(self) -> GroupConfig:
+        for kind, ids in (("run", [run.id for run in self.runs]), ("benchmark", [bench.id for bench in self.benchmarks])):
+            twice = next((name for name in ids if ids.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"two {kind}s of group {self.name!r} are called {twice!r}; ids are distinct")
+        return self
+
+
+class ParallelConfig(Config):
+    """How a run is spread over devices."""
+
+    strategy: Annotated[Literal["single", "ddp", "fsdp2", "fsdp2_tp"], Later("the scale-out work", "ddp", "fsdp2", "fsdp2_tp")] = "single"
+    dp: Annotated[Positive, Later("the scale-out work")] = 1
+    tp: Annotated[Positive, Later("the scale-out work")] = 1
+    pp: Annotated[Positive, Later("the scale-out work")] = 1
+
+
+class LauncherConfig(Config):
+    """What starts the worker on a frozen manifest."""
+
+    type: Annotated[
+        Literal["inline", "process", "torchrun", "slurm", "slurm_sbatch_only"],
+        Later("the scale-out work", "process", "torchrun", "slurm", "slurm_sbatch_only"),
+    ] = "inline"
+
+
+class LoggerConfig(Config):
+    """Where metrics go besides metrics.csv and events.jsonl, which every run writes."""
+
+    tensorboard: bool = True
+    wandb: bool = False
+    wandb_mode: Literal["online", "offline", "disabled"] = "offline"
+
+
+class DebugConfig(Config):
+    """Small or instrumented runs: `fdr` does one step of each phase, `overfit` repeats the first batches."""
+
+    name: Annotated[Literal["none", "fdr", "overfit", "profile"], Later("the training speed work", "profile")] = "none"
+    max_steps: Positive | None = None
+    overfit_batches: Positive | None = None
+
+
+class Manifest(Config):
+    """A validated experiment. Groups run in order, or only the one that `group` names."""
+
+    aliases: ClassVar[dict[str, str]] = {"defaults": "settings"}
+
+    version: Literal[1] = 1
+    name: Slug
+    notes: str = ""
+    vars: dict[str, Any] = {}
+    settings: SettingsConfig = SettingsConfig()
+    seed: int = 1337
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    group: str | None = None
+    resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")
+    kernels: Literal["auto", "require", "reference"] = "auto"
+    model: ModelConfig
+    groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)]
+    parallel: ParallelConfig = ParallelConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    logger: LoggerConfig = LoggerConfig()
+    debug: DebugConfig = DebugConfig()
+    paper: Annotated[dict[str, Any] | None, Later("the paper work")] = None
+    review: Annotated[dict[str, Any] | None, Later("the paper work")] = None
+    plugins: Annotated[tuple[str, ...], Later("the plugin work")] = ()
+    origin: Literal["human", "agent"] = "human"
+
+    @model_validator(mode="after")
+    def _rules(self) -> Manifest:
+        names = [group.name for group in self.groups]
+        if len(set(names)) != len(names):
+            raise ValueError(f"two groups share a name: {', '.join(names)}; names are distinct")
+        if self.group is not None and self.group not in names:
+            raise ValueError(f"group={self.group!r} is not a group of this manifest; groups: {', '.join(names)}")
+        if self.origin == "agent" and self.plugins:
+            raise ValueError("a manifest whose origin is an agent may not name plugins; remove plugins")
+        return self
+
+    def selected_groups(self) -> tuple[GroupConfig, ...]:
+        """Return the groups that run, in order."""
+        return tuple(group for group in self.groups if self.group in (None, group.name))

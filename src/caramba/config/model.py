@@ -1,0 +1,100 @@
+"""Schema of a model: embedder, topology, head, and for an upcycled model its teacher and surgery."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+
+from caramba.config.base import Config, Later
+from caramba.config.layer import Positive
+from caramba.config.node import parse_node
+from caramba.config.topology import TopologyConfig
+
+
+def _parse_topology(value: Any) -> Any:
+    node = parse_node(value)
+    if not isinstance(node, TopologyConfig):
+        raise ValueError(f"a model's root is a topology, got {getattr(node, 'type', node)!r}; wrap it in a StackedTopology")
+    return node
+
+
+class EmbedderConfig(Config):
+    """Token embedding, with learned position embeddings added when `max_positions` is set."""
+
+    type: Literal["token", "token_position"] = "token"
+    vocab_size: Positive
+    d_model: Positive
+    max_positions: Positive | None = None
+
+    @model_validator(mode="after")
+    def _positions(self) -> EmbedderConfig:
+        if (self.type == "token_position") != (self.max_positions is not None):
+            raise ValueError("max_positions is set exactly when type is token_position")
+        return self
+
+
+class HeadConfig(Config):
+    """Projection to the vocabulary; `tied` shares the embedder's weight."""
+
+    tied: bool = True
+    bias: bool = False
+
+    @model_validator(mode="after")
+    def _tied_has_no_bias(self) -> HeadConfig:
+        if self.tied and self.bias:
+            raise ValueError("a tied head has no bias; set bias: false or tied: false")
+        return self
+
+
+class ModelSpec(Config):
+    """A network that can be built: embedder, topology, head."""
+
+    type: Literal["TransformerModel"] = "TransformerModel"
+    name: str | None = None
+    embedder: EmbedderConfig
+    topology: Annotated[SerializeAsAny[TopologyConfig], BeforeValidator(_parse_topology)]
+    head: HeadConfig = HeadConfig()
+
+
+class TeacherConfig(Config):
+    """The pretrained model that a student comes from.
+
+    `checkpoint` is a run directory, a safetensors file, a folder or a hub id; `manifest` describes the network when
+    the checkpoint does not carry its own description, or when the teacher is trained here.
+    """
+
+    checkpoint: str | None = None
+    manifest: ModelSpec | None = None
+
+    @model_validator(mode="after")
+    def _has_a_source(self) -> TeacherConfig:
+        if self.checkpoint is None and self.manifest is None:
+            raise ValueError("a teacher needs `checkpoint` (a run, file, folder or hub id) or `manifest` (a network to train here)")
+        return self
+
+
+class SurgeryConfig(Config):
+    """How a student's attention is initialised from its teacher's."""
+
+    method: Annotated[Literal["dba", "weight_svd", "random", "copy"], Later("the surgery work", "dba", "copy")] = "weight_svd"
+    sem_dim: Annotated[Positive | None, Later("the surgery work")] = None
+    geo_dim: Annotated[Positive | None, Later("the surgery work")] = None
+    v_dim: Annotated[Positive | None, Later("the surgery work")] = None
+    layout: Annotated[Literal["per_head", "latent"] | None, Later("the surgery work")] = None
+    kv_budget_bytes: Annotated[Positive | None, Later("the surgery work")] = None
+    calibration_tokens: Annotated[Positive | None, Later("the surgery work")] = None
+
+
+class ModelConfig(ModelSpec):
+    """The `model` section: a network, and optionally the teacher that it is upcycled from."""
+
+    checkpoint: str | None = Field(default=None, description="weights to start this model from: a run or a safetensors file")
+    teacher: TeacherConfig | None = None
+    surgery: SurgeryConfig | None = None
+
+    @model_validator(mode="after")
+    def _surgery_needs_a_teacher(self) -> ModelConfig:
+        if self.surgery is not None and self.teacher is None:
+            raise ValueError("surgery is set without a teacher; add model.teacher or remove surgery")
+        return self

@@ -1,0 +1,57 @@
+"""Nodes of a topology: `type` names a schema class, and the schema class names the module that it builds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from caramba.config.base import Config, nearest, refuse_executable
+
+
+class NodeConfig(Config):
+    """A layer or topology. `target` is "module:Class", resolved only when a model is built, so schemas need no torch.
+
+    A subclass `FooConfig` answers to `type: Foo`. Subclassing registers it, which is how a plugin adds a layer.
+    """
+
+    target: ClassVar[str]
+    registry: ClassVar[dict[str, type[NodeConfig]]] = {}
+
+    type: str
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "target" in cls.__dict__:
+            NodeConfig.registry[cls.__name__.removesuffix("Config")] = cls
+
+
+def parse_node(value: Any) -> Any:
+    """Validate a mapping as the node that its `type` names.
+
+    Raises:
+        PydanticCustomError: no `type`, or one that no schema class answers to (with the nearest name).
+    """
+    if isinstance(value, NodeConfig):
+        return value
+    if not isinstance(value, dict):
+        raise PydanticCustomError("node_type", "expected a mapping with a `type`, such as {{type: RMSNormLayer, d_model: 64}}", {})
+    if "type" not in value:
+        refuse_executable(value)
+        raise PydanticCustomError("missing_type", "a node needs a `type`; one of: {known}", {"known": ", ".join(sorted(NodeConfig.registry))})
+    schema = NodeConfig.registry.get(str(value["type"]))
+    if schema is None:
+        raise PydanticCustomError(
+            "unknown_type",
+            "unknown type{hint} Known types: {known}",
+            {
+                "key": "type",
+                "hint": nearest(value["type"], NodeConfig.registry) or ".",
+                "known": ", ".join(sorted(NodeConfig.registry)),
+            },
+        )
+    return schema.model_validate(value)
+
+
+Node = Annotated[Any, BeforeValidator(parse_node)]

@@ -1,0 +1,53 @@
+"""Schema of the checks that compare a student with its teacher after training."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from caramba.config.base import Config
+from caramba.config.layer import Positive
+
+Bound = Annotated[float, Field(ge=0)]
+
+
+class L1Bounds(Config):
+    """Largest mean and largest maximum absolute difference that pass."""
+
+    max_mean_l1: Bound | None = None
+    max_max_l1: Bound | None = None
+
+
+class CompareVerifyConfig(Config):
+    """L1 distance of attention outputs (B, T, M), layer by layer, and of logits (B, T, V), on the same held-out batches."""
+
+    type: Literal["compare"]
+    batches: Positive = 2
+    batch_size: Positive = 4
+    block_size: Positive = 256
+    attention: L1Bounds = L1Bounds()
+    logits: L1Bounds = L1Bounds()
+    fail_fast: bool = False
+
+
+class FidelityVerifyConfig(Config):
+    """Held-out loss: delta = student NLL - teacher NLL, ratio = student perplexity / teacher perplexity."""
+
+    type: Literal["fidelity"]
+    batches: Positive = 5
+    batch_size: Positive = 8
+    block_size: Positive = 256
+    split: Literal["auto", "train", "val"] = "auto"
+    max_delta_nll: float | None = None
+    max_ppl_ratio: Annotated[float, Field(gt=0)] | None = None
+    fail_fast: bool = False
+
+
+class PendingVerifyConfig(Config):
+    """`eval` and `kvcache` are known names whose checks come with later work."""
+
+    type: Literal["eval", "kvcache"]
+
+
+VerifyConfig = Annotated[CompareVerifyConfig | FidelityVerifyConfig | PendingVerifyConfig, Field(discriminator="type")]

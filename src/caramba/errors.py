@@ -1,0 +1,41 @@
+"""Exceptions that users see: each says where, what was found, what was expected, and the fix."""
+
+
+class CarambaError(Exception):
+    """Parent of every caramba error. `exit_status` is 2 for a user's mistake and 1 for a failure."""
+
+    exit_status = 1
+
+
+class ConfigError(CarambaError, ValueError):
+    """A manifest, override or command line that cannot be accepted as written."""
+
+    exit_status = 2
+
+
+class DataError(CarambaError, ValueError):
+    """A dataset, token file or tokenizer that does not fit what the manifest asks of it."""
+
+    exit_status = 2
+
+
+class CheckpointError(CarambaError):
+    """A checkpoint that is missing, unreachable, corrupt, or made for another model."""
+
+    exit_status = 2
+
+
+class KernelUnavailable(CarambaError):
+    """A kernel was required and cannot be built or loaded on this device."""
+
+
+class VerificationFailed(CarambaError):
+    """A verification with `fail_fast: true` crossed its threshold."""
+
+
+class BudgetExceeded(CarambaError):
+    """A stage would spend more than the budget that the manifest allows."""
+
+
+class AgentError(CarambaError):
+    """A language-model agent returned something that cannot be used."""

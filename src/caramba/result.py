@@ -1,0 +1,143 @@
+"""What the stages of a run return: frozen records that hold plain numbers and paths, never tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured number. `std` is the dispersion of `n` samples (or the standard error where the unit's note says so).
+
+    `source` names what measured it: a benchmark or phase id.
+    """
+
+    key: str
+    value: float
+    unit: str
+    n: int | None = None
+    std: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Outcome of one benchmark: its metrics, the raw rows for a CSV, or the error that stopped it."""
+
+    id: str
+    type: str
+    metrics: tuple[Metric, ...] = ()
+    rows: tuple[dict[str, Any], ...] = ()
+    error: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def succeeded(self) -> bool:
+        return self.error is None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One threshold of a verification: `value` passes when it is at most `bound`; without a bound it is only recorded."""
+
+    name: str
+    value: float
+    bound: float | None
+    unit: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.bound is None or self.value <= self.bound
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of one verification of a run."""
+
+    type: str
+    run_id: str
+    checks: tuple[Check, ...]
+    fail_fast: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class TransplantReport:
+    """What surgery did: every student weight's source, the unmapped weights of both sides, and each layer's error."""
+
+    method: str
+    copied: tuple[str, ...]
+    initialised: tuple[str, ...]
+    unmapped_teacher: tuple[str, ...]
+    layer_errors: tuple[float, ...] = ()
+    energy_kept: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """Outcome of one phase: what it trained, on how many tokens, and where its final weights are (relative to the run)."""
+
+    id: str
+    phase: str
+    trains: str
+    steps: int
+    tokens: int
+    seconds: float
+    checkpoint: str
+    loss: float | None = None
+    skipped: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Everything a run measured; `artifact.write` turns it into files."""
+
+    name: str
+    run_id: str
+    manifest_sha256: str
+    git_commit: str | None
+    environment: dict[str, Any]
+    plan: dict[str, Any]
+    phases: tuple[PhaseResult, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    benchmarks: tuple[BenchmarkResult, ...] = ()
+    transplant: TransplantReport | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """All metrics by key, in the order in which they were measured."""
+        return {metric.key: metric for bench in self.benchmarks for metric in bench.metrics}
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file of a run, relative to its artifacts folder, with the SHA-256 of its bytes."""
+
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ArtifactIndex:
+    """The files that a run wrote for its readers."""
+
+    root: str
+    entries: tuple[Artifact, ...]
+
+
+def to_plain(value: Any) -> Any:
+    """Turn a result into dicts, lists and scalars that JSON can hold."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {item.name: to_plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    return value
