@@ -1,0 +1,15 @@
+"""The only package that knows Lightning: one phase of training."""
+
+from caramba.train.callbacks import BenchmarkArtifacts, BlockwiseDistillation, Verification
+from caramba.train.module import CarambaModule
+from caramba.train.trainer import FitOutcome, PhaseData, fit
+
+__all__ = [
+    "BenchmarkArtifacts",
+    "BlockwiseDistillation",
+    "CarambaModule",
+    "FitOutcome",
+    "PhaseData",
+    "Verification",
+    "fit",
+]

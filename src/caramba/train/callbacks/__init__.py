@@ -1,0 +1,16 @@
+"""Callbacks that decide when; what they do is in objects that know no Lightning."""
+
+from caramba.train.callbacks.blockwise import BlockwiseDistillation
+from caramba.train.callbacks.checkpointing import Checkpointing
+from caramba.train.callbacks.planning import RuntimePlanning
+from caramba.train.callbacks.progress import ThroughputProgress
+from caramba.train.callbacks.stage import BenchmarkArtifacts, Verification
+
+__all__ = [
+    "BenchmarkArtifacts",
+    "BlockwiseDistillation",
+    "Checkpointing",
+    "RuntimePlanning",
+    "ThroughputProgress",
+    "Verification",
+]

@@ -1,0 +1,143 @@
+"""What Lightning and caramba's callbacks add to a training step, against a bare loop over the same model and batches.
+
+Both sides train the `tiny` model on the same windows from the same weights; they take turns, so drift of the machine hits
+both. The loss of the last step must agree, or the two do not do the same work. Writes JSON.
+
+Usage: python scripts/bench/lightning_overhead.py [--steps 120] [--repeats 5] [--out docs/benchmarks/lightning_overhead.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from caramba.config.manifest import Manifest
+from caramba.config.train import PhaseConfig
+from caramba.data import open_corpus
+from caramba.data import TokenDataset
+from caramba.distill import LanguageModelObjective, cross_entropy
+from caramba.launch import manifest_of
+from caramba.model import build_model
+from caramba.optim import build_optimizer, learning_rate
+from caramba.runs.files import write_json
+from caramba.runtime import plan
+from caramba.train import PhaseData, fit
+from caramba.train.data import train_loader
+
+
+def bare_loop(manifest: Manifest, phase: PhaseConfig, data: PhaseData) -> tuple[list[float], float]:
+    """Train without Lightning. Returns the seconds of each step and the last loss."""
+    model = build_model(manifest.model, seed=manifest.seed)
+    optimizer = build_optimizer(model.named_parameters(), phase)
+    parameters = list(model.parameters())
+    batches = iter(train_loader(data.train, phase, seed=data.seed, start=data.start, pin=False))
+    seconds, loss = [], torch.zeros(())
+    for step in range(phase.steps):
+        began = time.perf_counter()
+        x, y = next(batches)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(phase, step)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, phase.max_grad_norm or float("inf"))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        seconds.append(time.perf_counter() - began)
+    return seconds, float(loss)
+
+
+def through_lightning(manifest: Manifest, phase: PhaseConfig, data: PhaseData) -> tuple[list[float], float]:
+    """Train through `fit` with every callback that a run has. Returns the seconds between steps and the last loss."""
+    import lightning.pytorch as pl
+
+    class Clock(pl.Callback):
+        def __init__(self) -> None:
+            self.marks: list[float] = []
+            self.loss = float("nan")
+
+        def on_train_start(self, *_: object) -> None:
+            self.marks.append(time.perf_counter())
+
+        def on_train_batch_end(
+            self, trainer: object, module: object, outputs: dict[str, torch.Tensor], *_: object
+        ) -> None:
+            self.marks.append(time.perf_counter())
+            self.loss = float(outputs["loss"])
+
+    clock = Clock()
+    objective = LanguageModelObjective(build_model(manifest.model, seed=manifest.seed))
+    with tempfile.TemporaryDirectory() as folder:
+        decided = plan(phase, device="cpu", kernels="auto", name="overhead")
+        fit(
+            objective,
+            phase,
+            data,
+            decided,
+            manifest=manifest,
+            run_dir=Path(folder),
+            save_final=lambda: None,
+            callbacks=[clock],
+        )
+    return [after - before for before, after in zip(clock.marks, clock.marks[1:], strict=False)], clock.loss
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--warmup", type=int, default=20, help="steps left out at the start of each repeat")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/lightning_overhead.json"))
+    options = parser.parse_args()
+    manifest = manifest_of(
+        ["model=tiny", "train=pretrain", f"train.steps={options.steps}", "settings.instrument=none"]
+    )
+    phase = manifest.groups[0].runs[0].train
+    assert phase is not None
+    corpus = open_corpus(manifest.groups[0].data)
+    data = PhaseData(
+        TokenDataset(corpus.train, phase.block_size),
+        TokenDataset(corpus.val, phase.block_size),
+        manifest.seed,
+        0,
+    )
+    sides = {"bare": bare_loop, "lightning": through_lightning}
+    medians: dict[str, list[float]] = {name: [] for name in sides}
+    losses: dict[str, float] = {}
+    for _ in range(options.repeats):
+        for name, side in sides.items():
+            seconds, losses[name] = side(manifest, phase, data)
+            medians[name].append(1000 * statistics.median(seconds[options.warmup :]))
+    if losses["bare"] != losses["lightning"]:
+        raise SystemExit(f"the two sides do different work: last losses {losses}")
+    ratio = [b / a for a, b in zip(medians["bare"], medians["lightning"], strict=True)]
+    result = {
+        "benchmark": "lightning_overhead",
+        "command": "python scripts/bench/lightning_overhead.py",
+        "machine": {
+            "platform": platform.platform(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        },
+        "model": "tiny",
+        "tokens_per_step": phase.tokens // phase.steps,
+        "step_ms": {
+            name: {"median": statistics.median(values), "all": values} for name, values in medians.items()
+        },
+        "overhead": {"median": statistics.median(ratio) - 1, "all": [value - 1 for value in ratio]},
+        "last_loss": losses,
+    }
+    write_json(options.out, result)
+    print(
+        f"bare {result['step_ms']['bare']['median']:.2f} ms, lightning {result['step_ms']['lightning']['median']:.2f} ms,"
+        f" overhead {100 * result['overhead']['median']:.2f}%"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Bytes of caches, weights and the peak while a prompt is read, from tensors that were allocated."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from caramba.benchmark.subject import Subjects
+from caramba.config.benchmark import MemoryBenchmarkConfig
+from caramba.config.kvcache import KVCacheKind
+from caramba.infer import prefill
+from caramba.measure import AllocationMeter
+from caramba.model import Model
+from caramba.result import Metric
+
+
+def model_bytes(model: Model) -> int:
+    """Return the bytes of a model's parameters and buffers; a tied weight counts once."""
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for tensor in itertools.chain(model.parameters(), model.buffers())
+    }
+    return sum(storages.values())
+
+
+@torch.inference_mode()
+def measure(
+    model: Model, length: int, batch: int, kind: KVCacheKind, vocab_size: int, device: torch.device
+) -> dict[str, float]:
+    """Fill a cache of exactly `length` tokens by prefill and count.
+
+    Peak is weights plus the largest sum of live tensors; on CUDA it is the allocator's own peak.
+    """
+    tokens = torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
+    weights = model_bytes(model)
+    on_cuda = device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+    with AllocationMeter() as meter:
+        ctx = model.new_context(batch, length, kind=kind, static=True)
+        prefill(model, tokens, ctx)
+    peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else meter.peak
+    cache = ctx.nbytes()
+    per_token = cache / (batch * length)
+    return {
+        "kv_bytes_per_token": per_token,
+        "kv_bytes_per_token_layer": per_token / max(1, len(ctx.caches)),
+        "model_bytes": float(weights),
+        "peak_bytes": float(weights + peak),
+        "cache_bytes": float(cache),
+    }
+
+
+def memory(
+    config: MemoryBenchmarkConfig, subjects: Subjects, source: str
+) -> tuple[list[Metric], list[dict[str, Any]]]:
+    """Count bytes per model, sequence length and cache format."""
+    metrics: list[Metric] = []
+    rows: list[dict[str, Any]] = []
+    for length, kind in itertools.product(config.sequence_lengths, config.quantization_modes):
+        for name, model in subjects.models.items():
+            values = measure(
+                model.eval(), length, config.batch_size, kind, subjects.vocab_size, subjects.device
+            )
+            rows.append(
+                {"model": name, "seq": length, "kind": kind.value, "batch": config.batch_size} | values
+            )
+            for key in ("kv_bytes_per_token", "kv_bytes_per_token_layer", "model_bytes", "peak_bytes"):
+                metrics.append(
+                    Metric(
+                        f"memory.{name}.{key}@seq={length},kind={kind.value}",
+                        values[key],
+                        "bytes",
+                        1,
+                        None,
+                        source,
+                    )
+                )
+    return metrics, rows

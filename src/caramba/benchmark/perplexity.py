@@ -1,0 +1,83 @@
+"""Perplexity on disjoint held-out windows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from caramba.benchmark.subject import Subjects
+from caramba.config.benchmark import PerplexityBenchmarkConfig
+from caramba.data import TokenDataset, build_token_dataset
+from caramba.measure import WindowedNLL, spread_windows, windowed_nll
+from caramba.result import Metric
+
+
+def perplexity(
+    config: PerplexityBenchmarkConfig, subjects: Subjects, source: str
+) -> tuple[list[Metric], list[dict[str, Any]]]:
+    """Measure NLL (nats a token), perplexity, bits per byte and the number of distinct tokens predicted, per model.
+
+    `std` of nll is the standard error of its mean over windows; that of perplexity and bits per byte follows to first
+    order. Bits per byte counts the bytes of exactly the tokens that were predicted.
+    """
+    dataset = (
+        build_token_dataset(path=config.dataset, block_size=config.block_size)
+        if config.dataset
+        else subjects.windows(config.block_size)
+    )
+    wanted = config.num_batches * config.batch_size
+    text_bytes = None if config.dataset else predicted_bytes(dataset, wanted, subjects.token_bytes)
+    metrics: list[Metric] = []
+    rows: list[dict[str, Any]] = []
+    for name, model in subjects.models.items():
+        measured = windowed_nll(
+            model, dataset, windows=wanted, batch_size=config.batch_size, device=subjects.device
+        )
+        values = summarise(measured, text_bytes)
+        n = len(measured.window_means)
+        for key, (value, unit, std) in values.items():
+            metrics.append(Metric(f"perplexity.{name}.{key}", value, unit, n, std, source))
+        rows.append(
+            {"model": name}
+            | {key: value for key, (value, _, _) in values.items()}
+            | {
+                "windows": n,
+                "block_size": config.block_size,
+                "nll_standard_error": _or_none(measured.standard_error),
+                "text_bytes": text_bytes,
+            }
+        )
+    return metrics, rows
+
+
+def summarise(measured: WindowedNLL, text_bytes: int | None) -> dict[str, tuple[float, str, float | None]]:
+    """Return field -> (value, unit, std) of one model's measurement."""
+    error = _or_none(measured.standard_error)
+    values: dict[str, tuple[float, str, float | None]] = {
+        "nll": (measured.mean, "nats/token", error),
+        "perplexity": (measured.perplexity, "", None if error is None else error * measured.perplexity),
+        "unique_tokens": (float(measured.tokens), "tokens", None),
+    }
+    if text_bytes:
+        per_byte = measured.tokens / (math.log(2) * text_bytes)
+        values["bits_per_byte"] = (
+            measured.mean * per_byte,
+            "bits/byte",
+            None if error is None else error * per_byte,
+        )
+    return values
+
+
+def predicted_bytes(dataset: TokenDataset, wanted: int, token_bytes: np.ndarray | None) -> int | None:
+    """Return the UTF-8 bytes of the targets in the measured windows; None when the tokenizer is not known."""
+    if token_bytes is None:
+        return None
+    return sum(
+        int(token_bytes[dataset[index][1].numpy()].sum()) for index in spread_windows(len(dataset), wanted)
+    )
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None

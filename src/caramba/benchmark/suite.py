@@ -1,0 +1,95 @@
+"""Run a suite of benchmarks; one that fails is recorded with its error, and the others still run."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from caramba.benchmark.latency import latency
+from caramba.benchmark.memory import memory
+from caramba.benchmark.perplexity import perplexity
+from caramba.benchmark.subject import Subjects
+from caramba.config.benchmark import (
+    BenchmarkConfig,
+    LatencyBenchmarkConfig,
+    MemoryBenchmarkConfig,
+    PerplexityBenchmarkConfig,
+)
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.result import BenchmarkResult, Metric
+
+Measured = tuple[list[Metric], list[dict[str, Any]]]
+
+
+def run_benchmark(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
+    """Run one benchmark on the models that it names, `repeats` times; metrics of repeats are averaged, rows kept.
+
+    Raises:
+        ConfigError: a benchmark type that is not built yet.
+    """
+    chosen = {
+        name: model
+        for name, model in subjects.models.items()
+        if name in bench.models or name.split("_")[0] in bench.models
+    }
+    narrowed = dataclasses.replace(subjects, models=chosen)
+    repeats = [_dispatch(bench, narrowed) for _ in range(bench.repeats)]
+    rows = [{"repeat": index} | row for index, (_, found) in enumerate(repeats) for row in found]
+    return _average([metrics for metrics, _ in repeats]), rows
+
+
+def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
+    config = bench.config
+    if isinstance(config, PerplexityBenchmarkConfig):
+        return perplexity(config, subjects, bench.id)
+    if isinstance(config, LatencyBenchmarkConfig):
+        return latency(config, subjects, bench.id)
+    if isinstance(config, MemoryBenchmarkConfig):
+        return memory(config, subjects, bench.id)
+    raise ConfigError(
+        f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency or memory"
+    )
+
+
+def _average(repeats: Sequence[list[Metric]]) -> list[Metric]:
+    if len(repeats) == 1:
+        return repeats[0]
+    averaged = []
+    for same in zip(*repeats, strict=True):
+        values = [metric.value for metric in same]
+        averaged.append(
+            dataclasses.replace(
+                same[0], value=statistics.fmean(values), n=len(values), std=statistics.stdev(values)
+            )
+        )
+    return averaged
+
+
+def run_suite(benchmarks: Sequence[BenchmarkConfig], subjects: Subjects) -> tuple[BenchmarkResult, ...]:
+    """Run benchmarks in order and return one result each, failed ones with their error."""
+    results = []
+    for bench in benchmarks:
+        began = time.perf_counter()
+        try:
+            metrics, rows = run_benchmark(bench, subjects)
+        except Exception as error:  # recorded in report.json and turned into exit status 1 by the worker
+            logger.error(f"benchmark {bench.id}: {type(error).__name__}: {error}")
+            results.append(
+                BenchmarkResult(
+                    bench.id,
+                    bench.config.type,
+                    error=f"{type(error).__name__}: {error}",
+                    seconds=time.perf_counter() - began,
+                )
+            )
+            continue
+        results.append(
+            BenchmarkResult(
+                bench.id, bench.config.type, tuple(metrics), tuple(rows), seconds=time.perf_counter() - began
+            )
+        )
+    return tuple(results)

@@ -1,0 +1,112 @@
+"""run(): the whole pipeline of a manifest, on one page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from caramba import artifact
+from caramba.config.manifest import GroupConfig, Manifest
+from caramba.console import logger
+from caramba.errors import VerificationFailed
+from caramba.experiment.ledger import StageRecord
+from caramba.experiment.session import Session
+from caramba.experiment.stages import hold, train_run, transplant_student, verify
+from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
+from caramba.runs import manifest_sha256
+from caramba.runs.events import append_event
+from caramba.runs.files import write_json
+from caramba.runtime import apply_threads
+
+FINAL = "final"
+
+
+def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
+    """Train, verify and benchmark every selected group of `manifest` in `run_dir`, and write its artifacts.
+
+    A finished stage is never repeated, so calling this again after an interrupt goes on where the run stopped. With
+    several groups each has a directory of its own below `groups/`.
+
+    Raises:
+        VerificationFailed: a check with fail_fast did not pass; artifacts of all that ran are written first.
+    """
+    groups = manifest.selected_groups()
+    apply_threads(run_dir / "plan.json")
+    return tuple(
+        run_group(manifest, group, run_dir, run_dir if len(groups) == 1 else run_dir / "groups" / group.name)
+        for group in groups
+    )
+
+
+def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Path) -> RunResult:
+    """Run one group: phases in order, then the final checks and benchmarks from the saved weights, then artifacts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    logger.header(
+        manifest.name, f"group {group.name}: {', '.join(run.id for run in group.runs) or 'no training'}"
+    )
+    append_event(folder, "group_started", group=group.name)
+    session = Session.open(manifest, group, folder)
+    failure: VerificationFailed | None = None
+    try:
+        trained = [item for item in group.runs if item.train is not None]
+        for item in trained:
+            train_run(session, item, is_last=item is trained[-1])
+        finish(session)
+    except VerificationFailed as error:
+        failure = error
+    result = collect(session, run_dir)
+    index = artifact.write(result, folder)
+    write_json(folder / "result.json", {"status": "failed" if failure else "finished", **to_plain(result)})
+    append_event(folder, "group_finished", group=group.name, artifacts=len(index.entries))
+    logger.artifacts_summary({entry.path: str(Path(index.root) / entry.path) for entry in index.entries})
+    if failure is not None:
+        raise failure
+    return result
+
+
+def finish(session: Session) -> None:
+    """Verify and benchmark what the phases saved: models are read back from disk, no training state is held."""
+    if session.manifest.model.teacher is not None:
+        transplant_student(session)
+    if FINAL not in session.ledger:
+        for role in ("teacher", "student"):
+            done = [
+                record.phase
+                for record in session.ledger.records()
+                if record.phase.trains == role and not record.phase.skipped
+            ]
+            if done:
+                session.reload(done[-1].id, role)
+        checked = [item for item in session.group.runs if item.train is not None and item.verify]
+        runs = checked[-1:] if checked and session.teacher is not None else []
+        verdicts = tuple(verdict for item in runs for verdict in verify(session, item))
+        models = {
+            name: model.eval()
+            for name, model in (("teacher", session.teacher), ("student", session.student))
+            if model is not None
+        }
+        benchmarks = session.measure(session.group.benchmarks, models)
+        phase = PhaseResult(FINAL, FINAL, "none", 0, 0, sum(result.seconds for result in benchmarks), "")
+        session.ledger.add(StageRecord(phase, verdicts, benchmarks))
+    hold(session.ledger[FINAL].verdicts)
+
+
+def collect(session: Session, run_dir: Path) -> RunResult:
+    """Gather what the ledger holds into one result."""
+    records = session.ledger.records()
+    environment = json.loads((run_dir / "env.json").read_text()) if (run_dir / "env.json").is_file() else {}
+    plan_file = session.run_dir / "plan.json"
+    benchmarks: list[BenchmarkResult] = [result for record in records for result in record.benchmarks]
+    return RunResult(
+        name=session.manifest.name,
+        run_id=run_dir.name,
+        manifest_sha256=manifest_sha256(session.manifest),
+        git_commit=environment.get("git_commit"),
+        environment=environment,
+        plan=json.loads(plan_file.read_text()) if plan_file.is_file() else {},
+        phases=tuple(record.phase for record in records if record.phase.id != FINAL),
+        verdicts=tuple(verdict for record in records for verdict in record.verdicts),
+        benchmarks=tuple(benchmarks),
+        transplant=next((record.transplant for record in records if record.transplant), None),
+        labels=dict(session.labels),
+    )

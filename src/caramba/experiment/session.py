@@ -1,0 +1,153 @@
+"""The working state of one group: device, text, models and what has been done so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from caramba.benchmark import Subjects, run_suite
+from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
+from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.console import logger
+from caramba.data import Corpus, TokenDataset, open_corpus
+from caramba.errors import ConfigError
+from caramba.experiment.ledger import Ledger
+from caramba.model import Model, build_model, find_checkpoint, load_pretrained, save_model
+from caramba.result import BenchmarkResult
+from caramba.runtime import choose_device
+
+
+@dataclass
+class Session:
+    """One group's run. `teacher` and `student` are the current models; both stay on `device`."""
+
+    manifest: Manifest
+    group: GroupConfig
+    run_dir: Path
+    device: torch.device
+    corpus: Corpus
+    ledger: Ledger
+    teacher: Model | None = None
+    student: Model | None = None
+    labels: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, manifest: Manifest, group: GroupConfig, run_dir: Path) -> Session:
+        """Open the data, check that it fits the model, and load or build the models that the group starts from."""
+        device = choose_device(manifest.device)
+        corpus = open_corpus(group.data, progress=logger.info)
+        blocks = [run.train.block_size for run in group.runs if run.train] + [
+            bench.config.block_size
+            for bench in group.benchmarks
+            if isinstance(bench.config, PerplexityBenchmarkConfig)
+        ]
+        corpus.check(vocab_size=manifest.model.embedder.vocab_size, block_size=max(blocks, default=1))
+        session = cls(manifest, group, run_dir, device, corpus, Ledger(run_dir))
+        session._open_models()
+        return session
+
+    def _open_models(self) -> None:
+        model = self.manifest.model
+        if model.teacher is not None:
+            if model.teacher.checkpoint is not None:
+                path = find_checkpoint(Path(model.teacher.checkpoint), role="teacher")
+                self.teacher, self.labels = load_pretrained(
+                    path,
+                    expected=model.teacher.manifest,
+                    device=self.device,
+                    where="model.teacher.checkpoint",
+                )
+                logger.path(str(path), "teacher")
+            else:
+                assert model.teacher.manifest is not None
+                self.teacher = build_model(model.teacher.manifest, seed=self.manifest.seed).to(self.device)
+        if model.checkpoint is not None:
+            path = find_checkpoint(Path(model.checkpoint), role="student")
+            self.student, labels = load_pretrained(
+                path, expected=model, device=self.device, where="model.checkpoint"
+            )
+            self.labels |= labels
+        elif model.teacher is None:
+            self.student = build_model(model, seed=self.manifest.seed).to(self.device)
+
+    def model_of(self, role: str) -> Model:
+        """Return the current teacher or student.
+
+        Raises:
+            ConfigError: the model does not exist at this point.
+        """
+        model = self.teacher if role == "teacher" else self.student
+        if model is None:
+            raise ConfigError(
+                f"model: no {role} at this point; give model.teacher a checkpoint or a manifest"
+            )
+        return model
+
+    def weights_path(self, stage: str) -> Path:
+        """Return where a stage's final weights are."""
+        return self.run_dir / "checkpoints" / f"{stage}.safetensors"
+
+    def save(self, model: Model, stage: str, role: str) -> None:
+        """Write a stage's final weights whole."""
+        save_model(model, self.weights_path(stage), role=role, phase=stage, labels=self.labels)
+
+    def reload(self, stage: str, role: str) -> None:
+        """Replace the current model of `role` by what a finished stage saved."""
+        model, labels = load_pretrained(self.weights_path(stage), device=self.device)
+        self.labels |= labels
+        if role == "teacher":
+            self.teacher = model
+        elif role == "student":
+            self.student = model
+
+    def windows(self, split: str, block_size: int) -> TokenDataset:
+        """Return the disjoint windows of `train` or `val`."""
+        return TokenDataset(self.corpus.train if split == "train" else self.corpus.val, block_size)
+
+    def measure(
+        self, benchmarks: Sequence[BenchmarkConfig], models: Mapping[str, Model]
+    ) -> tuple[BenchmarkResult, ...]:
+        """Run benchmarks on named models and say what they found."""
+        subjects = Subjects(
+            models=models,
+            windows=lambda block_size: self.windows("val", block_size),
+            token_bytes=self.corpus.token_bytes,
+            vocab_size=self.manifest.model.embedder.vocab_size,
+            device=self.device,
+        )
+        results = run_suite(benchmarks, subjects)
+        for result in results:
+            for metric in result.metrics:
+                if metric.key.endswith((".perplexity", ".bits_per_byte")):
+                    family, name = metric.key.rsplit(".", 1)[1], metric.key.split(".")[1]
+                    logger.benchmark_result(family, name, metric.value, metric.unit)
+        return results
+
+    def stage_row(self, row: str, model: Model) -> tuple[BenchmarkResult, ...]:
+        """Measure the perplexity row that a stage adds to the tables, under the group's own perplexity benchmarks."""
+        benchmarks = [
+            bench for bench in self.group.benchmarks if isinstance(bench.config, PerplexityBenchmarkConfig)
+        ]
+        results = self.measure(benchmarks, {row: model})
+        return tuple(dataclasses.replace(result, id=f"{result.id}.{row}") for result in results)
+
+    def stream_start(self, run: RunConfig) -> int:
+        """Return the global sample at which a run's data begins: runs read one stream in turn, and a control reads
+        again what the student's phases read."""
+        position, student_start = 0, None
+        for other in self.group.runs:
+            phase = other.train
+            if phase is None:
+                continue
+            if phase.trains == "student" and student_start is None:
+                student_start = position
+            if other.id == run.id:
+                return student_start if phase.control and student_start is not None else position
+            if not phase.control:
+                assert isinstance(phase.batch_size, int)
+                position += phase.steps * phase.batch_size * phase.gradient_accumulation_steps
+        return position

@@ -1,0 +1,213 @@
+"""The stages of a run: transplant, and each phase of training with what is measured at its end."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+
+import torch
+from torch import nn
+
+from caramba import upcycle
+from caramba.config.manifest import RunConfig
+from caramba.config.model import SurgeryConfig
+from caramba.config.train import PhaseConfig
+from caramba.console import logger
+from caramba.distill import (
+    BlockSchedule,
+    BlockwiseObjective,
+    LanguageModelObjective,
+    Objective,
+    TeacherKLObjective,
+    block_errors,
+)
+from caramba.errors import VerificationFailed
+from caramba.experiment.ledger import StageRecord
+from caramba.experiment.session import Session
+from caramba.model import Model, build_model
+from caramba.result import BenchmarkResult, PhaseResult, Verdict
+from caramba.runs.events import append_event
+from caramba.runtime import is_main_process, plan
+from caramba.train import BenchmarkArtifacts, BlockwiseDistillation, PhaseData, Verification, fit
+from caramba.verify import check
+
+TRANSPLANT = "transplant"
+ERROR_WINDOWS = 8
+
+
+def transplant_student(session: Session) -> None:
+    """Make the student from its teacher, once per run; the weights and the report are a stage of their own."""
+    if session.student is not None:
+        return
+    if TRANSPLANT in session.ledger:
+        session.reload(TRANSPLANT, "student")
+        return
+    config = session.manifest.model
+    surgery = config.surgery or SurgeryConfig()
+    logger.subheader(f"transplant: {surgery.method}")
+    began = time.perf_counter()
+    teacher = session.model_of("teacher")
+    student = build_model(config, seed=session.manifest.seed).to(session.device)
+    report = upcycle.transplant(teacher, student, surgery)
+    windows = session.windows("train", _error_block(session))
+    tokens = torch.stack([windows[index][0] for index in range(min(ERROR_WINDOWS, len(windows)))]).to(
+        session.device
+    )
+    errors = block_errors(teacher, upcycle.pair_attention(teacher, student), tokens)
+    session.student = student.eval()
+    session.save(student, TRANSPLANT, "student")
+    rows = session.stage_row("student_transplant", student)
+    phase = PhaseResult(
+        TRANSPLANT, TRANSPLANT, "student", 0, 0, time.perf_counter() - began, _relative(session, TRANSPLANT),
+        details={"mean_block_error": sum(errors) / len(errors)},
+    )  # fmt: skip
+    session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
+
+
+def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
+    """Train one run of the group, unless it is finished; what it measured is in the ledger afterwards.
+
+    Raises:
+        VerificationFailed: a check with fail_fast crossed its threshold, after everything was recorded.
+    """
+    phase = run.train
+    assert phase is not None
+    assert phase.trains is not None
+    if phase.trains == "student" and session.manifest.model.teacher is not None:
+        transplant_student(session)
+    if run.id in session.ledger:
+        if not session.ledger[run.id].phase.skipped and not phase.control:
+            session.reload(run.id, phase.trains)
+        return
+    if (
+        phase.trains == "teacher"
+        and session.manifest.model.teacher
+        and session.manifest.model.teacher.checkpoint
+        and not phase.control
+    ):
+        _skip(session, run, phase, "model.teacher.checkpoint is given")
+        return
+    record = _fit(session, run, phase, verifies=bool(run.verify) and not is_last)
+    session.ledger.add(record)
+    hold(record.verdicts)
+
+
+def hold(verdicts: tuple[Verdict, ...]) -> None:
+    """Report verdicts; raise when one with fail_fast did not pass."""
+    for verdict in verdicts:
+        for item in verdict.checks:
+            if item.bound is not None:
+                say = logger.success if item.passed else logger.warning
+                say(f"verify {verdict.type} {item.name}: {item.value:.4g} (at most {item.bound:.4g})")
+        if verdict.fail_fast and not verdict.passed:
+            failed = next(item for item in verdict.checks if not item.passed)
+            raise VerificationFailed(
+                f"verify {verdict.type} after {verdict.run_id}: {failed.name}={failed.value:.4g} exceeds {failed.bound:.4g}; "
+                "train longer, raise the bound, or set fail_fast: false"
+            )
+
+
+def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool) -> StageRecord:
+    torch.manual_seed(phase.seed if phase.seed is not None else run.seed)
+    model = session.model_of("teacher" if phase.control else phase.trains or "student")
+    if phase.control:  # a control leaves the teacher of the comparison as it is
+        model = copy.deepcopy(model)
+    objective = build_objective(session, phase, model)
+    decided = plan(phase, device=session.manifest.device, kernels=session.manifest.kernels, name=run.id)
+    logger.subheader(
+        f"{run.id}: {phase.phase} of the {'teacher (control)' if phase.control else phase.trains}, {phase.steps} steps"
+    )
+    verdicts: list[Verdict] = []
+    rows: list[BenchmarkResult] = []
+    callbacks = []
+    if isinstance(objective, BlockwiseObjective):
+        callbacks.append(BlockwiseDistillation(BlockSchedule()))
+    if verifies:
+        callbacks.append(Verification(lambda: verdicts.extend(verify(session, run))))
+    if row := _row_name(session, run, phase):
+        callbacks.append(BenchmarkArtifacts(lambda: rows.extend(session.stage_row(row, model))))
+    role = "control" if phase.control else phase.trains or "student"
+    if phase.phase == "pretrain" and not phase.control:
+        session.labels["proxy"] = f"trained from scratch on {session.corpus.name}"
+    data = PhaseData(
+        session.windows("train", phase.block_size),
+        session.windows("val", phase.block_size),
+        seed=session.manifest.seed,
+        start=session.stream_start(run),
+    )
+    outcome = fit(
+        objective,
+        phase,
+        data,
+        decided,
+        manifest=session.manifest,
+        run_dir=session.run_dir,
+        save_final=lambda: session.save(model, run.id, role),
+        callbacks=callbacks,
+    )
+    model.requires_grad_(True).eval().to(session.device)
+    result = PhaseResult(
+        run.id, phase.phase, role, outcome.steps, phase.tokens, outcome.seconds, _relative(session, run.id), outcome.loss
+    )  # fmt: skip
+    append_event(
+        session.run_dir,
+        "phase_finished",
+        phase=run.id,
+        steps=outcome.steps,
+        seconds=outcome.seconds,
+        loss=outcome.loss,
+    )
+    return StageRecord(result, tuple(verdicts), tuple(rows))
+
+
+def build_objective(session: Session, phase: PhaseConfig, model: Model) -> Objective:
+    """Return what a phase minimises on `model`."""
+    if phase.phase == "blockwise":
+        teacher = frozen(session.model_of("teacher"))
+        return BlockwiseObjective(model, teacher, upcycle.pair_attention(teacher, model))
+    if phase.objective == "kl":
+        return TeacherKLObjective(model, frozen(session.model_of("teacher")), phase.temperature)
+    return LanguageModelObjective(model)
+
+
+def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
+    """Run a run's verifications on the current teacher and student."""
+    teacher, student = session.model_of("teacher"), session.model_of("student")
+    return check(
+        run.verify, teacher.eval(), student.eval(), session.windows, run_id=run.id, device=session.device
+    )
+
+
+def frozen(model: nn.Module) -> Model:
+    """Return the model in eval mode without gradients."""
+    assert isinstance(model, Model)
+    return model.eval().requires_grad_(False)
+
+
+def _row_name(session: Session, run: RunConfig, phase: PhaseConfig) -> str | None:
+    if not is_main_process() or session.manifest.model.teacher is None:
+        return None
+    if phase.control:
+        return "teacher_continued"
+    return f"student_{phase.phase}" if phase.trains == "student" else None
+
+
+def _skip(session: Session, run: RunConfig, phase: PhaseConfig, reason: str) -> None:
+    logger.info(f"{run.id}: skipped, {reason}")
+    result = PhaseResult(run.id, phase.phase, phase.trains or "student", 0, 0, 0.0, "", None, skipped=reason)
+    session.ledger.add(StageRecord(result))
+
+
+def _relative(session: Session, stage: str) -> str:
+    return str(session.weights_path(stage).relative_to(session.run_dir))
+
+
+def _error_block(session: Session) -> int:
+    return (
+        next(
+            run.train.block_size for run in session.group.runs if run.train and run.train.trains == "student"
+        )
+        if any(run.train and run.train.trains == "student" for run in session.group.runs)
+        else 128
+    )

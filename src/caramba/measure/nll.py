@@ -1,0 +1,93 @@
+"""Negative log-likelihood on disjoint windows: the one place where language-model loss is counted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from caramba.errors import DataError
+
+
+@dataclass(frozen=True)
+class WindowedNLL:
+    """NLL in nats of `tokens` distinct targets, and each window's mean, from which the standard error follows."""
+
+    total: float
+    tokens: int
+    window_means: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean)
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean over windows, which are far closer to independent than tokens are."""
+        n = len(self.window_means)
+        if n < 2:
+            return float("nan")
+        centre = sum(self.window_means) / n
+        return math.sqrt(sum((value - centre) ** 2 for value in self.window_means) / (n - 1) / n)
+
+
+def spread_windows(available: int, wanted: int) -> list[int]:
+    """Return up to `wanted` distinct window indices, evenly spread over `available` ones, in order."""
+    count = min(available, wanted)
+    return [index * available // count for index in range(count)] if count else []
+
+
+def batches(
+    dataset: Sequence[tuple[Tensor, Tensor]], indices: Sequence[int], size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (x, y) of shape [b, T], b <= size, for the given windows in order."""
+    for start in range(0, len(indices), size):
+        items = [dataset[index] for index in indices[start : start + size]]
+        yield torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+
+@torch.inference_mode()
+def windowed_nll(
+    model: nn.Module,
+    dataset: Sequence[tuple[Tensor, Tensor]],
+    *,
+    windows: int,
+    batch_size: int,
+    device: torch.device,
+) -> WindowedNLL:
+    """Measure the NLL of `model` on up to `windows` disjoint windows of `dataset`, spread over all of it.
+
+    Shape: each item is (x [T], y [T]) int64, y shifted by one. Losses are summed in float64.
+
+    Raises:
+        DataError: the dataset has no window.
+    """
+    indices = spread_windows(len(dataset), windows)
+    if not indices:
+        raise DataError(
+            "held-out data: 0 windows of the asked block_size; use more data or a smaller block_size"
+        )
+    was_training = model.training
+    model.eval()
+    means: list[float] = []
+    total, tokens = 0.0, 0
+    for x, y in batches(dataset, indices, batch_size):
+        logits = model(x.to(device)).float()
+        losses = (
+            F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten(), reduction="none")
+            .view(y.shape)
+            .double()
+        )
+        means += losses.mean(dim=1).tolist()
+        total += losses.sum().item()
+        tokens += y.numel()
+    model.train(was_training)
+    return WindowedNLL(total, tokens, tuple(means))

@@ -1,0 +1,68 @@
+"""events.jsonl: what happened in a run, one JSON object a line, appended; metrics.csv is made from it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from caramba.runs.files import write_whole
+
+EVENTS = "events.jsonl"
+METRICS = "metrics.csv"
+
+
+def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
+    """Append one event. NaN and infinities, which JSON lacks, are written as strings so that they are not lost."""
+    record = {
+        "time": round(time.time(), 3),
+        "event": kind,
+        **{key: _plain(value) for key, value in fields.items()},
+    }
+    with open(run_dir / EVENTS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run. A last line cut short by a killed writer is skipped; any other bad line raises."""
+    path = run_dir / EVENTS
+    if not path.is_file():
+        return
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            if number + 1 < len(lines) and not lines[number + 1].startswith("{"):
+                raise
+
+
+def write_metrics(run_dir: Path) -> None:
+    """Write metrics.csv: a row per phase and step in order, a column per metric. A step that a resumed run repeated
+    appears once, with its last values."""
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    columns: dict[str, None] = {}
+    for event in read_events(run_dir):
+        if event["event"] == "metrics":
+            row = rows.setdefault((event["phase"], event["step"]), {})
+            row |= event["values"]
+            columns |= dict.fromkeys(event["values"])
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["phase", "step", *columns])
+    for (phase, step), row in rows.items():
+        writer.writerow([phase, step, *(row.get(name, "") for name in columns)])
+    write_whole(run_dir / METRICS, text.getvalue())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,56 @@
+"""What this machine is: the device a run uses, and the facts that its numbers depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from typing import Any
+
+import torch
+
+from caramba.errors import ConfigError
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Return the device that `auto`, `cpu`, `cuda` or `mps` stands for here.
+
+    Raises:
+        ConfigError: the device that was asked for by name is not available.
+    """
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if wanted == "auto":
+        wanted = next(name for name in ("cuda", "mps", "cpu") if available[name])
+    if not available[wanted]:
+        have = ", ".join(name for name, present in available.items() if present)
+        raise ConfigError(f"device: {wanted!r} is not available here; have: {have}; use device=auto")
+    return torch.device(wanted)
+
+
+def device_facts(device: torch.device) -> dict[str, Any]:
+    """Return name, driver, versions and sizes of `device`; the part of a plan's signature that is the machine."""
+    facts: dict[str, Any] = {
+        "device": device.type,
+        "torch": torch.__version__,
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "capability": f"{properties.major}.{properties.minor}",
+            "cuda": torch.version.cuda,
+        }
+    else:
+        facts["name"] = platform.processor() or platform.machine()
+    return facts
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all that was queued; a clock read before this measures the queue."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -1,0 +1,30 @@
+"""When a phase's state and final weights are saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+
+class Checkpointing(pl.Callback):
+    """Saves resumable state every `save_every` optimiser steps, and the final weights when training ends.
+
+    The final weights are saved before any other work of the phase's end, so that a failure there loses nothing.
+    """
+
+    def __init__(self, state_path: Path, save_every: int | None, save_final: Callable[[], None]) -> None:
+        self.state_path, self.save_every, self.save_final = state_path, save_every, save_final
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        at_step_end = pl_module.micro_steps == 0
+        if self.save_every and at_step_end and trainer.global_step % self.save_every == 0:
+            trainer.save_checkpoint(self.state_path)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step >= trainer.max_steps and trainer.is_global_zero:
+            self.save_final()

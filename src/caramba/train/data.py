@@ -1,0 +1,40 @@
+"""Loaders over token windows whose order is a pure function of seed and position, so resuming needs no loader state."""
+
+from __future__ import annotations
+
+from torch.utils.data import DataLoader, Subset
+
+from caramba.config.train import PhaseConfig
+from caramba.data import TokenDataset, WindowSampler
+from caramba.errors import DataError
+from caramba.measure import spread_windows
+from caramba.runtime import get_rank, get_world_size
+
+VALIDATION_WINDOWS = 64
+
+
+def train_loader(
+    dataset: TokenDataset, phase: PhaseConfig, *, seed: int, start: int, pin: bool
+) -> DataLoader:
+    """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
+
+    Raises:
+        DataError: the dataset has no window of `block_size` tokens.
+    """
+    if len(dataset) == 0:
+        raise DataError(
+            f"train data: shorter than one window of block_size={phase.block_size} + 1 tokens; use more data or a smaller block_size"
+        )
+    assert isinstance(phase.batch_size, int)
+    sampler = WindowSampler(
+        len(dataset), phase.batch_size, seed=seed, start=start, rank=get_rank(), world_size=get_world_size()
+    )
+    return DataLoader(dataset, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
+
+
+def validation_loader(dataset: TokenDataset, phase: PhaseConfig) -> DataLoader:
+    """Return a loader of up to 64 held-out windows, spread over the split, the same at every validation."""
+    assert isinstance(phase.batch_size, int)
+    return DataLoader(
+        Subset(dataset, spread_windows(len(dataset), VALIDATION_WINDOWS)), batch_size=phase.batch_size
+    )

@@ -1,0 +1,94 @@
+"""The LightningModule around any topology-built model: it drives an Objective and owns the optimiser step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import MeanMetric
+from torchmetrics.aggregation import RunningMean
+
+from caramba.config.train import PhaseConfig
+from caramba.distill import Batch, Objective
+from caramba.optim import build_optimizer, learning_rate
+
+
+class CarambaModule(pl.LightningModule):
+    """One phase of training. Optimisation is manual, because a blockwise step runs one backward per block.
+
+    Only the trained model is a submodule: a teacher is neither saved nor moved nor seen by the optimiser. Gradients of
+    `gradient_accumulation_steps` micro-batches are averaged, clipped by their global norm, then stepped.
+    """
+
+    def __init__(self, objective: Objective, phase: PhaseConfig, *, log_every: int = 10) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.model = objective.model
+        self.objective = objective
+        self.phase = phase
+        self.log_every = log_every
+        self.micro_steps = 0
+        self.train_loss = RunningMean(window=50)
+        self.val_loss = MeanMetric()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = self.objective.trainable()
+        chosen = {id(parameter) for _, parameter in trained}
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+        return build_optimizer(trained, self.phase)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        losses = self.objective.step(batch, self._backward)
+        self.micro_steps += 1
+        self.train_loss.update(losses["loss"])
+        if self.micro_steps == self.phase.gradient_accumulation_steps:
+            self.micro_steps = 0
+            losses["grad_norm"] = self._step()
+        return losses
+
+    def _backward(self, loss: Tensor) -> None:
+        self.manual_backward(loss / self.phase.gradient_accumulation_steps)
+
+    def _step(self) -> Tensor:
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, pl.core.optimizer.LightningOptimizer)
+        rate = learning_rate(self.phase, self.global_step)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        limit = self.phase.max_grad_norm
+        norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=batch[0].shape[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_loss", self.val_loss.compute())
+        self.val_loss.reset()
+
+    def running_loss(self) -> float:
+        """Return the mean loss of the last 50 micro-batches, over all ranks."""
+        return float(self.train_loss.compute())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        # Random state is taken at the end of a batch and put back before the next, so that dropout goes on as it was.
+        state: dict[str, Any] = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        checkpoint["rng"] = state
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._rng: dict[str, Any] | None = checkpoint["rng"]
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        rng, self._rng = getattr(self, "_rng", None), None
+        if rng is not None:
+            torch.set_rng_state(rng["cpu"])
+            if "cuda" in rng and torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(rng["cuda"])

@@ -1,0 +1,127 @@
+"""fit(): one phase of training through Lightning, resumable at every saved step."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+
+from caramba.config.manifest import Manifest
+from caramba.config.train import PhaseConfig
+from caramba.data import TokenDataset
+from caramba.distill import Objective
+from caramba.runtime import RuntimePlan
+from caramba.train.callbacks import Checkpointing, RuntimePlanning, ThroughputProgress
+from caramba.train.checkpoint_io import WholeCheckpointIO
+from caramba.train.data import train_loader, validation_loader
+from caramba.train.loggers import build_loggers
+from caramba.train.module import CarambaModule
+
+
+@dataclass(frozen=True)
+class FitOutcome:
+    """What a phase's training ended with; `resumed_from` is the step at which this process took over."""
+
+    steps: int
+    seconds: float
+    loss: float
+    resumed_from: int
+
+
+@dataclass(frozen=True)
+class PhaseData:
+    """The windows of a phase, and where in the endless global stream of samples it begins."""
+
+    train: TokenDataset
+    val: TokenDataset
+    seed: int
+    start: int
+
+
+def fit(
+    objective: Objective,
+    phase: PhaseConfig,
+    data: PhaseData,
+    plan: RuntimePlan,
+    *,
+    manifest: Manifest,
+    run_dir: Path,
+    save_final: Callable[[], None],
+    callbacks: Sequence[Callback] = (),
+) -> FitOutcome:
+    """Train `objective` for `phase.steps` optimiser steps, from the last saved state if there is one.
+
+    Args:
+        save_final: writes the phase's final weights; called as soon as the last step is done.
+        callbacks: what else happens and when; see `caramba.train.callbacks`.
+
+    Raises:
+        KeyboardInterrupt: the user stopped the run; the last saved state is on disk.
+    """
+    _quiet_lightning()
+    state = run_dir / "checkpoints" / f"{plan.phase}.state.pt"
+    module = CarambaModule(objective, phase)
+    position = _saved_step(state)
+    per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
+    trainer = pl.Trainer(
+        accelerator=plan.value("device"),
+        devices=1,
+        max_steps=phase.steps,
+        max_epochs=-1,
+        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase),
+        callbacks=[
+            Checkpointing(state, phase.save_every, save_final),
+            RuntimePlanning(plan, run_dir, per_step * phase.block_size),
+            ThroughputProgress(
+                plan.phase, phase.steps, per_step * phase.block_size, manifest.settings.instrument
+            ),
+            *callbacks,
+        ],
+        plugins=[WholeCheckpointIO()],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        check_val_every_n_epoch=None,
+        val_check_interval=phase.eval_every * phase.gradient_accumulation_steps if phase.eval_every else None,
+        limit_val_batches=1.0 if phase.eval_every else 0,
+    )
+    pin = phase.pin_memory if phase.pin_memory is not None else plan.value("device") == "cuda"
+    loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
+    began = time.perf_counter()
+    try:
+        trainer.fit(
+            module,
+            train_dataloaders=loader,
+            val_dataloaders=validation_loader(data.val, phase) if phase.eval_every else None,
+            ckpt_path=str(state) if state.is_file() else None,
+            weights_only=True,
+        )
+    except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
+        raise KeyboardInterrupt from stop
+    return FitOutcome(trainer.global_step, time.perf_counter() - began, module.running_loss(), position)
+
+
+def _saved_step(state: Path) -> int:
+    """Return the optimiser step of a saved training state, 0 without one."""
+    if not state.is_file():
+        return 0
+    from caramba.checkpoint import load_training_state
+
+    return int(load_training_state(state)["global_step"])
+
+
+def _quiet_lightning() -> None:
+    # Lightning's notices (devices found, tips, worker counts) repeat what plan.json records, once per phase.
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=PossibleUserWarning)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")

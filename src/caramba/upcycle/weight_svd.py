@@ -1,0 +1,151 @@
+"""Surgery from the weights alone: the baseline against which activation-aware surgery is measured.
+
+Per key/value head g, with teacher queries W_q,i (heads i of g), keys W_k and values W_v:
+
+- geometric: the rotary pairs p with the largest (sum_i |W_q,i,p|^2)^(1/2) |W_k,p| keep their rotation and the
+  teacher's own frequency (selection rule of MHA2MLA, Ji et al., 2025, arXiv:2502.14837);
+- semantic: the other pairs lose their rotation; with S = sum_i W_q,i W_q,i^T and C = W_k W_k^T over those rows,
+  eigh(S^1/2 C S^1/2) = U L U^T gives k_sem = U_r^T S^1/2 W_k and q_sem,i = U_r^T S^-1/2 W_q,i;
+- values: the same with E = sum_i W_o,i^T W_o,i in place of S, the inverse absorbed into W_o.
+
+Everything is computed in float64. The student's score scale is folded into its queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.layer import AttentionLayer
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Low-rank factors of one key/value head: rows of the cached map, queries' counterparts, and the energy kept."""
+
+    cached: Tensor
+    counterpart: Tensor
+    energy: float
+
+
+def damped_roots(gram: Tensor, damping: float = 1e-9) -> tuple[Tensor, Tensor]:
+    """Return G^1/2 and G^-1/2 of a symmetric positive semidefinite [n, n] float64 matrix, eigenvalues floored."""
+    values, vectors = torch.linalg.eigh(gram)
+    values = values.clamp_min(values.max().clamp_min(torch.finfo(values.dtype).tiny) * damping)
+    return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
+
+
+def low_rank(weight: Tensor, gram: Tensor, rank: int) -> Factors:
+    """Factor readers x of y = weight @ h as x^T y ~ (counterpart @ x)^T (cached @ h), best for readers of Gram `gram`.
+
+    Shape: weight [n, M], gram [n, n] -> cached [rank, M], counterpart [rank, n]. Rows beyond n are zero.
+    """
+    n = weight.shape[0]
+    cached = weight.new_zeros(rank, weight.shape[1])
+    counterpart = weight.new_zeros(rank, n)
+    if n == 0:
+        return Factors(cached, counterpart, 1.0)
+    root, inverse = damped_roots(gram)
+    values, vectors = torch.linalg.eigh(root @ weight @ weight.T @ root)
+    keep = min(rank, n)
+    basis = vectors.flip(1)[:, :keep]
+    cached[:keep] = basis.T @ root @ weight
+    counterpart[:keep] = basis.T @ inverse
+    energy = values.flip(0).clamp_min(0)
+    return Factors(cached, counterpart, float(energy[:keep].sum() / energy.sum().clamp_min(1e-300)))
+
+
+def select_pairs(q: Tensor, k: Tensor, count: int) -> Tensor:
+    """Return the sorted indices of the `count` rotary pairs with the largest product of norms.
+
+    Shape: q [g, D, M] query heads of one key/value head, k [D, M]; D = 2P in rotate-half order -> [count].
+    """
+    q_energy = q.pow(2).sum(dim=(0, 2)).view(2, -1).sum(0)
+    k_energy = k.pow(2).sum(dim=1).view(2, -1).sum(0)
+    return (q_energy * k_energy).topk(count).indices.sort().values
+
+
+@torch.no_grad()
+def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
+    """Initialise a decoupled `per_head` student layer from a standard or GQA teacher layer; return the energy kept.
+
+    Raises:
+        ConfigError: the layers' heads differ, or the teacher has a feature that this method does not map.
+    """
+    _check(teacher, student)
+    t, s = teacher.dims, student.dims
+    group, width = t.n_heads // t.n_kv_heads, t.qk
+    source = teacher.projection
+    w_q = source.q.weight.double().view(t.n_kv_heads, group, width, -1)
+    w_k = source.k.weight.double().view(t.n_kv_heads, width, -1)
+    w_v = source.v.weight.double().view(t.n_kv_heads, t.v, -1)
+    w_o = teacher.out.weight.double().view(-1, t.n_kv_heads, group, t.v)
+    by_name = {name: size for name, _, size in s.streams}
+    sem, geo, v = by_name["k_sem"], by_name["k_geo"], by_name["v"]
+    fold = (s.qk / width) ** 0.5  # teacher scores carry width^-1/2, the student's carry (sem + geo)^-1/2
+    pairs = width // 2
+    out = {name: [] for name in ("q_sem", "q_geo", "k_sem", "k_geo", "v", "o", "inv_freq")}
+    energies = []
+    for head in range(t.n_kv_heads):
+        chosen = select_pairs(w_q[head], w_k[head], geo // 2)
+        rows = torch.cat([chosen, chosen + pairs])
+        rest = torch.tensor(
+            [row for row in range(width) if row not in set(rows.tolist())],
+            dtype=torch.long,
+            device=rows.device,
+        )
+        q_rest = w_q[head][:, rest]
+        keys = low_rank(w_k[head][rest], torch.einsum("grm,gsm->rs", q_rest, q_rest), sem)
+        values = low_rank(w_v[head], torch.einsum("mgd,mge->de", w_o[:, head], w_o[:, head]), v)
+        out["k_sem"].append(keys.cached)
+        out["q_sem"].append(torch.einsum("rs,gsm->grm", keys.counterpart, q_rest) * fold)
+        out["k_geo"].append(w_k[head][rows])
+        out["q_geo"].append(w_q[head][:, rows] * fold)
+        out["v"].append(values.cached)
+        out["o"].append(torch.einsum("mgd,rd->mgr", w_o[:, head], values.counterpart))
+        out["inv_freq"].append(
+            source.rope.inv_freq.reshape(-1, pairs)[min(head, source.rope.inv_freq.shape[0] - 1)][chosen]
+        )
+        energies += [keys.energy, values.energy]
+    target = student.projection
+    for name in ("q_sem", "q_geo", "k_sem", "k_geo", "v"):
+        weight = getattr(target, name).weight
+        weight.copy_(torch.stack(out[name]).reshape(weight.shape))
+    student.out.weight.copy_(torch.stack(out["o"], dim=1).reshape(student.out.weight.shape))
+    target.rope.inv_freq.copy_(torch.stack(out["inv_freq"]))
+    return sum(energies) / len(energies)
+
+
+def _check(teacher: AttentionLayer, student: AttentionLayer) -> None:
+    t, s = teacher.config, student.config
+    where = "surgery.method=weight_svd"
+    if t.mode not in ("standard", "gqa") or not t.rope_enabled:
+        raise ConfigError(
+            f"{where}: maps standard or gqa attention with RoPE, got mode={t.mode} rope_enabled={t.rope_enabled}"
+        )
+    if s.mode != "decoupled" or s.layout != "per_head":
+        raise ConfigError(
+            f"{where}: builds mode=decoupled layout=per_head, got mode={s.mode} layout={s.layout}"
+        )
+    pair = (teacher.dims.n_heads, teacher.dims.n_kv_heads), (student.dims.n_heads, student.dims.n_kv_heads)
+    if pair[0] != pair[1]:
+        raise ConfigError(
+            f"{where}: the student has (heads, kv heads) {pair[1]}, the teacher {pair[0]}; make them equal"
+        )
+    if student.dims.rope > teacher.dims.qk:
+        raise ConfigError(
+            f"{where}: geo_dim asks {student.dims.rope} rotary dims a head of a teacher with {teacher.dims.qk}"
+        )
+    for config, role in ((t, "teacher"), (s, "student")):
+        for name in ("bias", "qk_norm", "learned_temperature", "tie_qk"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{where}: the {role}'s {name} is not mapped by this method; set {name}: false"
+                )
+    if t.local_window != s.local_window:
+        raise ConfigError(
+            f"{where}: local_window is {s.local_window} in the student, {t.local_window} in the teacher; make them equal"
+        )
