@@ -1,7 +1,7 @@
 """What Lightning and caramba's callbacks add to a training step, against a bare loop over the same model and batches.
 
-Both sides train the `tiny` model on the same windows from the same weights; they take turns, so drift of the machine hits
-both. The loss of the last step must agree, or the two do not do the same work. Writes JSON.
+Both sides train the `tiny` model on the same windows from the same weights; they take turns, so drift of the
+machine hits both. The loss of the last step must agree, or the two do not do the same work. Writes JSON.
 
 Usage: python scripts/bench/lightning_overhead.py [--steps 120] [--repeats 5] [--out docs/benchmarks/lightning_overhead.json]
 """
@@ -19,8 +19,7 @@ import torch
 
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
-from caramba.data import open_corpus
-from caramba.data import TokenDataset
+from caramba.data import TokenDataset, open_corpus
 from caramba.distill import LanguageModelObjective, cross_entropy
 from caramba.launch import manifest_of
 from caramba.model import build_model
@@ -134,7 +133,8 @@ def main() -> None:
     }
     write_json(options.out, result)
     print(
-        f"bare {result['step_ms']['bare']['median']:.2f} ms, lightning {result['step_ms']['lightning']['median']:.2f} ms,"
+        f"bare {result['step_ms']['bare']['median']:.2f} ms,"
+        f" lightning {result['step_ms']['lightning']['median']:.2f} ms,"
         f" overhead {100 * result['overhead']['median']:.2f}%"
     )
 

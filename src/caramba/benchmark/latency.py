@@ -44,7 +44,7 @@ class Timing:
 
 @torch.inference_mode()
 def time_generation(model: Model, prompt: torch.Tensor, new_tokens: int, device: torch.device) -> Timing:
-    """Generate greedily from prompt [B, T]. The first token comes out of prefill; `new_tokens - 1` decode steps follow."""
+    """Generate greedily from prompt [B, T]: the first token comes out of prefill, the others of decode steps."""
     ctx = model.new_context(prompt.shape[0], prompt.shape[1] + new_tokens, static=True)
     synchronize(device)
     start = time.perf_counter()

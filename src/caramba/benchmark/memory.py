@@ -68,15 +68,15 @@ def memory(
             rows.append(
                 {"model": name, "seq": length, "kind": kind.value, "batch": config.batch_size} | values
             )
-            for key in ("kv_bytes_per_token", "kv_bytes_per_token_layer", "model_bytes", "peak_bytes"):
-                metrics.append(
-                    Metric(
-                        f"memory.{name}.{key}@seq={length},kind={kind.value}",
-                        values[key],
-                        "bytes",
-                        1,
-                        None,
-                        source,
-                    )
+            metrics += [
+                Metric(
+                    f"memory.{name}.{key}@seq={length},kind={kind.value}",
+                    values[key],
+                    "bytes",
+                    1,
+                    None,
+                    source,
                 )
+                for key in ("kv_bytes_per_token", "kv_bytes_per_token_layer", "model_bytes", "peak_bytes")
+            ]
     return metrics, rows

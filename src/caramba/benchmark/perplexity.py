@@ -10,6 +10,7 @@ import numpy as np
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.data import TokenDataset, build_token_dataset
+from caramba.errors import CarambaError
 from caramba.measure import WindowedNLL, spread_windows, windowed_nll
 from caramba.result import Metric
 
@@ -35,6 +36,10 @@ def perplexity(
         measured = windowed_nll(
             model, dataset, windows=wanted, batch_size=config.batch_size, device=subjects.device
         )
+        if not math.isfinite(measured.mean):
+            raise CarambaError(
+                f"{name}: the held-out NLL is {measured.mean}; its training diverged, lower lr"
+            )
         values = summarise(measured, text_bytes)
         n = len(measured.window_means)
         for key, (value, unit, std) in values.items():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from caramba.config.names import nearest
+from caramba.config.plain import is_list, is_mapping, is_sequence
+
+__all__ = ["EXECUTABLE_KEYS", "Config", "Later", "nearest", "refuse_executable"]
 
 EXECUTABLE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_call_"})
 
@@ -24,26 +28,24 @@ class Later:
         self.values = values
 
 
-def nearest(name: str, options: Any) -> str:
-    """Return "; did you mean 'x'?" for the option closest to `name`, or an empty string."""
-    near = difflib.get_close_matches(str(name), [str(option) for option in options], n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
 def refuse_executable(value: Any, path: tuple[Any, ...] = ()) -> None:
     """Raise when a mapping at any depth names code to run (`_target_` and its kin): manifests are data."""
-    if isinstance(value, dict):
+    if is_mapping(value):
         for key, item in value.items():
             if key in EXECUTABLE_KEYS:
-                raise PydanticCustomError(
-                    "executable_key",
-                    "{key} would run code, and a manifest only names things; use `type:` with a known class",
-                    {"key": str(key), "path": list(path)},
-                )
+                raise _executable(key, path)
             refuse_executable(item, (*path, key))
-    elif isinstance(value, list | tuple):
+    elif is_sequence(value):
         for index, item in enumerate(value):
             refuse_executable(item, (*path, index))
+
+
+def _executable(key: str, path: tuple[Any, ...]) -> PydanticCustomError:
+    return PydanticCustomError(
+        "executable_key",
+        "{key} would run code, and a manifest only names things; use `type:` with a known class",
+        {"key": str(key), "path": list(path)},
+    )
 
 
 class Config(BaseModel):
@@ -56,26 +58,46 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _normalise(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
+        if not is_mapping(value):
             return value
-        out: dict[str, Any] = {}
-        for key, item in value.items():
-            name = cls.aliases.get(key, key)
-            if name in EXECUTABLE_KEYS:
-                refuse_executable({name: item})
-            if name not in cls.model_fields:
-                raise PydanticCustomError(
-                    "unknown_key",
-                    "unknown key{hint} Known keys: {known}",
-                    {
-                        "key": str(key),
-                        "hint": nearest(str(key), [*cls.model_fields, *cls.aliases]) or ".",
-                        "known": ", ".join(cls.model_fields),
-                    },
-                )
-            if name in out:
-                raise PydanticCustomError(
-                    "alias_clash", "{key} is another name of {name}, and both are set; keep one", {"key": key, "name": name}
-                )
-            out[name] = tuple(item) if isinstance(item, list) else item
-        return out
+        wrong = _refused_keys(cls, value)
+        if wrong:
+            raise ValidationError.from_exception_data(cls.__name__, wrong)
+        return {
+            cls.aliases.get(key, key): tuple(item) if is_list(item) else item for key, item in value.items()
+        }
+
+
+def _refused_keys(schema: type[Config], value: dict[Any, Any]) -> list[InitErrorDetails]:
+    """All keys of a mapping that its schema cannot take, so that a user sees every typo at once and no knock-on."""
+    wrong: list[InitErrorDetails] = []
+    seen: set[Any] = set()
+    for key, item in value.items():
+        name = schema.aliases.get(key, key)
+        error: PydanticCustomError | None = None
+        if name in EXECUTABLE_KEYS:
+            error = _executable(name, ())
+        elif name not in schema.model_fields:
+            error = PydanticCustomError(
+                "unknown_key",
+                "unknown key{hint} Known keys: {known}",
+                {
+                    "key": str(key),
+                    "hint": nearest(str(key), [*schema.model_fields, *schema.aliases]) or ".",
+                    "known": ", ".join(schema.model_fields),
+                },
+            )
+        elif name in seen:
+            error = PydanticCustomError(
+                "alias_clash",
+                "{key} is another name of {name}, and both are set; keep one",
+                {"key": _alias_of(schema, name, value), "name": name},
+            )
+        seen.add(name)
+        if error is not None:
+            wrong.append(InitErrorDetails(type=error, loc=(str(key),), input=item))
+    return wrong
+
+
+def _alias_of(schema: type[Config], name: str, value: dict[Any, Any]) -> str:
+    return next(str(key) for key in value if key != name and schema.aliases.get(key) == name)

@@ -26,7 +26,7 @@ class PerplexityBenchmarkConfig(Config):
 
 
 class LatencyBenchmarkConfig(Config):
-    """Prefill, decode, time to first token, inter-token latency and throughput, per prompt length, generation length and batch."""
+    """Prefill, decode, TTFT, ITL and throughput, per prompt length, generation length and batch size."""
 
     type: Literal["latency"]
     prompt_lengths: Lengths = (128,)

@@ -30,7 +30,11 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _rules(self) -> DataConfig:
         if (self.type == "tokens") != (self.path is not None):
-            raise ValueError("data.path is set exactly when data.type is tokens; write data=tokens data.path=FILE")
+            raise ValueError(
+                "data.path is set exactly when data.type is tokens; write data=tokens data.path=FILE"
+            )
         if self.type == "stdlib" and self.tokenizer == "bpe" and (self.vocab_size or 0) < 257:
-            raise ValueError(f"a byte-level BPE needs vocab_size of at least 257 (256 bytes and the end mark), got {self.vocab_size}")
+            raise ValueError(
+                f"a byte-level BPE needs vocab_size of at least 257 (256 bytes and the end mark), got {self.vocab_size}"
+            )
         return self

@@ -22,10 +22,15 @@ class KVCacheKind(StrEnum):
     AUTO = "auto"
 
 
+Stream = tuple[str, int, int]
+"""Name, heads and width per head of one cached tensor."""
+
+Streams = tuple[Stream, ...]
+
 KIND_ALIASES = {"q8": "q8_0", "q4": "q4_0"}
 EXACT_KINDS = (KVCacheKind.FP32, KVCacheKind.FP16, KVCacheKind.BF16)
 
-# q8_0 and q4_0 hold blocks of 32 elements with one fp16 scale; nf4 holds blocks of 64 with one fp32 absolute maximum.
+# q8_0 and q4_0 hold blocks of 32 elements with one fp16 scale, nf4 blocks of 64 with one fp32 maximum.
 BYTES_PER_ELEMENT: dict[KVCacheKind, Fraction] = {
     KVCacheKind.FP32: Fraction(4),
     KVCacheKind.FP16: Fraction(2),
@@ -37,7 +42,7 @@ BYTES_PER_ELEMENT: dict[KVCacheKind, Fraction] = {
 
 
 def parse_kind(value: Any) -> Any:
-    """Turn a name or alias of a cache kind into the enum member; other values pass to pydantic's own check."""
+    """Turn a name or alias of a cache kind into the enum member; pydantic checks other values itself."""
     if isinstance(value, str):
         name = KIND_ALIASES.get(value, value)
         if name in KVCacheKind._value2member_map_:
@@ -49,7 +54,23 @@ CacheKind = Annotated[KVCacheKind, BeforeValidator(parse_kind)]
 
 
 def kind_of_stream(kind: KVCacheKind, stream: str) -> KVCacheKind:
-    """Return the format that stream `k`, `v`, `k_sem`, `k_geo` or `c` takes: `mixed` is q8_0 for k_geo, q4_0 else."""
+    """Return the format that a stream such as `k_sem` or `c` takes: `mixed` is q8_0 for k_geo, q4_0 else."""
     if kind is KVCacheKind.MIXED:
         return KVCacheKind.Q8_0 if stream == "k_geo" else KVCacheKind.Q4_0
     return kind
+
+
+def bytes_of_streams(streams: Streams, kind: KVCacheKind) -> Fraction:
+    """Return the exact bytes that one token adds to a cache of `streams`, its share of block scales included.
+
+    Raises:
+        ValueError: `kind` is `auto`, which has no size before a measurement has chosen a format.
+    """
+    if kind is KVCacheKind.AUTO:
+        raise ValueError(
+            "cache kind auto has no size before it is chosen; name one: fp32 fp16 bf16 q8_0 q4_0 nf4 mixed"
+        )
+    return sum(
+        (heads * width * BYTES_PER_ELEMENT[kind_of_stream(kind, name)] for name, heads, width in streams),
+        Fraction(0),
+    )

@@ -22,20 +22,24 @@ class SettingsConfig(Config):
     """Experiment-wide settings; single-file manifests may call this section `defaults`."""
 
     tokenizer: Literal["bpe", "byte"] | None = Field(default=None, description="overrides data.tokenizer")
-    val_frac: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, description="overrides data.val_frac")
+    val_frac: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="overrides data.val_frac"
+    )
     instrument: Literal["rich", "plain", "none"] = Field(default="rich", description="console progress")
     wandb: bool = Field(default=False, description="adds the W&B logger")
     wandb_project: str = "caramba"
     wandb_entity: str | None = None
-    eval_iters: Positive | None = Field(default=None, description="steps between validation runs on the held-out split")
-    save_every: Positive | None = Field(default=None, description="steps between checkpoints, for phases that do not set it")
+    eval_iters: Positive | None = Field(default=None, description="steps between held-out validation runs")
+    save_every: Positive | None = Field(default=None, description="steps between checkpoints, where unset")
 
 
 class RunConfig(Config):
     """One run of a group: a phase of training with its own checkpoint, or (later) sampling or chat."""
 
     id: Slug
-    mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "sample", "chat")] = "train"
+    mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "sample", "chat")] = (
+        "train"
+    )
     exp: str | None = None
     seed: int = 1337
     steps: Positive | None = Field(default=None, description="overrides train.steps")
@@ -54,7 +58,8 @@ class GroupConfig(Config):
 
     @model_validator(mode="after")
     def _distinct_ids(self) -> GroupConfig:
-        for kind, ids in (("run", [run.id for run in self.runs]), ("benchmark", [bench.id for bench in self.benchmarks])):
+        ids_of = {"run": [run.id for run in self.runs], "benchmark": [bench.id for bench in self.benchmarks]}
+        for kind, ids in ids_of.items():
             twice = next((name for name in ids if ids.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"two {kind}s of group {self.name!r} are called {twice!r}; ids are distinct")
@@ -64,7 +69,9 @@ class GroupConfig(Config):
 class ParallelConfig(Config):
     """How a run is spread over devices."""
 
-    strategy: Annotated[Literal["single", "ddp", "fsdp2", "fsdp2_tp"], Later("the scale-out work", "ddp", "fsdp2", "fsdp2_tp")] = "single"
+    strategy: Annotated[
+        Literal["single", "ddp", "fsdp2", "fsdp2_tp"], Later("the scale-out work", "ddp", "fsdp2", "fsdp2_tp")
+    ] = "single"
     dp: Annotated[Positive, Later("the scale-out work")] = 1
     tp: Annotated[Positive, Later("the scale-out work")] = 1
     pp: Annotated[Positive, Later("the scale-out work")] = 1
@@ -90,7 +97,9 @@ class LoggerConfig(Config):
 class DebugConfig(Config):
     """Small or instrumented runs: `fdr` does one step of each phase, `overfit` repeats the first batches."""
 
-    name: Annotated[Literal["none", "fdr", "overfit", "profile"], Later("the training speed work", "profile")] = "none"
+    name: Annotated[
+        Literal["none", "fdr", "overfit", "profile"], Later("the training speed work", "profile")
+    ] = "none"
     max_steps: Positive | None = None
     overfit_batches: Positive | None = None
 
@@ -127,7 +136,9 @@ class Manifest(Config):
         if len(set(names)) != len(names):
             raise ValueError(f"two groups share a name: {', '.join(names)}; names are distinct")
         if self.group is not None and self.group not in names:
-            raise ValueError(f"group={self.group!r} is not a group of this manifest; groups: {', '.join(names)}")
+            raise ValueError(
+                f"group={self.group!r} is not a group of this manifest; groups: {', '.join(names)}"
+            )
         if self.origin == "agent" and self.plugins:
             raise ValueError("a manifest whose origin is an agent may not name plugins; remove plugins")
         return self

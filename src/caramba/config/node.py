@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ValidationError, WithJsonSchema
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from caramba.config.base import Config, nearest, refuse_executable
+from caramba.config.plain import is_mapping
 
 
 class NodeConfig(Config):
@@ -19,7 +20,7 @@ class NodeConfig(Config):
     target: ClassVar[str]
     registry: ClassVar[dict[str, type[NodeConfig]]] = {}
 
-    type: str
+    type: Any  # every subclass narrows it to the one literal that it answers to
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -35,23 +36,30 @@ def parse_node(value: Any) -> Any:
     """
     if isinstance(value, NodeConfig):
         return value
-    if not isinstance(value, dict):
-        raise PydanticCustomError("node_type", "expected a mapping with a `type`, such as {{type: RMSNormLayer, d_model: 64}}", {})
+    if not is_mapping(value):
+        raise PydanticCustomError(
+            "node_type", "expected a mapping with a `type`, such as {{type: RMSNormLayer, d_model: 64}}", {}
+        )
     if "type" not in value:
         refuse_executable(value)
-        raise PydanticCustomError("missing_type", "a node needs a `type`; one of: {known}", {"known": ", ".join(sorted(NodeConfig.registry))})
+        raise PydanticCustomError(
+            "missing_type",
+            "a node needs a `type`; one of: {known}",
+            {"known": ", ".join(sorted(NodeConfig.registry))},
+        )
     schema = NodeConfig.registry.get(str(value["type"]))
     if schema is None:
-        raise PydanticCustomError(
+        hint = nearest(value["type"], NodeConfig.registry) or "."
+        error = PydanticCustomError(
             "unknown_type",
             "unknown type{hint} Known types: {known}",
-            {
-                "key": "type",
-                "hint": nearest(value["type"], NodeConfig.registry) or ".",
-                "known": ", ".join(sorted(NodeConfig.registry)),
-            },
+            {"hint": hint, "known": ", ".join(sorted(NodeConfig.registry))},
         )
+        details = InitErrorDetails(type=error, loc=("type",), input=value["type"])
+        raise ValidationError.from_exception_data("Node", [details])
     return schema.model_validate(value)
 
 
-Node = Annotated[Any, BeforeValidator(parse_node)]
+# The JSON schema of a node is the union of every registered class, which only `caramba.config.schema` can write out.
+NODE_MARK = "x-caramba-node"
+Node = Annotated[Any, BeforeValidator(parse_node), WithJsonSchema({NODE_MARK: True})]

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from caramba.config.cost import Cost, Width, WidthError, container_cost
 from caramba.config.layer import Positive
 from caramba.config.node import Node, NodeConfig
 
@@ -13,9 +14,57 @@ Nodes = Annotated[tuple[Node, ...], Field(min_length=1)]
 
 
 class TopologyConfig(NodeConfig):
-    """A node that holds other nodes."""
+    """A node that holds other nodes. Unless a subclass says otherwise they run in order, once."""
 
     layers: Nodes
+
+    def infer(self, width: Width) -> Cost:
+        """Check the widths from node to node and return the cost of the tree.
+
+        Raises:
+            WidthError: a node inside does not take the width that reaches it; its path starts at this node.
+        """
+        return self._in_order(width)
+
+    def _in_order(
+        self, width: Width, repeat: int = 1, shared: bool = False, keeps: str | None = None
+    ) -> Cost:
+        """Chain the nodes; with `keeps` (the reason) the last width has to equal the first."""
+        costs: list[Cost] = []
+        current = width
+        for index in range(len(self.layers)):
+            cost = self._child(index, current, f"layers[{index - 1}]" if index else None)
+            costs.append(cost)
+            current = cost.width_out
+        if keeps is not None and current != width:
+            last = f"layers[{len(self.layers) - 1}]"
+            raise WidthError(
+                f"keeps its width ({keeps}): expects {width.words} out",
+                current.words,
+                f"end it with width {width.words}",
+                source=last,
+            )
+        return container_cost(self.type, width, current, tuple(costs), repeat, shared)
+
+    def _side_by_side(self, width: Width) -> tuple[Cost, ...]:
+        """Give every node the same width; none may hand on a stack."""
+        costs = tuple(self._child(index, width, None) for index in range(len(self.layers)))
+        for index, cost in enumerate(costs):
+            if cost.width_out.stack is not None:
+                fix = "end the branch with a LinearLayer with reduce: mean, sum or concat"
+                raise WidthError(
+                    "expects one stream from each branch",
+                    cost.width_out.words,
+                    fix,
+                    source=f"layers[{index}]",
+                )
+        return costs
+
+    def _child(self, index: int, width: Width, previous: str | None) -> Cost:
+        try:
+            return self.layers[index].infer(width)
+        except WidthError as error:
+            raise error.inside(f"layers[{index}]", previous) from None
 
 
 class StackedTopologyConfig(TopologyConfig):
@@ -41,6 +90,10 @@ class ResidualTopologyConfig(TopologyConfig):
 
     type: Literal["ResidualTopology"] = "ResidualTopology"
 
+    def infer(self, width: Width) -> Cost:
+        """Chain the nodes, which give back the width that they took."""
+        return self._in_order(width, keeps="its output is added to its input")
+
 
 class NestedTopologyConfig(TopologyConfig):
     """Repeats its list `repeat` times in depth, each repeat with weights of its own."""
@@ -50,13 +103,30 @@ class NestedTopologyConfig(TopologyConfig):
     type: Literal["NestedTopology"] = "NestedTopology"
     repeat: Positive
 
+    def infer(self, width: Width) -> Cost:
+        """Chain the nodes once, count them `repeat` times; repeated, they give back the width they took."""
+        return self._in_order(
+            width, self.repeat, keeps="each repeat feeds the next" if self.repeat > 1 else None
+        )
+
 
 class ParallelTopologyConfig(TopologyConfig):
-    """Feeds the same x to every node and stacks the outputs on a new dimension -2, which a LinearLayer reduces."""
+    """Feeds the same x to every node and stacks the outputs on a new dimension -2, for a LinearLayer."""
 
     target = "caramba.topology.parallel:ParallelTopology"
 
     type: Literal["ParallelTopology"] = "ParallelTopology"
+
+    def infer(self, width: Width) -> Cost:
+        """Return a stack of as many streams as there are nodes, which all give the same width."""
+        costs = self._side_by_side(width)
+        first = costs[0].width_out
+        for index, cost in enumerate(costs):
+            if cost.width_out != first:
+                message = f"stacks its branches: expects width {first.d_model}, as layers[0] gives"
+                fix = f"end the branch with width {first.d_model}, or use a BranchingTopology"
+                raise WidthError(message, cost.width_out.words, fix, source=f"layers[{index}]")
+        return container_cost(self.type, width, Width(first.d_model, len(costs)), costs)
 
 
 class BranchingTopologyConfig(TopologyConfig):
@@ -65,6 +135,11 @@ class BranchingTopologyConfig(TopologyConfig):
     target = "caramba.topology.branching:BranchingTopology"
 
     type: Literal["BranchingTopology"] = "BranchingTopology"
+
+    def infer(self, width: Width) -> Cost:
+        """Return one stream as wide as all nodes' outputs together."""
+        costs = self._side_by_side(width)
+        return container_cost(self.type, width, Width(sum(cost.width_out.d_model for cost in costs)), costs)
 
 
 class CyclicTopologyConfig(TopologyConfig):
@@ -75,15 +150,25 @@ class CyclicTopologyConfig(TopologyConfig):
     type: Literal["CyclicTopology"] = "CyclicTopology"
     n_cycles: Positive
 
+    def infer(self, width: Width) -> Cost:
+        """Count weights once, work and caches once per cycle; each feeds the next, so the width is kept."""
+        return self._in_order(width, self.n_cycles, shared=True, keeps="each cycle feeds the next")
+
 
 class RecurrentTopologyConfig(TopologyConfig):
     """Recurs over depth: one set of weights, `steps` times; each step's output is the next step's state.
 
-    A step computes h <- f(h + x) with h starting at zero, so the input stays visible at every depth, and each step has
-    caches of its own.
+    A step computes h <- f(h + x) with h starting at zero, so the input stays visible at every depth, and each
+    step has caches of its own.
     """
 
     target = "caramba.topology.recurrent:RecurrentTopology"
 
     type: Literal["RecurrentTopology"] = "RecurrentTopology"
     steps: Positive
+
+    def infer(self, width: Width) -> Cost:
+        """Count weights once, work and caches once per step; the output is the next state: same width."""
+        return self._in_order(
+            width, self.steps, shared=True, keeps="its output is added to its input at the next step"
+        )

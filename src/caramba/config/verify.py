@@ -20,7 +20,7 @@ class L1Bounds(Config):
 
 
 class CompareVerifyConfig(Config):
-    """L1 distance of attention outputs (B, T, M), layer by layer, and of logits (B, T, V), on the same held-out batches."""
+    """L1 distance of attention outputs (B, T, M), by layer, and of logits (B, T, V), on held-out batches."""
 
     type: Literal["compare"]
     batches: Positive = 2
@@ -50,4 +50,6 @@ class PendingVerifyConfig(Config):
     type: Literal["eval", "kvcache"]
 
 
-VerifyConfig = Annotated[CompareVerifyConfig | FidelityVerifyConfig | PendingVerifyConfig, Field(discriminator="type")]
+VerifyConfig = Annotated[
+    CompareVerifyConfig | FidelityVerifyConfig | PendingVerifyConfig, Field(discriminator="type")
+]

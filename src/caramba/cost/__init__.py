@@ -1,0 +1,48 @@
+"""What an experiment will cost, before it runs and without torch: widths, FLOPs, bytes, memory, stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from caramba.config.cost import Cost, Width, WidthError
+from caramba.cost.memory import MemoryEstimate, PhaseEstimate, estimate_phase
+from caramba.cost.model import ModelCost, check_widths, model_cost
+from caramba.cost.planning import CacheRow, ExperimentPlan, StagePlan, plan
+
+if TYPE_CHECKING:
+    from caramba.cost.export import as_json
+    from caramba.cost.rendering import render, render_text
+
+__all__ = [
+    "CacheRow",
+    "Cost",
+    "ExperimentPlan",
+    "MemoryEstimate",
+    "ModelCost",
+    "PhaseEstimate",
+    "StagePlan",
+    "Width",
+    "WidthError",
+    "as_json",
+    "check_widths",
+    "estimate_phase",
+    "model_cost",
+    "plan",
+    "render",
+    "render_text",
+]
+
+# Rich takes a while to import, and a launch that only checks widths prints nothing with it.
+_LAZY = {
+    "as_json": "caramba.cost.export",
+    "render": "caramba.cost.rendering",
+    "render_text": "caramba.cost.rendering",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_LAZY[name]), name)

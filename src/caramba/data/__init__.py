@@ -1,0 +1,66 @@
+"""Corpora, tokenizers and datasets of token windows. Opening a corpus does not load torch; datasets do."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from caramba.data.corpus import Corpus, open_corpus
+    from caramba.data.dataset import NpyDataset, TokenDataset, TokensDataset, build_token_dataset
+    from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
+    from caramba.data.sampler import WindowSampler, epoch_permutation
+    from caramba.data.tokenizer import (
+        BPETokenizer,
+        ByteTokenizer,
+        Tokenizer,
+        count_bytes,
+        load_tokenizer,
+        train_bpe,
+    )
+
+_HOMES = {
+    "Corpus": "corpus",
+    "open_corpus": "corpus",
+    "NpyDataset": "dataset",
+    "TokenDataset": "dataset",
+    "TokensDataset": "dataset",
+    "build_token_dataset": "dataset",
+    "TokenFolder": "folder",
+    "open_token_folder": "folder",
+    "write_token_folder": "folder",
+    "WindowSampler": "sampler",
+    "epoch_permutation": "sampler",
+    "BPETokenizer": "tokenizer",
+    "ByteTokenizer": "tokenizer",
+    "Tokenizer": "tokenizer",
+    "count_bytes": "tokenizer",
+    "load_tokenizer": "tokenizer",
+    "train_bpe": "tokenizer",
+}
+
+__all__ = [
+    "BPETokenizer",
+    "ByteTokenizer",
+    "Corpus",
+    "NpyDataset",
+    "TokenDataset",
+    "TokenFolder",
+    "Tokenizer",
+    "TokensDataset",
+    "WindowSampler",
+    "build_token_dataset",
+    "count_bytes",
+    "epoch_permutation",
+    "load_tokenizer",
+    "open_corpus",
+    "open_token_folder",
+    "train_bpe",
+    "write_token_folder",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -18,7 +18,7 @@ from caramba.runs.events import append_event
 from caramba.runs.files import write_json
 from caramba.runtime import apply_threads
 
-FINAL = "final"
+FINAL, VERIFY = "final", "verify"
 
 
 def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
@@ -65,30 +65,27 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
 
 
 def finish(session: Session) -> None:
-    """Verify and benchmark what the phases saved: models are read back from disk, no training state is held."""
+    """Benchmark and verify what the phases saved: models are read back from disk, no training state is held."""
     if session.manifest.model.teacher is not None:
         transplant_student(session)
+    for role in ("teacher", "student"):
+        done = [phase for phase in session.phases() if phase.trains == role and not phase.skipped]
+        if done:
+            session.reload(done[-1].id, role)
     if FINAL not in session.ledger:
-        for role in ("teacher", "student"):
-            done = [
-                record.phase
-                for record in session.ledger.records()
-                if record.phase.trains == role and not record.phase.skipped
-            ]
-            if done:
-                session.reload(done[-1].id, role)
-        checked = [item for item in session.group.runs if item.train is not None and item.verify]
-        runs = checked[-1:] if checked and session.teacher is not None else []
-        verdicts = tuple(verdict for item in runs for verdict in verify(session, item))
-        models = {
-            name: model.eval()
-            for name, model in (("teacher", session.teacher), ("student", session.student))
-            if model is not None
-        }
+        named = (("teacher", session.teacher), ("student", session.student))
+        models = {name: model.eval() for name, model in named if model is not None}
         benchmarks = session.measure(session.group.benchmarks, models)
-        phase = PhaseResult(FINAL, FINAL, "none", 0, 0, sum(result.seconds for result in benchmarks), "")
-        session.ledger.add(StageRecord(phase, verdicts, benchmarks))
-    hold(session.ledger[FINAL].verdicts)
+        session.ledger.add(StageRecord(_unphased(FINAL), benchmarks=benchmarks))
+    checked = [item for item in session.group.runs if item.train is not None and item.verify]
+    if VERIFY not in session.ledger and checked and session.teacher is not None:
+        session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, checked[-1])))
+    if VERIFY in session.ledger:
+        hold(session.ledger[VERIFY].verdicts)
+
+
+def _unphased(stage: str) -> PhaseResult:
+    return PhaseResult(stage, stage, "none", 0, 0, 0.0, "")
 
 
 def collect(session: Session, run_dir: Path) -> RunResult:
@@ -104,7 +101,7 @@ def collect(session: Session, run_dir: Path) -> RunResult:
         git_commit=environment.get("git_commit"),
         environment=environment,
         plan=json.loads(plan_file.read_text()) if plan_file.is_file() else {},
-        phases=tuple(record.phase for record in records if record.phase.id != FINAL),
+        phases=tuple(session.phases()),
         verdicts=tuple(verdict for record in records for verdict in record.verdicts),
         benchmarks=tuple(benchmarks),
         transplant=next((record.transplant for record in records if record.transplant), None),

@@ -17,7 +17,7 @@ from caramba.data import Corpus, TokenDataset, open_corpus
 from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, save_model
-from caramba.result import BenchmarkResult
+from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import choose_device
 
 
@@ -103,6 +103,10 @@ class Session:
             self.teacher = model
         elif role == "student":
             self.student = model
+
+    def phases(self) -> list[PhaseResult]:
+        """Return what has been trained or transplanted so far, in order."""
+        return [record.phase for record in self.ledger.records() if record.phase.trains != "none"]
 
     def windows(self, split: str, block_size: int) -> TokenDataset:
         """Return the disjoint windows of `train` or `val`."""

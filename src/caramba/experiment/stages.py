@@ -59,9 +59,15 @@ def transplant_student(session: Session) -> None:
     session.save(student, TRANSPLANT, "student")
     rows = session.stage_row("student_transplant", student)
     phase = PhaseResult(
-        TRANSPLANT, TRANSPLANT, "student", 0, 0, time.perf_counter() - began, _relative(session, TRANSPLANT),
+        id=TRANSPLANT,
+        phase=TRANSPLANT,
+        trains="student",
+        steps=0,
+        tokens=0,
+        seconds=time.perf_counter() - began,
+        checkpoint=_relative(session, TRANSPLANT),
         details={"mean_block_error": sum(errors) / len(errors)},
-    )  # fmt: skip
+    )
     session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
 
 
@@ -103,7 +109,8 @@ def hold(verdicts: tuple[Verdict, ...]) -> None:
         if verdict.fail_fast and not verdict.passed:
             failed = next(item for item in verdict.checks if not item.passed)
             raise VerificationFailed(
-                f"verify {verdict.type} after {verdict.run_id}: {failed.name}={failed.value:.4g} exceeds {failed.bound:.4g}; "
+                f"verify {verdict.type} after {verdict.run_id}: {failed.name}={failed.value:.4g} "
+                f"exceeds {failed.bound:.4g}; "
                 "train longer, raise the bound, or set fail_fast: false"
             )
 
@@ -148,8 +155,15 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     )
     model.requires_grad_(True).eval().to(session.device)
     result = PhaseResult(
-        run.id, phase.phase, role, outcome.steps, phase.tokens, outcome.seconds, _relative(session, run.id), outcome.loss
-    )  # fmt: skip
+        id=run.id,
+        phase=phase.phase,
+        trains=role,
+        steps=outcome.steps,
+        tokens=phase.tokens,
+        seconds=outcome.seconds,
+        checkpoint=_relative(session, run.id),
+        loss=outcome.loss,
+    )
     append_event(
         session.run_dir,
         "phase_finished",
@@ -204,10 +218,8 @@ def _relative(session: Session, stage: str) -> str:
 
 
 def _error_block(session: Session) -> int:
-    return (
-        next(
-            run.train.block_size for run in session.group.runs if run.train and run.train.trains == "student"
-        )
-        if any(run.train and run.train.trains == "student" for run in session.group.runs)
-        else 128
-    )
+    """Return the block size of the first phase that trains the student, on which block errors are measured."""
+    blocks = [
+        run.train.block_size for run in session.group.runs if run.train and run.train.trains == "student"
+    ]
+    return blocks[0] if blocks else 128

@@ -1,0 +1,27 @@
+"""Layers: one torch module per file, each built from its config and called as layer(x, ctx=None)."""
+
+from caramba.layer.attention import AttentionLayer
+from caramba.layer.dropout import DropoutLayer
+from caramba.layer.layer_norm import LayerNormLayer
+from caramba.layer.linear import LinearLayer
+from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
+from caramba.layer.rms_norm import RMSNormLayer
+from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate
+from caramba.layer.score import CausalScore
+from caramba.layer.swiglu import SwiGLULayer
+
+__all__ = [
+    "AttentionLayer",
+    "CausalScore",
+    "DecoupledProjection",
+    "DropoutLayer",
+    "LayerNormLayer",
+    "LinearLayer",
+    "Projection",
+    "RMSNormLayer",
+    "RotaryEmbedding",
+    "StandardProjection",
+    "SwiGLULayer",
+    "rope_frequencies",
+    "rotate",
+]

@@ -5,12 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.errors import DataError
+
+
+class Windows(Protocol):
+    """Disjoint windows of tokens: item i is (x [T], y [T]) int64, y shifted by one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -45,9 +54,7 @@ def spread_windows(available: int, wanted: int) -> list[int]:
     return [index * available // count for index in range(count)] if count else []
 
 
-def batches(
-    dataset: Sequence[tuple[Tensor, Tensor]], indices: Sequence[int], size: int
-) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(dataset: Windows, indices: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (x, y) of shape [b, T], b <= size, for the given windows in order."""
     for start in range(0, len(indices), size):
         items = [dataset[index] for index in indices[start : start + size]]
@@ -57,7 +64,7 @@ def batches(
 @torch.inference_mode()
 def windowed_nll(
     model: nn.Module,
-    dataset: Sequence[tuple[Tensor, Tensor]],
+    dataset: Windows,
     *,
     windows: int,
     batch_size: int,

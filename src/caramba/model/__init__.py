@@ -1,0 +1,23 @@
+"""Models: embedder, topology and head built from a spec, and a way to look inside a forward."""
+
+from caramba.model.build import build_model, init_weights
+from caramba.model.embedder import Embedder
+from caramba.model.head import Head, TiedHead
+from caramba.model.model import Model
+from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
+from caramba.model.trace import Trace, TraceRecord
+
+__all__ = [
+    "Embedder",
+    "Head",
+    "Model",
+    "TiedHead",
+    "Trace",
+    "TraceRecord",
+    "build_model",
+    "find_checkpoint",
+    "init_weights",
+    "load_pretrained",
+    "save_model",
+    "spec_of",
+]

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def home() -> Path:
-    """Return the folder of caches that can be deleted at any time: `CARAMBA_HOME`, else `.caramba` of the current folder."""
+    """Return the folder of caches, which can be deleted at any time: `CARAMBA_HOME`, else `./.caramba`."""
     return Path(os.environ.get("CARAMBA_HOME", ".caramba")).absolute()
 
 

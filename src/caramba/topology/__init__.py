@@ -1,0 +1,25 @@
+"""Topologies: how nodes are wired. A topology is a module called as topology(x, ctx=None)."""
+
+from caramba.topology.base import Topology, attention_applications
+from caramba.topology.branching import BranchingTopology
+from caramba.topology.build import build_node, build_nodes
+from caramba.topology.cyclic import CyclicTopology
+from caramba.topology.nested import NestedTopology
+from caramba.topology.parallel import ParallelTopology
+from caramba.topology.recurrent import RecurrentTopology
+from caramba.topology.residual import ResidualTopology
+from caramba.topology.stacked import StackedTopology
+
+__all__ = [
+    "BranchingTopology",
+    "CyclicTopology",
+    "NestedTopology",
+    "ParallelTopology",
+    "RecurrentTopology",
+    "ResidualTopology",
+    "StackedTopology",
+    "Topology",
+    "attention_applications",
+    "build_node",
+    "build_nodes",
+]

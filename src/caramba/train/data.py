@@ -23,7 +23,8 @@ def train_loader(
     """
     if len(dataset) == 0:
         raise DataError(
-            f"train data: shorter than one window of block_size={phase.block_size} + 1 tokens; use more data or a smaller block_size"
+            f"train data: shorter than one window of block_size={phase.block_size} + 1 tokens; "
+            "use more data or a smaller block_size"
         )
     assert isinstance(phase.batch_size, int)
     sampler = WindowSampler(

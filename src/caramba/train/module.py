@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.aggregation import RunningMean
@@ -54,7 +55,7 @@ class CarambaModule(pl.LightningModule):
 
     def _step(self) -> Tensor:
         optimizer = self.optimizers()
-        assert isinstance(optimizer, pl.core.optimizer.LightningOptimizer)
+        assert isinstance(optimizer, LightningOptimizer)
         rate = learning_rate(self.phase, self.global_step)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -69,12 +70,20 @@ class CarambaModule(pl.LightningModule):
         self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=batch[0].shape[0])
 
     def on_validation_epoch_end(self) -> None:
-        self.log("val_loss", self.val_loss.compute())
+        self.record({"val_loss": float(self.val_loss.compute())})
         self.val_loss.reset()
 
     def running_loss(self) -> float:
         """Return the mean loss of the last 50 micro-batches, over all ranks."""
         return float(self.train_loss.compute())
+
+    def record(self, values: dict[str, float]) -> None:
+        """Send one row of metrics to every logger under the current optimiser step.
+
+        Lightning's own `self.log` would repeat the last values at every step between two rows.
+        """
+        for logger in self.loggers:
+            logger.log_metrics(values, step=self.global_step)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Random state is taken at the end of a batch and put back before the next, so that dropout goes on as it was.

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
@@ -124,4 +124,5 @@ def _quiet_lightning() -> None:
     # Lightning's notices (devices found, tips, worker counts) repeat what plan.json records, once per phase.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")

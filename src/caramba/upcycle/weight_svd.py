@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.layer import AttentionLayer
+from caramba.layer import AttentionLayer, DecoupledProjection, StandardProjection
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,12 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
     _check(teacher, student)
     t, s = teacher.dims, student.dims
     group, width = t.n_heads // t.n_kv_heads, t.qk
-    source = teacher.projection
+    source, target = teacher.projection, student.projection
+    assert isinstance(source, StandardProjection)
+    assert isinstance(target, DecoupledProjection)
+    assert source.rope is not None
+    assert target.rope is not None
+    frequencies = source.rope.inv_freq.reshape(-1, width // 2)[0]
     w_q = source.q.weight.double().view(t.n_kv_heads, group, width, -1)
     w_k = source.k.weight.double().view(t.n_kv_heads, width, -1)
     w_v = source.v.weight.double().view(t.n_kv_heads, t.v, -1)
@@ -106,11 +111,8 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
         out["q_geo"].append(w_q[head][:, rows] * fold)
         out["v"].append(values.cached)
         out["o"].append(torch.einsum("mgd,rd->mgr", w_o[:, head], values.counterpart))
-        out["inv_freq"].append(
-            source.rope.inv_freq.reshape(-1, pairs)[min(head, source.rope.inv_freq.shape[0] - 1)][chosen]
-        )
+        out["inv_freq"].append(frequencies[chosen])
         energies += [keys.energy, values.energy]
-    target = student.projection
     for name in ("q_sem", "q_geo", "k_sem", "k_geo", "v"):
         weight = getattr(target, name).weight
         weight.copy_(torch.stack(out[name]).reshape(weight.shape))
@@ -122,7 +124,7 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
 def _check(teacher: AttentionLayer, student: AttentionLayer) -> None:
     t, s = teacher.config, student.config
     where = "surgery.method=weight_svd"
-    if t.mode not in ("standard", "gqa") or not t.rope_enabled:
+    if t.mode not in ("standard", "gqa") or not (t.rope_enabled and s.rope_enabled):
         raise ConfigError(
             f"{where}: maps standard or gqa attention with RoPE, got mode={t.mode} rope_enabled={t.rope_enabled}"
         )
@@ -147,5 +149,5 @@ def _check(teacher: AttentionLayer, student: AttentionLayer) -> None:
                 )
     if t.local_window != s.local_window:
         raise ConfigError(
-            f"{where}: local_window is {s.local_window} in the student, {t.local_window} in the teacher; make them equal"
+            f"{where}: local_window is {s.local_window} in the student, {t.local_window} in the teacher; use one"
         )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from caramba.config.verify import CompareVerifyConfig
-from caramba.measure import batches, spread_windows
-from caramba.model import Model, Trace
 from caramba.layer import AttentionLayer
+from caramba.measure import Windows, batches, spread_windows
+from caramba.model import Model, Trace
 from caramba.result import Check
 
 
@@ -39,7 +37,7 @@ def _is_attention(_name: str, module: torch.nn.Module) -> bool:
 def compare(
     teacher: Model,
     student: Model,
-    dataset: Sequence[tuple[Tensor, Tensor]],
+    dataset: Windows,
     config: CompareVerifyConfig,
     device: torch.device,
 ) -> tuple[Check, ...]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from caramba.config.verify import FidelityVerifyConfig
-from caramba.measure import windowed_nll
+from caramba.measure import Windows, windowed_nll
 from caramba.model import Model
 from caramba.result import Check
 
@@ -17,7 +15,7 @@ from caramba.result import Check
 def fidelity(
     teacher: Model,
     student: Model,
-    dataset: Sequence[tuple[Tensor, Tensor]],
+    dataset: Windows,
     config: FidelityVerifyConfig,
     device: torch.device,
 ) -> tuple[Check, ...]:

@@ -31,7 +31,7 @@ def models() -> tuple:
 
 
 def test_blocks_get_the_teachers_input_and_output() -> None:
-    teacher, student, pairs = models()
+    teacher, _student, pairs = models()
     seen = {}
     tap_blocks(teacher, pairs, BATCH[0], lambda name, layer, x, y: seen.__setitem__(name, (layer, x, y)))
     assert [name for name, _, _ in pairs] == list(seen)

@@ -23,7 +23,7 @@ class BlockwiseDistillation(pl.Callback):
         self.schedule.record(
             {key: float(value) for key, value in outputs.items() if key.startswith("block/")}
         )
-        pl_module.log_dict({f"smoothed_{key}": value for key, value in self.schedule.smoothed().items()})
+        pl_module.record({f"smoothed_{key}": value for key, value in self.schedule.smoothed().items()})
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedule.state_dict()

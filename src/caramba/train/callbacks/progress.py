@@ -23,6 +23,7 @@ class ThroughputProgress(pl.Callback):
         self._bar: Any = None
         self._task: Any = None
         self._clock = (0, 0.0)
+        self._paused = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = (trainer.global_step, time.perf_counter())
@@ -50,7 +51,7 @@ class ThroughputProgress(pl.Callback):
             "tokens_per_s": rate,
             "lr": trainer.optimizers[0].param_groups[0]["lr"],
         }
-        pl_module.log_dict(values)
+        pl_module.record(values)
         self._show(step, loss, rate)
 
     def _show(self, step: int, loss: float, rate: float) -> None:
@@ -58,6 +59,13 @@ class ThroughputProgress(pl.Callback):
             self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", rate=f"{rate:,.0f} tok/s")
         elif self.instrument != "none" and (step == self.steps or step % max(10, self.steps // 10) < 10):
             logger.training_step(self.phase, step, loss, {"steps": self.steps, "tok/s": round(rate)})
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        step, clock = self._clock  # validation is not training time
+        self._clock = (step, clock + time.perf_counter() - self._paused)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._close()

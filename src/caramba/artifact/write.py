@@ -1,0 +1,67 @@
+"""Writes the files of a run for its readers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from caramba.artifact.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
+from caramba.artifact.latex import build_tables
+from caramba.artifact.metrics import collect
+from caramba.artifact.report import Omission, build_report
+from caramba.artifact.rows import missing_reason, to_csv
+from caramba.artifact.summary import FILE as SUMMARY_FILE
+from caramba.artifact.summary import draw_summary
+from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
+from caramba.runs.files import sha256_of, write_json, write_whole
+
+REPORT_FILE, TABLES_FILE = "report.json", "tables.tex"
+CSV_KINDS = ("perplexity", "latency", "memory")
+
+
+def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
+    """Write `run_dir/artifacts/` and return its files with their hashes, report.json first.
+
+    report.json is written last and lists the others, so it is there only when all of them are. A file without
+    data is left out and listed under "omitted" with the reason; one left by an earlier call is removed.
+
+    Raises:
+        CarambaError: a metric or another value of the report is not finite or malformed; nothing is written then.
+    """
+    folder = run_dir / "artifacts"
+    metrics = collect(result)
+    build_report(result, metrics, (), ())  # refuses what cannot be reported before a file is touched
+    contents, omitted = _contents(result, metrics)
+    (folder / REPORT_FILE).unlink(missing_ok=True)
+    for name, content in contents.items():
+        if content is None:
+            (folder / name).unlink(missing_ok=True)
+        else:
+            write_whole(folder / name, content)
+    written = [name for name, content in contents.items() if content is not None]
+    files = tuple(Artifact(name, sha256_of(folder / name)) for name in written)
+    write_json(folder / REPORT_FILE, build_report(result, metrics, files, tuple(omitted)))
+    report = Artifact(REPORT_FILE, sha256_of(folder / REPORT_FILE))
+    return ArtifactIndex(str(folder), (report, *files))
+
+
+def _contents(
+    result: RunResult, metrics: dict[str, Metric]
+) -> tuple[dict[str, str | bytes | None], list[Omission]]:
+    """Return the content of every file but the report, None for one without data, and all that is omitted."""
+    contents: dict[str, str | bytes | None] = {f"{kind}.csv": to_csv(result, kind) for kind in CSV_KINDS}
+    omitted = [
+        Omission(f"{kind}.csv", missing_reason(result, kind))
+        for kind in CSV_KINDS
+        if contents[f"{kind}.csv"] is None
+    ]
+    for name, draw in (
+        (SUMMARY_FILE, draw_summary),
+        (LATENCY_FILE, draw_latency),
+        (MEMORY_FILE, draw_memory),
+    ):
+        contents[name], missing = draw(result, metrics)
+        omitted += missing
+    contents[TABLES_FILE] = build_tables(result, metrics)
+    if contents[TABLES_FILE] is None:
+        omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))
+    return contents, omitted

@@ -1,0 +1,87 @@
+"""The state of a generation: one cache per attention application and the position reached."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from caramba.cache.layer import LayerCache
+from caramba.errors import ConfigError
+
+
+class Context:
+    """Caches of one batch of sequences that advance together, and how many tokens they hold.
+
+    `position` is the number of tokens that finished forwards have seen; the next token's position is
+    `position` (positions count from 0). A forward over T tokens is
+
+        ctx.begin()          # cursor to the first cache
+        ...                  # every attention application takes ctx.next_cache(), in execution order
+        ctx.commit(T)        # position += T
+
+    A model does this itself; who runs a layer or topology alone with a context calls `begin` and `commit`
+    around it. There is one cache per *application*: a CyclicTopology's attention takes one per cycle, a
+    RecurrentTopology's one per step, because each pass through shared weights sees other inputs.
+
+    Between `begin` and `commit` the caches run ahead of `position`. A forward that raised leaves them so; the
+    next `begin` rolls them back, hence a context survives a failed forward unchanged.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self.caches = tuple(caches)
+        self.position = 0
+        self._cursor = 0
+
+    def begin(self) -> None:
+        """Start a forward: the next cache is the first, and every cache holds exactly `position` tokens."""
+        self._cursor = 0
+        for cache in self.caches:
+            cache.truncate(self.position)
+
+    def next_cache(self) -> LayerCache:
+        """Return the cache of the attention application that runs now, and advance to the following one."""
+        if self._cursor == len(self.caches):
+            raise ConfigError(
+                f"context: attention application {self._cursor + 1} has no cache, the context was made for "
+                f"{len(self.caches)}; make it with this model's new_context(), call begin() before a forward"
+            )
+        self._cursor += 1
+        return self.caches[self._cursor - 1]
+
+    def commit(self, n_tokens: int) -> None:
+        """End a forward over `n_tokens` tokens.
+
+        Raises:
+            ConfigError: an attention application took no cache or stored another number of tokens.
+        """
+        end = self.position + n_tokens
+        if self._cursor != len(self.caches) or any(cache.n_tokens != end for cache in self.caches):
+            raise ConfigError(
+                f"context: {self._cursor} of {len(self.caches)} caches were used, holding "
+                f"{[cache.n_tokens for cache in self.caches]} tokens where {end} were expected; "
+                "make the context with this model's new_context()"
+            )
+        self.position = end
+
+    def truncate(self, n_tokens: int) -> None:
+        """Roll every cache and the position back to the first `n_tokens` tokens, as if no more had been
+        seen."""
+        if not 0 <= n_tokens <= self.position:
+            raise ConfigError(
+                f"context: truncate to {n_tokens} tokens, expected 0 to {self.position} (those seen)"
+            )
+        self.position = n_tokens
+        for cache in self.caches:
+            cache.truncate(n_tokens)
+
+    def nbytes(self) -> int:
+        """Return the bytes of all allocated cache buffers, summed from the tensors."""
+        return sum(cache.allocated_bytes for cache in self.caches)
+
+    def used_bytes(self) -> int:
+        """Return the bytes that the stored tokens take, summed from the tensors."""
+        return sum(cache.used_bytes for cache in self.caches)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one more token of one sequence takes, all applications together."""
+        return sum(cache.bytes_per_token for cache in self.caches)

@@ -1,0 +1,314 @@
+"""Schema of attention: its modes, the rules between its fields, the widths, weights and cost that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from caramba.config.base import Config, Later
+from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
+from caramba.config.kvcache import Streams
+from caramba.config.leaf import LayerConfig, Positive, Probability, Shapes
+
+
+class AttentionMode(StrEnum):
+    """How queries, keys and values are projected and what is cached."""
+
+    STANDARD = "standard"
+    GQA = "gqa"
+    DECOUPLED = "decoupled"
+    BOTTLENECK = "bottleneck"
+
+
+def _mode(value: Any) -> Any:
+    return (
+        AttentionMode(value.lower())
+        if isinstance(value, str) and value.lower() in set(AttentionMode)
+        else value
+    )
+
+
+class RopeScalingConfig(Config):
+    """Rescaling of the rotary frequencies for contexts longer than those a model was trained on.
+
+    `llama3` is the banded interpolation of Llama 3.1 (Grattafiori et al., 2024, arXiv:2407.21783); `linear`
+    divides every frequency by `factor` (Chen et al., 2023, arXiv:2306.15595).
+    """
+
+    type: Annotated[
+        Literal["llama3", "linear", "dynamic", "yarn"], Later("the model substrate work", "dynamic", "yarn")
+    ]
+    factor: Annotated[float, Field(ge=1.0)] = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: Positive = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+
+@dataclass(frozen=True)
+class AttentionDims:
+    """Widths of one attention layer, derived once from its config.
+
+    Per head: `qk` (query and key), `v`; cached streams as (name, heads, width per head), all in elements.
+    """
+
+    n_heads: int
+    n_kv_heads: int
+    qk: int
+    v: int
+    rope: int
+    streams: Streams
+
+    @property
+    def cached(self) -> int:
+        """Elements that the cache stores per token, all streams and heads together."""
+        return sum(heads * width for _, heads, width in self.streams)
+
+
+class AttentionLayerConfig(LayerConfig):
+    """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together."""
+
+    target = "caramba.layer.attention:AttentionLayer"
+
+    type: Literal["AttentionLayer"] = "AttentionLayer"
+    d_model: Positive
+    n_heads: Positive
+    n_kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    mode: Annotated[AttentionMode, BeforeValidator(_mode)] = AttentionMode.STANDARD
+    layout: Literal["per_head", "latent"] = "per_head"
+    sem_dim: Positive | None = None
+    geo_dim: Positive | None = None
+    v_dim: Positive | None = None
+    attn_dim: Positive | None = None
+    rope_enabled: bool = True
+    rope_base: Annotated[float, Field(gt=0)] = 10000.0
+    rope_scaling: RopeScalingConfig | None = None
+    rope_semantic: Annotated[bool, Later("the model substrate work")] = False
+    decoupled_gate: bool = False
+    decoupled_gate_dynamic: bool = False
+    tie_qk: bool = False
+    null_attn: Annotated[bool, Later("the model substrate work")] = False
+    learned_temperature: bool = False
+    local_window: Positive | None = None
+    q_chunk: Annotated[Positive | None, Later("the model substrate work")] = None
+    bias: bool = False
+    qk_norm: bool = False
+    dropout: Probability = 0.0
+
+    _decoupled_only: ClassVar[tuple[str, ...]] = (
+        "sem_dim",
+        "geo_dim",
+        "v_dim",
+        "decoupled_gate",
+        "decoupled_gate_dynamic",
+        "tie_qk",
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> AttentionLayerConfig:
+        kv_heads = self.n_kv_heads or self.n_heads
+        if (
+            self.head_dim is None
+            and self.mode in (AttentionMode.STANDARD, AttentionMode.GQA)
+            and self.d_model % self.n_heads
+        ):
+            raise ValueError(
+                f"n_heads={self.n_heads} does not divide d_model={self.d_model}; use a divisor of "
+                f"{self.d_model}, or set head_dim"
+            )
+        if self.n_heads % kv_heads:
+            raise ValueError(
+                f"n_kv_heads={kv_heads} does not divide n_heads={self.n_heads}; use a divisor of "
+                f"{self.n_heads}"
+            )
+        if self.mode is AttentionMode.STANDARD and kv_heads != self.n_heads:
+            raise ValueError(
+                f"mode=standard has as many key/value heads as heads ({self.n_heads}), got "
+                f"n_kv_heads={kv_heads}; use mode=gqa"
+            )
+        if self.mode is AttentionMode.BOTTLENECK:
+            if self.attn_dim is None:
+                raise ValueError(
+                    "mode=bottleneck needs attn_dim, the narrow width of queries, keys and values"
+                )
+            if self.attn_dim % self.n_heads:
+                raise ValueError(
+                    f"n_heads={self.n_heads} does not divide attn_dim={self.attn_dim}; use a multiple of "
+                    f"{self.n_heads}"
+                )
+        elif self.attn_dim is not None:
+            raise ValueError(f"attn_dim belongs to mode=bottleneck, got mode={self.mode}; remove it")
+        if self.mode is AttentionMode.DECOUPLED:
+            self._decoupled_rules(kv_heads)
+        else:
+            foreign = [name for name in self._decoupled_only if getattr(self, name)]
+            if foreign or self.layout != "per_head":
+                raise ValueError(
+                    f"{(foreign or ['layout'])[0]} belongs to mode=decoupled, got mode={self.mode}; remove "
+                    "it or set mode: decoupled"
+                )
+        dims = self.dims()
+        if self.rope_enabled and dims.rope % 2:
+            raise ValueError(
+                f"rotary positions need an even width per head, got {dims.rope}; change head_dim, geo_dim "
+                "or the head count"
+            )
+        if self.rope_scaling is not None and not self.rope_enabled:
+            raise ValueError(
+                "rope_scaling is set while rope_enabled is false; enable RoPE or remove the scaling"
+            )
+        return self
+
+    def _decoupled_rules(self, kv_heads: int) -> None:
+        if self.sem_dim is None or self.geo_dim is None:
+            raise ValueError("mode=decoupled needs sem_dim and geo_dim, the cached widths of the two paths")
+        if self.decoupled_gate_dynamic and not self.decoupled_gate:
+            raise ValueError("decoupled_gate_dynamic needs decoupled_gate: true")
+        if self.layout == "latent":
+            refused = [
+                name for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm") if getattr(self, name)
+            ]
+            if refused:
+                raise ValueError(
+                    f"{refused[0]} is not defined for layout=latent, where one latent is key and value; "
+                    "remove it or use layout: per_head"
+                )
+            if self.head_dim is None and self.d_model % self.n_heads:
+                raise ValueError(
+                    f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set head_dim, the "
+                    "width of each query"
+                )
+            return
+        if self.tie_qk and kv_heads != self.n_heads:
+            raise ValueError(
+                f"tie_qk needs one key head per query head ({self.n_heads}), got n_kv_heads={kv_heads}; set "
+                f"n_kv_heads: {self.n_heads}"
+            )
+        for name in ("sem_dim", "geo_dim", "v_dim"):
+            width = getattr(self, name)
+            if width is not None and width % kv_heads:
+                raise ValueError(
+                    f"{name}={width} is not a multiple of the {kv_heads} key/value heads; use a multiple of "
+                    f"{kv_heads}"
+                )
+        if self.v_dim is None and self.head_dim is None and self.d_model % self.n_heads:
+            raise ValueError(
+                f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set v_dim or head_dim"
+            )
+
+    def dims(self) -> AttentionDims:
+        """Derive the widths. Latent: every query head reads the one latent and the one geometric key."""
+        heads, kv_heads = self.n_heads, self.n_kv_heads or self.n_heads
+        head_dim = self.head_dim or self.d_model // heads
+        if self.mode is AttentionMode.BOTTLENECK:
+            assert self.attn_dim is not None
+            head_dim = self.attn_dim // heads
+        if self.mode is not AttentionMode.DECOUPLED:
+            both = (("k", kv_heads, head_dim), ("v", kv_heads, head_dim))
+            return AttentionDims(heads, kv_heads, head_dim, head_dim, head_dim, both)
+        assert self.sem_dim is not None
+        assert self.geo_dim is not None
+        if self.layout == "latent":
+            streams = (("c", 1, self.sem_dim), ("k_geo", 1, self.geo_dim))
+            return AttentionDims(
+                heads, kv_heads, self.sem_dim + self.geo_dim, self.sem_dim, self.geo_dim, streams
+            )
+        sem, geo = self.sem_dim // kv_heads, self.geo_dim // kv_heads
+        v = self.v_dim // kv_heads if self.v_dim else head_dim
+        streams = (("k_sem", kv_heads, sem), ("k_geo", kv_heads, geo), ("v", kv_heads, v))
+        return AttentionDims(heads, kv_heads, sem + geo, v, geo, streams)
+
+    @property
+    def query_dim(self) -> int:
+        """Width per head of the projected query: `qk`, or under `latent` the width before the maps."""
+        return (self.head_dim or self.d_model // self.n_heads) if self._is_latent else self.dims().qk
+
+    @property
+    def _is_latent(self) -> bool:
+        return self.mode is AttentionMode.DECOUPLED and self.layout == "latent"
+
+    def parameter_shapes(self) -> Shapes:
+        """Return the projections, then what `bias`, `qk_norm`, the gate and the temperature add.
+
+        The latent's down projection and the output always carry a bias: they hold the means that surgery
+        splits off.
+        """
+        dims, m = self.dims(), self.d_model
+        heads, kv_heads = dims.n_heads, dims.n_kv_heads
+        rows: dict[str, int]
+        norms: Shapes = {}
+        if self._is_latent:
+            rows = {"q": heads * self.query_dim, "c": dims.v, "k_geo": dims.rope}
+        elif self.mode is AttentionMode.DECOUPLED:
+            sem, geo = dims.qk - dims.rope, dims.rope
+            rows = {
+                "q_sem": heads * sem,
+                "q_geo": heads * geo,
+                "k_sem": kv_heads * sem,
+                "k_geo": kv_heads * geo,
+                "v": kv_heads * dims.v,
+            }
+            norms = {"q_sem_norm": (sem,), "k_sem_norm": (sem,), "q_geo_norm": (geo,), "k_geo_norm": (geo,)}
+            if self.tie_qk:
+                del rows["k_sem"]
+        else:
+            rows = {"q": heads * dims.qk, "k": kv_heads * dims.qk, "v": kv_heads * dims.v}
+            norms = {"q_norm": (dims.qk,), "k_norm": (dims.qk,)}
+        shapes: Shapes = {f"{name}.weight": (out, m) for name, out in rows.items()}
+        shapes["out.weight"] = (m, heads * (self.query_dim if self._is_latent else dims.v))
+        if self._is_latent:
+            shapes["q_sem_map"] = (heads, self.query_dim, dims.v)
+            shapes["q_geo_map"] = (heads, self.query_dim, dims.rope)
+            shapes["v_up"] = (heads, dims.v, self.query_dim)
+        always = ("c", "out") if self._is_latent else ()
+        shapes |= {
+            f"{name}.bias": (out,) for name, out in (rows | {"out": m}).items() if self.bias or name in always
+        }
+        if self.qk_norm:
+            shapes |= {f"{name}.weight": shape for name, shape in norms.items()}
+        if self.decoupled_gate:
+            shapes["gate"] = (heads,)
+        if self.decoupled_gate_dynamic:
+            shapes["gate_dynamic.weight"] = (heads, m)
+        if self.learned_temperature:
+            shapes["temperature"] = (heads,)
+        return shapes
+
+    def infer(self, width: Width) -> Cost:
+        """Check the width and count; under the latent layout the work is that of the absorbed form."""
+        expect_width(width, self.d_model, "d_model")
+        dims = self.dims()
+        work = AttentionWork(dims.n_heads * (dims.qk + dims.v), self.local_window)
+        return layer_cost(
+            self._label(), self.type, width, width, self.parameter_shapes(), self._saved(), work, dims.streams
+        )
+
+    def _saved(self) -> int:
+        """Elements kept for backward: input, q, k, v, output and log-sum-exp, inputs of elementwise steps.
+
+        As the fp32 score op keeps them: keys and values repeated to all query heads, q, k, v and output of one
+        width, the output once more in the order that `out` reads. Under `latent`, the absorbed form.
+        """
+        dims, heads = self.dims(), self.n_heads
+        queries, keys = heads * dims.qk, dims.n_kv_heads * dims.qk
+        if self._is_latent:
+            mapped = 2 * heads * self.query_dim
+            return self.d_model + mapped + queries + dims.cached + heads * dims.v + heads
+        norms = 2 * (queries + keys) + heads + dims.n_kv_heads if self.qk_norm else 0
+        scaled = queries * (self.decoupled_gate + self.learned_temperature)
+        return self.d_model + 4 * heads * max(dims.qk, dims.v) + heads * dims.v + heads + norms + scaled
+
+    def _label(self) -> str:
+        dims = self.dims()
+        heads = f"{dims.n_heads}" if dims.n_kv_heads == dims.n_heads else f"{dims.n_heads}:{dims.n_kv_heads}"
+        if self.mode is not AttentionMode.DECOUPLED:
+            return f"{self.mode}, {heads} heads x {dims.qk}"
+        names = {"k_sem": "sem", "k_geo": "geo", "c": "latent"}
+        widths = " ".join(f"{names.get(name, name)} {count * width}" for name, count, width in dims.streams)
+        return f"{self.mode} {self.layout}, {heads} heads, {widths}"

@@ -1,0 +1,78 @@
+"""Schema of what the config groups compose to, one section per group; `lower` turns it into a Manifest."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BeforeValidator, Field, create_model
+
+from caramba.config.base import Config
+from caramba.config.benchmark import BenchmarkConfig
+from caramba.config.data import DataConfig
+from caramba.config.manifest import (
+    DebugConfig,
+    LauncherConfig,
+    LoggerConfig,
+    ParallelConfig,
+    SettingsConfig,
+    Slug,
+)
+from caramba.config.model import ModelConfig
+from caramba.config.train import PhaseConfig
+from caramba.config.verify import VerifyConfig
+
+
+class PartialPhaseBase(Config):
+    """Any keys of a phase: what a `train` option sets for all phases, or for one."""
+
+    aliases = PhaseConfig.aliases
+
+
+_PHASE_TYPES = get_type_hints(PhaseConfig, include_extras=True)
+_OPTIONAL: dict[str, Any] = {name: (_PHASE_TYPES[name] | None, None) for name in PhaseConfig.model_fields}
+PartialPhase = create_model("PartialPhase", __base__=PartialPhaseBase, **_OPTIONAL)
+_GROUP: dict[str, Any] = {"phases": (dict[Slug, PartialPhase], Field(default_factory=dict[str, Any]))}
+TrainGroup = create_model("TrainGroup", __base__=PartialPhase, **_GROUP)
+TrainGroup.__doc__ = "The `train` group: phases in order, and keys that hold for all of them."
+
+
+class SuiteConfig(Config):
+    """The `benchmark` group: what is measured after training."""
+
+    benchmarks: tuple[BenchmarkConfig, ...] = ()
+
+
+class ChecksConfig(Config):
+    """The `verify` group: how the student is compared with its teacher after the last phase."""
+
+    checks: tuple[VerifyConfig, ...] = ()
+
+
+class Composition(Config):
+    """The composed groups. `name` defaults to `<model option>_<train option>`."""
+
+    aliases = {"defaults": "settings"}
+
+    version: Literal[1] = 1
+    name: Slug | None = None
+    notes: str = ""
+    vars: dict[str, Any] = {}
+    settings: SettingsConfig = SettingsConfig()
+    seed: int = 1337
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    group: str | None = None
+    resume: str = "auto"
+    kernels: Literal["auto", "require", "reference"] = "auto"
+    model: ModelConfig
+    train: Annotated[Any, BeforeValidator(TrainGroup.model_validate)]
+    data: DataConfig
+    benchmark: SuiteConfig = SuiteConfig()
+    verify: ChecksConfig = ChecksConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    logger: LoggerConfig = LoggerConfig()
+    debug: DebugConfig = DebugConfig()
+    paper: dict[str, Any] | None = None
+    review: dict[str, Any] | None = None
+    plugins: tuple[str, ...] = ()
+    origin: Literal["human", "agent"] = "human"

@@ -1,0 +1,205 @@
+"""What a node costs, by its schema: widths, parameters, matrix and attention work, cache, activations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from caramba.config.kvcache import KVCacheKind, Streams, bytes_of_streams
+
+
+@dataclass(frozen=True)
+class Width:
+    """Features of an activation: (B, T, d_model), or (B, T, stack, d_model) after a ParallelTopology."""
+
+    d_model: int
+    stack: int | None = None
+
+    def __str__(self) -> str:
+        return f"[B,T,{self.d_model}]" if self.stack is None else f"[B,T,{self.stack},{self.d_model}]"
+
+    @property
+    def features(self) -> int:
+        """Elements per token, the whole stack together."""
+        return self.d_model * (self.stack or 1)
+
+    @property
+    def words(self) -> str:
+        """The width as an error message names it."""
+        return str(self.d_model) if self.stack is None else f"a stack of {self.stack} x {self.d_model}"
+
+
+class WidthError(Exception):
+    """A node was given a width that it cannot take, or gave one that its container cannot.
+
+    `path` leads from the node whose `infer` was called to the failing one. `source` is the node that produced
+    the wrong width, relative to the same node; None means that it came in from outside; `inside` fills it in.
+    """
+
+    def __init__(
+        self, message: str, got: str, fix: str, path: tuple[str, ...] = (), source: str | None = None
+    ) -> None:
+        super().__init__(message, got, fix, path, source)
+        self.message, self.got, self.fix, self.path, self.source = message, got, fix, path, source
+
+    def inside(self, step: str, previous: str | None = None) -> WidthError:
+        """Return this error as the container sees it: `step` is the child, `previous` what feeds it."""
+        source = f"{step}.{self.source}" if self.source is not None else previous
+        return WidthError(self.message, self.got, self.fix, (step, *self.path), source)
+
+    def __str__(self) -> str:
+        return f"{self.message}, got {self.got} from {self.source or 'the embedder'}; {self.fix}"
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """Score and value work of one attention application.
+
+    `width` is H * (qk + v), per head; `window` the most keys that a query may see, itself included.
+    """
+
+    width: int
+    window: int | None = None
+
+    def mean_keys(self, context: int) -> Fraction:
+        """Mean number of keys that a causal query sees over positions 1..context, itself included."""
+        seen = min(context, self.window or context)
+        return Fraction(seen * (seen + 1) // 2 + (context - seen) * seen, context)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One node of a cost tree; every number includes the children.
+
+    Attributes:
+        label: what distinguishes the node, for people.
+        params: trainable elements; weights that are shared over applications count once.
+        matmul_params_used: weights that multiply activations, per token, once per application.
+        attention: score and value work, one entry per attention application in execution order.
+        kv: cached streams (name, heads, width per head), one entry per attention application, same order.
+        activation_elements: elements kept per token for the backward pass, summed over what autograd saves:
+            each matrix product and norm keeps its input (one tensor where several read the same one), a norm
+            its statistics (RMSNorm, unfused, the normalised input too), a gated feed-forward its gate,
+            silu(gate), up and product, attention its q, k, v, output and log-sum-exp, dropout its mask.
+            Attention probabilities are absent because SDPA recomputes them; sums and stacks keep nothing.
+            Temporaries within a kernel are not counted.
+        repeat: how often the children run; `shared` tells whether every time with the same weights.
+    """
+
+    label: str
+    type: str
+    width_in: Width
+    width_out: Width
+    params: int
+    matmul_params_used: int
+    attention: tuple[AttentionWork, ...] = ()
+    kv: tuple[Streams, ...] = ()
+    activation_elements: int = 0
+    children: tuple[Cost, ...] = ()
+    repeat: int = 1
+    shared: bool = False
+
+    @property
+    def attention_width(self) -> int:
+        """Sum of H * (qk + v) over attention applications; S keys cost a query 2 * S times that in FLOPs."""
+        return sum(work.width for work in self.attention)
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Elements that all caches together store per token."""
+        return sum(heads * width for streams in self.kv for _, heads, width in streams)
+
+    def kv_bytes_per_layer(self, kind: KVCacheKind) -> tuple[Fraction, ...]:
+        """Exact bytes that one more token adds to each cache, in execution order, block scales included."""
+        return tuple(bytes_of_streams(streams, kind) for streams in self.kv)
+
+    def kv_bytes_per_token(self, kind: KVCacheKind) -> Fraction:
+        """Exact bytes that one more token adds to all caches together."""
+        return sum(self.kv_bytes_per_layer(kind), Fraction(0))
+
+    def kv_bytes(self, kind: KVCacheKind, tokens: int) -> Fraction:
+        """Bytes of all caches of one sequence of `tokens`; a local window keeps only its own tokens."""
+        kept = [min(tokens, work.window or tokens) for work in self.attention]
+        each = self.kv_bytes_per_layer(kind)
+        return sum((size * count for size, count in zip(each, kept, strict=True)), Fraction(0))
+
+    def flops_per_token(self, context: int) -> float:
+        """Forward FLOPs per token: 2 * matmul_params_used + sum over attention of 2 * mean_keys * width.
+
+        The mean runs over all positions of a causal sequence of `context` tokens. Norms, activations, biases
+        and softmax are left out: they are linear in the width and below one per cent of the matrix work.
+        """
+        attention = sum((2 * work.mean_keys(context) * work.width for work in self.attention), Fraction(0))
+        return float(2 * self.matmul_params_used + attention)
+
+    def leaves(self) -> Iterator[tuple[Cost, int, int]]:
+        """Yield every layer, how often it runs per forward pass, and how many copies of its weights exist."""
+        if not self.children:
+            yield self, 1, 1
+        for child in self.children:
+            for leaf, runs, copies in child.leaves():
+                yield leaf, runs * self.repeat, copies if self.shared else copies * self.repeat
+
+
+def layer_cost(
+    label: str,
+    type: str,
+    width_in: Width,
+    width_out: Width,
+    shapes: dict[str, tuple[int, ...]],
+    saved: int,
+    attention: AttentionWork | None = None,
+    streams: Streams = (),
+) -> Cost:
+    """Return the cost of a leaf; parameters of two or more dimensions multiply activations."""
+    return Cost(
+        label=label,
+        type=type,
+        width_in=width_in,
+        width_out=width_out,
+        params=sum(math.prod(shape) for shape in shapes.values()),
+        matmul_params_used=sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1),
+        attention=() if attention is None else (attention,),
+        kv=() if attention is None else (streams,),
+        activation_elements=saved,
+    )
+
+
+def container_cost(
+    type: str,
+    width_in: Width,
+    width_out: Width,
+    children: tuple[Cost, ...],
+    repeat: int = 1,
+    shared: bool = False,
+    label: str = "",
+) -> Cost:
+    """Return the cost of a node that runs its children `repeat` times, with the same weights if `shared`."""
+    return Cost(
+        label=label,
+        type=type,
+        width_in=width_in,
+        width_out=width_out,
+        params=sum(child.params for child in children) * (1 if shared else repeat),
+        matmul_params_used=sum(child.matmul_params_used for child in children) * repeat,
+        attention=tuple(work for child in children for work in child.attention) * repeat,
+        kv=tuple(streams for child in children for streams in child.kv) * repeat,
+        activation_elements=sum(child.activation_elements for child in children) * repeat,
+        children=children,
+        repeat=repeat,
+        shared=shared,
+    )
+
+
+def expect_width(width: Width, expected: int, field: str) -> None:
+    """Raise a WidthError unless `width` is one stream of `expected` features, the value of key `field`."""
+    if width.stack is not None:
+        raise WidthError(
+            f"expects width {expected}",
+            width.words,
+            "put a LinearLayer with reduce: mean, sum or concat between them",
+        )
+    if width.d_model != expected:
+        raise WidthError(f"expects width {expected}", width.words, f"set {field}: {width.d_model}")

@@ -1,0 +1,101 @@
+"""Rules between sections that one schema class cannot see: model against data, phases against teacher."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.config.manifest import Manifest, RunConfig
+from caramba.config.model import ModelSpec
+from caramba.config.topology import NestedTopologyConfig, TopologyConfig
+from caramba.errors import ConfigError
+
+BYTE_VOCABULARY = 257  # 256 bytes and the end mark
+
+
+def cross_check(manifest: Manifest) -> None:
+    """Check what spans several sections of a manifest, except the vocabulary (`check_vocabulary`).
+
+    Raises:
+        ConfigError: naming both sides and the ways to make them agree.
+    """
+    model = manifest.model
+    teacher = model.teacher.manifest if model.teacher is not None else None
+    if teacher is not None and teacher.embedder.vocab_size != model.embedder.vocab_size:
+        raise ConfigError(
+            f"model.embedder.vocab_size={model.embedder.vocab_size} differs from model.teacher.manifest.embedder."
+            f"vocab_size={teacher.embedder.vocab_size}; a student reads its teacher's tokens, so make them equal"
+        )
+    for group in manifest.selected_groups():
+        for run in group.runs:
+            if run.verify and model.teacher is None:
+                raise ConfigError(
+                    f"run {run.id!r}: verify {run.verify[0].type} compares with a teacher, and the model has none; "
+                    "choose verify=none or a model with a teacher (model=tiny_dba)"
+                )
+            _check_run(manifest, model, teacher, run)
+
+
+def check_vocabulary(manifest: Manifest) -> None:
+    """Check that the data's tokens are those that the model reads, where both are known before the data is opened.
+
+    Raises:
+        ConfigError: naming both vocabulary sizes.
+    """
+    vocab = manifest.model.embedder.vocab_size
+    for group in manifest.selected_groups():
+        data = group.data
+        needed = BYTE_VOCABULARY if data.type == "stdlib" and data.tokenizer == "byte" else data.vocab_size
+        if needed is None:
+            continue
+        is_exact = data.type == "stdlib" and data.tokenizer == "bpe"
+        if needed > vocab or (is_exact and needed != vocab):
+            raise ConfigError(
+                f"model.embedder.vocab_size={vocab} does not fit the data of group {group.name!r}: vocab_size={needed} "
+                f"(type {data.type}, tokenizer {data.tokenizer}). Make model.embedder.vocab_size and "
+                "data.vocab_size equal, or give tokens made for this model (data=tokens data.path=…)"
+            )
+
+
+def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, run: RunConfig) -> None:
+    phase = run.train
+    if phase is None:
+        return
+    if manifest.model.teacher is None:
+        needs = f"phase={phase.phase}" if phase.phase in ("blockwise", "drift") else ""
+        needs = needs or (f"objective={phase.objective}" if phase.objective in ("kl", "mixed") else "")
+        needs = needs or ("trains=teacher" if phase.trains == "teacher" else "")
+        if needs:
+            raise ConfigError(
+                f"run {run.id!r}: {needs} needs model.teacher, and the model has none; choose a model that has one "
+                "(model=tiny_dba), set model.teacher.checkpoint=RUN, or train without a teacher (train=pretrain)"
+            )
+    if phase.trains == "teacher" and teacher is None:
+        raise ConfigError(
+            f"run {run.id!r} trains the teacher, and model.teacher.manifest does not describe its network; "
+            "add it, or remove the run and give model.teacher.checkpoint"
+        )
+    for name, spec in (("model", model), ("model.teacher.manifest", teacher)):
+        most = spec.embedder.max_positions if spec is not None else None
+        if most is not None and phase.block_size > most:
+            raise ConfigError(
+                f"run {run.id!r}: block_size={phase.block_size} exceeds {name}.embedder.max_positions={most}; "
+                f"use {most} or fewer"
+            )
+    if phase.phase in ("blockwise", "drift") and teacher is not None:
+        ours, theirs = count_attention(model.topology), count_attention(teacher.topology)
+        if ours != theirs:
+            raise ConfigError(
+                f"run {run.id!r}: phase={phase.phase} pairs attention layers, and the student has {ours} while "
+                f"the teacher has {theirs}; give them the same depth"
+            )
+
+
+def count_attention(node: Any) -> int:
+    """Count the attention layers of a topology that have weights of their own."""
+    if isinstance(node, AttentionLayerConfig):
+        return 1
+    if not isinstance(node, TopologyConfig):
+        return 0
+    count = sum(count_attention(child) for child in node.layers)
+    return count * node.repeat if isinstance(node, NestedTopologyConfig) else count

@@ -1,0 +1,188 @@
+"""Lowering: composed groups, or the short forms of a single file, become the groups and runs of one Manifest.
+
+Lowering moves plain data and remembers, for each value it moved, the path that the user typed (`origins`), so an
+error in the manifest is reported where it was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
+from caramba.config.settle import has_teacher_weights, settle
+from caramba.config.source import Path
+from caramba.config.train import PhaseConfig, PhaseName
+from caramba.errors import ConfigError
+
+SHARED = (
+    *(
+        "version",
+        "name",
+        "notes",
+        "vars",
+        "settings",
+        "seed",
+        "device",
+        "group",
+        "resume",
+        "kernels",
+        "model",
+    ),
+    *("parallel", "launcher", "logger", "debug", "paper", "review", "plugins", "origin"),
+)
+
+
+@dataclass
+class Lowered:
+    """A manifest as plain data, and where its parts came from."""
+
+    manifest: dict[str, Any]
+    origins: dict[Path, Path] = field(default_factory=lambda: {})
+
+
+def lower_groups(
+    tree: Mapping[str, Any], choices: Mapping[str, str], given: Collection[Path], chosen: Collection[str] = ()
+) -> Lowered:
+    """Lower composed config groups; `tree` has passed the `Composition` schema.
+
+    Checks against a teacher that the defaults list brings are left out when there is no teacher with weights to
+    compare with; checks that were asked for are kept, and `cross_check` says what they lack.
+
+    Args:
+        tree: the composed, resolved groups.
+        choices: the option chosen for each group, for the names of the experiment and of its one manifest group.
+        given: paths that were set on the command line, which win over values that hold for all phases.
+        chosen: groups whose option was named on the command line.
+    """
+    shared = {key: tree[key] for key in SHARED if tree.get(key) is not None}
+    shared.setdefault("name", _slug(f"{choices.get('model', 'model')}_{choices.get('train', 'train')}"))
+    origins: dict[Path, Path] = {
+        ("groups", 0, "data"): ("data",),
+        ("groups", 0, "benchmarks"): ("benchmark", "benchmarks"),
+        ("groups", 0): ("train",),
+    }
+    runs: list[dict[str, Any]] = []
+    for name, phase, sources in _phases(mapping_of(tree.get("train")), given):
+        here: Path = ("groups", 0, "runs", len(runs))
+        origins[here] = ("train", "phases", name)
+        origins[(*here, "train")] = ("train", "phases", name)
+        origins.update({(*here, "train", key): origin for key, origin in sources.items()})
+        runs.append({"id": name, "train": phase})
+    checks = list_of(mapping_of(tree.get("verify")).get("checks"))
+    asked = "verify" in chosen or any(path[0] == "verify" for path in given)
+    if checks and not runs and asked:
+        raise ConfigError(
+            "verify checks the last run, and train has no phases; choose verify=none or another train option"
+        )
+    if runs and checks:
+        runs[-1]["verify"] = checks
+        origins["groups", 0, "runs", len(runs) - 1, "verify"] = ("verify", "checks")
+    suite = choices.get("benchmark", "none")
+    group = {
+        "name": "main" if suite == "none" else _slug(suite),
+        "data": tree.get("data"),
+        "runs": runs,
+        "benchmarks": list_of(mapping_of(tree.get("benchmark")).get("benchmarks")),
+    }
+    lowered = Lowered({**shared, "groups": [group]}, origins)
+    settle(lowered.manifest, lowered.origins, given)
+    if runs and checks and not asked and not has_teacher_weights(lowered.manifest):
+        runs[-1].pop("verify")
+    return lowered
+
+
+def lower_file(tree: Mapping[str, Any], name: str, given: Collection[Path]) -> Lowered:
+    """Lower a single-file manifest: top-level runs, data, benchmarks and verify stand for one group called main.
+
+    `data` at the top also serves every group without its own; as a text it is the path of a token file.
+    """
+    manifest = dict(tree)
+    origins: dict[Path, Path] = {}
+    if "defaults" in manifest and "settings" not in manifest:
+        manifest["settings"] = manifest.pop("defaults")
+        origins["settings",] = ("defaults",)
+    manifest.setdefault("name", _slug(name))
+    if not isinstance(manifest.get("name"), str):
+        manifest["name"] = _slug(name)
+    data = manifest.pop("data", None)
+    sugar = {key: manifest.pop(key) for key in ("runs", "benchmarks", "verify") if key in manifest}
+    if "groups" in manifest and ("runs" in sugar or "benchmarks" in sugar):
+        raise ConfigError(
+            "runs and benchmarks stand at the top of a manifest only when it has no groups; move them into one"
+        )
+    groups = manifest.get("groups")
+    if groups is None:
+        groups = [{"name": "main", **{key: sugar[key] for key in ("runs", "benchmarks") if key in sugar}}]
+        origins.update({("groups", 0, key): (key,) for key in ("runs", "benchmarks", "data")})
+    if is_list(groups):
+        manifest["groups"] = [_file_group(group, index, data, origins) for index, group in enumerate(groups)]
+        if "verify" in sugar:
+            _verify_last(manifest["groups"], sugar["verify"], origins)
+    settle(manifest, origins, given)
+    return Lowered(manifest, origins)
+
+
+def _file_group(group: Any, index: int, data: Any, origins: dict[Path, Path]) -> Any:
+    if not is_mapping(group):
+        return group
+    out = dict(group)
+    if out.get("data") is None and data is not None:
+        out["data"] = data
+        origins["groups", index, "data"] = ("data",)
+    if isinstance(out.get("data"), str):
+        out["data"] = {"type": "tokens", "path": out["data"]}
+    if is_list(out.get("runs")):
+        out["runs"] = [dict(run) if is_mapping(run) else run for run in out["runs"]]
+    return out
+
+
+def _verify_last(groups: list[Any], checks: Any, origins: dict[Path, Path]) -> None:
+    for index in reversed(range(len(groups))):
+        runs = groups[index].get("runs") if is_mapping(groups[index]) else None
+        if is_list(runs) and runs and is_mapping(runs[-1]):
+            if runs[-1].get("verify"):
+                raise ConfigError("verify is set at the top of the manifest and in its last run; keep one")
+            runs[-1]["verify"] = checks
+            origins["groups", index, "runs", len(runs) - 1, "verify"] = ("verify",)
+            return
+    raise ConfigError(
+        "verify is set at the top of the manifest, and there is no run that it could check; add runs"
+    )
+
+
+def _phases(
+    train: Mapping[str, Any], given: Collection[Path]
+) -> list[tuple[str, dict[str, Any], dict[str, Path]]]:
+    """Each phase's name, its settings under canonical keys, and which of them were set at `train.KEY`."""
+    common = {
+        PhaseConfig.aliases.get(key, key): (key, value) for key, value in train.items() if key != "phases"
+    }
+    phases = mapping_of(train.get("phases"))
+    if common.get("phase", (None, None))[1] is not None:
+        if phases:
+            raise ConfigError(
+                f"train.phase is set beside train.phases ({', '.join(phases)}); keep one of the two"
+            )
+        phases = {str(common["phase"][1]): dict[str, Any]()}
+    common.pop("phase", None)
+    out: list[tuple[str, dict[str, Any], dict[str, Path]]] = []
+    for name, settings in phases.items():
+        own = mapping_of(settings)
+        phase: dict[str, Any] = {"phase": name} if name in get_args(PhaseName) else {}
+        phase.update(
+            {PhaseConfig.aliases.get(key, key): item for key, item in own.items() if item is not None}
+        )
+        sources: dict[str, Path] = {}
+        for key, (typed, value) in common.items():
+            if value is not None and ("train", "phases", name, key) not in given:
+                phase[key] = value
+                sources[key] = ("train", typed)
+        out.append((name, phase, sources))
+    return out
+
+
+def _slug(text: str) -> str:
+    slug = "".join(char if (char.isalnum() and char.isascii()) or char in "_.-" else "_" for char in text)
+    return slug if slug[:1].isalnum() else f"x{slug}"

@@ -1,0 +1,12 @@
+"""Nearest names, for every error that can offer one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(name: object, options: Iterable[object]) -> str:
+    """Return "; did you mean 'x'?" for the option closest to `name`, or an empty string."""
+    near = difflib.get_close_matches(str(name), [str(option) for option in options], n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,180 @@
+"""From plain data to a validated schema, with errors in a user's words: where, got, expected, nearest name, fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from caramba.config.base import Config, refuse_executable
+from caramba.config.manifest import Manifest
+from caramba.config.names import nearest
+from caramba.config.plain import is_mapping, is_sequence
+from caramba.config.source import Path, Source, placed, retrace, show_path
+from caramba.errors import ConfigError
+
+MOST_ERRORS = 10
+Schema = TypeVar("Schema", bound=Config)
+
+
+def parse_manifest(
+    data: Any, *, source: Source | None = None, origins: Mapping[Path, Path] | None = None, typed: Any = None
+) -> Manifest:
+    """Validate a lowered manifest, such as the content of manifest.json.
+
+    `source` says where values were written, `origins` which of the user's paths became which path of the manifest,
+    and `typed` is the tree that the user's paths lead through.
+
+    Raises:
+        ConfigError: every problem found, one line each.
+    """
+    return parse_as(Manifest, data, source=source, origins=origins, typed=typed)
+
+
+def parse_as(
+    schema: type[Schema],
+    data: Any,
+    *,
+    source: Source | None = None,
+    origins: Mapping[Path, Path] | None = None,
+    typed: Any = None,
+) -> Schema:
+    """Validate `data` as `schema`; see `parse_manifest`."""
+    origins = origins or {}
+    try:
+        refuse_executable(data)
+    except PydanticCustomError as error:
+        context = error.context or {}
+        path = retrace((*context["path"], context["key"]), origins)
+        raise ConfigError(f"{show_path(path)}: {error.message()}{placed(path, source)}") from None
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        lines = error_lines(error, data, source, origins, typed)
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    shown = lines[:MOST_ERRORS]
+    more = f"\n  … and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
+    raise ConfigError(f"{len(lines)} problems:\n  " + "\n  ".join(shown) + more)
+
+
+def error_lines(
+    error: ValidationError, data: Any, source: Source | None, origins: Mapping[Path, Path], typed: Any
+) -> list[str]:
+    """One line per distinct place, knock-on errors dropped, the branches of a union joined."""
+    found: dict[Path, list[ErrorDetails]] = {}
+    for item in error.errors(include_url=False):
+        tag = str(item.get("ctx", {}).get("discriminator", "")).strip("'")
+        loc = (*item["loc"], tag) if item["type"] == "union_tag_invalid" else item["loc"]
+        found.setdefault(_real_path(loc, data), []).append(item)
+    paths = list(found)
+    lines: list[str] = []
+    for path, items in found.items():
+        if all(item["type"] == "too_short" for item in items) and any(_below(other, path) for other in paths):
+            continue
+        user = retrace(path, origins)
+        if typed is not None:
+            user = _real_path(user, typed)
+        text = _explain(items)
+        line = f"{show_path(user)}: {text}{_place(path, text, user, source, origins)}"
+        if line not in lines:
+            lines.append(line)
+    return lines
+
+
+def _place(path: Path, text: str, user: Path, source: Source | None, origins: Mapping[Path, Path]) -> str:
+    """Where a problem was written; for a rule between keys, one of those it names, a typed one first."""
+    places = [placed(retrace((*path, key), origins), source) for key in re.findall(r"\b([a-z_]+)=", text)]
+    whole = placed(user, source)
+    typed = [place for place in (*places, whole) if place.startswith(" (command line")]
+    return next((place for place in (*typed, *places, whole) if place), "")
+
+
+def _below(path: Path, parent: Path) -> bool:
+    return len(path) > len(parent) and path[: len(parent)] == parent
+
+
+def _real_path(loc: Path, data: Any) -> Path:
+    """Drop what pydantic adds to a location (union tags and branches) and restore the alias that the user typed."""
+    path: list[str | int] = []
+    node = data
+    for index, part in enumerate(loc):
+        if is_mapping(node):
+            name = _typed_name(str(part), node)
+            if name in node:
+                path.append(name)
+                node = node[name]
+            elif index == len(loc) - 1:
+                path.append(part)
+        elif is_sequence(node) and isinstance(part, int) and part < len(node):
+            path.append(part)
+            node = node[part]
+    return tuple(path)
+
+
+def _typed_name(name: str, node: dict[Any, Any]) -> str:
+    if name in node:
+        return name
+    return next((alias for alias in _aliases_of(name) if alias in node), name)
+
+
+def _aliases_of(name: str) -> list[str]:
+    pending: list[type[Config]] = [Config]
+    found: list[str] = []
+    while pending:
+        schema = pending.pop()
+        pending.extend(schema.__subclasses__())
+        found.extend(alias for alias, target in schema.aliases.items() if target == name)
+    return found
+
+
+def _explain(items: list[ErrorDetails]) -> str:
+    first = items[0]
+    kind, context = first["type"], first.get("ctx", {})
+    if kind in ("unknown_type", "unknown_key"):
+        if kind == "unknown_key" and str(context["hint"]).startswith(";"):
+            return f"unknown key{context['hint']}"
+        got = f"{first['input']!r} " if kind == "unknown_type" else ""
+        return f"{got}{first['msg']}"
+    if kind == "missing":
+        return "required, and not given"
+    if kind == "union_tag_invalid":
+        tags = _quoted(str(context["expected_tags"]))
+        hint = nearest(context["tag"], tags) or ";"
+        return f"{context['tag']!r} unknown type{hint} one of: {', '.join(tags)}"
+    if kind == "union_tag_not_found":
+        return f"needs the key {context['discriminator']}, which says what it is"
+    if kind == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    if not first["msg"].startswith("Input should be"):
+        return first["msg"]
+    return _expected(items)
+
+
+def _expected(items: list[ErrorDetails]) -> str:
+    value = items[0]["input"]
+    wanted: list[str] = []
+    choices: list[str] = []
+    for item in items:
+        text = item["msg"].removeprefix("Input should be ")
+        if item["type"] in ("literal_error", "enum"):
+            choices.extend(_quoted(str(item.get("ctx", {}).get("expected", ""))))
+        if text not in wanted:
+            wanted.append(text)
+    hint = nearest(value, choices) if isinstance(value, str) else ""
+    return f"got {_short(value)}, expected {' or '.join(wanted)}{hint}"
+
+
+def _quoted(text: str) -> list[str]:
+    return re.findall(r"'([^']*)'", text)
+
+
+def _short(value: Any) -> str:
+    names = {dict: "a mapping", list: "a list", tuple: "a list"}
+    if type(value) in names:
+        return names[type(value)]
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

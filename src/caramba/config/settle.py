@@ -1,0 +1,140 @@
+"""Settling a lowered manifest: every setting that holds for several runs becomes explicit in each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
+from caramba.config.source import Path
+from caramba.config.train import PhaseConfig
+from caramba.errors import ConfigError
+
+NEEDS_TEACHER = ("blockwise", "drift", "global")
+DEFAULT_SEED = 1337
+
+
+def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]) -> None:
+    """Make every setting that holds for more than one run explicit in each run, in place."""
+    settings = mapping_of(manifest.get("settings"))
+    if settings.get("wandb") is True:
+        logger = manifest.get("logger")
+        manifest["logger"] = {**(logger if is_mapping(logger) else {}), "wandb": True}
+    for index, group in enumerate(list_of(manifest.get("groups"))):
+        if not is_mapping(group):
+            continue
+        if is_mapping(group.get("data")):
+            for key in ("tokenizer", "val_frac"):
+                if settings.get(key) is not None:
+                    group["data"] = {**group["data"], key: settings[key]}
+                    origins["groups", index, "data", key] = ("settings", key)
+        runs = list_of(group.get("runs"))
+        if is_list(group.get("benchmarks")):
+            group["benchmarks"] = [dict(item) if is_mapping(item) else item for item in group["benchmarks"]]
+        for number, run in enumerate(runs):
+            if is_mapping(run) and is_mapping(run.get("train")):
+                later = [item["train"].get("phase") for item in runs[number + 1 :] if _trains(item)]
+                _settle_run(run, manifest, settings, later, ("groups", index, "runs", number), origins, given)
+    if not has_teacher_weights(manifest):
+        for group in list_of(manifest.get("groups")):
+            for item in list_of(mapping_of(group).get("benchmarks")):
+                if is_mapping(item):
+                    item.setdefault("models", ["student"])
+
+
+def _trains(run: Any) -> bool:
+    return is_mapping(run) and is_mapping(run.get("train"))
+
+
+def _settle_run(
+    run: dict[str, Any],
+    manifest: dict[str, Any],
+    settings: dict[str, Any],
+    later: list[Any],
+    here: Path,
+    origins: dict[Path, Path],
+    given: Collection[Path],
+) -> None:
+    train = {PhaseConfig.aliases.get(key, key): value for key, value in run["train"].items()}
+    run["train"] = train
+    for key in ("steps", "seed"):
+        if run.get(key) is None:
+            continue
+        if train.get(key) is not None and train[key] != run[key]:
+            raise ConfigError(
+                f"run {run.get('id')!r} sets {key}={run[key]} and train.{key}={train[key]}; keep one"
+            )
+        train[key] = run[key]
+        origins[(*here, "train", key)] = (*here, key)
+    run.pop("steps", None)
+    if train.get("seed") is None:
+        train["seed"] = manifest.get("seed", DEFAULT_SEED)
+    run["seed"] = train["seed"]
+    for key, setting in (("save_every", "save_every"), ("eval_every", "eval_iters")):
+        if train.get(key) is None and settings.get(setting) is not None:
+            train[key] = settings[setting]
+            origins[(*here, "train", key)] = ("settings", setting)
+    if train.get("device") is None:
+        train["device"] = manifest.get("device", "auto")
+    if train.get("trains") is None:
+        teaches = train.get("phase") == "pretrain" and bool(set(later) & set(NEEDS_TEACHER))
+        train["trains"] = "teacher" if teaches and _has_teacher(manifest) else "student"
+    _shorten(run, manifest, here, origins, given)
+
+
+def _shorten(
+    run: dict[str, Any],
+    manifest: dict[str, Any],
+    here: Path,
+    origins: Mapping[Path, Path],
+    given: Collection[Path],
+) -> None:
+    """Apply debug.max_steps, and let a warm-up that nobody asked for follow a shorter run (a tenth of it)."""
+    train = run["train"]
+    debug = manifest.get("debug")
+    most = debug.get("max_steps") if is_mapping(debug) else None
+    if isinstance(most, int) and isinstance(train.get("steps"), int):
+        train["steps"] = min(train["steps"], most)
+    steps, warmup = train.get("steps"), train.get("warmup_steps")
+    typed = {
+        ("train", "warmup_steps"),
+        ("train", "phases", run.get("id"), "warmup_steps"),
+        (*here, "train", "warmup_steps"),
+    }
+    changed = (
+        isinstance(most, int)
+        or bool(
+            {
+                ("train", "steps"),
+                ("train", "phases", run.get("id"), "steps"),
+                (*here, "train", "steps"),
+                (*here, "steps"),
+            }
+            & set(given)
+        )
+        or origins.get((*here, "train", "steps")) == ("train", "steps")
+    )
+    if (
+        changed
+        and isinstance(steps, int)
+        and isinstance(warmup, int)
+        and warmup > steps
+        and not typed & set(given)
+    ):
+        train["warmup_steps"] = steps // 10
+
+
+def _has_teacher(manifest: Mapping[str, Any]) -> bool:
+    model = manifest.get("model")
+    return is_mapping(model) and is_mapping(model.get("teacher"))
+
+
+def has_teacher_weights(manifest: Mapping[str, Any]) -> bool:
+    """Whether a settled manifest has a teacher whose weights are given or trained by one of its runs."""
+    if not _has_teacher(manifest):
+        return False
+    if manifest["model"]["teacher"].get("checkpoint"):
+        return True
+    groups = [group for group in list_of(manifest.get("groups")) if is_mapping(group)]
+    runs = [run for group in groups for run in list_of(group.get("runs")) if _trains(run)]
+    return any(run["train"].get("trains") == "teacher" for run in runs)

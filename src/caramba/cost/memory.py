@@ -1,0 +1,88 @@
+"""Estimates of a phase's memory and work. The rules are few and stated; a measurement always wins over them.
+
+Weights: 4 bytes each (2 under a 16-bit `dtype`), for every model that the phase holds.
+Gradients: the same bytes, for the parameters that train.
+Optimiser: fp32 states of the parameters that train: two for AdamW, one for SGD with momentum, Lion and Muon,
+    and none counted for Adafactor, whose factored moments are a row and a column per matrix.
+Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
+    fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
+    the teacher's input and output of it. A phase that matches the teacher's logits also holds one vocabulary
+    of them per token.
+Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
+    forward pass of the teacher where the phase runs it, without its head when it only feeds blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from caramba.config.train import PhaseConfig
+from caramba.cost.model import ModelCost
+
+OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device, by what holds them."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of them together; the peak, since none is freed within a step."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+
+
+@dataclass(frozen=True)
+class PhaseEstimate:
+    """What one phase trains, and what it takes."""
+
+    trained_params: int
+    flops_per_token: float
+    memory: MemoryEstimate
+
+
+def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None) -> PhaseEstimate:
+    """Estimate a phase that trains `trained`; `teacher` may run beside it, None when there is none."""
+    blockwise = phase.phase in ("blockwise", "drift")
+    context = phase.block_size
+    if blockwise:
+        params = trained.attention_params
+        kept = trained.attention_activation_elements + 2 * trained.d_model
+        flops = 3.0 * trained.attention_flops_per_token(context)
+    else:
+        params = trained.params
+        kept = trained.activation_elements
+        flops = trained.training_flops_per_token(context)
+    held = trained.params
+    if phase.phase == "drift":
+        flops += trained.topology.flops_per_token(context)
+    if teacher is not None and runs_teacher(phase):
+        held += teacher.params
+        flops += teacher.topology.flops_per_token(context) if blockwise else teacher.flops_per_token(context)
+        kept += 0 if blockwise else teacher.vocab_size
+    tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
+    memory = MemoryEstimate(
+        weights_bytes=held * _weight_bytes(phase),
+        gradients_bytes=params * _weight_bytes(phase),
+        optimizer_bytes=params * 4 * OPTIMIZER_STATES[phase.optimizer],
+        activations_bytes=tokens * kept * _activation_bytes(phase),
+    )
+    return PhaseEstimate(params, flops, memory)
+
+
+def runs_teacher(phase: PhaseConfig) -> bool:
+    """Return whether a phase runs the teacher: to feed blocks, or for its logits."""
+    return phase.phase in ("blockwise", "drift") or phase.objective in ("kl", "mixed")
+
+
+def _weight_bytes(phase: PhaseConfig) -> int:
+    return 2 if phase.dtype in ("bfloat16", "float16") else 4
+
+
+def _activation_bytes(phase: PhaseConfig) -> int:
+    return 2 if phase.use_amp is True else _weight_bytes(phase)

@@ -1,0 +1,194 @@
+"""The plan of an experiment: models, cache bytes, stages, memory and work, from the manifest alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from caramba.config.benchmark import MemoryBenchmarkConfig
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.config.train import PhaseConfig
+from caramba.cost.memory import PhaseEstimate, estimate_phase, runs_teacher
+from caramba.cost.model import ModelCost, model_cost
+
+DEFAULT_CONTEXT = 256
+SHOWN_KINDS = (KVCacheKind.FP16, KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED)
+
+
+@dataclass(frozen=True)
+class CacheRow:
+    """Exact cache bytes per token in one format: every layer in execution order, and their sum."""
+
+    kind: KVCacheKind
+    student_layers: tuple[Fraction, ...]
+    teacher_layers: tuple[Fraction, ...] | None
+
+    @property
+    def student_total(self) -> Fraction:
+        """Bytes per token of all the student's layers."""
+        return sum(self.student_layers, Fraction(0))
+
+    @property
+    def teacher_total(self) -> Fraction | None:
+        """Bytes per token of all the teacher's layers, None when there is none or it is not described."""
+        return None if self.teacher_layers is None else sum(self.teacher_layers, Fraction(0))
+
+    @property
+    def ratio(self) -> Fraction | None:
+        """Student over teacher, both in this format."""
+        teacher = self.teacher_total
+        return self.student_total / teacher if teacher else None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One run of a group: what it trains, how long, and what that takes.
+
+    `tokens` and `total_flops` are None while the batch size is `auto`; `estimate` then holds for a batch of
+    one, and is None when the trained model is not described by the manifest.
+    """
+
+    group: str
+    id: str
+    phase: str
+    trains: str
+    objective: str
+    steps: int
+    batch_size: int | str
+    accumulation: int
+    block_size: int
+    lr: float
+    tokens: int | None
+    total_flops: float | None
+    estimate: PhaseEstimate | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ExperimentPlan:
+    """All that can be said before anything runs. `context` is the block size that FLOPs are counted at."""
+
+    name: str
+    command: str
+    context: int
+    student: ModelCost
+    teacher: ModelCost | None
+    teacher_source: str | None
+    cache: tuple[CacheRow, ...]
+    stages: tuple[StagePlan, ...]
+    benchmarks: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def upcycles(self) -> bool:
+        """Whether there is a teacher, described here or not."""
+        return self.teacher is not None or self.teacher_source is not None
+
+
+def plan(manifest: Manifest, command: str = "") -> ExperimentPlan:
+    """Work out the plan of the groups that a manifest selects.
+
+    Args:
+        manifest: the validated experiment.
+        command: what a user types to run it.
+
+    Raises:
+        ConfigError: widths that do not fit, in the model or in its teacher.
+    """
+    groups = manifest.selected_groups()
+    student = model_cost(manifest.model)
+    teacher, source = None, None
+    if manifest.model.teacher is not None:
+        source = manifest.model.teacher.checkpoint
+        if manifest.model.teacher.manifest is not None:
+            teacher = model_cost(manifest.model.teacher.manifest, "model.teacher.manifest")
+    phases = [run.train for group in groups for run in group.runs if run.train is not None]
+    kinds, measured = _cache_kinds(groups)
+    notes = ("cache kind auto is chosen by measurement when the run reaches it",) if measured else ()
+    return ExperimentPlan(
+        name=manifest.name,
+        command=command,
+        context=max((phase.block_size for phase in phases), default=DEFAULT_CONTEXT),
+        student=student,
+        teacher=teacher,
+        teacher_source=source,
+        cache=tuple(_cache_row(kind, student, teacher) for kind in kinds),
+        stages=tuple(
+            _stage(manifest, group, run, run.train, student, teacher)
+            for group in groups
+            for run in group.runs
+            if run.train is not None
+        ),
+        benchmarks=tuple(
+            f"{bench.id} ({bench.config.type})" for group in groups for bench in group.benchmarks
+        ),
+        notes=notes,
+    )
+
+
+def _cache_kinds(groups: tuple[GroupConfig, ...]) -> tuple[tuple[KVCacheKind, ...], bool]:
+    """Return the formats to show, those that a benchmark adds last, and whether one of them is `auto`."""
+    configs = [bench.config for group in groups for bench in group.benchmarks]
+    asked = [
+        kind
+        for config in configs
+        if isinstance(config, MemoryBenchmarkConfig)
+        for kind in config.quantization_modes
+    ]
+    kinds = dict.fromkeys(kind for kind in (*SHOWN_KINDS, *asked) if kind is not KVCacheKind.AUTO)
+    return tuple(kinds), KVCacheKind.AUTO in asked
+
+
+def _cache_row(kind: KVCacheKind, student: ModelCost, teacher: ModelCost | None) -> CacheRow:
+    return CacheRow(kind, student.kv_bytes_per_layer(kind), teacher and teacher.kv_bytes_per_layer(kind))
+
+
+def _stage(
+    manifest: Manifest,
+    group: GroupConfig,
+    run: RunConfig,
+    phase: PhaseConfig,
+    student: ModelCost,
+    teacher: ModelCost | None,
+) -> StagePlan:
+    trains = phase.trains or "student"
+    trained = teacher if trains == "teacher" else student
+    steps = run.steps or phase.steps
+    if manifest.debug.max_steps is not None:
+        steps = min(steps, manifest.debug.max_steps)
+    estimate = (
+        None if trained is None else estimate_phase(phase, trained, teacher if trains == "student" else None)
+    )
+    tokens = None
+    if isinstance(phase.batch_size, int):
+        tokens = steps * phase.batch_size * phase.block_size * phase.gradient_accumulation_steps
+    return StagePlan(
+        group=group.name,
+        id=run.id,
+        phase=phase.phase,
+        trains=trains,
+        objective=phase.objective,
+        steps=steps,
+        batch_size=phase.batch_size,
+        accumulation=phase.gradient_accumulation_steps,
+        block_size=phase.block_size,
+        lr=phase.lr,
+        tokens=tokens,
+        total_flops=None if tokens is None or estimate is None else tokens * estimate.flops_per_token,
+        estimate=estimate,
+        note=_stage_note(manifest, phase, trains, teacher),
+    )
+
+
+def _stage_note(manifest: Manifest, phase: PhaseConfig, trains: str, teacher: ModelCost | None) -> str:
+    config, notes = manifest.model.teacher, list[str]()
+    if trains == "teacher" and config is not None and config.checkpoint is not None:
+        notes.append(f"skipped: the teacher comes from {config.checkpoint}")
+    if trains == "student" and runs_teacher(phase) and teacher is None:
+        notes.append("the teacher is not counted: it is not described here")
+    if phase.batch_size == "auto":
+        notes.append("batch size auto: memory is for a batch of 1")
+    if phase.activation_checkpointing != "none":
+        notes.append("activation checkpointing is not counted")
+    return "; ".join(notes)

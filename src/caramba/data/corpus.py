@@ -1,0 +1,289 @@
+"""Opens what `data=` names: tokens to train on, held-out tokens that share none with them, and their tokenizer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from caramba.config.data import DataConfig
+from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
+from caramba.data.stdlib import (
+    SPLIT_RULE,
+    Documents,
+    collect_documents,
+    stdlib_identity,
+    stdlib_root,
+)
+from caramba.data.token_file import TokenFile, open_token_file
+from caramba.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from caramba.errors import DataError
+from caramba.runs.files import home
+
+Progress = Callable[[str], None]
+_BPE_SAMPLE_CHARACTERS = (
+    8_000_000  # keeps training a tokenizer to a few seconds; the library has about 30 million
+)
+_BUILD_VERSION = 1  # raise when the same inputs start to give other tokens
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of one dataset, memory-mapped, and all that is known of how they were made.
+
+    Attributes:
+        train: ids to train on, 1-D, in the file's own integer type.
+        val: held-out ids; no position of the corpus is in both.
+        tokenizer: None when the file does not say.
+        vocab_size: V of the tokenizer; None when the file does not say.
+        token_bytes: UTF-8 bytes per token, int32 [V]; None without a tokenizer, and then bits per byte is unknown.
+        name: what reports print.
+        fingerprint: SHA-256 over content and tokenizer; equal means the same data.
+        folder: where the token files lie.
+        max_ids: the largest id in train and in val.
+        paths: the files of train and val, for messages.
+    """
+
+    train: np.ndarray
+    val: np.ndarray
+    tokenizer: Tokenizer | None
+    vocab_size: int | None
+    token_bytes: np.ndarray | None
+    name: str
+    fingerprint: str
+    folder: Path
+    max_ids: tuple[int, int]
+    paths: tuple[Path, Path]
+
+    def check(self, vocab_size: int, block_size: int) -> None:
+        """Check that a model of `vocab_size` can read the tokens and that each split holds a window.
+
+        Raises:
+            DataError: a token id or the tokenizer exceeds the model's vocabulary, or a split is shorter than
+                block_size + 1 tokens.
+        """
+        if self.vocab_size is not None and self.vocab_size > vocab_size:
+            made_with = self.tokenizer.name if self.tokenizer else "a tokenizer"
+            raise DataError(
+                f"{self.folder}: tokens were made with {made_with} of {self.vocab_size} entries, the model has"
+                f" vocab_size={vocab_size}; use the model's own tokenizer, or set"
+                f" the model's vocab_size to {self.vocab_size}"
+            )
+        for split, largest, path in zip(("train", "val"), self.max_ids, self.paths, strict=True):
+            if largest >= vocab_size:
+                raise DataError(
+                    f"{path}: largest {split} token id is {largest}, the model has vocab_size={vocab_size} (ids to"
+                    f" {vocab_size - 1}); the tokens belong to another vocabulary: prepare them with the"
+                    " model's tokenizer"
+                )
+        for split, tokens, path in zip(("train", "val"), (self.train, self.val), self.paths, strict=True):
+            if tokens.size < block_size + 1:
+                raise DataError(
+                    f"{path}: the {split} split has {tokens.size} tokens, one window needs {block_size + 1}"
+                    f" (block_size={block_size} and its last target); use a smaller block_size"
+                    + (", a larger data.val_frac" if split == "val" else "")
+                    + " or more data"
+                )
+
+
+def open_corpus(config: DataConfig, *, progress: Progress | None = None) -> Corpus:
+    """Open the corpus that `config` describes, building its token folder the first time.
+
+    Args:
+        config: the `data` section of a manifest.
+        progress: called with a line of text while a first opening reads, trains and encodes.
+
+    Raises:
+        DataError: a file is missing, damaged, of another tokenizer, or of the wrong type.
+    """
+    if config.type == "stdlib":
+        return _open_stdlib(config, progress)
+    path = Path(config.path or "").expanduser()
+    if path.is_dir():
+        return _open_folder(config, path, progress)
+    return _open_file(config, path, progress)
+
+
+# --- stdlib
+
+
+def _open_stdlib(config: DataConfig, progress: Progress | None) -> Corpus:
+    if config.tokenizer == "byte" and config.vocab_size not in (None, 257):
+        raise DataError(
+            f"data.vocab_size={config.vocab_size}: data.tokenizer=byte has 257 entries; leave vocab_size out"
+        )
+    identity = stdlib_identity()
+    folder = home() / "data" / f"stdlib-{_stdlib_key(config, identity)}"
+    if not folder.is_dir():
+        _build_stdlib(config, folder, identity, progress)
+    opened = open_token_folder(folder)
+    return _from_folder(opened, config.name or "stdlib", None, config)
+
+
+def _stdlib_key(config: DataConfig, identity: dict[str, str]) -> str:
+    """Hash everything that changes the content, so that an open folder never needs a look at the corpus."""
+    facts: dict[str, Any] = {
+        **identity,
+        "build": _BUILD_VERSION,
+        "tokenizer": config.tokenizer,
+        "val_frac": config.val_frac,
+        "max_bytes": config.max_bytes,
+    }
+    if config.tokenizer == "bpe":
+        facts |= {"vocab_size": config.vocab_size, "tokenizers": version("tokenizers")}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _build_stdlib(
+    config: DataConfig, folder: Path, identity: dict[str, str], progress: Progress | None
+) -> None:
+    say = progress or (lambda _: None)
+    say(f"reading the standard library under {identity['root']}")
+    documents = collect_documents(stdlib_root(), config.val_frac, config.max_bytes)
+    if config.tokenizer == "byte":
+        tokenizer: Tokenizer = ByteTokenizer()
+    else:
+        say(f"training a byte-level BPE of {config.vocab_size} entries")
+        tokenizer = train_bpe(_bpe_sample(documents), config.vocab_size or 0)
+    source = {
+        "corpus": "stdlib",
+        "python": identity["python"],
+        "implementation": identity["implementation"],
+        "split_rule": SPLIT_RULE,
+        "val_frac": config.val_frac,
+        "max_bytes": config.max_bytes,
+        "not_utf8": list(documents.not_utf8),
+        "duplicates": documents.duplicates,
+        "files": {"train": list(documents.train), "val": list(documents.val)},
+    }
+    splits = {split: documents.texts(split) for split in ("train", "val")}
+    write_token_folder(folder, splits, tokenizer, source, progress=progress)
+
+
+def _bpe_sample(documents: Documents) -> Iterator[str]:
+    """The first files of the shuffled train split, so the tokenizer has seen nothing that is held out."""
+    characters = 0
+    for text in documents.texts("train"):
+        if characters >= _BPE_SAMPLE_CHARACTERS:
+            return
+        characters += len(text)
+        yield text
+
+
+# --- tokens
+
+
+def _open_folder(config: DataConfig, path: Path, progress: Progress | None) -> Corpus:
+    opened = open_token_folder(path)
+    _check_made_with(path, config, opened.tokenizer.vocab_size, opened.tokenizer.hash)
+    val = _open_val(config, path / "train.npy", progress)
+    return _from_folder(opened, config.name or path.name, val, config)
+
+
+def _open_file(config: DataConfig, path: Path, progress: Progress | None) -> Corpus:
+    opened = open_token_file(path, progress=progress)
+    if config.tokenizer_hash is not None:
+        raise DataError(
+            f"{path}: data.tokenizer_hash is set, but a bare {path.suffix} file does not say what made it;"
+            " use a token folder (with meta.json) or leave tokenizer_hash out"
+        )
+    held_out = _open_val(config, path, progress)
+    if held_out is None:
+        train, val = _hold_out(opened.tokens, config.val_frac, path)
+        held_out = opened
+    else:
+        train, val = opened.tokens, held_out.tokens
+    for file in (opened, held_out):
+        if config.vocab_size is not None and file.max_id >= config.vocab_size:
+            raise DataError(
+                f"{file.path}: largest token id is {file.max_id}, data.vocab_size={config.vocab_size} allows ids to"
+                f" {config.vocab_size - 1}; the tokens belong to another vocabulary"
+            )
+    facts = [opened.sha256, held_out.sha256, train.size, val.size, config.vocab_size]
+    return Corpus(
+        train=train,
+        val=val,
+        tokenizer=None,
+        vocab_size=config.vocab_size,
+        token_bytes=None,
+        name=config.name or path.stem,
+        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        folder=path.parent,
+        max_ids=(opened.max_id, held_out.max_id),
+        paths=(opened.path, held_out.path),
+    )
+
+
+def _open_val(config: DataConfig, train_path: Path, progress: Progress | None) -> TokenFile | None:
+    if config.val_path is None:
+        return None
+    path = Path(config.val_path).expanduser()
+    if path.exists() and train_path.exists() and path.samefile(train_path):
+        raise DataError(
+            f"data.val_path={path} is the file that is trained on; leave it out to hold out its last val_frac"
+        )
+    return open_token_file(path, progress=progress)
+
+
+def _hold_out(tokens: np.memmap, val_frac: float, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    count = max(1, round(tokens.size * val_frac))
+    if count >= tokens.size:
+        raise DataError(
+            f"{path}: {tokens.size} tokens cannot be split with data.val_frac={val_frac};"
+            " give data.val_path or more data"
+        )
+    return tokens[:-count], tokens[-count:]
+
+
+def _check_made_with(path: Path, config: DataConfig, vocab_size: int, tokenizer_hash: str) -> None:
+    if config.vocab_size is not None and config.vocab_size != vocab_size:
+        raise DataError(
+            f"{path}: made with a vocabulary of {vocab_size}, data.vocab_size={config.vocab_size};"
+            " prepare the tokens with that tokenizer or leave vocab_size out"
+        )
+    if config.tokenizer_hash is not None and config.tokenizer_hash != tokenizer_hash:
+        raise DataError(
+            f"{path}: made with tokenizer {tokenizer_hash}, data.tokenizer_hash={config.tokenizer_hash};"
+            " the same text has other ids under it: prepare the tokens again"
+        )
+
+
+def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: DataConfig) -> Corpus:
+    splits = opened.meta["splits"]
+    train, train_path = opened.train, opened.path / "train.npy"
+    train_max = _max_id(splits["train"], train_path)
+    parts: list[Any] = [opened.fingerprint]
+    if val is not None:
+        held_out, val_path, val_max = val.tokens, val.path, val.max_id
+        parts.append(val.sha256)
+    elif opened.val is not None:
+        held_out, val_path = opened.val, opened.path / "val.npy"
+        val_max = _max_id(splits["val"], val_path)
+    else:
+        train, held_out = _hold_out(opened.train, config.val_frac, train_path)
+        val_path, val_max = train_path, train_max
+        parts.append(held_out.size)
+    fingerprint = parts[0] if len(parts) == 1 else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    return Corpus(
+        train=train,
+        val=held_out,
+        tokenizer=opened.tokenizer,
+        vocab_size=opened.tokenizer.vocab_size,
+        token_bytes=opened.token_bytes,
+        name=name,
+        fingerprint=fingerprint,
+        folder=opened.path,
+        max_ids=(train_max, val_max),
+        paths=(train_path, val_path),
+    )
+
+
+def _max_id(facts: dict[str, Any], path: Path) -> int:
+    """The largest id as recorded when the folder was written; a folder that does not say is scanned once."""
+    return int(facts["max_id"]) if "max_id" in facts else open_token_file(path).max_id

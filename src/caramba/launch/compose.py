@@ -1,0 +1,148 @@
+"""Composition: overrides and groups become one plain tree, by Hydra's compose API (which writes nothing)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from caramba.config.resolve import resolve
+from caramba.config.source import Path
+from caramba.errors import ConfigError
+from caramba.launch.groups import conf_root, config_file, groups
+from caramba.launch.locate import Given, Layer, Origin
+from caramba.launch.refuse import refuse_folder, refuse_words
+from caramba.launch.words import Word, read_words, refuse_sweeps
+
+
+@dataclass(frozen=True)
+class Composed:
+    """The composed groups before validation.
+
+    `raw` is the tree as composed, `tree` with references resolved, `choices` the option of each group, `given` the
+    paths set on the command line and `chosen` the groups chosen there; `source` finds where a value was written.
+    """
+
+    raw: dict[str, Any]
+    tree: dict[str, Any]
+    choices: dict[str, str]
+    overrides: tuple[str, ...]
+    given: frozenset[Path]
+    chosen: frozenset[str]
+    source: Origin
+
+
+def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Composed:
+    """Compose `conf/config.yaml` under `overrides`; `config_dirs` add groups and options.
+
+    Raises:
+        ConfigError: an override that cannot be read, an unknown option, a key that would run code, or a reference to
+            a key that does not exist.
+    """
+    folders = tuple(File(folder).absolute() for folder in config_dirs)
+    refuse_words(overrides)
+    for folder in folders:
+        refuse_folder(folder)
+    words = read_words(overrides, groups(folders), default_groups())
+    refuse_sweeps(words)
+    config, choices = _compose(words, folders)
+    raw = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(raw, dict)
+    origin = Origin(
+        lambda: _layers(words, folders), [Given(path, word.typed) for word in words for path in word.paths]
+    )
+    tree = {str(key): value for key, value in raw.items()}
+    return Composed(
+        raw=tree,
+        tree=resolve(tree, origin),
+        choices=choices,
+        overrides=tuple(overrides),
+        given=frozenset(path for word in words for path in word.paths),
+        chosen=frozenset(word.group for word in words if word.group is not None),
+        source=origin,
+    )
+
+
+def default_groups() -> list[str]:
+    """Return the groups of the defaults list of conf/config.yaml."""
+    entries = yaml.safe_load((conf_root() / "config.yaml").read_text(encoding="utf-8"))["defaults"]
+    return [
+        key
+        for entry in entries
+        if isinstance(entry, dict)
+        for key in entry
+        if not key.startswith("override ")
+    ]
+
+
+@contextlib.contextmanager
+def hydra_ready() -> Iterator[None]:
+    """Hydra's global state, set up for caramba.conf and restored afterwards, its errors turned into ConfigError."""
+    try:
+        with initialize_config_module("caramba.conf", job_name="caramba", version_base="1.3"):
+            yield
+    except HydraException as error:
+        cause = error.__cause__
+        text = str(cause if isinstance(cause, OmegaConfBaseException | IndexError) else error)
+        raise ConfigError(f"cannot compose: {_readable(str(error), text)}") from None
+    except (OmegaConfBaseException, IndexError, AttributeError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"cannot compose: {' '.join(str(error).split())}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"cannot compose, a file is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _readable(message: str, cause: str) -> str:
+    head = " ".join(message.split("\n\n")[0].split())
+    tail = " ".join(cause.split("\n")[0].split())
+    return head if tail in head else f"{head}: {tail}"
+
+
+def _texts(words: Sequence[Word], folders: Sequence[File]) -> list[str]:
+    search = (
+        [f"hydra.searchpath=[{','.join(repr(f'file://{folder}') for folder in folders)}]"] if folders else []
+    )
+    return [*search, *(word.text for word in words)]
+
+
+def _compose(words: Sequence[Word], folders: Sequence[File]) -> tuple[DictConfig, dict[str, str]]:
+    with hydra_ready():
+        config = hydra_compose("config", overrides=_texts(words, folders), return_hydra_config=True)
+        chosen = config.hydra.runtime.choices
+        choices = {
+            str(key): str(chosen[key])
+            for key in chosen
+            if chosen[key] is not None and "hydra" not in str(key)
+        }
+        OmegaConf.set_struct(config, False)
+        del config["hydra"]
+    return config, choices
+
+
+def _layers(words: Sequence[Word], folders: Sequence[File]) -> list[Layer]:
+    """Every file of the composition in merge order, with its package, from Hydra's own defaults list."""
+    with hydra_ready():
+        loader = GlobalHydra.instance().config_loader()
+        listed = loader.compute_defaults_list("config", _texts(words, folders), RunMode.RUN).defaults
+    layers: list[Layer] = []
+    for entry in listed:
+        path = str(entry.config_path)
+        if path.startswith("hydra") or str(entry.package or "").startswith("hydra"):
+            continue
+        file = config_file(path, folders)
+        if file is not None:
+            package = tuple(str(entry.package).split(".")) if entry.package else ()
+            layers.append(Layer(file, package))
+    return layers

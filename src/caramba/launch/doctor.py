@@ -1,0 +1,112 @@
+"""`caramba doctor`: what this machine has, and whether it is enough."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from caramba.runs.files import home
+from caramba.runs.minting import package_version
+
+REQUIRED = (
+    *("torch", "lightning", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "tensorboard"),
+    *("numpy", "safetensors", "tokenizers", "matplotlib", "rich"),
+)
+OPTIONAL = ("triton", "wandb", "litellm", "lm_eval", "submitit")
+TORCH_PROBE = """
+import json, torch
+cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+mps = getattr(torch.backends, "mps", None)
+print(json.dumps({"version": torch.__version__, "cuda": cuda, "cuda_version": torch.version.cuda,
+                  "mps": bool(mps and mps.is_available()), "threads": torch.get_num_threads()}))
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; `is_ok` is None for a fact that nothing depends on."""
+
+    name: str
+    text: str
+    is_ok: bool | None = None
+
+
+def doctor() -> int:
+    """Print every finding; 1 when something required is missing."""
+    failed = False
+    for finding in findings():
+        mark = {True: "ok  ", False: "FAIL", None: "    "}[finding.is_ok]
+        print(f"{mark} {finding.name:<22} {finding.text}")
+        failed = failed or finding.is_ok is False
+    print("something required is missing" if failed else "ready")
+    return 1 if failed else 0
+
+
+def findings() -> Iterator[Finding]:
+    """Yield what there is to say about this machine."""
+    version = sys.version_info
+    yield Finding("python", f"{platform.python_version()} (3.11 to 3.13)", (3, 11) <= version[:2] < (3, 14))
+    yield Finding("platform", platform.platform())
+    for name in REQUIRED:
+        found = package_version(name)
+        yield Finding(name, found or f"missing; pip install {name}", found is not None)
+    for name in OPTIONAL:
+        yield Finding(name, package_version(name) or "not installed (optional)")
+    yield from _torch()
+    yield Finding(
+        "cpu cores", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()}"
+    )
+    memory = memory_gb()
+    if memory is not None:
+        yield Finding("memory", f"{memory:.1f} GB")
+    for name, folder in (("runs", Path("runs").absolute()), ("cache", home())):
+        yield _folder(name, folder)
+    yield Finding("git", shutil.which("git") or "not found; runs will not record a commit")
+    yield Finding(
+        "pdflatex", shutil.which("pdflatex") or "not found; tables.tex is written, papers are not compiled"
+    )
+    yield Finding("sbatch", shutil.which("sbatch") or "not found; no SLURM here")
+
+
+def _torch() -> Iterator[Finding]:
+    """Ask torch in a process of its own: a broken driver cannot take this report down."""
+    done = subprocess.run(
+        [sys.executable, "-c", TORCH_PROBE], capture_output=True, text=True, timeout=120, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        yield Finding("torch import", last, False)
+        return
+    facts = json.loads(done.stdout.strip().splitlines()[-1])
+    cuda = ", ".join(facts["cuda"]) or "none"
+    yield Finding("torch import", f"{facts['version']}, {facts['threads']} threads", True)
+    yield Finding("cuda", f"{cuda} (built for {facts['cuda_version']})" if facts["cuda_version"] else cuda)
+    yield Finding("mps", "available" if facts["mps"] else "none")
+
+
+def memory_gb() -> float | None:
+    """Return the machine's memory in GB (10^9 bytes), or None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _folder(name: str, folder: Path) -> Finding:
+    """Whether a folder, or the nearest parent that exists, can be written."""
+    present = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(present).free / 1e9
+    try:
+        with tempfile.TemporaryFile(dir=present):
+            pass
+    except OSError as error:
+        return Finding(name, f"{folder}: cannot be written ({error.strerror})", False)
+    return Finding(name, f"{folder}: writable, {free:.1f} GB free", True)

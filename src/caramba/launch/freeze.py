@@ -1,0 +1,120 @@
+"""From a command line to a validated Manifest: compose or read a file, check the schema, lower, check again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+from caramba.config.composition import Composition
+from caramba.config.crosscheck import check_vocabulary, cross_check
+from caramba.config.later import Unbuilt, find_unbuilt, refuse_unbuilt
+from caramba.config.lower import Lowered, lower_file, lower_groups
+from caramba.config.manifest import Manifest
+from caramba.config.names import nearest
+from caramba.config.parse import parse_as, parse_manifest
+from caramba.config.source import Path, placed, read_path, retrace
+from caramba.errors import ConfigError
+from caramba.launch.groups import groups
+from caramba.launch.locate import Origin
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A validated manifest with what is needed to speak of it in the user's terms.
+
+    `is_data_chosen` is false when the data is merely that of the defaults list.
+    """
+
+    manifest: Manifest
+    overrides: tuple[str, ...]
+    source: Origin
+    origins: dict[Path, Path]
+    is_data_chosen: bool = True
+
+    def check_vocabulary(self) -> None:
+        """Raise when data and model have different vocabularies."""
+        check_vocabulary(self.manifest)
+
+    def refuse_unbuilt(self) -> None:
+        """Raise when the manifest asks for behaviour that is not built."""
+        refuse_unbuilt(self.manifest, source=self.source, origins=self.origins)
+
+    def unbuilt(self) -> list[str]:
+        """Return one line per setting that a run would refuse."""
+        return list(
+            dict.fromkeys(
+                str(Unbuilt(retrace(item.path, self.origins), item.value, item.comes_with))
+                for item in find_unbuilt(self.manifest)
+            )
+        )
+
+
+def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen:
+    """Turn overrides into a checked manifest; `manifest=FILE` among them reads a single file instead of the groups.
+
+    Raises:
+        ConfigError: everything that is wrong, with paths, places and nearest names.
+    """
+    named = [word for word in overrides if word.lstrip("+").startswith("manifest=")]
+    if named:
+        file = File(named[-1].split("=", 1)[1]).expanduser()
+        rest = [word for word in overrides if word not in named]
+        frozen = _from_file(file, rest, tuple(overrides))
+    else:
+        frozen = _from_groups(overrides, config_dirs)
+    cross_check(frozen.manifest)
+    _check_widths(frozen)
+    return frozen
+
+
+def _check_widths(frozen: Frozen) -> None:
+    from caramba.cost import check_widths
+
+    try:
+        check_widths(frozen.manifest.model)
+    except ConfigError as error:
+        path = read_path(str(error).partition(": ")[0])
+        raise ConfigError(f"{error}{placed(path, frozen.source)}") from None
+
+
+def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Frozen:
+    from caramba.launch.compose import compose
+
+    composed = compose(overrides, config_dirs)
+    tree = composed.tree
+    parse_as(Composition, tree, source=composed.source)
+    _refuse_foreign_group(tree, composed.choices)
+    lowered = lower_groups(tree, composed.choices, composed.given, composed.chosen)
+    frozen = _finish(lowered, tree, composed.source, composed.overrides)
+    is_data_chosen = "data" in composed.chosen or any(path[0] == "data" for path in composed.given)
+    return dataclasses.replace(frozen, is_data_chosen=is_data_chosen)
+
+
+def _from_file(file: File, overrides: Sequence[str], typed: tuple[str, ...]) -> Frozen:
+    from caramba.launch.file import read_file
+
+    tree, source, given = read_file(file, overrides)
+    lowered = lower_file(tree, file.stem, given)
+    return _finish(lowered, tree, source, typed)
+
+
+def _finish(lowered: Lowered, tree: dict[str, Any], source: Origin, overrides: tuple[str, ...]) -> Frozen:
+    manifest = parse_manifest(lowered.manifest, source=source, origins=lowered.origins, typed=tree)
+    return Frozen(manifest, overrides, source, lowered.origins)
+
+
+def _refuse_foreign_group(tree: dict[str, Any], choices: dict[str, str]) -> None:
+    """`group=` selects a group of a manifest; composed groups make one, named after the benchmark option."""
+    group, suite = tree.get("group"), choices.get("benchmark", "none")
+    if group is None or group == ("main" if suite == "none" else suite):
+        return
+    known = groups().get("benchmark", {})
+    way = (
+        f"write benchmark={group}"
+        if group in known
+        else f"options of benchmark: {', '.join(known)}{nearest(group, known)}"
+    )
+    raise ConfigError(f"group={group} selects a group of a single-file manifest; for composed groups {way}")

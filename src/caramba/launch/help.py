@@ -1,0 +1,65 @@
+"""`--help`: usage, commands, groups and their options, from the standard library alone so that it is instant."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from caramba.launch.groups import description, groups
+
+USAGE = """\
+caramba: compose an experiment, train it, verify it, measure it, and get the tables and figures.
+
+usage: caramba launch [GROUP=OPTION | KEY=VALUE]... [flags]      (or: python -m caramba.launch …)
+       caramba COMMAND …
+
+Without arguments: model=tiny_dba train=upcycle data=stdlib benchmark=quick"""
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "launch": ("[overrides]", "compose, validate, freeze and run an experiment"),
+    "run": ("FILE [--group NAME] [overrides]", "run a single-file manifest"),
+    "compile": (
+        "[overrides | FILE] [--print-plan] [--json]",
+        "print the plan: shapes, parameters, bytes, stages; no torch",
+    ),
+    "resume": ("RUN", "go on with an interrupted run (a run directory, runs/NAME, or latest)"),
+    "doctor": ("", "check this machine: packages, devices, memory, folders"),
+    "schema": ("[--json]", "the keys of a manifest, for people or as JSON Schema for editors and agents"),
+}
+
+FLAGS = (
+    ("-m, --multirun", "run every combination of comma-separated values, each in its own run directory"),
+    ("--config-dir DIR", "add a folder of your own groups"),
+    ("--cfg job [--resolve]", "print the composed configuration and stop"),
+    ("--quiet", "print results and errors only"),
+    ("--debug", "show tracebacks"),
+    ("--info [WHAT], --hydra-help", "Hydra's own views: defaults, defaults-tree, searchpath, plugins"),
+    (
+        "--shell-completion install=bash",
+        'completion: eval "$(caramba --shell-completion install=bash)" (also zsh, fish)',
+    ),
+)
+
+
+def help_text(config_dirs: Iterable[Path] = ()) -> str:
+    """Return the help, with every group on the search path."""
+    lines = [USAGE, "", "commands:"]
+    lines += [_row(f"{name} {arguments}".strip(), text, 44) for name, (arguments, text) in COMMANDS.items()]
+    lines += ["", "flags:", *(_row(flag, text, 33) for flag, text in FLAGS), "", "groups and options:"]
+    for group, options in sorted(groups(config_dirs).items()):
+        lines.append(f"  {group}")
+        lines += [
+            f"    {_row(option, description(file), 20).lstrip()}" for option, file in sorted(options.items())
+        ]
+    lines += [
+        "",
+        "keys: any key of the composition, e.g. train.steps=100 train.phases.blockwise.lr=1e-3 seed=1 group=NAME",
+        "      resume=auto|never|RUN   manifest=FILE   (all keys: caramba schema)",
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, text: str, width: int) -> str:
+    head = f"  {name:<{width}}" if len(name) < width else f"  {name}\n{'':{width + 2}}"
+    return head + ("\n" + " " * (width + 2)).join(textwrap.wrap(text, 100 - width) or [""])

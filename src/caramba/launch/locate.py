@@ -1,0 +1,86 @@
+"""Where a value was written: the override, or the YAML file and line, that a path of the composed tree came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path as File
+from typing import Any
+
+from caramba.config.source import Path
+from caramba.launch.groups import show_file
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file of a composition and the package at which its content was merged."""
+
+    file: File
+    package: Path
+
+
+@dataclass(frozen=True)
+class Given:
+    """One override of the command line: the path it set, under canonical names, and its text as typed."""
+
+    path: Path
+    text: str
+
+
+class Origin:
+    """Finds the place of a path: command line first, then the layers from the last merged to the first.
+
+    Hydra merges without keeping track, so this walks each file's YAML nodes, which carry their lines. The deepest
+    match wins, and among equals the layer that was merged last, since its value is the one that counts.
+    """
+
+    def __init__(self, layers: Callable[[], list[Layer]], given: list[Given]) -> None:
+        self._read_layers = layers
+        self.given = given
+
+    @cached_property
+    def layers(self) -> list[tuple[Layer, Any]]:
+        import yaml
+
+        return [
+            (layer, yaml.compose(layer.file.read_text("utf-8"), Loader=yaml.SafeLoader))
+            for layer in self._read_layers()
+        ]
+
+    def place(self, path: Path) -> str:
+        """Return the place where the value at `path` was written, or an empty string."""
+        for given in reversed(self.given):
+            if path[: len(given.path)] == given.path:
+                return f"command line: {given.text}"
+        below = [given.text for given in self.given if path and given.path[: len(path)] == path]
+        if below:
+            return f"command line: {' '.join(below[:2])}"
+        best: tuple[int, str] = (0, "")
+        for layer, node in reversed(self.layers):
+            depth, line = _match(node, layer.package, path)
+            if depth > best[0]:
+                best = (depth, f"{show_file(layer.file)}:{line}")
+        return best[1]
+
+
+def _match(node: Any, package: Path, path: Path) -> tuple[int, int]:
+    """Return how many parts of `path` this file covers, and the line of the deepest; (0, 0) when it covers none."""
+    import yaml
+
+    if path[: len(package)] != package or node is None:
+        return 0, 0
+    depth, line = len(package), node.start_mark.line + 1
+    matched = bool(package)
+    for part in path[len(package) :]:
+        child = None
+        if isinstance(node, yaml.MappingNode):
+            child = next(((key, value) for key, value in node.value if key.value == str(part)), None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            child = (node.value[part], node.value[part])
+        elif isinstance(node, yaml.ScalarNode) and "${" in node.value:
+            return len(path), line  # the rest of the path lies behind this reference
+        if child is None:
+            break
+        depth, line, node, matched = depth + 1, child[0].start_mark.line + 1, child[1], True
+    return (depth, line) if matched else (0, 0)

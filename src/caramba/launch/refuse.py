@@ -1,0 +1,124 @@
+"""Refusal, before composing, of keys that would make Hydra run code: in overrides and in user folders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from caramba.config.names import nearest
+from caramba.errors import ConfigError
+from caramba.launch.groups import config_file, show_file
+
+EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|convert|call)_(?![A-Za-z0-9_])")
+
+
+def refuse_words(words: Iterable[str]) -> None:
+    """Check overrides as typed.
+
+    Raises:
+        ConfigError: a `_target_` or its kin anywhere in the text, or a key of Hydra's own.
+    """
+    for word in words:
+        found = EXECUTABLE.search(word)
+        if found:
+            raise ConfigError(
+                f"command line: {word}: {found[0]} would run code, and a manifest only names things; "
+                "use `type` with a known class"
+            )
+        key = word.lstrip("+~").split("=", 1)[0]
+        if re.split(r"[./@]", key)[0] == "hydra" or "@hydra" in key:
+            raise ConfigError(
+                f"command line: {key} belongs to Hydra and is set by caramba; remove it "
+                "(--config-dir DIR adds a folder of groups)"
+            )
+
+
+def refuse_folder(folder: Path) -> None:
+    """Check every YAML of a user's config folder.
+
+    Raises:
+        ConfigError: a key that would run code, one of Hydra's own, an option that caramba's own option would hide,
+            or a file that is not YAML.
+    """
+    import yaml
+
+    for file in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
+        relative = file.relative_to(folder)
+        name = show_file(file)
+        if file.suffix == ".yml":
+            raise ConfigError(
+                f"{name}: Hydra reads only *.yaml and would ignore this file; rename it to {file.stem}.yaml"
+            )
+        if relative.parts[0] == "hydra":
+            raise ConfigError(f"{name}: groups of Hydra's own are set by caramba; remove the folder hydra/")
+        if config_file(relative.with_suffix("").as_posix()) is not None:
+            raise ConfigError(
+                f"{name}: caramba has an option of this name, which would hide this file; rename it"
+            )
+        text = file.read_text(encoding="utf-8")
+        if re.search(r"^\s*#\s*@package\s+hydra\b", text, re.MULTILINE):
+            raise ConfigError(f"{name}: a package of Hydra's own is set by caramba; change the @package line")
+        late = re.search(r"^(?!\s*#\s*@|\s*$).*\n(?:.*\n)*?\s*#\s*@package\b", text, re.MULTILINE)
+        if late:
+            raise ConfigError(
+                f"{name}: Hydra reads `# @package` only before any other line; move it to the top of the file"
+            )
+        try:
+            tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{name}: not YAML: {_one_line(error)}") from None
+        _refuse_node(tree, name, at_root=True)
+
+
+def _refuse_node(node: Any, name: str, *, at_root: bool = False) -> None:
+    import yaml
+
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_node(item, name)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        text = str(key.value)
+        if EXECUTABLE.fullmatch(text):
+            raise ConfigError(
+                f"{name}:{line}: {text} would run code, and a manifest only names things; use `type:`"
+            )
+        if at_root and text.split(".")[0] == "hydra":
+            raise ConfigError(f"{name}:{line}: keys of Hydra's own are set by caramba; remove {text}")
+        if at_root and text == "defaults" and re.search(r"\bhydra\b|\$\{", _texts(value)):
+            raise ConfigError(
+                f"{name}:{line}: a defaults list may neither set Hydra's own groups nor use ${{…}}; name the option"
+            )
+        _refuse_node(value, name)
+
+
+def _texts(node: Any) -> str:
+    """Every key and scalar below a node, as one text."""
+    if isinstance(node.value, str):
+        return node.value
+    parts: list[str] = []
+    for item in node.value:
+        parts.extend(_texts(child) for child in (item if isinstance(item, tuple) else (item,)))
+    return " ".join(parts)
+
+
+def refuse_option(group: str, option: str, options: Iterable[str]) -> None:
+    """Check that a group has an option.
+
+    Raises:
+        ConfigError: with the nearest option and the whole list.
+    """
+    known = sorted(options)
+    if option not in known:
+        raise ConfigError(
+            f"{group}: no option {option!r}{nearest(option, known) or ';'} options: {', '.join(known)} "
+            f"(command line: {group}={option})"
+        )
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

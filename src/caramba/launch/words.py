@@ -1,0 +1,128 @@
+"""Overrides as a user types them, turned into what Hydra composes; typos are kept for the schema to name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path as File
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from caramba.config.source import Path
+from caramba.config.train import PhaseConfig
+from caramba.errors import ConfigError
+from caramba.launch.refuse import refuse_option
+
+
+@dataclass(frozen=True)
+class Word:
+    """One override: as typed, as Hydra gets it, the group it chooses or the paths that it sets."""
+
+    typed: str
+    override: Override
+    group: str | None = None
+    path: Path = ()
+
+    @property
+    def text(self) -> str:
+        return str(self.override.input_line)
+
+    @property
+    def paths(self) -> Iterator[Path]:
+        """Every path that this override sets; a mapping sets the paths of its leaves."""
+        if self.group is None and not self.override.is_delete():
+            yield from _leaves(self.path, self.override.value())
+
+
+def read_words(
+    typed: Iterable[str], options: Mapping[str, Mapping[str, File]], defaults: Iterable[str]
+) -> list[Word]:
+    """Parse overrides.
+
+    A key that names a group chooses an option; any other key becomes `++key=value`, so that an unknown one reaches
+    the schema, which knows its nearest name. `layers[0]` is read as `layers.0`.
+
+    Raises:
+        ConfigError: a text that is no override, an option that does not exist, or a sweep without --multirun.
+    """
+    known = set(defaults)
+    return [_read_word(text, options, known) for text in typed]
+
+
+def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: set[str]) -> Word:
+    prefix = re.match(r"^(\+\+|\+|~)?", typed)
+    sign = prefix[0] if prefix else ""
+    key, equals, value = typed[len(sign) :].partition("=")
+    if not key or not (equals or sign == "~"):
+        raise ConfigError(f"command line: {typed!r} is not an override; write KEY=VALUE or GROUP=OPTION")
+    key = re.sub(r"\[(\d+)\]", r".\1", key)
+    group = key.partition("@")[0]
+    if group in options:
+        override = _parse(typed, f"{_group_sign(sign, key, defaults)}{key}{equals}{value}")
+        if not override.is_delete() and not override.is_sweep_override():
+            chosen = override.value()
+            if isinstance(chosen, dict) or "${" in str(chosen):
+                raise ConfigError(
+                    f"command line: {typed}: {group} is a group, so its value is the name of an option: "
+                    f"{', '.join(sorted(options[group]))}; set single keys as {group}.KEY=VALUE"
+                )
+            for option in chosen if isinstance(chosen, list) else [chosen]:
+                if option is not None:
+                    refuse_option(group, str(option), options[group])
+        return Word(typed, override, group=group)
+    if "@" in key or "/" in key:
+        raise ConfigError(
+            f"command line: {typed}: there is no group {group!r}; groups: {', '.join(sorted(options))}"
+        )
+    key = _canonical(key)
+    override = _parse(typed, f"{'~' if sign == '~' else '++'}{key}{equals}{value}")
+    path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    return Word(typed, override, path=path)
+
+
+def _group_sign(sign: str, key: str, defaults: set[str]) -> str:
+    """Options work with and without `+`: a group outside the defaults list is appended, one inside it is replaced."""
+    if sign == "~":
+        return sign
+    return "" if key in defaults else "+"
+
+
+def _canonical(key: str) -> str:
+    """Resolve the aliases of a phase's keys, so that the command line replaces what a preset set under another name."""
+    parts = key.split(".")
+    if parts[0] == "defaults":
+        parts[0] = "settings"
+    if len(parts) > 1 and "train" in parts[:-1]:
+        parts[-1] = PhaseConfig.aliases.get(parts[-1], parts[-1])
+    return ".".join(parts)
+
+
+def _parse(typed: str, text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"command line: cannot read {typed!r}: {reason}; quote values with special characters, as in "
+            "'key=\"a, b\"'"
+        ) from None
+
+
+def refuse_sweeps(words: Iterable[Word]) -> None:
+    """Raise when a word holds several values and --multirun was not given."""
+    for word in words:
+        if word.override.is_sweep_override():
+            raise ConfigError(
+                f"command line: {word.typed} holds several values; add --multirun to run each, or write a list as [a,b]"
+            )
+
+
+def _leaves(path: Path, value: Any) -> Iterator[Path]:
+    yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves((*path, str(key)), item)

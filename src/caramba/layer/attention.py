@@ -1,0 +1,72 @@
+"""Self-attention: a projection, a score op and a cache, chosen when the layer is built."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from caramba.cache import Context
+from caramba.config.layer import AttentionLayerConfig, AttentionMode
+from caramba.errors import ConfigError
+from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
+from caramba.layer.score import CausalScore
+
+
+def build_projection(config: AttentionLayerConfig) -> Projection:
+    """Return the projection of the config's mode.
+
+    Raises:
+        ConfigError: an option whose behaviour is not built yet, or tied queries and keys of unequal head
+        counts.
+    """
+    if config.layout == "latent":
+        raise ConfigError(
+            "AttentionLayer: layout=latent is planned and comes with the surgery work; use layout: per_head"
+        )
+    for name in ("null_attn", "rope_semantic", "q_chunk"):
+        if getattr(config, name):
+            raise ConfigError(f"AttentionLayer: {name} comes with the model substrate work; remove it")
+    if config.mode is not AttentionMode.DECOUPLED:
+        return StandardProjection(config)
+    dims = config.dims()
+    if config.tie_qk and dims.n_kv_heads != dims.n_heads:
+        raise ConfigError(
+            f"AttentionLayer: tie_qk needs a key/value head per head, got n_kv_heads={dims.n_kv_heads} "
+            f"and n_heads={dims.n_heads}; set n_kv_heads: {dims.n_heads} or tie_qk: false"
+        )
+    return DecoupledProjection(config)
+
+
+class AttentionLayer(nn.Module):
+    """Causal self-attention: o = W_o softmax(q k^T) v, with q, k, v from `projection` and the softmax in
+    `score`.
+
+    With a context the layer's streams join its cache and the queries see every token cached so far; the first
+    token's position is `ctx.position`. Without one the sequence starts at position 0.
+
+    Shape: x [B, T, M] to [B, T, M]; `out` is [M, H*Dv].
+
+    Raises:
+        ConfigError: an option whose behaviour is not built yet.
+
+    Reference: Vaswani et al., 2017, arXiv:1706.03762; Ainslie et al., 2023, arXiv:2305.13245 (grouped
+    queries).
+    """
+
+    residual_outputs: ClassVar[tuple[str, ...]] = ("out",)
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.dims = config.dims()
+        self.projection = build_projection(config)
+        self.score = CausalScore(config.local_window, config.dropout)
+        self.out = nn.Linear(self.dims.n_heads * self.dims.v, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        q, streams = self.projection(x, 0 if ctx is None else ctx.position)
+        if ctx is not None:
+            streams = ctx.next_cache().append(streams)
+        k, v = self.projection.keys_values(streams)
+        return self.out(self.score(q, k, v).transpose(1, 2).flatten(2))

@@ -1,0 +1,166 @@
+"""Projections of attention: from features to scaled queries and the streams that a cache stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.rms_norm import RMSNorm
+from caramba.layer.rope import RotaryEmbedding, rotate
+
+QK_NORM_EPS = 1e-6
+
+
+def split_heads(x: Tensor, n_heads: int) -> Tensor:
+    """Reshape [B, T, N*D] to [B, N, T, D]."""
+    return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
+
+
+class Projection(nn.Module):
+    """What every projection shares: the score scale 1/sqrt(Dqk), times exp(temperature) per head when
+    learned.
+
+    A projection is a callable (x [B, T, M], offset) -> (q [B, H, T, Dqk], streams): q carries every scale and
+    gate, applied in fp32 before the cast, so that the score op's own scale is 1; streams are the tensors to
+    cache, by name, keys after RoPE. `offset` is the position of the first token.
+    """
+
+    rope: RotaryEmbedding | None
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__()
+        self.dims = config.dims()
+        self.temperature = (
+            nn.Parameter(torch.zeros(self.dims.n_heads)) if config.learned_temperature else None
+        )
+
+    def reset_parameters(self) -> None:
+        """Set the temperature to its neutral value."""
+        if self.temperature is not None:
+            nn.init.zeros_(self.temperature)
+
+    def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Join the streams to what the score op reads, keys [B, K, S, Dqk] and values [B, K, S, Dv]."""
+        raise NotImplementedError
+
+    def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return q times the scale, computed in at least fp32, in `dtype`."""
+        wide = _wide(q) * (1.0 / math.sqrt(self.dims.qk))
+        if self.temperature is not None:
+            wide = wide * _wide(self.temperature).exp()[:, None, None]
+        return wide.to(dtype)
+
+
+class StandardProjection(Projection):
+    """Queries, keys and values of one width per head: standard, grouped-query and bottleneck attention.
+
+    q [H*Dqk, M], k [K*Dqk, M], v [K*Dv, M]; `qk_norm` normalises each head's query and key before RoPE.
+    """
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        dims = self.dims
+        self.q = nn.Linear(config.d_model, dims.n_heads * dims.qk, bias=config.bias)
+        self.k = nn.Linear(config.d_model, dims.n_kv_heads * dims.qk, bias=config.bias)
+        self.v = nn.Linear(config.d_model, dims.n_kv_heads * dims.v, bias=config.bias)
+        self.q_norm = _head_norm(config, dims.qk)
+        self.k_norm = _head_norm(config, dims.qk)
+        self.rope = (
+            RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
+        )
+
+    def forward(self, x: Tensor, offset: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        q = self.q_norm(split_heads(self.q(x), self.dims.n_heads))
+        k = self.k_norm(split_heads(self.k(x), self.dims.n_kv_heads))
+        v = split_heads(self.v(x), self.dims.n_kv_heads)
+        if self.rope is not None:
+            cos, sin = self.rope(offset, x.shape[1], x.device)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+
+    def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return streams["k"], streams["v"]
+
+
+class DecoupledProjection(Projection):
+    """Semantic queries and keys without positions, geometric ones with RoPE, and values, per key/value head.
+
+    score = (q_sem . k_sem + RoPE(q_geo) . RoPE(k_geo)) / sqrt(Dsem + Dgeo), which is the dot product of the
+    concatenations. `decoupled_gate` weighs the paths per head by 2 s and 2 - 2 s with s = sigmoid(gate),
+    neutral at gate = 0; `decoupled_gate_dynamic` adds a projection of x to the gate. `tie_qk` takes the
+    semantic key from the query's weights. Frequencies are held per key/value head and are part of the state
+    dict.
+
+    q_sem [H*Dsem, M], q_geo [H*Dgeo, M], k_sem [K*Dsem, M], k_geo [K*Dgeo, M], v [K*Dv, M].
+    """
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        dims = self.dims
+        heads, kv_heads, geo = dims.n_heads, dims.n_kv_heads, dims.rope
+        sem = dims.qk - geo
+        self.q_sem = nn.Linear(config.d_model, heads * sem, bias=config.bias)
+        self.q_geo = nn.Linear(config.d_model, heads * geo, bias=config.bias)
+        self.k_sem = None if config.tie_qk else nn.Linear(config.d_model, kv_heads * sem, bias=config.bias)
+        self.k_geo = nn.Linear(config.d_model, kv_heads * geo, bias=config.bias)
+        self.v = nn.Linear(config.d_model, kv_heads * dims.v, bias=config.bias)
+        self.q_sem_norm, self.k_sem_norm = _head_norm(config, sem), _head_norm(config, sem)
+        self.q_geo_norm, self.k_geo_norm = _head_norm(config, geo), _head_norm(config, geo)
+        self.gate = nn.Parameter(torch.zeros(heads)) if config.decoupled_gate else None
+        self.gate_dynamic = (
+            nn.Linear(config.d_model, heads, bias=False) if config.decoupled_gate_dynamic else None
+        )
+        self.rope = (
+            RotaryEmbedding(geo, config.rope_base, config.rope_scaling, n_groups=kv_heads, explicit=True)
+            if config.rope_enabled
+            else None
+        )
+
+    def reset_parameters(self) -> None:
+        """Set gate and temperature to their neutral values."""
+        super().reset_parameters()
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+        if self.gate_dynamic is not None:
+            nn.init.zeros_(self.gate_dynamic.weight)
+
+    def forward(self, x: Tensor, offset: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
+        sem = self.q_sem(x)
+        q_sem = self.q_sem_norm(split_heads(sem, heads))
+        k_sem = self.k_sem_norm(split_heads(sem if self.k_sem is None else self.k_sem(x), kv_heads))
+        q_geo = self.q_geo_norm(split_heads(self.q_geo(x), heads))
+        k_geo = self.k_geo_norm(split_heads(self.k_geo(x), kv_heads))
+        v = split_heads(self.v(x), kv_heads)
+        if self.rope is not None:
+            cos, sin = self.rope(offset, x.shape[1], x.device)
+            k_geo = rotate(k_geo, cos, sin)
+            repeats = heads // kv_heads
+            q_geo = rotate(q_geo, cos.repeat_interleave(repeats, 0), sin.repeat_interleave(repeats, 0))
+        q_sem, q_geo = self._gated(x, _wide(q_sem), _wide(q_geo))
+        q = self._scaled(torch.cat((q_sem, q_geo), dim=-1), v.dtype)
+        return q, {"k_sem": k_sem.to(v.dtype), "k_geo": k_geo.to(v.dtype), "v": v}
+
+    def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return torch.cat((streams["k_sem"], streams["k_geo"]), dim=-1), streams["v"]
+
+    def _gated(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
+        if self.gate is None:
+            return q_sem, q_geo
+        logits = _wide(self.gate)[:, None, None]
+        if self.gate_dynamic is not None:
+            logits = logits + _wide(self.gate_dynamic(x)).transpose(1, 2)[..., None]
+        share = 2.0 * torch.sigmoid(logits)
+        return q_sem * share, q_geo * (2.0 - share)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _head_norm(config: AttentionLayerConfig, width: int) -> nn.Module:
+    return RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()

@@ -1,0 +1,47 @@
+"""Root-mean-square normalisation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba.cache import Context
+from caramba.config.layer import RMSNormLayerConfig
+
+
+class RMSNorm(nn.Module):
+    """Scale the last dimension to unit root mean square: y = x / sqrt(mean(x^2) + eps) * weight.
+
+    The norm is taken in the wider of the input's and the weight's dtype (in fp32 inside the kernel for 16-bit
+    tensors) and returned in the input's.
+
+    Shape: [..., D] to [..., D].
+
+    Reference: Zhang and Sennrich, 2019, arXiv:1910.07467.
+    """
+
+    def __init__(self, width: int, eps: float, *, affine: bool = True) -> None:
+        super().__init__()
+        self.width = width
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width)) if affine else None
+
+    def reset_parameters(self) -> None:
+        """Set the weight to one."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        return F.rms_norm(wide, (self.width,), self.weight, self.eps).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}, affine={self.weight is not None}"
+
+
+class RMSNormLayer(RMSNorm):
+    """RMSNorm over the features, built from its config."""
+
+    def __init__(self, config: RMSNormLayerConfig) -> None:
+        super().__init__(config.d_model, config.eps, affine=config.elementwise_affine)

@@ -1,0 +1,31 @@
+"""Gated feed-forward network."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba.cache import Context
+from caramba.config.layer import SwiGLULayerConfig
+
+
+class SwiGLULayer(nn.Module):
+    """Gated feed-forward network: y = down(silu(gate(x)) * up(x)).
+
+    Shape: [..., M] to [..., M], through d_ff features.
+
+    Reference: Shazeer, 2020, arXiv:2002.05202.
+    """
+
+    residual_outputs: ClassVar[tuple[str, ...]] = ("down",)
+
+    def __init__(self, config: SwiGLULayerConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))

@@ -1,0 +1,83 @@
+"""The model: embedder, topology, head, and one forward with or without a context."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from caramba.cache import Context, new_layer_cache
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.model import ModelSpec
+from caramba.errors import ConfigError
+from caramba.layer.attention import AttentionLayer
+from caramba.model.embedder import Embedder
+from caramba.model.head import build_head
+from caramba.topology.base import attention_applications
+from caramba.topology.build import build_node
+
+
+class Model(nn.Module):
+    """A causal language model built from its spec.
+
+    forward(tokens) scores a whole sequence from position 0. forward(tokens, ctx) scores the next tokens of
+    the sequences that `ctx` holds and adds them to it: the logits equal those of one forward over everything,
+    in whatever chunks the tokens come.
+
+    Shape: tokens [B, T] int64 to logits [B, T, V].
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedder = Embedder(spec.embedder)
+        self.topology = build_node(spec.topology)
+        self.head = build_head(spec)
+
+    def forward(self, tokens: Tensor, ctx: Context | None = None) -> Tensor:
+        return self.logits(self.hidden(tokens, ctx))
+
+    def hidden(self, tokens: Tensor, ctx: Context | None = None) -> Tensor:
+        """Return the topology's output, what the head reads.
+
+        Shape: tokens [B, T] int64 to [B, T, M].
+
+        Raises:
+            ConfigError: tokens that are not [B, T] with T above 0, or a context made for another model or
+            batch.
+        """
+        if tokens.dim() != 2 or tokens.shape[1] == 0:
+            raise ConfigError(
+                f"model: tokens have shape {tuple(tokens.shape)}, expected [B, T] with T at least 1"
+            )
+        if ctx is None:
+            return self.topology(self.embedder(tokens))
+        ctx.begin()
+        hidden = self.topology(self.embedder(tokens, ctx.position), ctx)
+        ctx.commit(tokens.shape[1])
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the scores of the next token.
+
+        Shape: [..., M] to [..., V].
+        """
+        return self.head(hidden, self.embedder.token.weight)
+
+    def new_context(
+        self, batch_size: int, max_tokens: int, kind: KVCacheKind = KVCacheKind.FP32, static: bool = False
+    ) -> Context:
+        """Return an empty context on the model's device, one cache per attention application.
+
+        `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it.
+        """
+        device = self.embedder.token.weight.device
+        return Context(
+            [
+                new_layer_cache(layer.dims, batch_size, max_tokens, kind, device, static)
+                for _, layer in attention_applications(self)
+            ]
+        )
+
+    def attention_layers(self) -> list[tuple[str, AttentionLayer]]:
+        """Return (qualified name, layer) for each distinct attention layer, in the order in which they first
+        run."""
+        return list(dict(attention_applications(self)).items())

@@ -1,0 +1,44 @@
+"""Run directories: minted once, locked by their worker, read by everyone."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from caramba.runs.find import list_runs, resolve_run
+    from caramba.runs.locking import lock
+    from caramba.runs.manifest import MANIFEST, canonical_json, differences, manifest_sha256, read_manifest
+    from caramba.runs.minting import environment, git_commit, mint
+
+__all__ = [
+    "MANIFEST",
+    "canonical_json",
+    "differences",
+    "environment",
+    "git_commit",
+    "list_runs",
+    "lock",
+    "manifest_sha256",
+    "mint",
+    "read_manifest",
+    "resolve_run",
+]
+
+# Looked up on first use: files and ending are needed where pydantic must not be loaded.
+_HOMES = {
+    **dict.fromkeys(("list_runs", "resolve_run"), "find"),
+    **dict.fromkeys(("lock",), "locking"),
+    **dict.fromkeys(
+        ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"), "manifest"
+    ),
+    **dict.fromkeys(("environment", "git_commit", "mint"), "minting"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,56 @@
+"""Finding runs by what a user types: a directory, a name, or `latest`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from caramba.config.names import nearest
+from caramba.errors import ConfigError
+from caramba.runs.manifest import MANIFEST
+
+
+def resolve_run(text: str, root: Path = Path("runs")) -> Path:
+    """Return the run directory that `text` means: a run, `runs/NAME` or NAME (its newest run), or `latest`.
+
+    Raises:
+        ConfigError: nothing of that name, with the nearest one.
+    """
+    if text == "latest":
+        found = list_runs(root)
+        if not found:
+            raise ConfigError(
+                f"latest: there are no runs under {root.absolute()}; start one with `caramba launch`"
+            )
+        return found[-1]
+    path = Path(text).expanduser()
+    for candidate in (path, root / text):
+        if (candidate / MANIFEST).is_file():
+            return candidate.absolute()
+        if candidate.name == MANIFEST and candidate.is_file():
+            return candidate.parent.absolute()
+        runs = _runs_in(candidate)
+        if runs:
+            return runs[-1]
+    known = list_runs(root)
+    names = [f"{run.parent.name}/{run.name}" for run in known] + sorted({run.parent.name for run in known})
+    hint = nearest(text.removeprefix(f"{root}/").rstrip("/"), names)
+    raise ConfigError(
+        f"{text}: no run there (a run is a directory with {MANIFEST}){hint or '; `latest` is the newest run'}"
+    )
+
+
+def list_runs(root: Path = Path("runs")) -> list[Path]:
+    """Return every run directory under `root`, oldest first."""
+    if not root.is_dir():
+        return []
+    return sorted((run for name in root.iterdir() if name.is_dir() for run in _runs_in(name)), key=_age)
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted((run.absolute() for run in folder.iterdir() if (run / MANIFEST).is_file()), key=_age)
+
+
+def _age(run: Path) -> tuple[int, str]:
+    return (run / MANIFEST).stat().st_mtime_ns, run.name

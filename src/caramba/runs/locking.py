@@ -1,0 +1,36 @@
+"""One worker per run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from caramba.errors import ConfigError
+
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def lock(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory. The kernel drops the lock with the process, so a killed worker leaves nothing to clean.
+
+    Raises:
+        ConfigError: another process holds it; its number is in the message.
+    """
+    descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
+            raise ConfigError(
+                f"{run_dir}: process {holder} is running this run; wait for it, or stop it first"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,64 @@
+"""The frozen manifest of a run: its canonical bytes, its hash, and reading it back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from caramba.config.manifest import Manifest
+from caramba.config.parse import parse_manifest
+from caramba.errors import ConfigError
+
+MANIFEST = "manifest.json"
+
+
+def canonical_json(manifest: Manifest) -> str:
+    """Return the one text that a manifest has on disk: indented JSON with sorted keys."""
+    plain = manifest.model_dump(mode="json")
+    return json.dumps(plain, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def manifest_sha256(manifest: Manifest) -> str:
+    """Return the hexadecimal SHA-256 of the canonical text, which is that of the file manifest.json."""
+    return hashlib.sha256(canonical_json(manifest).encode()).hexdigest()
+
+
+def read_manifest(run_dir: Path) -> Manifest:
+    """Read the manifest of a run directory, or a manifest.json given by its own path.
+
+    Raises:
+        ConfigError: no such file, no JSON, or content that this version's schema does not accept.
+    """
+    file = run_dir if run_dir.suffix == ".json" else run_dir / MANIFEST
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot read the manifest of a run: {error.strerror}; give a run directory"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: not JSON ({error}); the file was changed or cut short") from None
+    try:
+        return parse_manifest(plain)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+
+
+def differences(first: Any, second: Any, path: str = "") -> Iterator[str]:
+    """Yield `key: old -> new` for every leaf in which two plain values differ."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        for key in sorted({*first, *second}):
+            yield from differences(first.get(key), second.get(key), f"{path}.{key}" if path else str(key))
+    elif isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        for index, (one, other) in enumerate(zip(first, second, strict=True)):
+            yield from differences(one, other, f"{path}[{index}]")
+    elif first != second:
+        yield f"{path}: {_short(first)} -> {_short(second)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,29 @@
+"""Recurrence over depth with one set of weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.cache import Context
+from caramba.config.topology import RecurrentTopologyConfig
+from caramba.topology.base import Topology
+
+
+class RecurrentTopology(Topology):
+    """Repeat h <- f(h + x) `steps` times from h = 0, f being the list run in order, and return h.
+
+    The input stays visible at every depth. Each step's attention has a cache of its own.
+
+    Shape: [B, T, M] to [B, T, M].
+    """
+
+    def __init__(self, config: RecurrentTopologyConfig) -> None:
+        super().__init__(config)
+        self.passes = config.steps
+
+    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        state = torch.zeros_like(x)
+        for _ in range(self.passes):
+            state = self.run(state + x, ctx)
+        return state

@@ -1,0 +1,18 @@
+"""A list of nodes run in order."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from caramba.cache import Context
+from caramba.topology.base import Topology
+
+
+class StackedTopology(Topology):
+    """Run the list in order: y = f_n(... f_1(x)). Serves SequentialTopology too.
+
+    Shape: whatever the nodes make of [B, T, M].
+    """
+
+    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        return self.run(x, ctx)

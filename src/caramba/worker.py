@@ -1,0 +1,64 @@
+"""Runs one frozen manifest: `python -m caramba.worker RUN/manifest.json`. Every launcher starts exactly this."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.runs.ending import INTERRUPTED, end
+
+USAGE = "usage: python -m caramba.worker RUN/manifest.json [--quiet] [--debug]"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the manifest that `argv` names and return the exit status."""
+    words = sys.argv[1:] if argv is None else argv
+    return end(lambda: _work(words), is_debug="--debug" in words)
+
+
+def _work(argv: list[str]) -> int:
+    paths = [word for word in argv if not word.startswith("--")]
+    unknown = [word for word in argv if word.startswith("--") and word not in ("--quiet", "--debug")]
+    if len(paths) != 1 or unknown:
+        raise ConfigError(f"worker: expected one manifest, got {argv}; {USAGE}")
+    file = Path(paths[0]).absolute()
+    run_dir = file.parent if file.suffix == ".json" else file
+    if "--quiet" in argv:
+        logger.quiet = True
+    return run(run_dir)
+
+
+def run(run_dir: Path) -> int:
+    """Hold a run directory, run its manifest in it, and print where the artifacts are."""
+    from caramba.runs import lock, read_manifest
+
+    manifest = read_manifest(run_dir)
+    with lock(run_dir):
+        try:
+            from caramba.experiment import run as run_experiment
+
+            run_experiment(manifest, run_dir)
+        except KeyboardInterrupt:
+            print(f"\ninterrupted; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
+            return INTERRUPTED
+    print_artifacts(run_dir)
+    return 0
+
+
+def print_artifacts(run_dir: Path) -> None:
+    """Print the run directory, and under --quiet its artifacts too (otherwise the console has listed them)."""
+    print(f"run: {_shown(run_dir)}")
+    if logger.quiet:
+        for file in sorted(file for file in run_dir.rglob("artifacts/*") if file.is_file()):
+            print(f"  {file.relative_to(run_dir)}")
+
+
+def _shown(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

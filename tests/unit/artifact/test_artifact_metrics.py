@@ -1,0 +1,105 @@
+"""Metrics of a run: measured, verified, and student over teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+
+import pytest
+
+from caramba.artifact.metrics import collect, headline, undefined_ratios
+from caramba.errors import CarambaError
+from caramba.result import BenchmarkResult, Check, Metric, RunResult, Verdict
+
+
+def bench(ident: str, *metrics: tuple[str, float, float | None]) -> BenchmarkResult:
+    built = tuple(Metric(key, value, "u", 3, std, ident) for key, value, std in metrics)
+    return BenchmarkResult(ident, built[0].key.split(".")[0], built)
+
+
+def with_benches(result: RunResult, *benches: BenchmarkResult) -> RunResult:
+    return dataclasses.replace(result, benchmarks=benches, verdicts=())
+
+
+def test_all_families_are_there_and_ratios_divide_student_by_teacher(result: RunResult) -> None:
+    metrics = collect(result)
+    assert all(metrics[key] == metric for key, metric in result.metrics.items())
+    assert metrics["verify.fidelity.delta_nll"].value == 0.041
+    assert metrics["verify.fidelity.delta_nll"].unit == "nats"
+    assert metrics["ratio.perplexity"].value == pytest.approx(math.exp(2.342 - 2.301), rel=1e-6)
+    assert metrics["ratio.tok_s@prompt=128,gen=32,batch=1"].value == pytest.approx(1 / 0.82)
+    assert metrics["ratio.kv_bytes_per_token@seq=256,kind=q8_0"].value == 0.375
+    stage = metrics["ratio.perplexity@model=teacher_continued"]
+    assert stage.value == pytest.approx(math.exp(2.214 - 2.301), rel=1e-6)
+    assert stage.source == "perplexity.teacher_continued.perplexity / perplexity.teacher.perplexity"
+    assert not any(key.startswith("ratio.unique_tokens") for key in metrics)
+
+
+def test_the_error_of_a_ratio_is_that_of_simulated_measurements(result: RunResult) -> None:
+    metric = collect(
+        with_benches(result, bench("b", ("a.teacher.x", 20.0, 0.4), ("a.student.x", 30.0, 0.9)))
+    )["ratio.x"]
+    draw = random.Random(0)
+    samples = [draw.gauss(30.0, 0.9) / draw.gauss(20.0, 0.4) for _ in range(20_000)]
+    mean = math.fsum(samples) / len(samples)
+    deviation = math.sqrt(math.fsum((sample - mean) ** 2 for sample in samples) / len(samples))
+    assert metric.std == pytest.approx(deviation, rel=0.03)
+
+
+def test_a_ratio_has_no_error_when_one_side_has_none(result: RunResult) -> None:
+    metrics = collect(with_benches(result, bench("b", ("a.teacher.x", 2.0, None), ("a.student.x", 3.0, 1.0))))
+    assert metrics["ratio.x"].std is None
+
+
+def test_a_ratio_over_zero_is_left_out_with_its_reason(result: RunResult) -> None:
+    run = with_benches(result, bench("b", ("a.teacher.x@seq=1", 0.0, None), ("a.student.x@seq=1", 3.0, None)))
+    assert list(collect(run)) == ["a.teacher.x@seq=1", "a.student.x@seq=1"]
+    assert [(item.key, item.reason) for item in undefined_ratios(run)] == [
+        ("ratio.x@seq=1", "a.teacher.x@seq=1 is 0")
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_refused_by_key(result: RunResult, value: float) -> None:
+    with pytest.raises(CarambaError, match=r"perplexity\.student\.perplexity.*not finite"):
+        collect(with_benches(result, bench("p", ("perplexity.student.perplexity", value, None))))
+    with pytest.raises(CarambaError, match=r"perplexity\.student\.nll.*not finite"):
+        collect(with_benches(result, bench("p", ("perplexity.student.nll", 1.0, value))))
+
+
+def test_a_second_benchmark_of_the_same_keys_is_told_apart_whole(result: RunResult) -> None:
+    key = "perplexity.{}.perplexity"
+    first = bench("short", (key.format("teacher"), 10.0, None), (key.format("student"), 11.0, None))
+    second = bench("long run", (key.format("teacher"), 8.0, None), (key.format("student"), 8.4, None))
+    metrics = collect(with_benches(result, first, second))
+    assert metrics["perplexity.teacher.perplexity"].value == 10.0
+    assert metrics["perplexity.student.perplexity@bench=long_run"].value == 8.4
+    assert metrics["ratio.perplexity"].value == pytest.approx(1.1)
+    assert metrics["ratio.perplexity@bench=long_run"].value == pytest.approx(1.05)
+    with pytest.raises(CarambaError, match="distinct ids"):
+        collect(with_benches(result, first, second, bench("long run", (key.format("teacher"), 7.0, None))))
+
+
+def test_only_the_last_verdict_of_a_type_keeps_the_plain_key(result: RunResult) -> None:
+    verdicts = (
+        Verdict("compare", "block_0", (Check("l1", 0.5, 1.0),)),
+        Verdict("compare", "global_0", (Check("l1", 0.2, 1.0),)),
+    )
+    metrics = collect(dataclasses.replace(result, verdicts=verdicts))
+    assert metrics["verify.compare.l1"].value == 0.2
+    assert metrics["verify.compare.l1@run=block_0"].value == 0.5
+
+
+def test_headline_shares_conditions_and_counts_kv_bytes_at_16_bits(result: RunResult) -> None:
+    metrics = collect(result)
+    speed = headline(metrics, "latency", "tok_s")
+    assert {metric.key.partition("@")[2] for metric in speed.values()} == {"prompt=1024,gen=32,batch=1"}
+    assert headline(metrics, "memory", "kv_bytes_per_token")["student"].key.endswith("@seq=4096,kind=fp16")
+    quantised = {key: metric for key, metric in metrics.items() if "kind=fp16" not in key}
+    assert headline(quantised, "memory", "kv_bytes_per_token") == {}
+    lonely = {
+        key: metric for key, metric in metrics.items() if not ("prompt=1024" in key and ".student." in key)
+    }
+    assert set(headline(lonely, "latency", "tok_s")) == {"teacher", "student"}
+    assert headline(lonely, "latency", "tok_s")["teacher"].key.endswith("@prompt=512,gen=32,batch=1")

@@ -1,0 +1,120 @@
+"""RoPE: a complex float64 reference, the scalings' formulas, offsets, and frequencies that survive casts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from caramba.config.layer import RopeScalingConfig
+from caramba.errors import ConfigError
+from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
+
+LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
+
+
+def reference_frequencies(width: int, base: float, scaling: RopeScalingConfig | None) -> torch.Tensor:
+    """The published formulas, pair by pair, in Python floats."""
+    out = []
+    for pair in range(width // 2):
+        frequency = base ** (-2 * pair / width)
+        if scaling is not None and scaling.type == "linear":
+            frequency /= scaling.factor
+        elif scaling is not None:
+            length, low, high = (
+                scaling.original_max_position_embeddings,
+                scaling.low_freq_factor,
+                scaling.high_freq_factor,
+            )
+            wavelength = 2 * math.pi / frequency
+            if wavelength > length / low:
+                frequency /= scaling.factor
+            elif wavelength >= length / high:
+                smooth = (length / wavelength - low) / (high - low)
+                frequency = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+        out.append(frequency)
+    return torch.tensor(out, dtype=torch.float64)
+
+
+def reference_rotate(x: torch.Tensor, frequencies: torch.Tensor, offset: int) -> torch.Tensor:
+    """Multiply each pair, as a complex number, by exp(i position frequency)."""
+    first, second = x.double().chunk(2, dim=-1)
+    positions = torch.arange(offset, offset + x.shape[-2], dtype=torch.float64)
+    turned = torch.complex(first, second) * torch.polar(
+        torch.tensor(1.0).double(), positions[:, None] * frequencies
+    )
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("scaling", [None, RopeScalingConfig(type="linear", factor=4.0), LLAMA3])
+@pytest.mark.parametrize(("width", "base"), [(64, 500000.0), (6, 10000.0)])
+def test_frequencies_follow_the_formulas(width: int, base: float, scaling: RopeScalingConfig | None) -> None:
+    expected = reference_frequencies(width, base, scaling)
+    torch.testing.assert_close(rope_frequencies(width, base, scaling).double(), expected, rtol=1e-6, atol=0)
+
+
+def test_llama3_has_all_three_bands_and_linear_differs() -> None:
+    ratio = rope_frequencies(64, 500000.0, LLAMA3) / rope_frequencies(64, 500000.0)
+    assert ratio[0] == 1
+    assert ratio[-1] == pytest.approx(1 / 32)
+    assert ((ratio > 1 / 32 + 1e-3) & (ratio < 1 - 1e-3)).any()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
+def test_unbuilt_scalings_are_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=rf"type={kind} comes with the model substrate work"):
+        rope_frequencies(8, 10000.0, RopeScalingConfig(type=kind, factor=2.0))  # pyright: ignore
+
+
+@pytest.mark.parametrize("offset", [0, 7, 300])
+@pytest.mark.parametrize("scaling", [None, LLAMA3])
+def test_rotation_equals_complex_multiplication(offset: int, scaling: RopeScalingConfig | None) -> None:
+    x = torch.randn(2, 3, 5, 8, generator=torch.Generator().manual_seed(0))
+    cos, sin = RotaryEmbedding(8, 10000.0, scaling)(offset, 5, x.device)
+    expected = reference_rotate(x, reference_frequencies(8, 10000.0, scaling), offset)
+    torch.testing.assert_close(rotate(x, cos, sin).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_depend_on_distance_alone() -> None:
+    rope = RotaryEmbedding(8, 10000.0)
+    q, k = torch.randn(1, 1, 6, 8), torch.randn(1, 1, 6, 8)
+    scores = [
+        rotate(q, *rope(offset, 6, q.device)) @ rotate(k, *rope(offset, 6, q.device)).transpose(-1, -2)
+        for offset in (0, 50)
+    ]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
+
+
+def test_groups_have_frequencies_of_their_own() -> None:
+    rope = RotaryEmbedding(4, 10000.0, n_groups=2, explicit=True)
+    rope.inv_freq[1] = torch.tensor([0.5, 0.25])
+    x = torch.randn(1, 2, 4, 4)
+    turned = rotate(x, *rope(3, 4, x.device))
+    for group in range(2):
+        expected = reference_rotate(x[:, group], rope.inv_freq[group].double(), 3)
+        torch.testing.assert_close(turned[:, group].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_frequencies_stay_float32_and_are_never_lost() -> None:
+    explicit, computed = RotaryEmbedding(8, 10000.0, n_groups=2, explicit=True), RotaryEmbedding(8, 10000.0)
+    assert set(explicit.state_dict()) == {"inv_freq"}
+    assert set(computed.state_dict()) == set()
+    explicit.inv_freq[0, 0] = 0.123456789
+    chosen = explicit.inv_freq.clone()
+    for rope, expected in ((explicit, chosen), (computed, rope_frequencies(8, 10000.0)[None])):
+        for cast in (torch.bfloat16, torch.float64, torch.float32):
+            rope.to(cast)
+            assert rope.inv_freq.dtype == torch.float32
+            assert torch.equal(rope.inv_freq, expected)
+        rope.to_empty(device="cpu")
+        assert torch.equal(rope.inv_freq, expected)
+    with torch.device("meta"):
+        built = RotaryEmbedding(8, 10000.0)
+    assert torch.equal(built.to_empty(device="cpu").inv_freq, rope_frequencies(8, 10000.0)[None])
+
+
+def test_half_precision_features_rotate_in_float32() -> None:
+    x = torch.randn(1, 1, 4, 8)
+    cos, sin = RotaryEmbedding(8, 10000.0).to(torch.bfloat16)(1000, 4, x.device)
+    assert cos.dtype == sin.dtype == rotate(x.bfloat16(), cos, sin).dtype == torch.float32

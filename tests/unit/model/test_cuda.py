@@ -1,0 +1,97 @@
+"""The model stack on a CUDA device: scores, cached decoding, autocast, and frequencies that follow the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from model_specs import ATTENTION, VOCAB, block, spec, transformer
+from torch import nn
+
+from caramba.infer import greedy
+from caramba.layer import CausalScore
+from caramba.model import build_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOKENS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def exact_matmul(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "v_width"), [(4, 4, 64, 64), (4, 2, 24, 40), (4, 1, 40, 24)]
+)
+@pytest.mark.parametrize(("n_queries", "window"), [(1, None), (33, None), (130, None), (130, 17), (1, 17)])
+def test_score_and_gradient_equal_the_cpu_in_float64(
+    n_queries: int,
+    window: int | None,
+    heads: int,
+    kv_heads: int,
+    width: int,
+    v_width: int,
+    dtype: torch.dtype,
+    bound: float,
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(heads, n_queries, width), (kv_heads, 130, width), (kv_heads, 130, v_width)]
+    leaves = [
+        (torch.randn(2, *shape, generator=generator) / 2).to(dtype).double().requires_grad_()
+        for shape in shapes
+    ]
+    on_gpu = [leaf.detach().to("cuda", dtype).requires_grad_() for leaf in leaves]
+    expected, out = CausalScore(window)(*leaves), CausalScore(window)(*on_gpu)
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=bound, atol=bound)
+    expected.sum().backward()
+    out.sum().backward()
+    for ours, theirs in zip(on_gpu, leaves, strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.double().cpu(), theirs.grad, rtol=10 * bound, atol=10 * bound)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_forward_equals_the_cpu_and_cached_decoding_equals_both(name: str) -> None:
+    model = build_model(
+        spec({"type": "CyclicTopology", "layers": [block(name)], "n_cycles": 2}), seed=0
+    ).eval()
+    with torch.no_grad():
+        expected = model(TOKENS)
+        model.cuda()
+        tokens, ctx = TOKENS.cuda(), model.new_context(2, 9)
+        torch.testing.assert_close(model(tokens).cpu(), expected, rtol=1e-4, atol=1e-5)
+        out = torch.cat([model(part, ctx) for part in tokens.split([1, 4, 1, 3], dim=1)], dim=1)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(greedy(model, tokens, 4).cpu(), greedy(model.cpu(), TOKENS, 4))
+
+
+def test_a_seed_gives_the_same_model_on_the_device() -> None:
+    state = torch.cuda.get_rng_state()
+    here, there = (
+        build_model(transformer("decoupled"), seed=1),
+        build_model(transformer("decoupled"), seed=1, device="cuda"),
+    )
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    for (name, a), b in zip(here.state_dict().items(), there.state_dict().values(), strict=True):
+        assert b.is_cuda
+        assert torch.equal(a, b.cpu()), name
+    empty = build_model(transformer("gqa_scaled"), device="meta").to_empty(device="cuda")
+    buffers: dict[str, torch.Tensor] = dict(build_model(transformer("gqa_scaled")).named_buffers())
+    assert buffers
+    for name, buffer in empty.named_buffers():
+        assert torch.equal(buffer.cpu(), buffers[name])
+
+
+@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "window"])
+def test_autocast_trains(name: str) -> None:
+    model: nn.Module = build_model(transformer(name), seed=0, device="cuda")
+    expected = model(TOKENS.cuda())
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        logits = model(TOKENS.cuda())
+    logits.float().logsumexp(-1).sum().backward()
+    torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.01)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())

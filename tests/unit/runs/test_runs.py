@@ -1,0 +1,161 @@
+"""Run directories: minted whole, found by what a user types, held by one worker."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from caramba.config.parse import parse_manifest
+from caramba.errors import CarambaError, ConfigError
+from caramba.runs import differences, list_runs, lock, manifest_sha256, mint, read_manifest, resolve_run
+from caramba.runs.ending import end
+
+
+@pytest.fixture(name="manifest")
+def _manifest():
+    layers = [{"type": "RMSNormLayer", "d_model": 8}]
+    model = {
+        "embedder": {"vocab_size": 300, "d_model": 8},
+        "topology": {"type": "StackedTopology", "layers": layers},
+    }
+    groups = [{"name": "main", "data": {"type": "stdlib", "vocab_size": 300}}]
+    return parse_manifest({"name": "demo", "model": model, "groups": groups})
+
+
+def test_mint_writes_everything_that_a_run_starts_from(manifest, tmp_path):
+    run = mint(manifest, ["model=tiny", "notes='a b'"], tmp_path)
+    assert run.parent == tmp_path / "demo"
+    assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{8}", run.name)
+    assert read_manifest(run) == manifest
+    digest = hashlib.sha256((run / "manifest.json").read_bytes()).hexdigest()
+    assert digest == manifest_sha256(manifest)
+    assert run.name.endswith(digest[:8])
+    assert (run / "overrides.txt").read_text() == "model=tiny\nnotes='a b'\n"
+    environment = json.loads((run / "env.json").read_text())
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert "torch" in environment["packages"]
+    assert os.uname().nodename not in (run / "env.json").read_text().replace(environment["platform"], "")
+
+
+def test_runs_of_one_second_never_share_a_directory(manifest, tmp_path):
+    runs = [mint(manifest, [], tmp_path) for _ in range(4)]
+    assert len(set(runs)) == 4
+    assert list_runs(tmp_path) == runs
+
+
+def test_the_git_state_is_kept(manifest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("GIT_DIR", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    who = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    (tmp_path / "f.txt").write_text("one\n")
+    for words in (["init", "-q"], ["add", "f.txt"], [*who, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *words], check=True, capture_output=True)
+    (tmp_path / "f.txt").write_text("two\n")
+    run = mint(manifest, [])
+    assert "+two" in (run / "git.patch").read_text()
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    assert json.loads((run / "env.json").read_text())["git_commit"] == commit
+
+
+def test_no_half_made_directory_is_left(manifest, tmp_path):
+    (tmp_path / "demo").write_text("a file where the folder should be")
+    with pytest.raises(CarambaError, match="cannot make a run directory"):
+        mint(manifest, [], tmp_path)
+    (tmp_path / "demo").unlink()
+
+    def overrides():
+        yield "a=1"
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CarambaError, match="No space left on device; free space"):
+        mint(manifest, overrides(), tmp_path)
+    assert list((tmp_path / "demo").iterdir()) == []
+
+
+def test_runs_are_found_by_what_people_type(manifest, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    first, second = mint(manifest, []), mint(manifest, [])
+    assert resolve_run("latest") == second
+    assert resolve_run("runs/demo") == second
+    assert resolve_run("demo") == second
+    assert resolve_run(str(first)) == first
+    assert resolve_run(f"demo/{first.name}") == first
+    assert resolve_run(str(first / "manifest.json")) == first
+    with pytest.raises(ConfigError, match=r"runs/dem: no run there .*did you mean 'demo'"):
+        resolve_run("runs/dem")
+    monkeypatch.chdir(tmp_path / "runs")
+    with pytest.raises(ConfigError, match="latest: there are no runs under"):
+        resolve_run("latest")
+
+
+def test_a_second_worker_is_refused_with_the_first_ones_number(tmp_path):
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys, pathlib\nfrom caramba.runs import lock\n"
+            f"with lock(pathlib.Path({str(tmp_path)!r})):\n print('held', flush=True)\n sys.stdin.read()",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "held\n"
+    with pytest.raises(ConfigError, match=rf"process {child.pid} is running this run"), lock(tmp_path):
+        pass
+    child.kill()
+    child.communicate()
+    with lock(tmp_path):
+        assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_a_changed_manifest_file_is_a_clear_error(manifest, tmp_path):
+    run = mint(manifest, [], tmp_path)
+    text = (run / "manifest.json").read_text()
+    (run / "manifest.json").write_text(text[: len(text) // 2])
+    with pytest.raises(ConfigError, match=r"manifest.json: not JSON"):
+        read_manifest(run)
+    (run / "manifest.json").write_text(text.replace('"notes"', '"nots"'))
+    with pytest.raises(ConfigError, match=r"manifest.json: nots: unknown key; did you mean 'notes'"):
+        read_manifest(run)
+    with pytest.raises(ConfigError, match="cannot read the manifest of a run"):
+        read_manifest(tmp_path / "nowhere")
+
+
+def test_differences_name_leaves():
+    assert list(differences({"a": [1, {"b": 2}], "c": 1}, {"a": [1, {"b": 3}], "d": [1]})) == [
+        "a[1].b: 2 -> 3",
+        "c: 1 -> null",
+        "d: null -> [1]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ConfigError("x: bad"), 2, "error: x: bad"),
+        (CarambaError("broke"), 1, "error: broke"),
+        (RuntimeError("boom"), 1, "failed: RuntimeError: boom (--debug shows the traceback)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_every_ending_has_its_status(error, status, text, capsys):
+    def command() -> int:
+        raise error
+
+    assert end(command) == status
+    out = capsys.readouterr()
+    assert out.err.strip() == text
+    if not isinstance(error, KeyboardInterrupt):
+        assert end(command, is_debug=True) == status
+        assert "Traceback" in capsys.readouterr().err

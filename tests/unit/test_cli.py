@@ -1,0 +1,220 @@
+"""The command line as a user meets it: a process of its own, its exit status, its words, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAVY = ("torch", "lightning", "numpy", "transformers", "litellm")
+HELP_SECONDS = 1.0
+COMPILE_SECONDS = 4.0
+
+
+@pytest.fixture(name="caramba")
+def _caramba(tmp_path):
+    def run(*words, module="caramba", status=0, **environment):
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            cwd=tmp_path,
+            env={**clean, "HF_HOME": str(tmp_path / "nowhere"), **environment},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def modules_after(code, tmp_path):
+    """Run `code` in a process and return what it printed last: the names of the modules it loaded."""
+    probe = f"import sys, json\n{code}\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("module", ["caramba", "caramba.launch"])
+def test_help_is_instant_and_lists_groups_and_commands(caramba, module):
+    started = time.monotonic()
+    text = caramba("--help", module=module).stdout
+    assert time.monotonic() - started < HELP_SECONDS
+    for word in ("tiny_dba", "upcycle", "stdlib_bytes", "doctor", "--multirun", "Pretrain the teacher"):
+        assert word in text
+
+
+def test_help_loads_nothing_heavy(tmp_path):
+    loaded = modules_after("from caramba.cli import main\nassert main(['--help']) == 0", tmp_path)
+    assert not loaded & {*HEAVY, "hydra", "omegaconf", "pydantic", "yaml", "rich"}
+
+
+def test_compile_loads_no_torch(tmp_path):
+    loaded = modules_after("from caramba.cli import main\nassert main(['compile']) == 0", tmp_path)
+    assert not loaded & {"torch", "lightning", "transformers", "litellm"}
+    assert "hydra" in loaded
+
+
+def test_compile_prints_the_plan_in_time_and_writes_nothing(caramba, tmp_path):
+    started = time.monotonic()
+    text = caramba("compile", "model=llama32_dba", "train=blockwise", "--print-plan").stdout
+    assert time.monotonic() - started < COMPILE_SECONDS
+    assert "python -m caramba.launch model=llama32_dba train=blockwise" in text
+    assert "note: model.surgery.method=dba is not built yet" in text
+    assert list(tmp_path.iterdir()) == []
+    plan = json.loads(caramba("compile", "--json").stdout)
+    assert plan["name"] == "tiny_dba_upcycle"
+    assert [stage["id"] if "id" in stage else stage.get("name") for stage in plan["stages"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["trian.steps=3"], "error: trian: unknown key; did you mean 'train'? (command line: trian.steps=3)"),
+        (
+            ["model.topology.layers.0.type=AttentionLyer"],
+            "model.topology.layers[0].type: 'AttentionLyer' unknown type",
+        ),
+        (["+train.step=3"], "error: train.step: unknown key; did you mean 'steps'?"),
+        (["train=blokwise"], "error: train: no option 'blokwise'; did you mean 'blockwise'?"),
+        (["model._target_=os.system"], "_target_ would run code"),
+        (["name=${oc.env:HOME}"], "calls a resolver"),
+        (["train.steps=many"], "error: train.steps: got 'many', expected a valid integer"),
+        (["model=llama32_dba", "train=blockwise"], "hf auth login"),
+        (["train.optimizer=muon"], "train.optimizer=muon is not built yet"),
+        (["data.vocab_size=512"], "does not fit the data of group 'quick'"),
+        (["--cofig-dir", "x"], "did you mean '--config-dir'?"),
+        (["--config-dir", "nowhere"], "no such folder"),
+        (["--multirun", "seed=1,2", "train.steps=x"], "point 'seed=1 train.steps=x' of the sweep"),
+        (["manifest=nowhere.yaml"], "manifest=nowhere.yaml: no such file"),
+        (["resume=runs/nowhere"], "no run there"),
+    ],
+)
+def test_mistakes_exit_2_and_write_nothing(caramba, tmp_path, words, text):
+    done = caramba(*words, module="caramba.launch", status=2)
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(caramba):
+    done = caramba("trian.steps=3", "--debug", status=2)
+    assert "Traceback" in done.stderr
+    assert "error: trian" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["launhc"], "unknown command 'launhc'; did you mean 'launch'?"),
+        (["resume"], "resume: expected one run"),
+        (["resume", "latest"], "there are no runs under"),
+        (["run"], "run: expected one manifest file"),
+        (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["compile", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["schema", "--jsn"], "schema: unexpected --jsn"),
+        (["run", "--group"], "--group needs a value"),
+    ],
+)
+def test_commands_name_their_mistakes(caramba, tmp_path, words, text):
+    assert text in caramba(*words, status=2).stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+FILE = """\
+name: mine
+defaults: {save_every: 5}
+vars: {width: 8}
+model:
+  embedder: {vocab_size: 300, d_model: "${width}"}
+  topology:
+    type: StackedTopology
+    layers:
+      - {type: RMSNormLayer, d_model: "${vars.width}"}
+groups:
+  - name: quick
+    data: {type: stdlib, vocab_size: 300}
+    runs: [{id: pre, steps: 3, train: {phase: pretrain, lr: 1e-3}}]
+  - name: paper
+    data: tokens.npy
+"""
+
+
+def test_a_single_file_manifest_compiles_with_a_group_and_overrides(caramba, tmp_path):
+    (tmp_path / "m.yaml").write_text(FILE)
+    plan = json.loads(
+        caramba("compile", "m.yaml", "--group", "quick", "groups.0.runs.0.train.lr=0.01", "--json").stdout
+    )
+    assert plan["name"] == "mine"
+    done = caramba("compile", "m.yaml", "groups.0.runs.0.train.lrr=1", status=2)
+    assert (
+        "groups[0].runs[0].train.lrr: unknown key; did you mean 'lr'? (command line: groups.0" in done.stderr
+    )
+    (tmp_path / "m.yaml").write_text(FILE.replace("RMSNormLayer", "RMSNormLyer"))
+    done = caramba("run", "m.yaml", "--group", "quick", status=2)
+    assert (
+        "model.topology.layers[0].type: 'RMSNormLyer' unknown type; did you mean 'RMSNormLayer'?"
+        in done.stderr
+    )
+    assert "(m.yaml:9)" in done.stderr
+    (tmp_path / "m.yaml").write_text(FILE)
+    assert "groups: quick, paper" in caramba("run", "m.yaml", "--group", "qick", status=2).stderr
+
+
+def test_cfg_job_and_info_and_completion_pass_through(caramba, tmp_path):
+    text = caramba("--cfg", "job", "train=pretrain", module="caramba.launch").stdout
+    assert "phases:\n    pretrain:" in text
+    assert "hydra" not in text
+    assert "model/tiny_dba" in caramba("--info", "defaults", module="caramba.launch").stdout
+    assert "complete -o nospace" in caramba("--shell-completion", "install=bash").stdout
+    for line in ("caramba launch model=t", "caramba model=t"):
+        done = caramba("-sc", "query=bash", COMP_LINE=line)
+        assert done.stdout.split() == ["model=tiny", "model=tiny_dba"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_schema_for_people_and_machines(caramba):
+    assert "\nPhase\n" in caramba("schema").stdout
+    assert json.loads(caramba("schema", "--json").stdout)["$defs"]["Node"]["oneOf"]
+
+
+def test_a_resume_from_another_manifest_lists_the_differing_keys(caramba, tmp_path):
+    make = (
+        "from caramba.launch.freeze import freeze\nfrom caramba.runs import mint\n"
+        "print(mint(freeze(['train.steps=4']).manifest, ['train.steps=4']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", make], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    run = done.stdout.strip()
+    text = caramba("train.steps=5", f"resume={run}", status=2).stderr
+    assert "groups[0].runs[0].train.steps: 4 -> 5" in text
+    assert f"caramba resume {run}" in text
+    assert len(list((tmp_path / "runs" / "tiny_dba_upcycle").iterdir())) == 1
+
+
+def test_a_sweep_runs_every_point_and_reports_the_failed_ones(caramba, tmp_path):
+    words = ("model=tiny", "train=pretrain", "benchmark=none", "data=tokens", "data.path=a.npy,b.npy")
+    done = caramba("--multirun", *words, status=1)
+    assert "[1/2] model=tiny" in done.stderr
+    assert "2 of 2 points failed:" in done.stderr
+    assert done.stderr.count("(exit status 2)") == 2
+    assert "a.npy" in done.stderr
+    assert len(list((tmp_path / "runs" / "tiny_pretrain").iterdir())) == 2
+
+
+def test_the_worker_refuses_what_is_no_run(caramba, tmp_path):
+    assert (
+        "cannot read the manifest"
+        in caramba("nowhere/manifest.json", module="caramba.worker", status=2).stderr
+    )
+    assert "expected one manifest" in caramba(module="caramba.worker", status=2).stderr
+    assert list(tmp_path.iterdir()) == []
