@@ -21,7 +21,7 @@ from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, open_corpus
 from caramba.distill import LanguageModelObjective, cross_entropy
-from caramba.launch import manifest_of
+from caramba.launch.freeze import freeze
 from caramba.model import build_model
 from caramba.optim import build_optimizer, learning_rate
 from caramba.runs.files import write_json

@@ -10,6 +10,10 @@ import time
 
 import pytest
 
+from caramba.cli import main
+from caramba.launch.freeze import freeze
+from caramba.runs import mint
+
 HEAVY = ("torch", "lightning", "numpy", "transformers", "litellm")
 HELP_SECONDS = 1.0
 COMPILE_SECONDS = 4.0
@@ -30,6 +34,21 @@ def _caramba(tmp_path):
         )
         assert done.returncode == status, done.stdout + done.stderr
         return done
+
+    return run
+
+
+@pytest.fixture(name="called")
+def _called(tmp_path, monkeypatch, capsys):
+    """The same command line in this process, where starting an interpreter would add nothing to what is tested."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "nowhere"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+
+    def run(*words, status=0):
+        capsys.readouterr()
+        assert main(list(words)) == status
+        return capsys.readouterr()
 
     return run
 
@@ -98,17 +117,26 @@ def test_compile_prints_the_plan_in_time_and_writes_nothing(caramba, tmp_path):
         (["resume=runs/nowhere"], "no run there"),
     ],
 )
-def test_mistakes_exit_2_and_write_nothing(caramba, tmp_path, words, text):
-    done = caramba(*words, module="caramba.launch", status=2)
-    assert text in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_exit_2_and_write_nothing(called, tmp_path, words, text):
+    done = called(*words, status=2)
+    assert text in done.err
+    assert "Traceback" not in done.err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_debug_shows_the_traceback(caramba):
-    done = caramba("trian.steps=3", "--debug", status=2)
-    assert "Traceback" in done.stderr
-    assert "error: trian" in done.stderr
+@pytest.mark.parametrize("module", ["caramba", "caramba.launch"])
+def test_a_mistake_in_a_process_of_its_own(caramba, tmp_path, module):
+    started = time.monotonic()
+    done = caramba("trian.steps=3", module=module, status=2)
+    assert time.monotonic() - started < COMPILE_SECONDS
+    assert done.stderr == "error: trian: unknown key; did you mean 'train'? (command line: trian.steps=3)\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_debug_shows_the_traceback(called):
+    done = called("trian.steps=3", "--debug", status=2)
+    assert "Traceback" in done.err
+    assert "error: trian" in done.err
 
 
 @pytest.mark.parametrize(
@@ -124,8 +152,8 @@ def test_debug_shows_the_traceback(caramba):
         (["run", "--group"], "--group needs a value"),
     ],
 )
-def test_commands_name_their_mistakes(caramba, tmp_path, words, text):
-    assert text in caramba(*words, status=2).stderr
+def test_commands_name_their_mistakes(called, tmp_path, words, text):
+    assert text in called(*words, status=2).err
     assert list(tmp_path.iterdir()) == []
 
 
@@ -148,25 +176,22 @@ groups:
 """
 
 
-def test_a_single_file_manifest_compiles_with_a_group_and_overrides(caramba, tmp_path):
+def test_a_single_file_manifest_compiles_with_a_group_and_overrides(called, tmp_path):
     (tmp_path / "m.yaml").write_text(FILE)
     plan = json.loads(
-        caramba("compile", "m.yaml", "--group", "quick", "groups.0.runs.0.train.lr=0.01", "--json").stdout
+        called("compile", "m.yaml", "--group", "quick", "groups.0.runs.0.train.lr=0.01", "--json").out
     )
     assert plan["name"] == "mine"
-    done = caramba("compile", "m.yaml", "groups.0.runs.0.train.lrr=1", status=2)
-    assert (
-        "groups[0].runs[0].train.lrr: unknown key; did you mean 'lr'? (command line: groups.0" in done.stderr
-    )
+    done = called("compile", "m.yaml", "groups.0.runs.0.train.lrr=1", status=2)
+    assert "groups[0].runs[0].train.lrr: unknown key; did you mean 'lr'? (command line: groups.0" in done.err
     (tmp_path / "m.yaml").write_text(FILE.replace("RMSNormLayer", "RMSNormLyer"))
-    done = caramba("run", "m.yaml", "--group", "quick", status=2)
+    done = called("run", "m.yaml", "--group", "quick", status=2)
     assert (
-        "model.topology.layers[0].type: 'RMSNormLyer' unknown type; did you mean 'RMSNormLayer'?"
-        in done.stderr
+        "model.topology.layers[0].type: 'RMSNormLyer' unknown type; did you mean 'RMSNormLayer'?" in done.err
     )
-    assert "(m.yaml:9)" in done.stderr
+    assert "(m.yaml:9)" in done.err
     (tmp_path / "m.yaml").write_text(FILE)
-    assert "groups: quick, paper" in caramba("run", "m.yaml", "--group", "qick", status=2).stderr
+    assert "groups: quick, paper" in called("run", "m.yaml", "--group", "qick", status=2).err
 
 
 def test_cfg_job_and_info_and_completion_pass_through(caramba, tmp_path):
@@ -181,33 +206,26 @@ def test_cfg_job_and_info_and_completion_pass_through(caramba, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_schema_for_people_and_machines(caramba):
-    assert "\nPhase\n" in caramba("schema").stdout
-    assert json.loads(caramba("schema", "--json").stdout)["$defs"]["Node"]["oneOf"]
+def test_schema_for_people_and_machines(called):
+    assert "\nPhase\n" in called("schema").out
+    assert json.loads(called("schema", "--json").out)["$defs"]["Node"]["oneOf"]
 
 
-def test_a_resume_from_another_manifest_lists_the_differing_keys(caramba, tmp_path):
-    make = (
-        "from caramba.launch.freeze import freeze\nfrom caramba.runs import mint\n"
-        "print(mint(freeze(['train.steps=4']).manifest, ['train.steps=4']))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", make], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    run = done.stdout.strip()
-    text = caramba("train.steps=5", f"resume={run}", status=2).stderr
+def test_a_resume_from_another_manifest_lists_the_differing_keys(called, tmp_path):
+    run = str(mint(freeze(["train.steps=4"]).manifest, ["train.steps=4"], tmp_path / "runs"))
+    text = called("train.steps=5", f"resume={run}", status=2).err
     assert "groups[0].runs[0].train.steps: 4 -> 5" in text
     assert f"caramba resume {run}" in text
     assert len(list((tmp_path / "runs" / "tiny_dba_upcycle").iterdir())) == 1
 
 
-def test_a_sweep_runs_every_point_and_reports_the_failed_ones(caramba, tmp_path):
+def test_a_sweep_runs_every_point_and_reports_the_failed_ones(called, tmp_path):
     words = ("model=tiny", "train=pretrain", "benchmark=none", "data=tokens", "data.path=a.npy,b.npy")
-    done = caramba("--multirun", *words, status=1)
-    assert "[1/2] model=tiny" in done.stderr
-    assert "2 of 2 points failed:" in done.stderr
-    assert done.stderr.count("(exit status 2)") == 2
-    assert "a.npy" in done.stderr
+    done = called("--multirun", *words, status=1)
+    assert "[1/2] model=tiny" in done.err
+    assert "2 of 2 points failed:" in done.err
+    assert done.err.count("(exit status 2)") == 2
+    assert "a.npy" in done.err
     assert len(list((tmp_path / "runs" / "tiny_pretrain").iterdir())) == 2
 
 

@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from caramba.config.base import Later
 from caramba.config.manifest import Manifest
 from caramba.config.node import NODE_MARK, NodeConfig
-from caramba.config.plain import is_list, is_mapping
+from caramba.config.plain import is_list, is_mapping, is_sequence
 from caramba.config.topology import TopologyConfig
 
 
@@ -77,13 +77,16 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if typing.get_origin(annotation) in (types.UnionType, typing.Union, tuple, dict, typing.Annotated):
-        return [model for item in list[Any](typing.get_args(annotation)) for model in _models_in(item)]
+        found: list[type[BaseModel]] = []
+        for item in typing.get_args(annotation):
+            found.extend(_models_in(item))
+        return found
     return []
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, BaseModel):
         return "{…}"
-    if isinstance(value, tuple):
+    if is_sequence(value):
         return "[" + ", ".join(_plain(item) for item in value) + "]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

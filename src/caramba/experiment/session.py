@@ -60,6 +60,7 @@ class Session:
                     expected=model.teacher.manifest,
                     device=self.device,
                     where="model.teacher.checkpoint",
+                    tokenizer_hash=self.tokenizer_hash,
                 )
                 logger.path(str(path), "teacher")
             else:
@@ -68,11 +69,20 @@ class Session:
         if model.checkpoint is not None:
             path = find_checkpoint(Path(model.checkpoint), role="student")
             self.student, labels = load_pretrained(
-                path, expected=model, device=self.device, where="model.checkpoint"
+                path,
+                expected=model,
+                device=self.device,
+                where="model.checkpoint",
+                tokenizer_hash=self.tokenizer_hash,
             )
             self.labels |= labels
         elif model.teacher is None:
             self.student = build_model(model, seed=self.manifest.seed).to(self.device)
+
+    @property
+    def tokenizer_hash(self) -> str:
+        """Hash of the tokenizer that made the data; empty when a bare token file does not say."""
+        return self.corpus.tokenizer.hash if self.corpus.tokenizer is not None else ""
 
     def model_of(self, role: str) -> Model:
         """Return the current teacher or student.
@@ -93,7 +103,14 @@ class Session:
 
     def save(self, model: Model, stage: str, role: str) -> None:
         """Write a stage's final weights whole."""
-        save_model(model, self.weights_path(stage), role=role, phase=stage, labels=self.labels)
+        save_model(
+            model,
+            self.weights_path(stage),
+            role=role,
+            phase=stage,
+            labels=self.labels,
+            tokenizer_hash=self.tokenizer_hash,
+        )
 
     def reload(self, stage: str, role: str) -> None:
         """Replace the current model of `role` by what a finished stage saved."""

@@ -29,7 +29,14 @@ from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
 from caramba.runtime import is_main_process, plan
-from caramba.train import BenchmarkArtifacts, BlockwiseDistillation, PhaseData, Verification, fit
+from caramba.train import (
+    BenchmarkArtifacts,
+    BlockwiseDistillation,
+    PhaseData,
+    Verification,
+    fit,
+    state_path,
+)
 from caramba.verify import check
 
 TRANSPLANT = "transplant"
@@ -96,6 +103,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
         return
     record = _fit(session, run, phase, verifies=bool(run.verify) and not is_last)
     session.ledger.add(record)
+    state_path(session.run_dir, run.id).unlink(missing_ok=True)  # of no more use once the phase is on record
     hold(record.verdicts)
 
 

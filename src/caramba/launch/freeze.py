@@ -60,6 +60,10 @@ def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen
     """
     named = [word for word in overrides if word.lstrip("+").startswith("manifest=")]
     if named:
+        if config_dirs:
+            raise ConfigError(
+                "--config-dir adds groups, and a manifest file uses none; leave one of the two out"
+            )
         file = File(named[-1].split("=", 1)[1]).expanduser()
         rest = [word for word in overrides if word not in named]
         frozen = _from_file(file, rest, tuple(overrides))

@@ -1,4 +1,4 @@
-"""Models on disk: safetensors whose metadata describes the network, so that a file can be built without its manifest."""
+"""Models on disk: safetensors whose metadata describes the network, so a file is enough to build it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from caramba.checkpoint import load_into, load_tensors, read_metadata, save_tensors
 from caramba.config.model import ModelSpec
-from caramba.errors import CheckpointError
+from caramba.errors import CheckpointError, DataError
 from caramba.model.build import build_model
 from caramba.model.model import Model
 
@@ -23,7 +23,9 @@ def spec_of(model: ModelSpec) -> ModelSpec:
     )
 
 
-def save_model(model: Model, path: Path, *, role: str, phase: str, labels: dict[str, str]) -> None:
+def save_model(
+    model: Model, path: Path, *, role: str, phase: str, labels: dict[str, str], tokenizer_hash: str = ""
+) -> None:
     """Write a model's weights whole, with its description, its role (teacher or student) and labels in the metadata."""
     metadata = {
         "format": "caramba-1",
@@ -31,6 +33,7 @@ def save_model(model: Model, path: Path, *, role: str, phase: str, labels: dict[
         "role": role,
         "phase": phase,
         "labels": json.dumps(labels),
+        "tokenizer_hash": tokenizer_hash,
     }
     save_tensors(
         path,
@@ -45,11 +48,13 @@ def load_pretrained(
     expected: ModelSpec | None = None,
     device: torch.device | str = "cpu",
     where: str = "checkpoint",
+    tokenizer_hash: str = "",
 ) -> tuple[Model, dict[str, str]]:
-    """Build the model that a file describes, and load its weights. Returns the model in eval mode and the file's labels.
+    """Build the model that a file describes and load its weights; return it in eval mode, with the file's labels.
 
     Raises:
         CheckpointError: the file is not a caramba model, or describes another network than `expected`.
+        DataError: the weights were trained on text of another tokenizer than `tokenizer_hash`.
     """
     metadata = read_metadata(path)
     if "spec" not in metadata:
@@ -61,6 +66,13 @@ def load_pretrained(
         raise CheckpointError(
             f"{where}: {path} holds another network than the manifest describes; "
             "remove the manifest's description of it, or name the checkpoint that belongs to it"
+        )
+    trained_on = metadata.get("tokenizer_hash", "")
+    if trained_on and tokenizer_hash and trained_on != tokenizer_hash:
+        raise DataError(
+            f"{where}: {path} was trained on tokens of tokenizer {trained_on[:12]}, "
+            f"the data has {tokenizer_hash[:12]}; "
+            "use the data that it was trained on, or train a new model"
         )
     model = build_model(spec)
     load_into(model, load_tensors(path), where=str(path))

@@ -2,7 +2,7 @@
 
 from caramba.train.callbacks import BenchmarkArtifacts, BlockwiseDistillation, Verification
 from caramba.train.module import CarambaModule
-from caramba.train.trainer import FitOutcome, PhaseData, fit
+from caramba.train.trainer import FitOutcome, PhaseData, fit, state_path
 
 __all__ = [
     "BenchmarkArtifacts",
@@ -12,4 +12,5 @@ __all__ = [
     "PhaseData",
     "Verification",
     "fit",
+    "state_path",
 ]

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
 
+from caramba.checkpoint import load_training_state
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset
@@ -66,7 +67,7 @@ def fit(
         KeyboardInterrupt: the user stopped the run; the last saved state is on disk.
     """
     _quiet_lightning()
-    state = run_dir / "checkpoints" / f"{plan.phase}.state.pt"
+    state = state_path(run_dir, plan.phase)
     module = CarambaModule(objective, phase)
     position = _saved_step(state)
     per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
@@ -111,12 +112,15 @@ def fit(
     return FitOutcome(trainer.global_step, time.perf_counter() - began, module.running_loss(), position)
 
 
+def state_path(run_dir: Path, phase: str) -> Path:
+    """Return where the resumable state of a phase is while it trains."""
+    return run_dir / "checkpoints" / f"{phase}.state.pt"
+
+
 def _saved_step(state: Path) -> int:
     """Return the optimiser step of a saved training state, 0 without one."""
     if not state.is_file():
         return 0
-    from caramba.checkpoint import load_training_state
-
     return int(load_training_state(state)["global_step"])
 
 

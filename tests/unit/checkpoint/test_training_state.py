@@ -131,7 +131,7 @@ def test_missing_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds a list, expected a dict"):
         load_training_state(tmp_path / "x.state")
     (tmp_path / "x.state").write_bytes(pickle.dumps({"a": 1}, protocol=4))
-    with pytest.raises(CheckpointError, match="20 bytes that are not a whole training state"):
+    with pytest.raises(CheckpointError, match="21 bytes that are not a whole training state"):
         load_training_state(tmp_path / "x.state")
 
 

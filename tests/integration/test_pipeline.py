@@ -1,0 +1,128 @@
+"""From one command to artifacts, and from a given teacher to a student."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
+
+STAGES = ("teacher", "student", "student_transplant", "student_blockwise", "student_global", "teacher_continued")
+
+
+@pytest.fixture(scope="module")
+def upcycled(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    folder = tmp_path_factory.mktemp("upcycle")
+    done = caramba(["experiment=smoke", *SMALL, *SMALL_TEACHER], folder, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return only_run(folder)
+
+
+def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
+    report = json.loads((upcycled / "artifacts/report.json").read_text())
+    assert report["schema"] == 1
+    assert report["run_id"] == upcycled.name
+    wanted = {f"perplexity.{stage}.{key}" for stage in STAGES for key in ("nll", "perplexity", "bits_per_byte", "unique_tokens")}
+    wanted |= {
+        f"latency.{model}.{key}@prompt=16,gen=4,batch=1"
+        for model in ("teacher", "student")
+        for key in ("prefill_ms", "decode_ms", "ttft_ms", "itl_ms", "tok_s")
+    }
+    wanted |= {
+        f"memory.{model}.{key}@seq=64,kind=fp16"
+        for model in ("teacher", "student")
+        for key in ("kv_bytes_per_token", "kv_bytes_per_token_layer", "model_bytes", "peak_bytes")
+    }
+    wanted |= {"ratio.perplexity", "verify.fidelity.delta_nll", "verify.compare.logits_mean_l1"}
+    assert wanted <= set(report["metrics"]), wanted - set(report["metrics"])
+    assert all(set(metric) == {"value", "unit", "n", "std", "source"} for metric in report["metrics"].values())
+    assert report["labels"]["proxy"].startswith("trained from scratch")
+    names = {"perplexity.csv", "latency.csv", "memory.csv", "summary.png", "latency_vs_context.png", "memory_scaling.png", "tables.tex"}
+    assert names <= {item["path"] for item in report["artifacts"]}
+    for item in report["artifacts"]:
+        assert hashlib.sha256((upcycled / "artifacts" / item["path"]).read_bytes()).hexdigest() == item["sha256"]
+
+
+def test_cache_bytes_are_those_of_the_dimensions(upcycled: Path) -> None:
+    metrics = json.loads((upcycled / "artifacts/report.json").read_text())["metrics"]
+    manifest = json.loads((upcycled / "manifest.json").read_text())
+    student = metrics["memory.student.kv_bytes_per_token_layer@seq=64,kind=fp16"]["value"]
+    teacher = metrics["memory.teacher.kv_bytes_per_token_layer@seq=64,kind=fp16"]["value"]
+    attention = manifest["model"]["topology"]["layers"][0]["layers"][0]["layers"][1]
+    assert student == 2 * (attention["sem_dim"] + attention["geo_dim"] + attention["v_dim"])
+    assert teacher / student >= 2.0
+
+
+def test_final_student_is_the_global_phases_student(upcycled: Path) -> None:
+    metrics = json.loads((upcycled / "artifacts/report.json").read_text())["metrics"]
+    assert metrics["perplexity.student.nll"]["value"] == metrics["perplexity.student_global.nll"]["value"]
+
+
+def test_run_directory_holds_what_it_should(upcycled: Path) -> None:
+    for name in ("manifest.json", "env.json", "overrides.txt", "plan.json", "metrics.csv", "events.jsonl", "result.json"):
+        assert (upcycled / name).is_file(), name
+    weights = {file.stem for file in (upcycled / "checkpoints").glob("*.safetensors")}
+    assert weights == {"pretrain", "transplant", "blockwise", "global", "teacher_continued"}
+    rows = list(csv.DictReader((upcycled / "metrics.csv").open()))
+    assert {row["phase"] for row in rows} == {"pretrain", "blockwise", "global", "teacher_continued"}
+    plan = json.loads((upcycled / "plan.json").read_text())
+    assert all(item["decisions"]["device"]["reason"] for item in plan.values())
+
+
+def test_a_run_serves_as_teacher(upcycled: Path, tmp_path: Path, cache: Path) -> None:
+    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())["metrics"]
+    before = json.loads((upcycled / "artifacts/report.json").read_text())["metrics"]
+    assert metrics["perplexity.teacher.nll"]["value"] == before["perplexity.teacher.nll"]["value"]
+    assert "perplexity.student_blockwise.nll" in metrics
+
+
+def test_teacher_of_another_shape_is_refused(upcycled: Path, tmp_path: Path, cache: Path) -> None:
+    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
+    done = caramba([*words, "model.teacher.manifest.topology.layers.0.repeat=3", "model.topology.layers.0.repeat=3"], tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "holds another network than the manifest describes" in done.stderr
+
+
+def test_teacher_of_another_tokenizer_is_refused(upcycled: Path, tmp_path: Path, cache: Path) -> None:
+    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
+    done = caramba([*words, "data.vocab_size=400"], tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "tokenizer" in done.stderr or "vocab" in done.stderr
+
+
+def test_a_failing_benchmark_loses_nothing_else(upcycled: Path, tmp_path: Path, cache: Path) -> None:
+    words = ["experiment=smoke", "train=none", f"model.checkpoint={upcycled}", f"model.teacher.checkpoint={upcycled}"]
+    done = caramba([*words, *SMALL, *SMALL_TEACHER, "benchmark.benchmarks.0.config.dataset=/nowhere.npy", "verify=none"], tmp_path, cache)
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
+    assert [item["id"] for item in report["failures"]] == ["perplexity"]
+    assert "/nowhere.npy" in report["failures"][0]["error"]
+    assert "memory.student.kv_bytes_per_token@seq=64,kind=fp16" in report["metrics"]
+
+
+def test_fail_fast_stops_after_the_artifacts(upcycled: Path, tmp_path: Path, cache: Path) -> None:
+    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
+    done = caramba(
+        [*words, "verify.checks.1.max_ppl_ratio=0.001", "verify.checks.1.fail_fast=true"], tmp_path, cache
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ppl_ratio" in done.stderr
+    report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
+    assert any(not item["passed"] for verdict in report["verify"] for item in verdict["checks"])
+
+
+def test_bytes_and_a_single_model(tmp_path: Path, cache: Path) -> None:
+    words = ["model=tiny", "train=pretrain", "data=stdlib_bytes", "data.max_bytes=300000", "model.embedder.vocab_size=257"]
+    done = caramba(["experiment=smoke", *words], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())["metrics"]
+    nll, bpb = metrics["perplexity.student.nll"]["value"], metrics["perplexity.student.bits_per_byte"]["value"]
+    assert bpb == pytest.approx(nll / 0.6931, rel=0.02), "a byte is a token, but for the end marks"
+    assert "perplexity.teacher.nll" not in metrics

@@ -1,0 +1,80 @@
+"""Whatever stops a run, resuming it ends with the weights of a run that was not stopped, bit for bit."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from caramba.checkpoint import load_tensors
+from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
+
+WORDS = [
+    *("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER),
+    *("train.phases.pretrain.steps=30", "train.phases.blockwise.steps=14", "train.phases.global.steps=14", "train.steps=null"),
+    *("train.save_every=4", "train.eval_every=6", "train.accumulate=2", "settings.instrument=none"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    done = caramba(WORDS, folder, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return only_run(folder)
+
+
+def assert_same_weights(run: Path, whole: Path) -> None:
+    names = {file.name for file in (whole / "checkpoints").glob("*.safetensors")}
+    assert names == {file.name for file in (run / "checkpoints").glob("*.safetensors")}
+    assert len(names) >= 4
+    for name in names:
+        ours, theirs = load_tensors(run / "checkpoints" / name), load_tensors(whole / "checkpoints" / name)
+        assert ours.keys() == theirs.keys()
+        different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+        assert not different, f"{name}: {different}"
+
+
+@pytest.mark.parametrize("phase", ["pretrain", "blockwise", "global"])
+def test_kill_and_resume_is_bit_equal(phase: str, whole: Path, tmp_path: Path, cache: Path) -> None:
+    status = interrupt_when(f"runs/*/*/checkpoints/{phase}.state.pt", WORDS, tmp_path, cache, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    run = only_run(tmp_path)
+    assert not (run / "result.json").exists()
+    done = caramba(["resume", str(run)], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_weights(run, whole)
+    assert not list(run.glob("checkpoints/*.state.pt")), "the state of a finished phase is of no more use"
+
+
+def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path, cache: Path) -> None:
+    status = interrupt_when("runs/*/*/checkpoints/pretrain.state.pt", WORDS, tmp_path, cache, signal.SIGINT)
+    assert status == 130
+    assert "caramba resume" in (tmp_path / "log.txt").read_text()
+    run = only_run(tmp_path)
+    assert caramba(["resume", str(run)], tmp_path, cache).returncode == 0
+    assert_same_weights(run, whole)
+
+
+def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, cache: Path) -> None:
+    def limit() -> None:  # files larger than this cannot be written, as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+
+    done = caramba(WORDS, tmp_path, cache, preexec_fn=limit)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert "caramba resume" in done.stderr
+    run = only_run(tmp_path)
+    assert not list(run.rglob("*.part"))
+    assert caramba(["resume", str(run)], tmp_path, cache).returncode == 0
+    assert_same_weights(run, whole)
+
+
+def test_resuming_a_finished_run_repeats_nothing(whole: Path, cache: Path) -> None:
+    before = {file: file.stat().st_mtime_ns for file in whole.glob("checkpoints/*")}
+    done = caramba(["resume", str(whole)], whole, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {file: file.stat().st_mtime_ns for file in whole.glob("checkpoints/*")} == before
