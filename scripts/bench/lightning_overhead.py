@@ -3,7 +3,7 @@
 Both sides train the `tiny` model on the same windows from the same weights; they take turns, so drift of the
 machine hits both. The loss of the last step must agree, or the two do not do the same work. Writes JSON.
 
-Usage: python scripts/bench/lightning_overhead.py [--steps 120] [--repeats 5] [--out docs/benchmarks/lightning_overhead.json]
+Usage: python scripts/bench/lightning_overhead.py [--steps 120] [--repeats 5] [--out FILE]
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=20, help="steps left out at the start of each repeat")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/lightning_overhead.json"))
     options = parser.parse_args()
-    manifest = manifest_of(
+    manifest = freeze(
         ["model=tiny", "train=pretrain", f"train.steps={options.steps}", "settings.instrument=none"]
-    )
+    ).manifest
     phase = manifest.groups[0].runs[0].train
     assert phase is not None
     corpus = open_corpus(manifest.groups[0].data)

@@ -25,15 +25,15 @@ class CheckpointError(CarambaError):
     exit_status = 2
 
 
-class KernelUnavailable(CarambaError):
+class KernelUnavailable(CarambaError):  # noqa: N818 - the name that users know
     """A kernel was required and cannot be built or loaded on this device."""
 
 
-class VerificationFailed(CarambaError):
+class VerificationFailed(CarambaError):  # noqa: N818 - as above
     """A verification with `fail_fast: true` crossed its threshold."""
 
 
-class BudgetExceeded(CarambaError):
+class BudgetExceeded(CarambaError):  # noqa: N818 - as above
     """A stage would spend more than the budget that the manifest allows."""
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured number. `std` is the dispersion of `n` samples (or the standard error where the unit's note says so).
+    """One measured number. `std` is the dispersion of its `n` samples; of an NLL, the standard error of the mean.
 
     `source` names what measured it: a benchmark or phase id.
     """
@@ -40,7 +40,7 @@ class BenchmarkResult:
 
 @dataclass(frozen=True)
 class Check:
-    """One threshold of a verification: `value` passes when it is at most `bound`; without a bound it is only recorded."""
+    """One threshold of a verification: `value` passes when at most `bound`; without a bound it is only recorded."""
 
     name: str
     value: float
@@ -80,7 +80,7 @@ class TransplantReport:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """Outcome of one phase: what it trained, on how many tokens, and where its final weights are (relative to the run)."""
+    """Outcome of one phase: what it trained, on how many tokens, and its final weights (relative to the run)."""
 
     id: str
     phase: str
@@ -91,7 +91,7 @@ class PhaseResult:
     checkpoint: str
     loss: float | None = None
     skipped: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=lambda: {})
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class RunResult:
     verdicts: tuple[Verdict, ...] = ()
     benchmarks: tuple[BenchmarkResult, ...] = ()
     transplant: TransplantReport | None = None
-    labels: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=lambda: {})
 
     @property
     def metrics(self) -> dict[str, Metric]:
@@ -137,7 +137,7 @@ def to_plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {item.name: to_plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, dict):
-        return {str(key): to_plain(item) for key, item in value.items()}
+        return {str(key): to_plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
+        return [to_plain(item) for item in cast("list[Any]", value)]
     return value

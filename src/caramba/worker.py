@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from caramba.console import logger
-from caramba.errors import ConfigError
+from caramba.errors import CarambaError, ConfigError
 from caramba.runs.ending import INTERRUPTED, end
 
 USAGE = "usage: python -m caramba.worker RUN/manifest.json [--quiet] [--debug]"
@@ -39,12 +39,20 @@ def run(run_dir: Path) -> int:
         try:
             from caramba.experiment import run as run_experiment
 
-            run_experiment(manifest, run_dir)
+            results = run_experiment(manifest, run_dir)
+        except CarambaError:
+            raise
+        except Exception:
+            print(f"the run stopped; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
+            raise
         except KeyboardInterrupt:
             print(f"\ninterrupted; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             return INTERRUPTED
     print_artifacts(run_dir)
-    return 0
+    failed = [bench.id for result in results for bench in result.benchmarks if bench.error is not None]
+    if failed:
+        print(f"failed: benchmark {', '.join(failed)}; report.json holds the error", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def print_artifacts(run_dir: Path) -> None:

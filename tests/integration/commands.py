@@ -19,19 +19,31 @@ def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "CARAMBA_HOME": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "110"}
 
 
-def caramba(words: Sequence[str], folder: Path, cache: Path, **extra: object) -> subprocess.CompletedProcess[str]:
+def caramba(
+    words: Sequence[str], folder: Path, cache: Path, **extra: object
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m caramba WORDS` in `folder` and return what it printed and its exit status."""
     command = [sys.executable, "-m", "caramba", *words]
     return subprocess.run(
-        command, cwd=folder, env=environment(cache), capture_output=True, text=True, timeout=TIMEOUT_S, **extra
+        command,
+        cwd=folder,
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        **extra,
     )
 
 
-def interrupt_when(path_glob: str, words: Sequence[str], folder: Path, cache: Path, how: signal.Signals) -> int:
+def interrupt_when(
+    path_glob: str, words: Sequence[str], folder: Path, cache: Path, how: signal.Signals
+) -> int:
     """Start a run, send `how` as soon as a file matching `path_glob` exists under `folder`, return the exit status."""
     command = [sys.executable, "-m", "caramba", *words]
     log = open(folder / "log.txt", "w")  # noqa: SIM115 - closed with the process
-    process = subprocess.Popen(command, cwd=folder, env=environment(cache), stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment(cache), stdout=log, stderr=subprocess.STDOUT
+    )
     limit = time.monotonic() + TIMEOUT_S
     while not list(folder.glob(path_glob)):
         if process.poll() is not None or time.monotonic() > limit:

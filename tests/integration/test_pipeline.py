@@ -11,7 +11,14 @@ import pytest
 
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
-STAGES = ("teacher", "student", "student_transplant", "student_blockwise", "student_global", "teacher_continued")
+STAGES = (
+    "teacher",
+    "student",
+    "student_transplant",
+    "student_blockwise",
+    "student_global",
+    "teacher_continued",
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +33,11 @@ def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
     report = json.loads((upcycled / "artifacts/report.json").read_text())
     assert report["schema"] == 1
     assert report["run_id"] == upcycled.name
-    wanted = {f"perplexity.{stage}.{key}" for stage in STAGES for key in ("nll", "perplexity", "bits_per_byte", "unique_tokens")}
+    wanted = {
+        f"perplexity.{stage}.{key}"
+        for stage in STAGES
+        for key in ("nll", "perplexity", "bits_per_byte", "unique_tokens")
+    }
     wanted |= {
         f"latency.{model}.{key}@prompt=16,gen=4,batch=1"
         for model in ("teacher", "student")
@@ -39,12 +50,24 @@ def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
     }
     wanted |= {"ratio.perplexity", "verify.fidelity.delta_nll", "verify.compare.logits_mean_l1"}
     assert wanted <= set(report["metrics"]), wanted - set(report["metrics"])
-    assert all(set(metric) == {"value", "unit", "n", "std", "source"} for metric in report["metrics"].values())
+    assert all(
+        set(metric) == {"value", "unit", "n", "std", "source"} for metric in report["metrics"].values()
+    )
     assert report["labels"]["proxy"].startswith("trained from scratch")
-    names = {"perplexity.csv", "latency.csv", "memory.csv", "summary.png", "latency_vs_context.png", "memory_scaling.png", "tables.tex"}
+    names = {
+        "perplexity.csv",
+        "latency.csv",
+        "memory.csv",
+        "summary.png",
+        "latency_vs_context.png",
+        "memory_scaling.png",
+        "tables.tex",
+    }
     assert names <= {item["path"] for item in report["artifacts"]}
     for item in report["artifacts"]:
-        assert hashlib.sha256((upcycled / "artifacts" / item["path"]).read_bytes()).hexdigest() == item["sha256"]
+        assert (
+            hashlib.sha256((upcycled / "artifacts" / item["path"]).read_bytes()).hexdigest() == item["sha256"]
+        )
 
 
 def test_cache_bytes_are_those_of_the_dimensions(upcycled: Path) -> None:
@@ -63,7 +86,15 @@ def test_final_student_is_the_global_phases_student(upcycled: Path) -> None:
 
 
 def test_run_directory_holds_what_it_should(upcycled: Path) -> None:
-    for name in ("manifest.json", "env.json", "overrides.txt", "plan.json", "metrics.csv", "events.jsonl", "result.json"):
+    for name in (
+        "manifest.json",
+        "env.json",
+        "overrides.txt",
+        "plan.json",
+        "metrics.csv",
+        "events.jsonl",
+        "result.json",
+    ):
         assert (upcycled / name).is_file(), name
     weights = {file.stem for file in (upcycled / "checkpoints").glob("*.safetensors")}
     assert weights == {"pretrain", "transplant", "blockwise", "global", "teacher_continued"}
@@ -74,7 +105,13 @@ def test_run_directory_holds_what_it_should(upcycled: Path) -> None:
 
 
 def test_a_run_serves_as_teacher(upcycled: Path, tmp_path: Path, cache: Path) -> None:
-    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
+    words = [
+        "experiment=smoke",
+        "train=blockwise",
+        f"model.teacher.checkpoint={upcycled}",
+        *SMALL,
+        *SMALL_TEACHER,
+    ]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())["metrics"]
@@ -84,22 +121,47 @@ def test_a_run_serves_as_teacher(upcycled: Path, tmp_path: Path, cache: Path) ->
 
 
 def test_teacher_of_another_shape_is_refused(upcycled: Path, tmp_path: Path, cache: Path) -> None:
-    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
-    done = caramba([*words, "model.teacher.manifest.topology.layers.0.repeat=3", "model.topology.layers.0.repeat=3"], tmp_path, cache)
+    words = [
+        "experiment=smoke",
+        "train=blockwise",
+        f"model.teacher.checkpoint={upcycled}",
+        *SMALL,
+        *SMALL_TEACHER,
+    ]
+    done = caramba(
+        [*words, "model.teacher.manifest.topology.layers.0.repeat=3", "model.topology.layers.0.repeat=3"],
+        tmp_path,
+        cache,
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert "holds another network than the manifest describes" in done.stderr
 
 
 def test_teacher_of_another_tokenizer_is_refused(upcycled: Path, tmp_path: Path, cache: Path) -> None:
-    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
+    words = [
+        "experiment=smoke",
+        "train=blockwise",
+        f"model.teacher.checkpoint={upcycled}",
+        *SMALL,
+        *SMALL_TEACHER,
+    ]
     done = caramba([*words, "data.vocab_size=400"], tmp_path, cache)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "tokenizer" in done.stderr or "vocab" in done.stderr
 
 
 def test_a_failing_benchmark_loses_nothing_else(upcycled: Path, tmp_path: Path, cache: Path) -> None:
-    words = ["experiment=smoke", "train=none", f"model.checkpoint={upcycled}", f"model.teacher.checkpoint={upcycled}"]
-    done = caramba([*words, *SMALL, *SMALL_TEACHER, "benchmark.benchmarks.0.config.dataset=/nowhere.npy", "verify=none"], tmp_path, cache)
+    words = [
+        "experiment=smoke",
+        "train=none",
+        f"model.checkpoint={upcycled}",
+        f"model.teacher.checkpoint={upcycled}",
+    ]
+    done = caramba(
+        [*words, *SMALL, *SMALL_TEACHER, "benchmark.benchmarks.0.config.dataset=/nowhere.npy", "verify=none"],
+        tmp_path,
+        cache,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
     assert [item["id"] for item in report["failures"]] == ["perplexity"]
@@ -108,7 +170,13 @@ def test_a_failing_benchmark_loses_nothing_else(upcycled: Path, tmp_path: Path, 
 
 
 def test_fail_fast_stops_after_the_artifacts(upcycled: Path, tmp_path: Path, cache: Path) -> None:
-    words = ["experiment=smoke", "train=blockwise", f"model.teacher.checkpoint={upcycled}", *SMALL, *SMALL_TEACHER]
+    words = [
+        "experiment=smoke",
+        "train=blockwise",
+        f"model.teacher.checkpoint={upcycled}",
+        *SMALL,
+        *SMALL_TEACHER,
+    ]
     done = caramba(
         [*words, "verify.checks.1.max_ppl_ratio=0.001", "verify.checks.1.fail_fast=true"], tmp_path, cache
     )
@@ -119,10 +187,19 @@ def test_fail_fast_stops_after_the_artifacts(upcycled: Path, tmp_path: Path, cac
 
 
 def test_bytes_and_a_single_model(tmp_path: Path, cache: Path) -> None:
-    words = ["model=tiny", "train=pretrain", "data=stdlib_bytes", "data.max_bytes=300000", "model.embedder.vocab_size=257"]
+    words = [
+        "model=tiny",
+        "train=pretrain",
+        "data=stdlib_bytes",
+        "data.max_bytes=300000",
+        "model.embedder.vocab_size=257",
+    ]
     done = caramba(["experiment=smoke", *words], tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())["metrics"]
-    nll, bpb = metrics["perplexity.student.nll"]["value"], metrics["perplexity.student.bits_per_byte"]["value"]
+    nll, bpb = (
+        metrics["perplexity.student.nll"]["value"],
+        metrics["perplexity.student.bits_per_byte"]["value"],
+    )
     assert bpb == pytest.approx(nll / 0.6931, rel=0.02), "a byte is a token, but for the end marks"
     assert "perplexity.teacher.nll" not in metrics

@@ -14,7 +14,12 @@ from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_
 
 WORDS = [
     *("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER),
-    *("train.phases.pretrain.steps=30", "train.phases.blockwise.steps=14", "train.phases.global.steps=14", "train.steps=null"),
+    *(
+        "train.phases.pretrain.steps=30",
+        "train.phases.blockwise.steps=14",
+        "train.phases.global.steps=14",
+        "train.steps=null",
+    ),
     *("train.save_every=4", "train.eval_every=6", "train.accumulate=2", "settings.instrument=none"),
 ]
 

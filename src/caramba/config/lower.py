@@ -76,9 +76,11 @@ def lower_groups(
         raise ConfigError(
             "verify checks the last run, and train has no phases; choose verify=none or another train option"
         )
+    # A control may come last; what is verified is the student that the last phase of its own leaves.
+    last = max((at for at, run in enumerate(runs) if not run["train"].get("control")), default=-1)
     if runs and checks:
-        runs[-1]["verify"] = checks
-        origins["groups", 0, "runs", len(runs) - 1, "verify"] = ("verify", "checks")
+        runs[last]["verify"] = checks
+        origins["groups", 0, "runs", last % len(runs), "verify"] = ("verify", "checks")
     suite = choices.get("benchmark", "none")
     group = {
         "name": "main" if suite == "none" else _slug(suite),
@@ -89,7 +91,7 @@ def lower_groups(
     lowered = Lowered({**shared, "groups": [group]}, origins)
     settle(lowered.manifest, lowered.origins, given)
     if runs and checks and not asked and not has_teacher_weights(lowered.manifest):
-        runs[-1].pop("verify")
+        runs[last].pop("verify")
     return lowered
 
 

@@ -40,7 +40,7 @@ class RunConfig(Config):
     mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "sample", "chat")] = (
         "train"
     )
-    exp: str | None = None
+    exp: Annotated[str | None, Later("the surgery work")] = None
     seed: int = 1337
     steps: Positive | None = Field(default=None, description="overrides train.steps")
     train: PhaseConfig | None = None
@@ -118,7 +118,9 @@ class Manifest(Config):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     group: str | None = None
     resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")
-    kernels: Literal["auto", "require", "reference"] = "auto"
+    kernels: Annotated[
+        Literal["auto", "require", "reference"], Later("the kernel and cache work", "require")
+    ] = "auto"
     model: ModelConfig
     groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)]
     parallel: ParallelConfig = ParallelConfig()

@@ -15,7 +15,9 @@ from caramba.config.topology import TopologyConfig
 def _parse_topology(value: Any) -> Any:
     node = parse_node(value)
     if not isinstance(node, TopologyConfig):
-        raise ValueError(f"a model's root is a topology, got {getattr(node, 'type', node)!r}; wrap it in a StackedTopology")
+        raise ValueError(
+            f"a model's root is a topology, got {getattr(node, 'type', node)!r}; wrap it in a StackedTopology"
+        )
     return node
 
 
@@ -70,14 +72,18 @@ class TeacherConfig(Config):
     @model_validator(mode="after")
     def _has_a_source(self) -> TeacherConfig:
         if self.checkpoint is None and self.manifest is None:
-            raise ValueError("a teacher needs `checkpoint` (a run, file, folder or hub id) or `manifest` (a network to train here)")
+            raise ValueError(
+                "a teacher needs `checkpoint` (a run, file, folder or hub id) or `manifest` (a network to train here)"
+            )
         return self
 
 
 class SurgeryConfig(Config):
     """How a student's attention is initialised from its teacher's."""
 
-    method: Annotated[Literal["dba", "weight_svd", "random", "copy"], Later("the surgery work", "dba", "copy")] = "weight_svd"
+    method: Annotated[
+        Literal["dba", "weight_svd", "random", "copy"], Later("the surgery work", "dba", "copy")
+    ] = "weight_svd"
     sem_dim: Annotated[Positive | None, Later("the surgery work")] = None
     geo_dim: Annotated[Positive | None, Later("the surgery work")] = None
     v_dim: Annotated[Positive | None, Later("the surgery work")] = None
@@ -89,7 +95,9 @@ class SurgeryConfig(Config):
 class ModelConfig(ModelSpec):
     """The `model` section: a network, and optionally the teacher that it is upcycled from."""
 
-    checkpoint: str | None = Field(default=None, description="weights to start this model from: a run or a safetensors file")
+    checkpoint: str | None = Field(
+        default=None, description="weights to start this model from: a run or a safetensors file"
+    )
     teacher: TeacherConfig | None = None
     surgery: SurgeryConfig | None = None
 

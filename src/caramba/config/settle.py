@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from caramba.errors import ConfigError
 
 NEEDS_TEACHER = ("blockwise", "drift", "global")
 DEFAULT_SEED = 1337
+BATCH_SIZE = PhaseConfig.model_fields["batch_size"].default
 
 
 def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]) -> None:
@@ -35,6 +37,7 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
             if is_mapping(run) and is_mapping(run.get("train")):
                 later = [item["train"].get("phase") for item in runs[number + 1 :] if _trains(item)]
                 _settle_run(run, manifest, settings, later, ("groups", index, "runs", number), origins, given)
+        _settle_controls(runs)
     if not has_teacher_weights(manifest):
         for group in list_of(manifest.get("groups")):
             for item in list_of(mapping_of(group).get("benchmarks")):
@@ -76,10 +79,35 @@ def _settle_run(
             origins[(*here, "train", key)] = ("settings", setting)
     if train.get("device") is None:
         train["device"] = manifest.get("device", "auto")
-    if train.get("trains") is None:
+    if train.get("trains") is None and train.get("control") is True:
+        train["trains"] = "teacher"
+    elif train.get("trains") is None:
         teaches = train.get("phase") == "pretrain" and bool(set(later) & set(NEEDS_TEACHER))
         train["trains"] = "teacher" if teaches and _has_teacher(manifest) else "student"
     _shorten(run, manifest, here, origins, given)
+
+
+def _settle_controls(runs: list[Any]) -> None:
+    """Give each control as many steps as it takes to see what the student's phases see."""
+    phases = [run["train"] for run in runs if _trains(run)]
+    samples = sum(_samples(phase) for phase in phases if phase.get("trains") == "student")
+    for phase in phases:
+        if phase.get("control") is True:
+            per_step = _samples({**phase, "steps": 1})
+            phase["steps"] = max(1, -(-samples // per_step)) if per_step else 1
+            if isinstance(phase.get("warmup_steps"), int):
+                phase["warmup_steps"] = min(phase["warmup_steps"], phase["steps"])
+
+
+def _samples(phase: Mapping[str, Any]) -> int:
+    """Windows that a phase reads; 0 when a value is not a number, which the schema refuses afterwards."""
+    sizes = [
+        phase.get("steps"),
+        phase.get("batch_size", BATCH_SIZE),
+        phase.get("gradient_accumulation_steps", 1),
+    ]
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return math.prod(numbers) if len(numbers) == len(sizes) else 0
 
 
 def _shorten(
@@ -137,4 +165,4 @@ def has_teacher_weights(manifest: Mapping[str, Any]) -> bool:
         return True
     groups = [group for group in list_of(manifest.get("groups")) if is_mapping(group)]
     runs = [run for group in groups for run in list_of(group.get("runs")) if _trains(run)]
-    return any(run["train"].get("trains") == "teacher" for run in runs)
+    return any(run["train"].get("trains") == "teacher" and not run["train"].get("control") for run in runs)

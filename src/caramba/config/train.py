@@ -121,6 +121,10 @@ class PhaseConfig(Config):
             )
         if self.control and (self.phase != "pretrain" or self.trains == "student"):
             raise ValueError("a control trains the teacher further: use phase: pretrain, trains: teacher")
+        if self.temperature != 1.0 and self.objective != "kl":
+            raise ValueError(
+                f"temperature belongs to objective=kl, got objective={self.objective}; remove it"
+            )
         if self.phase != "pretrain" and self.trains == "teacher":
             raise ValueError(
                 f"phase={self.phase} trains the student, got trains=teacher; only pretrain may train the teacher"

@@ -49,8 +49,9 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     failure: VerificationFailed | None = None
     try:
         trained = [item for item in group.runs if item.train is not None]
+        last = next((item for item in reversed(trained) if item.train and not item.train.control), None)
         for item in trained:
-            train_run(session, item, is_last=item is trained[-1])
+            train_run(session, item, is_last=item is last)
         finish(session)
     except VerificationFailed as error:
         failure = error

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch.utils.data import Subset
 
 from caramba.benchmark import Subjects, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, TokenDataset, open_corpus
+from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, save_model
@@ -128,6 +131,22 @@ class Session:
     def windows(self, split: str, block_size: int) -> TokenDataset:
         """Return the disjoint windows of `train` or `val`."""
         return TokenDataset(self.corpus.train if split == "train" else self.corpus.val, block_size)
+
+    def training_windows(self, phase: PhaseConfig) -> TokenDataset | Subset[Batch]:
+        """Return the windows that a phase trains on: all, or under debug=overfit those of the first batches."""
+        windows = self.windows("train", phase.block_size)
+        batches = self.manifest.debug.overfit_batches
+        if batches is None:
+            return windows
+        assert isinstance(phase.batch_size, int)
+        return Subset(windows, range(min(len(windows), batches * phase.batch_size)))
+
+    def move_to(self, device: torch.device) -> None:
+        """Put the current models on the device of the next phase."""
+        self.device = device
+        for model in (self.teacher, self.student):
+            if model is not None:
+                model.to(device)
 
     def measure(
         self, benchmarks: Sequence[BenchmarkConfig], models: Mapping[str, Model]

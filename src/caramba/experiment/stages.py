@@ -128,8 +128,9 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
         model = copy.deepcopy(model)
-    objective = build_objective(session, phase, model)
     decided = plan(phase, device=session.manifest.device, kernels=session.manifest.kernels, name=run.id)
+    session.move_to(torch.device(decided.value("device")))
+    objective = build_objective(session, phase, model.to(session.device))
     logger.subheader(
         f"{run.id}: {phase.phase} of the {'teacher (control)' if phase.control else phase.trains}, {phase.steps} steps"
     )
@@ -146,7 +147,7 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     if phase.phase == "pretrain" and not phase.control:
         session.labels["proxy"] = f"trained from scratch on {session.corpus.name}"
     data = PhaseData(
-        session.windows("train", phase.block_size),
+        session.training_windows(phase),
         session.windows("val", phase.block_size),
         seed=session.manifest.seed,
         start=session.stream_start(run),

@@ -44,9 +44,11 @@ def _check_teacher_is_trained(manifest: Manifest) -> None:
     for group in manifest.selected_groups():
         for run in group.runs:
             phase = run.train
-            if phase is not None and phase.trains == "teacher":
+            if phase is not None and phase.trains == "teacher" and not phase.control:
                 is_trained = True
-            elif not is_trained and (run.verify or (phase is not None and phase.phase != "pretrain")):
+            elif not is_trained and (
+                run.verify or (phase is not None and (phase.control or phase.phase != "pretrain"))
+            ):
                 raise CheckpointError(
                     f"run {run.id!r} needs the teacher's weights, and model.teacher has no checkpoint. Ways on:\n"
                     "  1. train=upcycle, which pretrains the teacher first\n"

@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, Subset
 
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, WindowSampler
+from caramba.distill import Batch
 from caramba.errors import DataError
 from caramba.measure import spread_windows
 from caramba.runtime import get_rank, get_world_size
@@ -14,7 +15,7 @@ VALIDATION_WINDOWS = 64
 
 
 def train_loader(
-    dataset: TokenDataset, phase: PhaseConfig, *, seed: int, start: int, pin: bool
+    dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, *, seed: int, start: int, pin: bool
 ) -> DataLoader:
     """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
 

@@ -12,12 +12,13 @@ from pathlib import Path
 import lightning.pytorch as pl
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
+from torch.utils.data import Subset
 
 from caramba.checkpoint import load_training_state
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset
-from caramba.distill import Objective
+from caramba.distill import Batch, Objective
 from caramba.runtime import RuntimePlan
 from caramba.train.callbacks import Checkpointing, RuntimePlanning, ThroughputProgress
 from caramba.train.checkpoint_io import WholeCheckpointIO
@@ -40,7 +41,7 @@ class FitOutcome:
 class PhaseData:
     """The windows of a phase, and where in the endless global stream of samples it begins."""
 
-    train: TokenDataset
+    train: TokenDataset | Subset[Batch]
     val: TokenDataset
     seed: int
     start: int

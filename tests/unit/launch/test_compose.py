@@ -27,14 +27,16 @@ def manifest_of(*overrides, dirs=()):
     return freeze(list(overrides), dirs).manifest
 
 
-def test_no_arguments_lower_to_one_group_of_three_runs():
+def test_no_arguments_lower_to_one_group_of_three_phases_and_a_control():
     manifest = manifest_of()
     assert manifest.name == "tiny_dba_upcycle"
     (group,) = manifest.groups
-    assert (group.name, [run.id for run in group.runs]) == ("quick", ["pretrain", "blockwise", "global"])
-    assert [run.train.trains for run in group.runs] == ["teacher", "student", "student"]
+    ids = ["pretrain", "blockwise", "global", "teacher_continued"]
+    assert (group.name, [run.id for run in group.runs]) == ("quick", ids)
+    assert [run.train.trains for run in group.runs] == ["teacher", "student", "student", "teacher"]
+    assert [run.train.control for run in group.runs] == [False, False, False, True]
     assert group.runs[2].train.objective == "kl"
-    assert [len(run.verify) for run in group.runs] == [0, 0, 2]
+    assert [len(run.verify) for run in group.runs] == [0, 0, 2, 0]
     assert {run.train.seed for run in group.runs} == {1337}
     assert not list(Path.cwd().iterdir())
 
@@ -83,18 +85,18 @@ def test_train_key_holds_for_all_phases_and_a_phase_key_typed_by_the_user_wins()
         "train.steps=30", "train.phases.blockwise.steps=10", "seed=7", "train.phases.global.seed=8"
     )
     runs = manifest.groups[0].runs
-    assert [run.train.steps for run in runs] == [30, 10, 30]
-    assert [(run.seed, run.train.seed) for run in runs] == [(7, 7), (7, 7), (8, 8)]
+    assert [run.train.steps for run in runs] == [30, 10, 30, 40], "a control sees the student's tokens"
+    assert [(run.seed, run.train.seed) for run in runs] == [(7, 7), (7, 7), (8, 8), (7, 7)]
 
 
 def test_a_phase_mapping_typed_by_the_user_wins_too():
     runs = manifest_of("train.steps=30", "train.phases.blockwise={steps: 10}").groups[0].runs
-    assert [run.train.steps for run in runs] == [30, 10, 30]
+    assert [run.train.steps for run in runs] == [30, 10, 30, 40]
 
 
 def test_aliases_replace_the_canonical_key_of_a_preset():
     runs = manifest_of("train.phases.pretrain.seq_len=64", "train.accumulate=2").groups[0].runs
-    assert [run.train.block_size for run in runs] == [64, 256, 256]
+    assert [run.train.block_size for run in runs] == [64, 128, 128, 128]
     assert {run.train.gradient_accumulation_steps for run in runs} == {2}
 
 
@@ -109,7 +111,7 @@ def test_a_shorter_run_takes_its_preset_warm_up_along_and_a_typed_one_is_kept():
 def test_settings_take_effect():
     words = ("settings.save_every=5", "settings.eval_iters=6", "settings.wandb=true", "settings.val_frac=0.2")
     manifest = manifest_of(*words, "train.phases.global.save_every=9")
-    assert [run.train.save_every for run in manifest.groups[0].runs] == [5, 5, 9]
+    assert [run.train.save_every for run in manifest.groups[0].runs] == [5, 5, 9, 5]
     assert {run.train.eval_every for run in manifest.groups[0].runs} == {6}
     assert manifest.logger.wandb is True
     assert manifest.groups[0].data.val_frac == 0.2
@@ -119,13 +121,13 @@ def test_settings_take_effect():
 
 def test_device_seed_and_debug_reach_every_phase():
     runs = manifest_of("device=cpu", "debug=fdr").groups[0].runs
-    assert {(run.train.device, run.train.steps) for run in runs} == {("cpu", 1)}
+    assert [(run.train.device, run.train.steps) for run in runs] == [*[("cpu", 1)] * 3, ("cpu", 2)]
     assert manifest_of("debug=overfit").debug.overfit_batches == 2
 
 
 def test_smoke_is_three_steps_of_everything():
     group = manifest_of("experiment=smoke").groups[0]
-    assert {(run.train.steps, run.train.block_size) for run in group.runs} == {(3, 64)}
+    assert [(run.train.steps, run.train.block_size) for run in group.runs] == [*[(3, 64)] * 3, (6, 64)]
     assert [item.id for item in group.benchmarks] == ["perplexity", "latency", "memory"]
 
 
@@ -430,3 +432,19 @@ def test_sweeps_expand_to_their_product():
     ]
     with pytest.raises(ConfigError, match="no finite set of values"):
         points(["train.lr=interval(0,1)"])
+
+
+def test_a_control_reads_as_many_tokens_as_the_student_whatever_its_batch():
+    runs = (
+        manifest_of("train.phases.teacher_continued.batch_size=16", "train.phases.global.accumulate=2")
+        .groups[0]
+        .runs
+    )
+    student = sum(run.train.tokens for run in runs if run.train.trains == "student")
+    assert 0 <= runs[-1].train.tokens - student < 16 * 128
+    assert runs[-1].train.tokens > runs[-1].train.batch_size * 128
+
+
+def test_a_control_needs_a_teacher_with_weights():
+    with pytest.raises(ConfigError, match="a control trains the teacher further"):
+        manifest_of("train.phases.global.control=true")
