@@ -117,7 +117,7 @@ def main() -> None:
     ratio = [b / a for a, b in zip(medians["bare"], medians["lightning"], strict=True)]
     result = {
         "benchmark": "lightning_overhead",
-        "command": "python scripts/bench/lightning_overhead.py",
+        "made_by": "python scripts/bench/lightning_overhead.py",
         "machine": {
             "platform": platform.platform(),
             "torch": torch.__version__,

@@ -1,0 +1,135 @@
+"""Make docs/benchmarks.md from the JSON files that the other scripts of this folder wrote.
+
+Usage: python scripts/bench/report.py [--check]   (--check exits 1 when the page is not what the JSON gives)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from caramba.runs.files import write_whole
+
+FOLDER = Path("docs/benchmarks")
+PAGE = Path("docs/benchmarks.md")
+
+
+def lightning_overhead(data: dict[str, Any]) -> list[str]:
+    """Step time of a bare loop and of the same work through Lightning with every callback of a run."""
+    rows = [
+        f"| {name} | {values['median']:.2f} | {min(values['all']):.2f} to {max(values['all']):.2f} |"
+        for name, values in data["step_ms"].items()
+    ]
+    spread = data["overhead"]["all"]
+    return [
+        f"## What Lightning and the callbacks add ({data['model']}, {data['tokens_per_step']} tokens a step)",
+        "",
+        "| loop | step, ms (median of repeats) | range |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"Overhead: **{100 * data['overhead']['median']:.2f}%** (paired by repeat: {100 * min(spread):.2f}% to"
+        f" {100 * max(spread):.2f}%). Both loops end with the same loss, {data['last_loss']['bare']:.6f}.",
+    ]
+
+
+def launch_times(data: dict[str, Any]) -> list[str]:
+    """Seconds from a command to its effect."""
+    rows = [
+        f"| `{item['command']}` | {item['what']} | {item['median_s']:.2f} | {min(item['all_s']):.2f} to"
+        f" {max(item['all_s']):.2f} | {item['limit_s']} |"
+        for item in data["commands"]
+    ]
+    return [
+        "## How long commands take",
+        "",
+        "| command | until | seconds (median) | range | must |",
+        "|---|---|---|---|---|",
+        *rows,
+    ]
+
+
+def first_light(data: dict[str, Any]) -> list[str]:
+    """The default run: quality by stage, bytes and speed, all of a proxy teacher."""
+    metrics = data["metrics"]
+
+    def value(key: str) -> str:
+        item = metrics.get(key)
+        if item is None:
+            return ""
+        spread = f" ± {item['std']:.3g}" if item["std"] is not None else ""
+        return f"{item['value']:.4g}{spread}"
+
+    models = dict.fromkeys(key.split(".")[1] for key in metrics if key.startswith("perplexity."))
+    rows = [
+        f"| {name} | {value(f'perplexity.{name}.perplexity')} | {value(f'perplexity.{name}.bits_per_byte')} |"
+        for name in models
+    ]
+    speeds = [
+        key for key in metrics if key.startswith(("latency.teacher.tok_s", "latency.teacher.prefill_ms"))
+    ]
+    latency = [
+        f"| {key.split('.')[2]} | {value(key)} | {value(key.replace('teacher', 'student'))} |"
+        for key in sorted(speeds)
+    ]
+    return [
+        f"## The default run on {data['device']} (proxy teacher: {data['labels'].get('proxy', 'given')})",
+        "",
+        f"`{data['command']}`: {data['wall_s']:.0f} s. Phases: "
+        + ", ".join(f"{phase['id']} {phase['seconds']:.0f} s" for phase in data["phases"])
+        + ".",
+        "",
+        "| model | held-out perplexity | bits per byte |",
+        "|---|---|---|",
+        *rows,
+        "",
+        f"KV bytes per token (fp16, counted from tensors): teacher {value(data['kv_key'].format('teacher'))},"
+        f" student {value(data['kv_key'].format('student'))}.",
+        "",
+        "| latency | teacher | student |",
+        "|---|---|---|",
+        *latency,
+    ]
+
+
+SECTIONS = {
+    "lightning_overhead": lightning_overhead,
+    "launch_times": launch_times,
+    "first_light": first_light,
+}
+
+
+def render() -> str:
+    """Return the page."""
+    lines = [
+        "# Benchmarks",
+        "",
+        "Made by `python scripts/bench/report.py` from the JSON in `docs/benchmarks/`; not edited by hand.",
+    ]
+    for file in sorted(FOLDER.glob("*.json")):
+        data = json.loads(file.read_text())
+        machine = ", ".join(f"{key} {value}" for key, value in data["machine"].items())
+        lines += [
+            "",
+            *SECTIONS[data["benchmark"]](data),
+            "",
+            f"Source: `{file}`, by `{data['made_by']}`, on {machine}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    page = render()
+    if parser.parse_args().check:
+        return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
+    write_whole(PAGE, page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
