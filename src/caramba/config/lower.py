@@ -70,7 +70,9 @@ def lower_groups(
         origins[(*here, "train")] = ("train", "phases", name)
         origins.update({(*here, "train", key): origin for key, origin in sources.items()})
         runs.append({"id": name, "train": phase})
-    checks = list_of(mapping_of(tree.get("verify")).get("checks"))
+    # A typed verify=none or benchmark=none also empties what an experiment's own body lists.
+    emptied = {name for name in ("verify", "benchmark") if name in chosen and choices.get(name) == "none"}
+    checks = [] if "verify" in emptied else list_of(mapping_of(tree.get("verify")).get("checks"))
     asked = "verify" in chosen or any(path[0] == "verify" for path in given)
     if checks and not runs and asked:
         raise ConfigError(
@@ -86,7 +88,9 @@ def lower_groups(
         "name": "main" if suite == "none" else _slug(suite),
         "data": tree.get("data"),
         "runs": runs,
-        "benchmarks": list_of(mapping_of(tree.get("benchmark")).get("benchmarks")),
+        "benchmarks": []
+        if "benchmark" in emptied
+        else list_of(mapping_of(tree.get("benchmark")).get("benchmarks")),
     }
     lowered = Lowered({**shared, "groups": [group]}, origins)
     settle(lowered.manifest, lowered.origins, given)

@@ -172,7 +172,8 @@ class Session:
         benchmarks = [
             bench for bench in self.group.benchmarks if isinstance(bench.config, PerplexityBenchmarkConfig)
         ]
-        results = self.measure(benchmarks, {row: model})
+        # Lightning has put the trained model on the CPU by the time a phase's end is announced.
+        results = self.measure(benchmarks, {row: model.to(self.device)})
         return tuple(dataclasses.replace(result, id=f"{result.id}.{row}") for result in results)
 
     def stream_start(self, run: RunConfig) -> int:

@@ -196,6 +196,7 @@ def build_objective(session: Session, phase: PhaseConfig, model: Model) -> Objec
 
 def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
     """Run a run's verifications on the current teacher and student."""
+    session.move_to(session.device)  # Lightning leaves a trained model on the CPU
     teacher, student = session.model_of("teacher"), session.model_of("student")
     return check(
         run.verify, teacher.eval(), student.eval(), session.windows, run_id=run.id, device=session.device
