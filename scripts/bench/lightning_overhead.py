@@ -34,7 +34,7 @@ def bare_loop(manifest: Manifest, phase: PhaseConfig, data: PhaseData) -> tuple[
     """Train without Lightning. Returns the seconds of each step and the last loss."""
     model = build_model(manifest.model, seed=manifest.seed)
     optimizer = build_optimizer(model.named_parameters(), phase)
-    parameters = list(model.parameters())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     batches = iter(train_loader(data.train, phase, seed=data.seed, start=data.start, pin=False))
     seconds, loss = [], torch.zeros(())
     for step in range(phase.steps):
