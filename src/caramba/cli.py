@@ -33,7 +33,7 @@ def _dispatch(argv: list[str]) -> int:
         raise ConfigError(
             f"caramba: unknown command {command!r}{nearest(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}"
         )
-    if command != "launch" and ("--help" in rest or "-h" in rest):
+    if command not in ("launch", "prepare") and ("--help" in rest or "-h" in rest):
         arguments, text = COMMANDS[command]
         print(f"usage: caramba {command} {arguments}\n\n{text}")
         return 0
@@ -42,8 +42,11 @@ def _dispatch(argv: list[str]) -> int:
         "run": _run,
         "compile": _compile,
         "resume": _resume,
+        "export": _export,
+        "eval": _eval,
         "doctor": _doctor,
         "schema": _schema,
+        "prepare": _prepare,
     }[command](rest)
 
 
@@ -88,11 +91,29 @@ def _resume(argv: list[str]) -> int:
     return run_inline(resolve_run(request.overrides[0]) / MANIFEST, flags)
 
 
+def _export(argv: list[str]) -> int:
+    from caramba.export.command import export
+
+    return export(argv)
+
+
+def _eval(argv: list[str]) -> int:
+    from caramba.benchmark.evaluate import evaluate
+
+    return evaluate(argv)
+
+
 def _doctor(argv: list[str]) -> int:
     _no_arguments("doctor", argv)
     from caramba.launch.doctor import doctor
 
     return doctor()
+
+
+def _prepare(argv: list[str]) -> int:
+    from caramba.data.prepare_command import main as prepare_main
+
+    return prepare_main(argv)
 
 
 def _schema(argv: list[str]) -> int:

@@ -6,6 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from caramba.checkpoint.folder import signature, weight_files
+    from caramba.checkpoint.shards import stored_tensors, stream_into
     from caramba.checkpoint.tensors import (
         load_into,
         load_tensors,
@@ -20,6 +22,10 @@ _HOMES = {
     "load_tensors": "tensors",
     "read_metadata": "tensors",
     "save_tensors": "tensors",
+    "stored_tensors": "shards",
+    "stream_into": "shards",
+    "signature": "folder",
+    "weight_files": "folder",
     "without_aliases": "tensors",
     "load_training_state": "training_state",
     "save_training_state": "training_state",
@@ -32,6 +38,10 @@ __all__ = [
     "read_metadata",
     "save_tensors",
     "save_training_state",
+    "signature",
+    "stored_tensors",
+    "stream_into",
+    "weight_files",
     "without_aliases",
 ]
 

@@ -71,7 +71,7 @@ def load_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
     from safetensors.torch import load_file
 
     path = Path(path)
-    _read_header(path)
+    read_header(path)
     try:
         return load_file(path, device=str(device))
     except SafetensorError as error:
@@ -86,7 +86,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: as for `load_tensors`.
     """
-    return dict(_read_header(Path(path)).get("__metadata__", {}))
+    return dict(read_header(Path(path))[0].get("__metadata__", {}))
 
 
 def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], where: str) -> None:
@@ -106,16 +106,16 @@ def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], wher
     _, aliases = without_aliases(own)
     given = {aliases.get(name, name) for name in tensors}
     problems = [
-        f"missing {name} {_described(tensor)}"
+        f"missing {name} {described(tensor)}"
         for name, tensor in own.items()
         if aliases.get(name, name) not in given
     ]
     for name, tensor in tensors.items():
         target = own.get(name)
         if target is None:
-            problems.append(f"unexpected {name} {_described(tensor)}")
-        elif target.shape != tensor.shape or _kind(target) != _kind(tensor):
-            problems.append(f"{name}: expected {_described(target)}, found {_described(tensor)}")
+            problems.append(f"unexpected {name} {described(tensor)}")
+        elif target.shape != tensor.shape or kind_of(target) != kind_of(tensor):
+            problems.append(f"{name}: expected {described(target)}, found {described(tensor)}")
         elif target.is_meta:
             problems.append(f"{name}: the module is on meta, without memory; call to_empty() first")
     if problems:
@@ -132,8 +132,12 @@ def load_into(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], wher
 # --- checks
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    """Parse the header and compare the size that it implies with the size that the file has."""
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a safetensors file's header and the byte at which its data begins, once its size fits the header.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, corrupt, or a pickle.
+    """
     if path.is_dir():
         raise CheckpointError(f"{path}: is a folder; expected a .safetensors file")
     if not path.is_file():
@@ -170,7 +174,7 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"{path}: the file is {kind}: {size} bytes, its header says {expected}; copy it again or use an"
             " earlier checkpoint"
         )
-    return header
+    return header, 8 + length
 
 
 def _check_savable(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
@@ -217,11 +221,13 @@ def _identity(tensor: torch.Tensor) -> Any:
     return (tensor.device, *place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def kind_of(tensor: torch.Tensor) -> str:
+    """Return what a tensor's dtype can be converted within: floating, complex, or the dtype itself."""
     if tensor.is_floating_point():
         return "floating"
     return "complex" if tensor.is_complex() else str(tensor.dtype)
 
 
-def _described(tensor: torch.Tensor) -> str:
+def described(tensor: torch.Tensor) -> str:
+    """Return a tensor's shape and dtype in words."""
     return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
 from caramba.config.kvcache import Streams
 from caramba.config.leaf import LayerConfig, Positive, Probability, Shapes
@@ -35,19 +35,25 @@ class RopeScalingConfig(Config):
     """Rescaling of the rotary frequencies for contexts longer than those a model was trained on.
 
     `llama3` is the banded interpolation of Llama 3.1 (Grattafiori et al., 2024, arXiv:2407.21783); `linear`
-    divides every frequency by `factor` (Chen et al., 2023, arXiv:2306.15595).
+    divides every frequency by `factor` (Chen et al., 2023, arXiv:2306.15595); `dynamic` widens the base with the
+    length of each forward beyond `original_max_position_embeddings`; `yarn` interpolates by band and scales the
+    rotated features by `attention_factor`, 0.1 ln(factor) + 1 unless given (Peng et al., 2023, arXiv:2309.00071).
     """
 
-    type: Annotated[
-        Literal["llama3", "linear", "dynamic", "yarn"], Later("the model substrate work", "dynamic", "yarn")
-    ]
+    type: Literal["llama3", "linear", "dynamic", "yarn"]
     factor: Annotated[float, Field(ge=1.0)] = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: Positive = 8192
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    attention_factor: float | None = None
+    attention_factor: Annotated[float, Field(gt=0)] | None = None
+
+    @model_validator(mode="after")
+    def _rules(self) -> RopeScalingConfig:
+        if self.attention_factor is not None and self.type != "yarn":
+            raise ValueError(f"attention_factor belongs to type=yarn, got type={self.type}; remove it")
+        return self
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,11 @@ class AttentionDims:
 
 
 class AttentionLayerConfig(LayerConfig):
-    """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together."""
+    """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together.
+
+    `null_attn` learns a key and a value per key/value head that every query may attend to; `rope_semantic` rotates
+    the semantic path as well as the geometric one; `q_chunk` attends from that many queries at a time.
+    """
 
     target = "caramba.layer.attention:AttentionLayer"
 
@@ -89,16 +99,19 @@ class AttentionLayerConfig(LayerConfig):
     rope_enabled: bool = True
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     rope_scaling: RopeScalingConfig | None = None
-    rope_semantic: Annotated[bool, Later("the model substrate work")] = False
+    rope_semantic: bool = False
     decoupled_gate: bool = False
     decoupled_gate_dynamic: bool = False
     tie_qk: bool = False
-    null_attn: Annotated[bool, Later("the model substrate work")] = False
+    null_attn: bool = False
     learned_temperature: bool = False
     local_window: Positive | None = None
-    q_chunk: Annotated[Positive | None, Later("the model substrate work")] = None
-    bias: bool = False
+    q_chunk: Positive | None = None
+    bias: bool | Literal["qkv"] = Field(
+        default=False, description="true: all projections; qkv: queries, keys and values, not the output"
+    )
     qk_norm: bool = False
+    qk_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     dropout: Probability = 0.0
 
     _decoupled_only: ClassVar[tuple[str, ...]] = (
@@ -108,6 +121,7 @@ class AttentionLayerConfig(LayerConfig):
         "decoupled_gate",
         "decoupled_gate_dynamic",
         "tie_qk",
+        "rope_semantic",
     )
 
     @model_validator(mode="after")
@@ -168,11 +182,17 @@ class AttentionLayerConfig(LayerConfig):
     def _decoupled_rules(self, kv_heads: int) -> None:
         if self.sem_dim is None or self.geo_dim is None:
             raise ValueError("mode=decoupled needs sem_dim and geo_dim, the cached widths of the two paths")
+        if self.rope_semantic and not self.rope_enabled:
+            raise ValueError(
+                "rope_semantic is set while rope_enabled is false; enable RoPE or remove rope_semantic"
+            )
         if self.decoupled_gate_dynamic and not self.decoupled_gate:
             raise ValueError("decoupled_gate_dynamic needs decoupled_gate: true")
         if self.layout == "latent":
             refused = [
-                name for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm") if getattr(self, name)
+                name
+                for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm", "null_attn")
+                if getattr(self, name)
             ]
             if refused:
                 raise ValueError(
@@ -197,6 +217,11 @@ class AttentionLayerConfig(LayerConfig):
                     f"{name}={width} is not a multiple of the {kv_heads} key/value heads; use a multiple of "
                     f"{kv_heads}"
                 )
+        if self.rope_semantic and self.sem_dim // kv_heads % 2:
+            raise ValueError(
+                f"rope_semantic rotates the semantic path, which needs an even width per head, got "
+                f"{self.sem_dim // kv_heads}; change sem_dim or the head count"
+            )
         if self.v_dim is None and self.head_dim is None and self.d_model % self.n_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set v_dim or head_dim"
@@ -234,7 +259,7 @@ class AttentionLayerConfig(LayerConfig):
         return self.mode is AttentionMode.DECOUPLED and self.layout == "latent"
 
     def parameter_shapes(self) -> Shapes:
-        """Return the projections, then what `bias`, `qk_norm`, the gate and the temperature add.
+        """Return the projections, then what `bias`, `qk_norm`, gate, temperature and null attention add.
 
         The latent's down projection and the output always carry a bias: they hold the means that surgery
         splits off.
@@ -267,8 +292,11 @@ class AttentionLayerConfig(LayerConfig):
             shapes["q_geo_map"] = (heads, self.query_dim, dims.rope)
             shapes["v_up"] = (heads, dims.v, self.query_dim)
         always = ("c", "out") if self._is_latent else ()
+        biased = rows if self.bias == "qkv" else rows | {"out": m} if self.bias else {}
         shapes |= {
-            f"{name}.bias": (out,) for name, out in (rows | {"out": m}).items() if self.bias or name in always
+            f"{name}.bias": (out,)
+            for name, out in (rows | {"out": m}).items()
+            if name in biased or name in always
         }
         if self.qk_norm:
             shapes |= {f"{name}.weight": shape for name, shape in norms.items()}
@@ -278,13 +306,16 @@ class AttentionLayerConfig(LayerConfig):
             shapes["gate_dynamic.weight"] = (heads, m)
         if self.learned_temperature:
             shapes["temperature"] = (heads,)
+        if self.null_attn:
+            # One-dimensional: added once per sequence like a bias, and decayed no more than one.
+            shapes |= {"null_k": (kv_heads * dims.qk,), "null_v": (kv_heads * dims.v,)}
         return shapes
 
     def infer(self, width: Width) -> Cost:
         """Check the width and count; under the latent layout the work is that of the absorbed form."""
         expect_width(width, self.d_model, "d_model")
         dims = self.dims()
-        work = AttentionWork(dims.n_heads * (dims.qk + dims.v), self.local_window)
+        work = AttentionWork(dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn))
         return layer_cost(
             self._label(), self.type, width, width, self.parameter_shapes(), self._saved(), work, dims.streams
         )

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, create_model
 from caramba.config.base import Config
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
+from caramba.config.fit import FitConfig
 from caramba.config.manifest import (
     DebugConfig,
     LauncherConfig,
@@ -64,6 +65,7 @@ class Composition(Config):
     resume: str = "auto"
     kernels: Literal["auto", "require", "reference"] = "auto"
     model: ModelConfig
+    fit: FitConfig | None = None
     train: Annotated[Any, BeforeValidator(TrainGroup.model_validate)]
     data: DataConfig
     benchmark: SuiteConfig = SuiteConfig()

@@ -57,16 +57,18 @@ class WidthError(Exception):
 class AttentionWork:
     """Score and value work of one attention application.
 
-    `width` is H * (qk + v), per head; `window` the most keys that a query may see, itself included.
+    `width` is H * (qk + v), per head; `window` the most tokens whose keys a query may see, its own included;
+    `null` the keys that belong to no token and that every query sees besides.
     """
 
     width: int
     window: int | None = None
+    null: int = 0
 
     def mean_keys(self, context: int) -> Fraction:
-        """Mean number of keys that a causal query sees over positions 1..context, itself included."""
+        """Mean number of keys that a causal query sees over positions 1..context, its own and null included."""
         seen = min(context, self.window or context)
-        return Fraction(seen * (seen + 1) // 2 + (context - seen) * seen, context)
+        return self.null + Fraction(seen * (seen + 1) // 2 + (context - seen) * seen, context)
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,11 @@ class Cost:
         return sum(self.kv_bytes_per_layer(kind), Fraction(0))
 
     def kv_bytes(self, kind: KVCacheKind, tokens: int) -> Fraction:
-        """Bytes of all caches of one sequence of `tokens`; a local window keeps only its own tokens."""
-        kept = [min(tokens, work.window or tokens) for work in self.attention]
-        each = self.kv_bytes_per_layer(kind)
-        return sum((size * count for size, count in zip(each, kept, strict=True)), Fraction(0))
+        """Bytes of all caches of one sequence of `tokens`.
+
+        Every token counts, under a local window too: a window limits what queries see, not what caches keep.
+        """
+        return tokens * self.kv_bytes_per_token(kind)
 
     def flops_per_token(self, context: int) -> float:
         """Forward FLOPs per token: 2 * matmul_params_used + sum over attention of 2 * mean_keys * width.

@@ -44,6 +44,8 @@ def check_vocabulary(manifest: Manifest) -> None:
     """
     vocab = manifest.model.embedder.vocab_size
     for group in manifest.selected_groups():
+        if not group.runs and not group.benchmarks and manifest.model.teacher is None:
+            continue  # nothing reads the data
         data = group.data
         needed = BYTE_VOCABULARY if data.type == "stdlib" and data.tokenizer == "byte" else data.vocab_size
         if needed is None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config
+from caramba.config.base import Config, Later
 from caramba.config.layer import Positive
 
 
@@ -14,7 +14,8 @@ class DataConfig(Config):
     """`stdlib` is the interpreter's own standard-library source; `tokens` reads .npy, .tokens or a token folder.
 
     `tokenizer` is `bpe` (trained on the corpus, `vocab_size` entries) or `byte`; for `tokens`, `vocab_size` and
-    `tokenizer_hash` are what the file must have been made with, when they are set.
+    `tokenizer_hash` are what the file must have been made with, when they are set. `packing` is `concat` (windows of
+    one long stream) or `best_fit` (windows of whole documents, which attention must keep apart).
     """
 
     type: Literal["stdlib", "tokens"] = "stdlib"
@@ -26,6 +27,9 @@ class DataConfig(Config):
     val_path: str | None = None
     val_frac: Annotated[float, Field(gt=0, lt=1)] = 0.05
     max_bytes: Positive | None = None
+    packing: Annotated[
+        Literal["concat", "best_fit"], Later("attention that takes a document mask", "best_fit")
+    ] = "concat"
 
     @model_validator(mode="after")
     def _rules(self) -> DataConfig:

@@ -29,6 +29,7 @@ SHARED = (
         "resume",
         "kernels",
         "model",
+        "fit",
     ),
     *("parallel", "launcher", "logger", "debug", "paper", "review", "plugins", "origin"),
 )

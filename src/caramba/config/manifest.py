@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from caramba.config.base import Config, Later
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
+from caramba.config.fit import FitConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
 from caramba.config.train import PhaseConfig
@@ -122,6 +123,9 @@ class Manifest(Config):
         Literal["auto", "require", "reference"], Later("the kernel and cache work", "require")
     ] = "auto"
     model: ModelConfig
+    fit: FitConfig | None = Field(
+        default=None, description="scale the model to a size; a launch resolves it into concrete widths"
+    )
     groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)]
     parallel: ParallelConfig = ParallelConfig()
     launcher: LauncherConfig = LauncherConfig()

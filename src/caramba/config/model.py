@@ -95,8 +95,13 @@ class SurgeryConfig(Config):
 class ModelConfig(ModelSpec):
     """The `model` section: a network, and optionally the teacher that it is upcycled from."""
 
+    path: str | None = Field(
+        default=None,
+        description="a Hugging Face folder or hub id: embedder, topology, head and weights come from it",
+    )
     checkpoint: str | None = Field(
-        default=None, description="weights to start this model from: a run or a safetensors file"
+        default=None,
+        description="weights to start this model from: a run, a safetensors file or a Hugging Face folder",
     )
     teacher: TeacherConfig | None = None
     surgery: SurgeryConfig | None = None
@@ -105,4 +110,10 @@ class ModelConfig(ModelSpec):
     def _surgery_needs_a_teacher(self) -> ModelConfig:
         if self.surgery is not None and self.teacher is None:
             raise ValueError("surgery is set without a teacher; add model.teacher or remove surgery")
+        return self
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if self.path is not None and self.checkpoint is not None:
+            raise ValueError("path and checkpoint both give this model its weights; keep one")
         return self

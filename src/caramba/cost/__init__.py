@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from caramba.config.cost import Cost, Width, WidthError
+from caramba.cost.fit import FitResult, FitRow, fit
 from caramba.cost.memory import MemoryEstimate, PhaseEstimate, estimate_phase
 from caramba.cost.model import ModelCost, check_widths, model_cost
 from caramba.cost.planning import CacheRow, ExperimentPlan, StagePlan, plan
@@ -17,6 +18,8 @@ __all__ = [
     "CacheRow",
     "Cost",
     "ExperimentPlan",
+    "FitResult",
+    "FitRow",
     "MemoryEstimate",
     "ModelCost",
     "PhaseEstimate",
@@ -26,6 +29,7 @@ __all__ = [
     "as_json",
     "check_widths",
     "estimate_phase",
+    "fit",
     "model_cost",
     "plan",
     "render",

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from caramba.config.cost import Cost, Width
+from caramba.cost.fit import FitResult
 from caramba.cost.model import ModelCost
 from caramba.cost.planning import CacheRow, ExperimentPlan, StagePlan
 from caramba.cost.units import exact
@@ -27,6 +28,17 @@ def as_json(plan: ExperimentPlan) -> dict[str, Any]:
         "stages": [_stage(stage) for stage in plan.stages],
         "benchmarks": list(plan.benchmarks),
         "notes": list(plan.notes),
+        "fit": None if plan.fit is None else _fit(plan.fit),
+    }
+
+
+def _fit(fit: FitResult) -> dict[str, Any]:
+    return {
+        "target_params": fit.target_params,
+        "params": fit.params,
+        "error": fit.error,
+        "block_size": fit.block_size,
+        "derivation": [dataclasses.asdict(row) for row in fit.rows],
     }
 
 

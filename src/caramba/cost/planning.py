@@ -9,6 +9,7 @@ from caramba.config.benchmark import MemoryBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.train import PhaseConfig
+from caramba.cost.fit import FitResult
 from caramba.cost.memory import PhaseEstimate, estimate_phase, runs_teacher
 from caramba.cost.model import ModelCost, model_cost
 
@@ -79,6 +80,7 @@ class ExperimentPlan:
     stages: tuple[StagePlan, ...]
     benchmarks: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    fit: FitResult | None = None
 
     @property
     def upcycles(self) -> bool:
@@ -86,12 +88,13 @@ class ExperimentPlan:
         return self.teacher is not None or self.teacher_source is not None
 
 
-def plan(manifest: Manifest, command: str = "") -> ExperimentPlan:
+def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) -> ExperimentPlan:
     """Work out the plan of the groups that a manifest selects.
 
     Args:
         manifest: the validated experiment.
         command: what a user types to run it.
+        fit: the derivation, where the manifest's model was scaled from a preset.
 
     Raises:
         ConfigError: widths that do not fit, in the model or in its teacher.
@@ -124,6 +127,7 @@ def plan(manifest: Manifest, command: str = "") -> ExperimentPlan:
             f"{bench.id} ({bench.config.type})" for group in groups for bench in group.benchmarks
         ),
         notes=notes,
+        fit=fit,
     )
 
 

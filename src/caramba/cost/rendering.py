@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from caramba.config.cost import Cost
 from caramba.config.kvcache import KVCacheKind
+from caramba.cost.fit import FitResult
 from caramba.cost.model import ModelCost
 from caramba.cost.planning import ExperimentPlan, StagePlan
 from caramba.cost.units import format_bytes, format_count, format_flops, format_ratio, short_count
@@ -23,6 +24,8 @@ WIDTH = 110
 def render(plan: ExperimentPlan) -> Group:
     """Return the plan as rich renderables, for a console of 110 columns or more."""
     parts: list[RenderableType] = [Text(f"Plan of {plan.name}", style="bold"), Text()]
+    if plan.fit is not None:
+        parts += [_fit_table(plan.fit)]
     if plan.teacher is not None:
         parts += [*_model(plan.teacher, "Teacher", plan.context, plan.teacher_source), Text()]
     elif plan.teacher_source is not None:
@@ -108,6 +111,13 @@ def _table(title: str, first: int, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < first else "right", no_wrap=True)
+    return table
+
+
+def _fit_table(fit: FitResult) -> Table:
+    table = _table(f"Fitted to {short_count(fit.target_params)} parameters", 4, "what", "from", "to", "why")
+    for row in fit.rows:
+        table.add_row(row.what, row.before, row.after, row.why)
     return table
 
 

@@ -9,15 +9,12 @@ if TYPE_CHECKING:
     from caramba.data.corpus import Corpus, open_corpus
     from caramba.data.dataset import NpyDataset, TokenDataset, TokensDataset, build_token_dataset
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
+    from caramba.data.library import LibraryTokenizer, train_bpe
+    from caramba.data.packing import PackedDataset, pack_best_fit
     from caramba.data.sampler import WindowSampler, epoch_permutation
-    from caramba.data.tokenizer import (
-        BPETokenizer,
-        ByteTokenizer,
-        Tokenizer,
-        count_bytes,
-        load_tokenizer,
-        train_bpe,
-    )
+    from caramba.data.stream import TokenStream
+    from caramba.data.tokenizer import ByteTokenizer, Tokenizer, count_bytes
+    from caramba.data.tokenizer_files import load_tokenizer
 
 _HOMES = {
     "Corpus": "corpus",
@@ -31,21 +28,26 @@ _HOMES = {
     "write_token_folder": "folder",
     "WindowSampler": "sampler",
     "epoch_permutation": "sampler",
-    "BPETokenizer": "tokenizer",
+    "LibraryTokenizer": "library",
+    "PackedDataset": "packing",
+    "pack_best_fit": "packing",
+    "TokenStream": "stream",
     "ByteTokenizer": "tokenizer",
     "Tokenizer": "tokenizer",
     "count_bytes": "tokenizer",
-    "load_tokenizer": "tokenizer",
-    "train_bpe": "tokenizer",
+    "load_tokenizer": "tokenizer_files",
+    "train_bpe": "library",
 }
 
 __all__ = [
-    "BPETokenizer",
     "ByteTokenizer",
     "Corpus",
+    "LibraryTokenizer",
     "NpyDataset",
+    "PackedDataset",
     "TokenDataset",
     "TokenFolder",
+    "TokenStream",
     "Tokenizer",
     "TokensDataset",
     "WindowSampler",
@@ -55,6 +57,7 @@ __all__ = [
     "load_tokenizer",
     "open_corpus",
     "open_token_folder",
+    "pack_best_fit",
     "train_bpe",
     "write_token_folder",
 ]

@@ -14,6 +14,8 @@ import numpy as np
 
 from caramba.config.data import DataConfig
 from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
+from caramba.data.library import train_bpe
+from caramba.data.shards import shard_name
 from caramba.data.stdlib import (
     SPLIT_RULE,
     Documents,
@@ -21,8 +23,9 @@ from caramba.data.stdlib import (
     stdlib_identity,
     stdlib_root,
 )
+from caramba.data.stream import Tokens, split_at
 from caramba.data.token_file import TokenFile, open_token_file
-from caramba.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
+from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.errors import DataError
 from caramba.runs.files import home
 
@@ -30,7 +33,7 @@ Progress = Callable[[str], None]
 _BPE_SAMPLE_CHARACTERS = (
     8_000_000  # keeps training a tokenizer to a few seconds; the library has about 30 million
 )
-_BUILD_VERSION = 1  # raise when the same inputs start to give other tokens
+_BUILD_VERSION = 2  # raise when the same inputs start to give other tokens
 
 
 @dataclass(frozen=True)
@@ -38,11 +41,12 @@ class Corpus:
     """Tokens of one dataset, memory-mapped, and all that is known of how they were made.
 
     Attributes:
-        train: ids to train on, 1-D, in the file's own integer type.
+        train: ids to train on, 1-D, in the file's own integer type; a stream when they lie in several shards.
         val: held-out ids; no position of the corpus is in both.
         tokenizer: None when the file does not say.
         vocab_size: V of the tokenizer; None when the file does not say.
-        token_bytes: UTF-8 bytes per token, int32 [V]; None without a tokenizer, and then bits per byte is unknown.
+        token_bytes: UTF-8 bytes per token, int32 [V]; None without a tokenizer or with one whose tokens have no byte
+            count (meta.json says why), and then bits per byte is unknown.
         name: what reports print.
         fingerprint: SHA-256 over content and tokenizer; equal means the same data.
         folder: where the token files lie.
@@ -50,8 +54,8 @@ class Corpus:
         paths: the files of train and val, for messages.
     """
 
-    train: np.ndarray
-    val: np.ndarray
+    train: Tokens
+    val: Tokens
     tokenizer: Tokenizer | None
     vocab_size: int | None
     token_bytes: np.ndarray | None
@@ -121,7 +125,7 @@ def _open_stdlib(config: DataConfig, progress: Progress | None) -> Corpus:
     identity = stdlib_identity()
     folder = home() / "data" / f"stdlib-{_stdlib_key(config, identity)}"
     if not folder.is_dir():
-        _build_stdlib(config, folder, identity, progress)
+        build_stdlib(config, folder, progress)
     opened = open_token_folder(folder)
     return _from_folder(opened, config.name or "stdlib", None, config)
 
@@ -140,10 +144,10 @@ def _stdlib_key(config: DataConfig, identity: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _build_stdlib(
-    config: DataConfig, folder: Path, identity: dict[str, str], progress: Progress | None
-) -> None:
+def build_stdlib(config: DataConfig, folder: Path, progress: Progress | None = None) -> None:
+    """Write the token folder of the standard library that `config` (type stdlib) describes."""
     say = progress or (lambda _: None)
+    identity = stdlib_identity()
     say(f"reading the standard library under {identity['root']}")
     documents = collect_documents(stdlib_root(), config.val_frac, config.max_bytes)
     if config.tokenizer == "byte":
@@ -182,7 +186,7 @@ def _bpe_sample(documents: Documents) -> Iterator[str]:
 def _open_folder(config: DataConfig, path: Path, progress: Progress | None) -> Corpus:
     opened = open_token_folder(path)
     _check_made_with(path, config, opened.tokenizer.vocab_size, opened.tokenizer.hash)
-    val = _open_val(config, path / "train.npy", progress)
+    val = _open_val(config, path / shard_name("train", 0), progress)
     return _from_folder(opened, config.name or path.name, val, config)
 
 
@@ -231,14 +235,14 @@ def _open_val(config: DataConfig, train_path: Path, progress: Progress | None) -
     return open_token_file(path, progress=progress)
 
 
-def _hold_out(tokens: np.memmap, val_frac: float, path: Path) -> tuple[np.ndarray, np.ndarray]:
+def _hold_out(tokens: Tokens, val_frac: float, path: Path) -> tuple[Tokens, Tokens]:
     count = max(1, round(tokens.size * val_frac))
     if count >= tokens.size:
         raise DataError(
             f"{path}: {tokens.size} tokens cannot be split with data.val_frac={val_frac};"
             " give data.val_path or more data"
         )
-    return tokens[:-count], tokens[-count:]
+    return split_at(tokens, tokens.size - count)
 
 
 def _check_made_with(path: Path, config: DataConfig, vocab_size: int, tokenizer_hash: str) -> None:
@@ -256,15 +260,15 @@ def _check_made_with(path: Path, config: DataConfig, vocab_size: int, tokenizer_
 
 def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: DataConfig) -> Corpus:
     splits = opened.meta["splits"]
-    train, train_path = opened.train, opened.path / "train.npy"
-    train_max = _max_id(splits["train"], train_path)
+    train, train_path = opened.train, opened.path / shard_name("train", 0)
+    train_max = int(splits["train"]["max_id"])
     parts: list[Any] = [opened.fingerprint]
     if val is not None:
         held_out, val_path, val_max = val.tokens, val.path, val.max_id
         parts.append(val.sha256)
     elif opened.val is not None:
-        held_out, val_path = opened.val, opened.path / "val.npy"
-        val_max = _max_id(splits["val"], val_path)
+        held_out, val_path = opened.val, opened.path / shard_name("val", 0)
+        val_max = int(splits["val"]["max_id"])
     else:
         train, held_out = _hold_out(opened.train, config.val_frac, train_path)
         val_path, val_max = train_path, train_max
@@ -282,8 +286,3 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         max_ids=(train_max, val_max),
         paths=(train_path, val_path),
     )
-
-
-def _max_id(facts: dict[str, Any], path: Path) -> int:
-    """The largest id as recorded when the folder was written; a folder that does not say is scanned once."""
-    return int(facts["max_id"]) if "max_id" in facts else open_token_file(path).max_id

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from caramba.data.folder import open_token_folder
-from caramba.data.npy import memmap_place
+from caramba.data.stream import Tokens, TokenStream
 from caramba.data.token_file import open_token_file
 from caramba.errors import DataError
 
@@ -22,7 +22,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     that is asked for is read; a memory map is reopened, not copied, in a worker process.
 
     Args:
-        tokens: 1-D array of ids, memory-mapped or not.
+        tokens: 1-D array of ids, memory-mapped or not, or a stream of several.
         block_size: T, tokens per window.
 
     Shape: item: x and y, each int64 [T]; length (n - 1) // T.
@@ -31,7 +31,7 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         DataError: `tokens` is not 1-D integers or is shorter than block_size + 1.
     """
 
-    def __init__(self, tokens: np.ndarray, block_size: int) -> None:
+    def __init__(self, tokens: Tokens, block_size: int) -> None:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(
                 f"tokens have shape {tokens.shape} and dtype {tokens.dtype}; expected 1-D integers"
@@ -61,18 +61,21 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        place = memmap_place(self.tokens)
-        if place is not None:  # pickling a memory map would send the whole file
+        is_stream = isinstance(self.tokens, TokenStream)
+        stream = self.tokens if isinstance(self.tokens, TokenStream) else TokenStream([self.tokens])
+        places = stream.places()
+        if places is not None:  # pickling a memory map would send the whole file
             del state["tokens"]
-            state["_place"] = (*place, self.tokens.dtype, self.tokens.shape)
+            state["_places"] = (is_stream, self.tokens.dtype, places)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        place = state.pop("_place", None)
+        places = state.pop("_places", None)
         self.__dict__.update(state)
-        if place is not None:
-            file, offset, dtype, shape = place
-            self.tokens = np.memmap(file, dtype=dtype, mode="r", offset=offset, shape=shape)
+        if places is not None:
+            is_stream, dtype, found = places
+            parts = [np.memmap(file, dtype, "r", offset, (size,)) for file, offset, size in found]
+            self.tokens = TokenStream(parts) if is_stream else parts[0]
 
 
 class NpyDataset(TokenDataset):

@@ -1,4 +1,4 @@
-"""Token folders: train.npy, val.npy, tokenizer.json, token_bytes.npy and meta.json, made whole or not at all."""
+"""Token folders: shards and document index of train and val, tokenizer.json, token_bytes.npy and meta.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,15 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from caramba.data.library import LibraryTokenizer
 from caramba.data.npy import NpyWriter, open_npy, token_dtype
-from caramba.data.tokenizer import BPETokenizer, ByteTokenizer, Tokenizer
+from caramba.data.shards import SHARD_TOKENS, SPLITS, SplitWriter, index_name
+from caramba.data.stream import Tokens, TokenStream
+from caramba.data.tokenizer import ByteTokenizer, Tokenizer
 from caramba.errors import DataError
-from caramba.runs.files import sha256_of, whole_file, write_json
+from caramba.runs.files import whole_file, write_json
 
-SCHEMA = 1
-SPLITS = ("train", "val")
+SCHEMA = 2
 Progress = Callable[[str], None]
-_BATCH_CHARACTERS = 2_000_000
+_BATCH_CHARACTERS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,31 @@ class TokenFolder:
 
     path: Path
     meta: dict[str, Any]
-    train: np.memmap
-    val: np.memmap | None
+    train: Tokens
+    val: Tokens | None
     tokenizer: Tokenizer
 
     @cached_property
-    def token_bytes(self) -> np.ndarray:
-        """UTF-8 bytes per token, int32 [V], from token_bytes.npy."""
+    def token_bytes(self) -> np.ndarray | None:
+        """UTF-8 bytes per token, int32 [V], from token_bytes.npy; None when the tokenizer cannot tell."""
+        if self.meta["tokenizer"].get("no_bytes_reason") is not None:
+            return None
         return np.asarray(open_npy(self.path / "token_bytes.npy"))
+
+    def documents(self, split: str) -> np.ndarray:
+        """First token of each document of `train` or `val`, int64, memory-mapped; it ends where the next begins.
+
+        Raises:
+            DataError: the index is missing, damaged, or not of as many documents as meta.json says.
+        """
+        path = self.path / index_name(split)
+        index = open_npy(path)
+        expected = self.meta["splits"].get(split, {}).get("documents")
+        if index.size != expected:
+            raise DataError(
+                f"{path}: {index.size} documents, but meta.json says {expected}; prepare the folder again"
+            )
+        return index
 
     @property
     def fingerprint(self) -> str:
@@ -73,70 +92,78 @@ def write_token_folder(
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".part", dir=folder.parent))
     try:
-        tokenizer.save(temporary / "tokenizer.json")
-        with whole_file(temporary / "token_bytes.npy") as part, NpyWriter(part, np.dtype(np.int32)) as out:
-            out.append(tokenizer.token_bytes)
+        write_tokenizer(temporary, tokenizer)
         dtype = token_dtype(tokenizer.vocab_size)
-        facts = {}
+        facts: dict[str, Any] = {}
         for split in SPLITS:
-            path = temporary / f"{split}.npy"
-            facts[split] = _write_split(path, split, splits[split], tokenizer, dtype, progress)
-            facts[split]["sha256"] = sha256_of(path)
-        meta = {
-            "schema": SCHEMA,
-            "tokenizer": {
-                "name": tokenizer.name,
-                "vocab_size": tokenizer.vocab_size,
-                "hash": tokenizer.hash,
-                "eos_id": tokenizer.eos_id,
-            },
-            "dtype": dtype.name,
-            "splits": facts,
-            "source": dict(source),
-        }
-        write_json(temporary / "meta.json", meta)
-        os.chmod(temporary, 0o755)
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not (folder / "meta.json").is_file():  # not another process's finished folder: a real failure
-                raise
+            with SplitWriter(temporary, split, dtype, SHARD_TOKENS) as out:
+                for batch in document_batches(splits[split]):
+                    for ids, text in zip(tokenizer.encode_documents(batch), batch, strict=True):
+                        out.add(ids, len(text.encode()))
+                    if progress:
+                        progress(f"encoding {split}: {out.bytes / 1e6:.1f} MB, {out.tokens:,} tokens")
+                facts[split] = out.finish()
+            if facts[split] is None:
+                raise DataError(f"{folder}: the {split} split has no documents; expected at least one")
+        write_meta(temporary, tokenizer, facts, source)
+        publish_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_split(
-    path: Path,
-    split: str,
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    dtype: np.dtype,
-    progress: Progress | None,
-) -> dict[str, Any]:
-    documents = size = 0
-    max_id = 0
-    with whole_file(path) as part, NpyWriter(part, dtype) as out:
-        for batch in _batches(texts):
-            for ids in tokenizer.encode_documents(batch):
-                out.append(ids)
-                max_id = max(max_id, int(ids.max()))
-            documents += len(batch)
-            size += sum(len(text.encode()) for text in batch)
-            if progress:
-                progress(f"encoding {split}: {size / 1e6:.1f} MB, {out.count:,} tokens")
-        tokens = out.count
-    if documents == 0:
-        raise DataError(f"{path.parent}: the {split} split has no documents; expected at least one")
-    return {"tokens": tokens, "bytes": size, "documents": documents, "max_id": max_id}
+def write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write tokenizer.json and, when bytes per token are known, token_bytes.npy."""
+    tokenizer.save(folder / "tokenizer.json")
+    lengths = tokenizer.token_bytes
+    if lengths is not None:
+        with whole_file(folder / "token_bytes.npy") as part, NpyWriter(part, np.dtype(np.int32)) as out:
+            out.append(lengths)
 
 
-def _batches(texts: Iterable[str]) -> Iterable[list[str]]:
+def write_meta(
+    folder: Path, tokenizer: Tokenizer, splits: Mapping[str, Any], source: Mapping[str, Any]
+) -> None:
+    """Write meta.json; `splits` are what `SplitWriter.finish` returned, None for a split without documents."""
+    meta = {
+        "schema": SCHEMA,
+        "tokenizer": {
+            "name": tokenizer.name,
+            "vocab_size": tokenizer.vocab_size,
+            "hash": tokenizer.hash,
+            "eos_id": tokenizer.eos_id,
+            "bos_id": tokenizer.bos_id,
+            "adds_bos": tokenizer.adds_bos,
+            "no_bytes_reason": tokenizer.no_bytes_reason,
+        },
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "splits": {split: facts for split, facts in splits.items() if facts is not None},
+        "source": dict(source),
+    }
+    write_json(folder / "meta.json", meta)
+
+
+def publish_folder(temporary: Path, folder: Path) -> None:
+    """Rename a finished folder to its place; a finished token folder that is there already stays.
+
+    Raises:
+        OSError: something else is in the way.
+    """
+    os.chmod(temporary, 0o755)
+    try:
+        os.rename(temporary, folder)
+    except OSError:
+        if not (folder / "meta.json").is_file():  # not another process's finished folder: a real failure
+            raise
+
+
+def document_batches(texts: Iterable[str], most_characters: int = _BATCH_CHARACTERS) -> Iterator[list[str]]:
+    """Yield the texts in lists of about `most_characters` characters in all."""
     batch: list[str] = []
     characters = 0
     for text in texts:
         batch.append(text)
         characters += len(text)
-        if characters >= _BATCH_CHARACTERS:
+        if characters >= most_characters:
             yield batch
             batch, characters = [], 0
     if batch:
@@ -162,7 +189,10 @@ def open_token_folder(folder: Path) -> TokenFolder:
         tokenizer: Tokenizer = ByteTokenizer()
         tokenizer.definition = definition
     else:
-        tokenizer = BPETokenizer(stated["name"], definition, stated["vocab_size"], stated["eos_id"])
+        marks = {"bos_id": stated.get("bos_id"), "adds_bos": bool(stated.get("adds_bos"))}
+        tokenizer = LibraryTokenizer(
+            stated["name"], definition, stated["vocab_size"], stated["eos_id"], **marks
+        )
     if tokenizer.hash != stated["hash"]:
         raise DataError(
             f"{tokenizer_path}: hash {tokenizer.hash[:16]}, but meta.json says the tokens were made with"
@@ -179,25 +209,29 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(
             f"{folder}: no meta.json in this folder, so it is not a token folder;"
-            " expected train.npy, val.npy, tokenizer.json, token_bytes.npy and meta.json. If it is a cache, delete it"
+            " expected meta.json, tokenizer.json and train-00000.npy. If it is a cache, delete it"
         )
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         schema = meta["schema"]
+        if schema != SCHEMA:
+            raise DataError(
+                f"{path}: schema {schema}, expected {SCHEMA}; prepare the folder again with this version"
+            )
         sizes = [
+            *(shard["tokens"] for facts in meta["splits"].values() for shard in facts["shards"]),
+            *(facts["max_id"] for facts in meta["splits"].values()),
             meta["splits"]["train"]["tokens"],
             meta["tokenizer"]["vocab_size"],
             meta["tokenizer"]["eos_id"],
         ]
         strings = [meta["tokenizer"]["name"], meta["tokenizer"]["hash"], meta["dtype"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except DataError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: {type(error).__name__}: {error}; expected what write_token_folder writes"
         ) from error
-    if schema != SCHEMA:
-        raise DataError(
-            f"{path}: schema {schema}, expected {SCHEMA}; prepare the folder again with this version"
-        )
     if not all(isinstance(s, int) for s in sizes) or not all(isinstance(s, str) for s in strings):
         raise DataError(
             f"{path}: sizes {sizes} must be integers and {strings} strings; prepare the folder again"
@@ -205,14 +239,19 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _open_split(folder: Path, split: str, meta: dict[str, Any]) -> np.memmap | None:
+def _open_split(folder: Path, split: str, meta: dict[str, Any]) -> Tokens | None:
     facts = meta["splits"].get(split)
     if facts is None:
         return None
-    tokens = open_npy(folder / f"{split}.npy")
-    if tokens.size != facts["tokens"] or tokens.dtype != np.dtype(meta["dtype"]):
+    parts = [_open_shard(folder, shard, meta["dtype"]) for shard in facts["shards"]]
+    return parts[0] if len(parts) == 1 else TokenStream(parts)
+
+
+def _open_shard(folder: Path, shard: dict[str, Any], dtype: str) -> np.memmap:
+    tokens = open_npy(folder / shard["file"])
+    if tokens.size != shard["tokens"] or tokens.dtype != np.dtype(dtype):
         raise DataError(
-            f"{folder / split}.npy: {tokens.size} tokens of {tokens.dtype}, but meta.json says {facts['tokens']} of"
-            f" {meta['dtype']}; delete or prepare the folder again"
+            f"{folder / shard['file']}: {tokens.size} tokens of {tokens.dtype}, but meta.json says {shard['tokens']} of"
+            f" {dtype}; delete or prepare the folder again"
         )
     return tokens

@@ -24,18 +24,38 @@ class NpyWriter:
     """Writes a 1-D .npy whose length is known only at the end; a context manager.
 
     The header has a fixed length and is written twice: first as a placeholder, at the end with the shape.
+
+    Args:
+        path: the file; created or overwritten, unless `keep` is given.
+        dtype: of the ids.
+        keep: go on with the file that is there, after its first `keep` ids; what follows them is cut off.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, keep: int | None = None) -> None:
         self.dtype = dtype.newbyteorder("<")
-        self.count = 0
-        self._file = open(path, "wb")  # noqa: SIM115 - closed by __exit__
-        self._write_header()
+        self.count = keep or 0
+        self._file = open(path, "wb" if keep is None else "rb+")  # noqa: SIM115 - closed by __exit__
+        if keep is None:
+            self._write_header()
+            return
+        end = _HEADER_BYTES + keep * dtype.itemsize
+        if os.fstat(self._file.fileno()).st_size < end:
+            self._file.close()
+            raise DataError(
+                f"{path}: expected at least {keep} ids in this unfinished file; delete its folder"
+            )
+        self._file.truncate(end)
+        self._file.seek(end)
 
     def append(self, ids: np.ndarray) -> None:
         """Add `ids`, which must fit the dtype."""
         self._file.write(np.ascontiguousarray(ids, dtype=self.dtype).data)
         self.count += ids.size
+
+    def sync(self) -> None:
+        """Bring what was appended to the disk, so that it survives a loss of power."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def _write_header(self) -> None:
         text = f"{{'descr': '{self.dtype.str}', 'fortran_order': False, 'shape': ({self.count},), }}"

@@ -13,15 +13,16 @@ from torch.utils.data import Subset
 from caramba.benchmark import Subjects, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, TokenDataset, open_corpus
 from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
-from caramba.model import Model, build_model, find_checkpoint, load_pretrained, save_model
+from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
-from caramba.runtime import choose_device
+from caramba.runtime import choose_device, is_main_process
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Session:
     group: GroupConfig
     run_dir: Path
     device: torch.device
-    corpus: Corpus
+    text: Corpus | None
     ledger: Ledger
     teacher: Model | None = None
     student: Model | None = None
@@ -40,16 +41,14 @@ class Session:
 
     @classmethod
     def open(cls, manifest: Manifest, group: GroupConfig, run_dir: Path) -> Session:
-        """Open the data, check that it fits the model, and load or build the models that the group starts from."""
+        """Open the data, check that it fits the model, and load or build the models that the group starts from.
+
+        Without runs, benchmarks and a teacher no data is read: the model is loaded, recorded and ready to export.
+        """
         device = choose_device(manifest.device)
-        corpus = open_corpus(group.data, progress=logger.info)
-        blocks = [run.train.block_size for run in group.runs if run.train] + [
-            bench.config.block_size
-            for bench in group.benchmarks
-            if isinstance(bench.config, PerplexityBenchmarkConfig)
-        ]
-        corpus.check(vocab_size=manifest.model.embedder.vocab_size, block_size=max(blocks, default=1))
-        session = cls(manifest, group, run_dir, device, corpus, Ledger(run_dir))
+        reads_text = bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
+        text = _open_text(manifest, group) if reads_text else None
+        session = cls(manifest, group, run_dir, device, text, Ledger(run_dir))
         session._open_models()
         return session
 
@@ -57,35 +56,50 @@ class Session:
         model = self.manifest.model
         if model.teacher is not None:
             if model.teacher.checkpoint is not None:
-                path = find_checkpoint(Path(model.teacher.checkpoint), role="teacher")
-                self.teacher, self.labels = load_pretrained(
-                    path,
-                    expected=model.teacher.manifest,
-                    device=self.device,
-                    where="model.teacher.checkpoint",
-                    tokenizer_hash=self.tokenizer_hash,
+                self.teacher = self._load(
+                    model.teacher.checkpoint, "teacher", model.teacher.manifest, "model.teacher.checkpoint"
                 )
-                logger.path(str(path), "teacher")
             else:
                 assert model.teacher.manifest is not None
                 self.teacher = build_model(model.teacher.manifest, seed=self.manifest.seed).to(self.device)
-        if model.checkpoint is not None:
-            path = find_checkpoint(Path(model.checkpoint), role="student")
-            self.student, labels = load_pretrained(
-                path,
-                expected=model,
-                device=self.device,
-                where="model.checkpoint",
-                tokenizer_hash=self.tokenizer_hash,
-            )
-            self.labels |= labels
+        if model.path is not None:
+            self.student = self._load(model.path, "student", model, "model.path")
+        elif model.checkpoint is not None:
+            self.student = self._load(model.checkpoint, "student", model, "model.checkpoint")
         elif model.teacher is None:
             self.student = build_model(model, seed=self.manifest.seed).to(self.device)
+
+    def _load(self, source: str, role: str, expected: ModelSpec | None, where: str) -> Model:
+        """Read a model's weights; of a Hugging Face folder the run keeps a reference, for `labels` and for exports."""
+        path = find_checkpoint(Path(source), role=role)
+        model, labels = load_pretrained(
+            path,
+            expected=expected,
+            device=self.device,
+            where=where,
+            tokenizer_hash=self.tokenizer_hash,
+        )
+        self.labels |= labels
+        if path.is_dir() and is_main_process():
+            self.labels |= record_loaded(self.run_dir, role, path)
+        logger.path(str(path), role)
+        return model
+
+    @property
+    def corpus(self) -> Corpus:
+        """The group's text.
+
+        Raises:
+            ConfigError: the group has neither runs nor benchmarks, so none was opened.
+        """
+        if self.text is None:
+            raise ConfigError(f"group {self.group.name!r} opens no data; give it runs or benchmarks")
+        return self.text
 
     @property
     def tokenizer_hash(self) -> str:
         """Hash of the tokenizer that made the data; empty when a bare token file does not say."""
-        return self.corpus.tokenizer.hash if self.corpus.tokenizer is not None else ""
+        return self.text.tokenizer.hash if self.text is not None and self.text.tokenizer is not None else ""
 
     def model_of(self, role: str) -> Model:
         """Return the current teacher or student.
@@ -152,6 +166,8 @@ class Session:
         self, benchmarks: Sequence[BenchmarkConfig], models: Mapping[str, Model]
     ) -> tuple[BenchmarkResult, ...]:
         """Run benchmarks on named models and say what they found."""
+        if not benchmarks:
+            return ()
         subjects = Subjects(
             models=models,
             windows=lambda block_size: self.windows("val", block_size),
@@ -192,3 +208,14 @@ class Session:
                 assert isinstance(phase.batch_size, int)
                 position += phase.steps * phase.batch_size * phase.gradient_accumulation_steps
         return position
+
+
+def _open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
+    corpus = open_corpus(group.data, progress=logger.info)
+    blocks = [run.train.block_size for run in group.runs if run.train] + [
+        bench.config.block_size
+        for bench in group.benchmarks
+        if isinstance(bench.config, PerplexityBenchmarkConfig)
+    ]
+    corpus.check(vocab_size=manifest.model.embedder.vocab_size, block_size=max(blocks, default=1))
+    return corpus

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from caramba.config.composition import Composition
 from caramba.config.crosscheck import check_vocabulary, cross_check
@@ -17,15 +17,20 @@ from caramba.config.names import nearest
 from caramba.config.parse import parse_as, parse_manifest
 from caramba.config.source import Path, placed, read_path, retrace
 from caramba.errors import ConfigError
+from caramba.launch.derive import derive_models
 from caramba.launch.groups import groups
 from caramba.launch.locate import Origin
+
+if TYPE_CHECKING:
+    from caramba.cost import FitResult
 
 
 @dataclass(frozen=True)
 class Frozen:
     """A validated manifest with what is needed to speak of it in the user's terms.
 
-    `is_data_chosen` is false when the data is merely that of the defaults list.
+    `is_data_chosen` is false when the data is merely that of the defaults list; `fit` tells how the model was
+    scaled, when the manifest asked for it.
     """
 
     manifest: Manifest
@@ -33,6 +38,7 @@ class Frozen:
     source: Origin
     origins: dict[Path, Path]
     is_data_chosen: bool = True
+    fit: FitResult | None = None
 
     def check_vocabulary(self) -> None:
         """Raise when data and model have different vocabularies."""
@@ -69,6 +75,11 @@ def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen
         frozen = _from_file(file, rest, tuple(overrides))
     else:
         frozen = _from_groups(overrides, config_dirs)
+    if frozen.manifest.fit is not None:
+        from caramba.launch.fit import resolve_fit
+
+        manifest, derivation = resolve_fit(frozen.manifest, frozen.manifest.fit, frozen.overrides)
+        frozen = dataclasses.replace(frozen, manifest=manifest, fit=derivation)
     cross_check(frozen.manifest)
     _check_widths(frozen)
     return frozen
@@ -88,7 +99,7 @@ def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Froze
     from caramba.launch.compose import compose
 
     composed = compose(overrides, config_dirs)
-    tree = composed.tree
+    tree = derive_models(composed.tree, composed.source)
     parse_as(Composition, tree, source=composed.source)
     _refuse_foreign_group(tree, composed.choices)
     lowered = lower_groups(tree, composed.choices, composed.given, composed.chosen)
@@ -101,6 +112,7 @@ def _from_file(file: File, overrides: Sequence[str], typed: tuple[str, ...]) -> 
     from caramba.launch.file import read_file
 
     tree, source, given = read_file(file, overrides)
+    tree = derive_models(tree, source)
     lowered = lower_file(tree, file.stem, given)
     return _finish(lowered, tree, source, typed)
 

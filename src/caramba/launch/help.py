@@ -24,7 +24,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "print the plan: shapes, parameters, bytes, stages; no torch",
     ),
     "resume": ("RUN", "go on with an interrupted run (a run directory, runs/NAME, or latest)"),
+    "export": (
+        "RUN --out DIR [--format hf|safetensors|ckpt|dcp] [--which teacher|student] [--force]",
+        "write a trained model for other programs; hf loads with transformers",
+    ),
+    "eval": (
+        "RUN --tasks A,B [--limit N] [--include-path DIR] [--which teacher|student]",
+        "evaluate a trained model on tasks of lm-evaluation-harness",
+    ),
     "doctor": ("", "check this machine: packages, devices, memory, folders"),
+    "prepare": (
+        "text PATH... | fineweb | stdlib --output DIR",
+        "turn text into tokens that data=tokens reads (caramba prepare --help)",
+    ),
     "schema": ("[--json]", "the keys of a manifest, for people or as JSON Schema for editors and agents"),
 }
 

@@ -17,9 +17,8 @@ def compile_plan(request: Request, *, prints_json: bool) -> int:
 
     frozen = freeze(request.overrides, request.config_dirs)
     notes = _notes(frozen)
-    experiment = plan(
-        frozen.manifest, command=shlex.join(["python", "-m", "caramba.launch", *frozen.overrides])
-    )
+    command = shlex.join(["python", "-m", "caramba.launch", *frozen.overrides])
+    experiment = plan(frozen.manifest, command=command, fit=frozen.fit)
     if prints_json:
         print(json.dumps({**as_json(experiment), "launch_notes": notes}, indent=2))
         return 0

@@ -1,41 +1,64 @@
-"""Are the weights that a run starts from at hand? Answered before anything is written, without a network."""
+"""Are the weights that a run starts from at hand? Answered before anything is written; a hub id is downloaded here."""
 
 from __future__ import annotations
 
-import os
-import re
+import struct
 from pathlib import Path
 
+from caramba.checkpoint.folder import weight_files
+from caramba.checkpoint.hub import HUB_ID, hub_cache, hub_folder
+from caramba.config.crosscheck import cross_check
+from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.errors import CheckpointError, ConfigError
 from caramba.runs import MANIFEST, resolve_run
 
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-LATER = "reading Hugging Face weights comes with the model substrate work"
+LOADED = "loaded.json"  # what caramba.model.hf_folder writes; importing that would load torch
+_PATH_HINT = "give a Hugging Face folder, or a hub id such as HuggingFaceTB/SmolLM-135M"
 
 
 def check_weights(manifest: Manifest) -> Manifest:
     """Check every checkpoint that a manifest names and return the manifest with their absolute paths.
 
+    A hub id becomes the folder of its snapshot, downloaded when it is not in the cache. A teacher of a Hugging Face
+    folder that the manifest does not describe is described here.
+
     Raises:
         CheckpointError: weights that are needed and are not here, with the ways on.
+        ConfigError: the teacher that its folder describes does not go with the model.
     """
     model = manifest.model
     update: dict[str, object] = {}
-    if model.checkpoint is not None:
-        update["checkpoint"] = str(find_checkpoint(model.checkpoint, "model.checkpoint"))
+    for key, text in (("path", model.path), ("checkpoint", model.checkpoint)):
+        if text is not None:
+            update[key] = str(find_checkpoint(text, f"model.{key}"))
     teacher = model.teacher
     if teacher is not None and teacher.checkpoint is not None:
         path = find_checkpoint(teacher.checkpoint, "model.teacher.checkpoint")
-        if teacher.manifest is None and path.is_file():
+        described = teacher.manifest
+        if described is None and is_hf_folder(path) and not (path / MANIFEST).is_file():
+            described = spec_of_folder(path)
+        elif described is None and path.is_file() and not _describes_itself(path):
             raise CheckpointError(
-                f"model.teacher.checkpoint={teacher.checkpoint}: a safetensors file does not describe its network; "
-                "give the run directory that it is from, or add model.teacher.manifest"
+                f"model.teacher.checkpoint={teacher.checkpoint}: this safetensors file does not describe its network; "
+                "give the folder or run directory that it is from, or add model.teacher.manifest"
             )
-        update["teacher"] = teacher.model_copy(update={"checkpoint": str(path)})
+        update["teacher"] = teacher.model_copy(update={"checkpoint": str(path), "manifest": described})
     elif teacher is not None:
         _check_teacher_is_trained(manifest)
-    return manifest.model_copy(update={"model": model.model_copy(update=update)}) if update else manifest
+    if not update:
+        return manifest
+    checked = manifest.model_copy(update={"model": model.model_copy(update=update)})
+    cross_check(checked)
+    return checked
+
+
+def _describes_itself(file: Path) -> bool:
+    """Whether a safetensors file carries the description that caramba writes, read without torch."""
+    with open(file, "rb") as stream:
+        first = stream.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        return b'"caramba-1"' in stream.read(min(length, 100_000_000))
 
 
 def _check_teacher_is_trained(manifest: Manifest) -> None:
@@ -58,34 +81,54 @@ def _check_teacher_is_trained(manifest: Manifest) -> None:
 
 
 def find_checkpoint(text: str, key: str) -> Path:
-    """Return the run directory or safetensors file that `text` names.
+    """Return the run directory, safetensors file or Hugging Face folder that `text` names; a hub id is downloaded.
 
     Raises:
-        CheckpointError: it is not here, or is of a kind that cannot be read yet.
+        CheckpointError: it is not here and cannot be had, is incomplete, or is not of the kind that `key` takes.
     """
     path = Path(text).expanduser()
-    if path.suffix == ".safetensors":
+    if path.suffix == ".safetensors" and key != "model.path":
         if not path.is_file():
             raise CheckpointError(f"{key}={text}: no such file")
         return path.absolute()
-    if path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).is_file():
-        raise CheckpointError(
-            f"{key}={text}: this is a Hugging Face folder, and {LATER}. Ways on:\n{_ways(None)}"
-        )
-    if path.exists() or not HUB_ID.match(text) or text.startswith("runs/"):
+    is_run = (path / MANIFEST).is_file()
+    if path.is_dir() and not is_run and (key == "model.path" or is_hf_folder(path) or _holds_weights(path)):
+        read_hf_config(path)
+        weight_files(path)
+        return path.absolute()
+    is_local = path.exists() or not HUB_ID.match(text) or text.startswith("runs/")
+    if key == "model.path":
+        if is_local:
+            raise CheckpointError(f"{key}={text}: no such folder; {_PATH_HINT}")
+        return from_hub(text, key)
+    if is_local:
         return _run_with_weights(text, key)
     try:
         return _run_with_weights(text, key)
     except CheckpointError:
         if (Path("runs") / text).exists():
             raise
-    cached = hub_folder(text)
-    if cached is not None:
-        raise CheckpointError(f"{key}={text}: found at {cached}, and {LATER}. Ways on:\n{_ways(None)}")
-    raise CheckpointError(
-        f"{key}={text}: not in this machine's Hugging Face cache ({hub_cache()}), and no run or file of that name. "
-        f"Ways on:\n{_ways(text)}"
-    )
+    return from_hub(text, key)
+
+
+def from_hub(hub_id: str, key: str, *, needs_weights: bool = True) -> Path:
+    """Return the local snapshot of a hub id, downloaded when it is not in the cache.
+
+    Raises:
+        CheckpointError: it cannot be had, with the ways on.
+    """
+    try:
+        return hub_folder(hub_id, needs_weights=needs_weights)
+    except CheckpointError as error:
+        also = "" if key == "model.path" else ", and no run or file of that name"
+        raise CheckpointError(
+            f"{key}={hub_id}: not in this machine's Hugging Face cache ({hub_cache()}){also}; {error}. "
+            f"Ways on:\n{_ways(hub_id, key)}"
+        ) from None
+
+
+def _holds_weights(path: Path) -> bool:
+    return any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json"))
 
 
 def _run_with_weights(text: str, key: str) -> Path:
@@ -93,7 +136,8 @@ def _run_with_weights(text: str, key: str) -> Path:
         run = resolve_run(text)
     except ConfigError as error:
         raise CheckpointError(f"{key}={error}") from None
-    if not any((run / "checkpoints").glob("*.safetensors")):
+    weights = run / "checkpoints"
+    if not any(weights.glob("*.safetensors")) and not (weights / LOADED).is_file():
         raise CheckpointError(
             f"{key}={text}: the run {run} has no finished checkpoint (checkpoints/*.safetensors); "
             f"finish it with `caramba resume {run}`, or name another"
@@ -101,30 +145,12 @@ def _run_with_weights(text: str, key: str) -> Path:
     return run
 
 
-def hub_cache() -> Path:
-    """Return the folder where the hub's client keeps downloads."""
-    if cache := os.environ.get("HF_HUB_CACHE"):
-        return Path(cache).expanduser()
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(home).expanduser() / "hub"
-
-
-def hub_folder(hub_id: str) -> Path | None:
-    """Return the newest local snapshot of a hub id that holds weights, or None."""
-    snapshots = hub_cache() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
-    found = [folder for folder in snapshots.glob("*") if any(folder.glob("*.safetensors"))]
-    return max(found, key=lambda folder: folder.stat().st_mtime) if found else None
-
-
-def _ways(hub_id: str | None) -> str:
-    first = (
-        f"hf auth login, then hf download {hub_id}"
-        if hub_id
-        else "wait for it, or convert the weights to a run of caramba"
-    )
-    note = f" (gated models need an accepted licence; {LATER})" if hub_id else ""
+def _ways(hub_id: str, key: str) -> str:
+    local = f"{key}=DIR, a Hugging Face folder with config.json and its .safetensors files"
+    if key != "model.path":
+        local += ", or a run that trained this model, or its .safetensors file"
     return (
-        f"  1. {first}{note}\n"
-        "  2. model.teacher.checkpoint=DIR, a run that trained this teacher, or its .safetensors file\n"
+        f"  1. hf auth login, then hf download {hub_id} (gated models need an accepted licence)\n"
+        f"  2. {local}\n"
         "  3. model=tiny_dba train=upcycle, which trains its own teacher here in minutes"
     )

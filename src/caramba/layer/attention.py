@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from caramba.cache import Context
@@ -24,9 +25,6 @@ def build_projection(config: AttentionLayerConfig) -> Projection:
         raise ConfigError(
             "AttentionLayer: layout=latent is planned and comes with the surgery work; use layout: per_head"
         )
-    for name in ("null_attn", "rope_semantic", "q_chunk"):
-        if getattr(config, name):
-            raise ConfigError(f"AttentionLayer: {name} comes with the model substrate work; remove it")
     if config.mode is not AttentionMode.DECOUPLED:
         return StandardProjection(config)
     dims = config.dims()
@@ -45,6 +43,11 @@ class AttentionLayer(nn.Module):
     With a context the layer's streams join its cache and the queries see every token cached so far; the first
     token's position is `ctx.position`. Without one the sequence starts at position 0.
 
+    `null_attn` adds one learned key and value per key/value head, `null_k` [K*Dqk] and `null_v` [K*Dv]. Every
+    query sees them beside its tokens: before the first token, outside any window, and in each chunk of a decode.
+    They have no position (RoPE and QK-norm leave them alone), belong to the weights and take no cache. Both
+    start at zero, where a head that attends to nothing gives zero.
+
     Shape: x [B, T, M] to [B, T, M]; `out` is [M, H*Dv].
 
     Raises:
@@ -61,12 +64,24 @@ class AttentionLayer(nn.Module):
         self.config = config
         self.dims = config.dims()
         self.projection = build_projection(config)
-        self.score = CausalScore(config.local_window, config.dropout)
-        self.out = nn.Linear(self.dims.n_heads * self.dims.v, config.d_model, bias=config.bias)
+        self.score = CausalScore(config.local_window, config.dropout, config.q_chunk)
+        self.out = nn.Linear(self.dims.n_heads * self.dims.v, config.d_model, bias=config.bias is True)
+        kv_heads = self.dims.n_kv_heads
+        self.null_k = nn.Parameter(torch.zeros(kv_heads * self.dims.qk)) if config.null_attn else None
+        self.null_v = nn.Parameter(torch.zeros(kv_heads * self.dims.v)) if config.null_attn else None
+
+    def reset_parameters(self) -> None:
+        """Set the null key and value to zero."""
+        for parameter in (self.null_k, self.null_v):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
         q, streams = self.projection(x, 0 if ctx is None else ctx.position)
         if ctx is not None:
             streams = ctx.next_cache().append(streams)
         k, v = self.projection.keys_values(streams)
-        return self.out(self.score(q, k, v).transpose(1, 2).flatten(2))
+        return self.out(self.score(q, k, v, self._null()).transpose(1, 2).flatten(2))
+
+    def _null(self) -> tuple[Tensor, Tensor] | None:
+        return None if self.null_k is None or self.null_v is None else (self.null_k, self.null_v)

@@ -12,8 +12,6 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 
-QK_NORM_EPS = 1e-6
-
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
     """Reshape [B, T, N*D] to [B, N, T, D]."""
@@ -64,9 +62,9 @@ class StandardProjection(Projection):
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
         dims = self.dims
-        self.q = nn.Linear(config.d_model, dims.n_heads * dims.qk, bias=config.bias)
-        self.k = nn.Linear(config.d_model, dims.n_kv_heads * dims.qk, bias=config.bias)
-        self.v = nn.Linear(config.d_model, dims.n_kv_heads * dims.v, bias=config.bias)
+        self.q = nn.Linear(config.d_model, dims.n_heads * dims.qk, bias=bool(config.bias))
+        self.k = nn.Linear(config.d_model, dims.n_kv_heads * dims.qk, bias=bool(config.bias))
+        self.v = nn.Linear(config.d_model, dims.n_kv_heads * dims.v, bias=bool(config.bias))
         self.q_norm = _head_norm(config, dims.qk)
         self.k_norm = _head_norm(config, dims.qk)
         self.rope = (
@@ -92,8 +90,9 @@ class DecoupledProjection(Projection):
     score = (q_sem . k_sem + RoPE(q_geo) . RoPE(k_geo)) / sqrt(Dsem + Dgeo), which is the dot product of the
     concatenations. `decoupled_gate` weighs the paths per head by 2 s and 2 - 2 s with s = sigmoid(gate),
     neutral at gate = 0; `decoupled_gate_dynamic` adds a projection of x to the gate. `tie_qk` takes the
-    semantic key from the query's weights. Frequencies are held per key/value head and are part of the state
-    dict.
+    semantic key from the query's weights; `rope_semantic` rotates the semantic path too, by frequencies of its
+    own width, so that every score then depends on the distance. The geometric frequencies are held per
+    key/value head and are part of the state dict.
 
     q_sem [H*Dsem, M], q_geo [H*Dgeo, M], k_sem [K*Dsem, M], k_geo [K*Dgeo, M], v [K*Dv, M].
     """
@@ -103,11 +102,13 @@ class DecoupledProjection(Projection):
         dims = self.dims
         heads, kv_heads, geo = dims.n_heads, dims.n_kv_heads, dims.rope
         sem = dims.qk - geo
-        self.q_sem = nn.Linear(config.d_model, heads * sem, bias=config.bias)
-        self.q_geo = nn.Linear(config.d_model, heads * geo, bias=config.bias)
-        self.k_sem = None if config.tie_qk else nn.Linear(config.d_model, kv_heads * sem, bias=config.bias)
-        self.k_geo = nn.Linear(config.d_model, kv_heads * geo, bias=config.bias)
-        self.v = nn.Linear(config.d_model, kv_heads * dims.v, bias=config.bias)
+        self.q_sem = nn.Linear(config.d_model, heads * sem, bias=bool(config.bias))
+        self.q_geo = nn.Linear(config.d_model, heads * geo, bias=bool(config.bias))
+        self.k_sem = (
+            None if config.tie_qk else nn.Linear(config.d_model, kv_heads * sem, bias=bool(config.bias))
+        )
+        self.k_geo = nn.Linear(config.d_model, kv_heads * geo, bias=bool(config.bias))
+        self.v = nn.Linear(config.d_model, kv_heads * dims.v, bias=bool(config.bias))
         self.q_sem_norm, self.k_sem_norm = _head_norm(config, sem), _head_norm(config, sem)
         self.q_geo_norm, self.k_geo_norm = _head_norm(config, geo), _head_norm(config, geo)
         self.gate = nn.Parameter(torch.zeros(heads)) if config.decoupled_gate else None
@@ -118,6 +119,9 @@ class DecoupledProjection(Projection):
             RotaryEmbedding(geo, config.rope_base, config.rope_scaling, n_groups=kv_heads, explicit=True)
             if config.rope_enabled
             else None
+        )
+        self.rope_sem = (
+            RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
         )
 
     def reset_parameters(self) -> None:
@@ -141,6 +145,9 @@ class DecoupledProjection(Projection):
             k_geo = rotate(k_geo, cos, sin)
             repeats = heads // kv_heads
             q_geo = rotate(q_geo, cos.repeat_interleave(repeats, 0), sin.repeat_interleave(repeats, 0))
+        if self.rope_sem is not None:
+            cos, sin = self.rope_sem(offset, x.shape[1], x.device)
+            q_sem, k_sem = rotate(q_sem, cos, sin), rotate(k_sem, cos, sin)
         q_sem, q_geo = self._gated(x, _wide(q_sem), _wide(q_geo))
         q = self._scaled(torch.cat((q_sem, q_geo), dim=-1), v.dtype)
         return q, {"k_sem": k_sem.to(v.dtype), "k_geo": k_geo.to(v.dtype), "v": v}
@@ -163,4 +170,4 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _head_norm(config: AttentionLayerConfig, width: int) -> nn.Module:
-    return RMSNorm(width, QK_NORM_EPS) if config.qk_norm else nn.Identity()
+    return RMSNorm(width, config.qk_norm_eps) if config.qk_norm else nn.Identity()

@@ -18,17 +18,17 @@ def rope_frequencies(width: int, base: float, scaling: RopeScalingConfig | None 
 
     `linear` divides all by `factor`. `llama3` divides those of wavelength above original / low_freq_factor,
     keeps those below original / high_freq_factor, and between the two interpolates linearly in original /
-    wavelength.
+    wavelength. `yarn` keeps those that turn at least `beta_fast` times over the original length, divides those
+    that turn at most `beta_slow` times, and between the two interpolates linearly in p, from the whole pair
+    below to the whole pair above. `dynamic` changes nothing here: it depends on a forward's length, see
+    `RotaryEmbedding`.
 
-    Raises:
-        ConfigError: a scaling that is not built yet.
-
-    Reference: Su et al., 2021, arXiv:2104.09864; Grattafiori et al., 2024, arXiv:2407.21783. Computed in
-    float32, as the checkpoints that use it were trained.
+    Reference: Su et al., 2021, arXiv:2104.09864; Grattafiori et al., 2024, arXiv:2407.21783; Peng et al., 2023,
+    arXiv:2309.00071, section 3.2. Computed in float32, as the checkpoints that use it were trained.
     """
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     frequencies = 1.0 / (base**exponents)
-    if scaling is None:
+    if scaling is None or scaling.type == "dynamic":
         return frequencies
     if scaling.type == "linear":
         return frequencies / scaling.factor
@@ -36,10 +36,35 @@ def rope_frequencies(width: int, base: float, scaling: RopeScalingConfig | None 
         turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-        return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
-    raise ConfigError(
-        f"rope_scaling: type={scaling.type} comes with the model substrate work; use llama3 or linear"
-    )
+    else:
+        kept = _yarn_kept(width, base, scaling)
+    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+
+
+def _yarn_kept(width: int, base: float, scaling: RopeScalingConfig) -> Tensor:
+    """Return how much of each pair's frequency YaRN keeps, from 1 (fast pairs) to 0 (slow ones)."""
+
+    def pair_of(turns: float) -> float:
+        wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(base))
+
+    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_of(scaling.beta_slow)), width - 1)
+    # A ramp of no width is a step, taken just above `first`.
+    length = last - first if last != first else 1e-3
+    pairs = torch.arange(width // 2, dtype=torch.float32, device="cpu")
+    return 1.0 - ((pairs - first) / length).clamp(0.0, 1.0)
+
+
+def attention_factor(scaling: RopeScalingConfig | None) -> float:
+    """Return what cos and sin are multiplied by: under YaRN 0.1 ln(factor) + 1 unless given, else 1.
+
+    Both query and key carry it, so it sharpens the scores of rotated features by its square, and those of a
+    decoupled layer's semantic path only under `rope_semantic`.
+    """
+    if scaling is None or scaling.type != "yarn":
+        return 1.0
+    return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -58,6 +83,17 @@ class RotaryEmbedding(nn.Module):
     The buffer stays float32 whatever the module is cast to, because half precision cannot hold an angle, and
     it is real even in a model built on the meta device. `explicit` puts it into the state dict: surgery
     chooses the frequencies of decoupled attention per key/value head, so they are part of the weights there.
+
+    Under `dynamic` a forward of L tokens, L above the original length, multiplies the frequency of pair p by
+    s^(-2p / (D - 2)) with s = factor * L / original - (factor - 1), which is the base times s^(D / (D - 2)).
+    All its tokens share these frequencies. Cached keys were turned by those of an earlier length, and so were
+    the features that they came from, so a decode cannot equal the forward over everything there: tokens beyond
+    the original length run in one forward, and a forward that goes on from a cache past it is refused.
+
+    Raises:
+        ConfigError: a `dynamic` forward that starts behind cached tokens and ends beyond the original length.
+
+    Reference: Emozilla, 2023 (dynamic NTK), as in transformers.
     """
 
     inv_freq: Tensor
@@ -72,6 +108,8 @@ class RotaryEmbedding(nn.Module):
         explicit: bool = False,
     ) -> None:
         super().__init__()
+        self.attention_factor = attention_factor(scaling)
+        self.dynamic = scaling if scaling is not None and scaling.type == "dynamic" else None
         frequencies = rope_frequencies(width, base, scaling).expand(n_groups, -1).clone()
         self.register_buffer("inv_freq", frequencies, persistent=explicit)
 
@@ -79,8 +117,30 @@ class RotaryEmbedding(nn.Module):
         """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2]
         float32."""
         positions = torch.arange(offset, offset + n_tokens, dtype=torch.float32, device=device)
-        angles = positions[:, None] * self.inv_freq.to(device)[:, None, :]
-        return angles.cos(), angles.sin()
+        frequencies = self.inv_freq.to(device)
+        if self.dynamic is not None and offset + n_tokens > self.dynamic.original_max_position_embeddings:
+            frequencies = frequencies * self._stretch(self.dynamic, offset, n_tokens, device)
+        angles = positions[:, None] * frequencies[:, None, :]
+        if self.attention_factor == 1.0:
+            return angles.cos(), angles.sin()
+        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def _stretch(
+        self, scaling: RopeScalingConfig, offset: int, n_tokens: int, device: torch.device
+    ) -> Tensor:
+        """Return what `dynamic` multiplies the frequencies by, [D/2]."""
+        original, end = scaling.original_max_position_embeddings, offset + n_tokens
+        if offset > 0:
+            raise ConfigError(
+                f"rope_scaling: type=dynamic: {n_tokens} tokens after {offset} cached reach {end}, beyond "
+                f"original_max_position_embeddings={original}, where the frequencies depend on the whole length "
+                "and cached keys no longer fit; keep generations within it, run the tokens in one forward, or use "
+                "type: yarn"
+            )
+        pairs = torch.arange(self.inv_freq.shape[1], dtype=torch.float32, device=device)
+        # With one pair its frequency is 1 whatever the base.
+        widest = max(len(pairs) - 1, 1)
+        return (scaling.factor * end / original - (scaling.factor - 1)) ** (-pairs / widest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         source = self.inv_freq

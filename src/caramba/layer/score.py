@@ -17,38 +17,68 @@ class CausalScore(nn.Module):
     t has position S - T + t, with a cache or without. Query heads share key/value heads in consecutive groups
     of H/K. `dropout` zeroes attention probabilities in training.
 
+    `q_chunk` attends from that many queries at a time, each chunk to the keys that it sees: the same numbers,
+    with scores and masks of [q_chunk, S] in place of [T, S].
+
     Shape: q [B, H, T, Dqk], k [B, K, S, Dqk], v [B, K, S, Dv], returns [B, H, T, Dv] in q's dtype; k and v
-    may come in another dtype, that of a cache.
+    may come in another dtype, that of a cache. `null`, when given, is a key [K*Dqk] and a value [K*Dv] that
+    belong to no position: every query sees them, whatever its window.
     """
 
-    def __init__(self, window: int | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, window: int | None = None, dropout: float = 0.0, q_chunk: int | None = None) -> None:
         super().__init__()
         self.window = window
         self.dropout = dropout
+        self.q_chunk = q_chunk
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, null: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        n_queries, n_keys = q.shape[2], k.shape[2]
+        if self.q_chunk is None or n_queries <= self.q_chunk:
+            return self._chunk(q, k, v, null)
+        before = n_keys - n_queries
+        ends = [min(start + self.q_chunk, n_queries) for start in range(0, n_queries, self.q_chunk)]
+        chunks = zip(q.split(self.q_chunk, dim=2), ends, strict=True)
+        return torch.cat(
+            [self._chunk(x, k[:, :, : before + end], v[:, :, : before + end], null) for x, end in chunks],
+            dim=2,
+        )
+
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, null: tuple[Tensor, Tensor] | None) -> Tensor:
         n_queries, n_keys = q.shape[2], k.shape[2]
         if self.window is not None and n_keys > self.window + n_queries - 1:
             # Keys that even the first query no longer sees.
             n_keys = self.window + n_queries - 1
             k, v = k[:, :, -n_keys:], v[:, :, -n_keys:]
         k, v = k.to(q.dtype), v.to(q.dtype)
+        if null is not None:
+            k, v = _prepend(null[0], k), _prepend(null[1], v)
         dropout = self.dropout if self.training else 0.0
         if n_queries == 1:
             return _attend_single(q, k, v, dropout)
-        return _attend(q, k, v, self._mask(n_queries, n_keys, q.device), dropout)
+        return _attend(q, k, v, self._mask(n_queries, n_keys, null is not None, q.device), dropout)
 
-    def _mask(self, n_queries: int, n_keys: int, device: torch.device) -> Tensor | None:
-        """Return which keys each query sees, [T, S], or None where plain causality says it all."""
+    def _mask(self, n_queries: int, n_keys: int, has_null: bool, device: torch.device) -> Tensor | None:
+        """Return which keys each query sees, [T, S], or None where plain causality says it all.
+
+        The null key stands first: [T, 1 + S].
+        """
         window = n_keys if self.window is None else self.window
-        if n_queries == n_keys and window >= n_keys:
+        if n_queries == n_keys and window >= n_keys and not has_null:
             return None
         last = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
         keys = torch.arange(n_keys, device=device)
-        return (keys <= last) & (keys > last - window)
+        mask = (keys <= last) & (keys > last - window)
+        return F.pad(mask, (1, 0), value=True) if has_null else mask
 
     def extra_repr(self) -> str:
-        return f"window={self.window}, dropout={self.dropout}"
+        chunk = "" if self.q_chunk is None else f", q_chunk={self.q_chunk}"
+        return f"window={self.window}, dropout={self.dropout}{chunk}"
+
+
+def _prepend(null: Tensor, x: Tensor) -> Tensor:
+    """Put one row per head, from [K*D], before the tokens of [B, K, S, D]."""
+    batch, heads, _, width = x.shape
+    return torch.cat((null.to(x.dtype).view(1, heads, 1, width).expand(batch, -1, -1, -1), x), dim=2)
 
 
 def _attend_single(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:

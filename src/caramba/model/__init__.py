@@ -3,6 +3,7 @@
 from caramba.model.build import build_model, init_weights
 from caramba.model.embedder import Embedder
 from caramba.model.head import Head, TiedHead
+from caramba.model.hf_folder import load_hf_folder, record_loaded
 from caramba.model.model import Model
 from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
 from caramba.model.trace import Trace, TraceRecord
@@ -17,7 +18,9 @@ __all__ = [
     "build_model",
     "find_checkpoint",
     "init_weights",
+    "load_hf_folder",
     "load_pretrained",
+    "record_loaded",
     "save_model",
     "spec_of",
 ]

@@ -1,4 +1,4 @@
-"""Models on disk: safetensors whose metadata describes the network, so a file is enough to build it."""
+"""Models on disk: safetensors whose metadata describes the network, runs, and Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from pathlib import Path
 
 import torch
 
-from caramba.checkpoint import load_into, load_tensors, read_metadata, save_tensors
+from caramba.checkpoint import load_into, read_metadata, save_tensors, stored_tensors, stream_into
+from caramba.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
+from caramba.config.hf import is_hf_folder
 from caramba.config.model import ModelSpec
 from caramba.errors import CheckpointError, DataError
 from caramba.model.build import build_model
+from caramba.model.hf_folder import load_hf_folder, loaded_folder
 from caramba.model.model import Model
+from caramba.runs import MANIFEST
 
 SPEC_KEYS = ("type", "name", "embedder", "topology", "head")
 
@@ -50,16 +54,20 @@ def load_pretrained(
     where: str = "checkpoint",
     tokenizer_hash: str = "",
 ) -> tuple[Model, dict[str, str]]:
-    """Build the model that a file describes and load its weights; return it in eval mode, with the file's labels.
+    """Build the model that a file or Hugging Face folder describes and load its weights; return it in eval mode, with
+    the file's labels. Weights are read straight into place, as float32.
 
     Raises:
         CheckpointError: the file is not a caramba model, or describes another network than `expected`.
         DataError: the weights were trained on text of another tokenizer than `tokenizer_hash`.
     """
-    metadata = read_metadata(path)
+    if path.is_dir() and not is_dcp(path):
+        return load_hf_folder(path, expected=expected, device=device, where=where), {}
+    metadata = read_model_metadata(path)
     if "spec" not in metadata:
         raise CheckpointError(
-            f"{where}: {path} does not describe its network; use a file that caramba wrote under RUN/checkpoints/"
+            f"{where}: {path} does not describe its network; use a file that caramba wrote under RUN/checkpoints/, "
+            "or the Hugging Face folder that it lies in, with its config.json"
         )
     spec = ModelSpec.model_validate(json.loads(metadata["spec"]))
     if expected is not None and _shape(spec) != _shape(expected):
@@ -74,27 +82,36 @@ def load_pretrained(
             f"the data has {tokenizer_hash[:12]}; "
             "use the data that it was trained on, or train a new model"
         )
-    model = build_model(spec)
-    load_into(model, load_tensors(path), where=str(path))
-    return model.to(device).eval(), json.loads(metadata.get("labels", "{}"))
+    model = build_model(spec, device="meta").to_empty(device=device)
+    if is_own_format(path):
+        load_into(model, read_model_tensors(path), where=str(path))
+    else:
+        stream_into(model, stored_tensors((path,)), where=str(path))
+    return model.eval(), json.loads(metadata.get("labels", "{}"))
 
 
 def find_checkpoint(place: Path, *, role: str) -> Path:
-    """Return the weights of `role` in a run directory (its last phase of that role, else its last), or the file itself.
+    """Return the weights of `role` in a run directory, or the file or Hugging Face folder itself.
+
+    Of a run: its last phase of that role, else the folder that its model of that role was read from, else the last
+    phase, else any folder that it read.
 
     Raises:
-        CheckpointError: nothing there holds weights.
+        CheckpointError: nothing there holds weights, or the folder that a run read has changed.
     """
-    if place.is_file():
+    if place.is_file() or is_dcp(place) or (is_hf_folder(place) and not (place / MANIFEST).is_file()):
         return place
     files = sorted((place / "checkpoints").glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
     files = [file for file in files if read_metadata(file).get("role") != "control"]
-    if not files:
-        raise CheckpointError(
-            f"{place}: no finished phase under checkpoints/; name a run that finished, or a .safetensors file"
-        )
     matching = [file for file in files if read_metadata(file).get("role") == role]
-    return (matching or files)[-1]
+    found = matching[-1] if matching else loaded_folder(place, role)
+    found = found or (files[-1] if files else loaded_folder(place))
+    if found is None:
+        raise CheckpointError(
+            f"{place}: no finished phase under checkpoints/; name a run that finished, a .safetensors file, "
+            "or a Hugging Face folder"
+        )
+    return found
 
 
 def _shape(spec: ModelSpec) -> dict[str, object]:

@@ -160,11 +160,18 @@ class TestWork:
         seen = sum(min(position, window) for position in range(1, context + 1))
         assert AttentionWork(8, window).mean_keys(context) * context == seen
 
-    def test_a_window_bounds_the_cache_and_not_the_bytes_per_token(self):
-        cost = attention(local_window=8).infer(Width(64))
-        assert cost.kv_bytes_per_token(KVCacheKind.FP16) == 2 * 128
-        assert cost.kv_bytes(KVCacheKind.FP16, 100) == 8 * 2 * 128
-        assert cost.kv_bytes(KVCacheKind.FP16, 5) == 5 * 2 * 128
+    def test_a_window_bounds_what_queries_see_and_not_what_caches_keep(self):
+        windowed, plain = attention(local_window=8).infer(Width(64)), attention().infer(Width(64))
+        assert windowed.flops_per_token(100) < plain.flops_per_token(100)
+        for tokens in (5, 100):
+            assert windowed.kv_bytes(KVCacheKind.FP16, tokens) == tokens * 2 * 128
+            assert plain.kv_bytes(KVCacheKind.FP16, tokens) == tokens * 2 * 128
+
+    def test_a_null_key_costs_one_key_and_no_cache(self):
+        null, plain = attention(null_attn=True).infer(Width(64)), attention().infer(Width(64))
+        assert null.params == plain.params + 128
+        assert null.flops_per_token(5) == plain.flops_per_token(5) + 2 * 128
+        assert null.kv == plain.kv
 
     def test_quantised_bytes_are_exact(self):
         cost = attention().infer(Width(64))

@@ -151,7 +151,7 @@ def test_unbuilt_values_are_found_wherever_they_are():
     manifest = lower({"model": MODEL, "data": DATA, "runs": [PRETRAIN]})
     assert list(find_unbuilt(manifest)) == []
     model = {**MODEL, "teacher": {"manifest": MODEL}, "surgery": {"method": "dba"}}
-    attention = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "null_attn": True}
+    attention = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "null_attn": True, "q_chunk": 2}
     latent = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "mode": "decoupled", "layout": "latent"}
     latent |= {"sem_dim": 4, "geo_dim": 4}
     model["topology"] = {"type": "StackedTopology", "layers": [attention, latent]}
@@ -160,9 +160,9 @@ def test_unbuilt_values_are_found_wherever_they_are():
     bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4"]}}]
     manifest = lower({"model": model, "data": DATA, "runs": runs, "benchmarks": bench})
     found = {item.path[-1] for item in find_unbuilt(manifest)}
-    assert found == {"null_attn", "layout", "method", "use_amp", "batch_size", "type", "quantization_modes"}
+    assert found == {"layout", "method", "use_amp", "batch_size", "type", "quantization_modes"}
     with pytest.raises(
-        ConfigError, match=r"7 settings:[\s\S]*model.topology.layers\[0\].null_attn=True is not built yet"
+        ConfigError, match=r"6 settings:[\s\S]*model.topology.layers\[1\].layout=latent is not built yet"
     ):
         refuse_unbuilt(manifest)
 

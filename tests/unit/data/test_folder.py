@@ -105,15 +105,15 @@ def test_damaged_folders(tmp_path: Path) -> None:
         open_token_folder(folder)
 
     folder = copy("cut")
-    size = (folder / "train.npy").stat().st_size
-    with open(folder / "train.npy", "rb+") as file:
+    size = (folder / "train-00000.npy").stat().st_size
+    with open(folder / "train-00000.npy", "rb+") as file:
         file.truncate(size - 10)
     with pytest.raises(DataError, match=rf"truncated.*\({size} bytes\), found {size - 10} bytes"):
         open_token_folder(folder)
 
     folder = copy("other_tokens")
-    np.save(folder / "val.npy", np.zeros(3, np.uint16))
-    with pytest.raises(DataError, match=r"val\.npy: 3 tokens of uint16, but meta\.json says"):
+    np.save(folder / "val-00000.npy", np.zeros(3, np.uint16))
+    with pytest.raises(DataError, match=r"val-00000\.npy: 3 tokens of uint16, but meta\.json says"):
         open_token_folder(folder)
 
     folder = copy("other_tokenizer")
@@ -128,7 +128,7 @@ def test_damaged_folders(tmp_path: Path) -> None:
 
     folder = copy("schema")
     change_meta(folder, schema=99)
-    with pytest.raises(DataError, match="schema 99, expected 1"):
+    with pytest.raises(DataError, match="schema 99, expected 2"):
         open_token_folder(folder)
 
     folder = copy("half_meta")

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def _empty_folder(tmp_path, monkeypatch):
     """Every test runs in an empty folder and must leave it empty, unless it writes there itself."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
 def manifest_of(*overrides, dirs=()):
@@ -46,7 +48,12 @@ def test_every_option_composes_and_validates_and_costs():
     from caramba.cost import plan
 
     found = sorted(path.relative_to(conf_root()) for path in conf_root().rglob("*.yaml"))
+    folder = Path("tiny_llama")
+    folder.mkdir()
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
     extra = {
+        ("model", "hf"): [f"model.path={folder}"],
         ("data", "tokens"): ["data.path=x.npy"],
         ("train", "finetune"): ["model=tiny"],
         ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
@@ -382,14 +389,15 @@ def test_llama_without_weights_names_three_ways_on():
         assert way in text
 
 
-def test_llama_in_the_hub_cache_says_what_is_missing(tmp_path):
+def test_llama_in_the_hub_cache_without_all_its_files_is_not_there(tmp_path):
     snapshot = tmp_path / "hf" / "hub" / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(
-        CheckpointError, match=r"found at .*snapshots/abc, and reading Hugging Face weights comes with"
-    ):
+    with pytest.raises(CheckpointError, match=r"not in this machine's Hugging Face cache .*HF_HUB_OFFLINE"):
         check_weights(manifest_of("model=llama32_dba", "train=blockwise"))
+    (snapshot / "config.json").write_text("{}")
+    manifest = check_weights(manifest_of("model=llama32_dba", "train=blockwise"))
+    assert manifest.model.teacher.checkpoint == str(snapshot)
 
 
 def test_a_student_phase_needs_teacher_weights():

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.errors import ConfigError
-from caramba.layer import AttentionLayer, DecoupledProjection, StandardProjection
+from caramba.layer import AttentionLayer, CausalScore, DecoupledProjection, StandardProjection
 
 D = 16
 MODES: dict[str, dict[str, Any]] = {
@@ -32,6 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {"bias": True, "qk_norm": True, "learned_temperature": True, "local_window": 3},
     "no_rope": {"rope_enabled": False},
+    "null": {"null_attn": True, "local_window": 3},
+    "chunks": {"null_attn": True, "q_chunk": 2, "learned_temperature": True},
 }
 GATES: dict[str, Any] = {"decoupled_gate": True, "decoupled_gate_dynamic": True}
 
@@ -76,8 +80,9 @@ def naive(layer: AttentionLayer, x: Tensor) -> Tensor:
         return normed(heads_of(y, n), w.get(f"{norm or name}_norm.weight"))
 
     if config.mode == "decoupled":
-        q_sem, q_geo = project("q_sem", heads), turned(project("q_geo", heads), inv_freq)
-        k_sem = project("q_sem" if config.tie_qk else "k_sem", kv_heads, "k_sem")
+        sem_freq = layer.projection.rope_sem.inv_freq.double() if config.rope_semantic else None
+        q_sem, q_geo = turned(project("q_sem", heads), sem_freq), turned(project("q_geo", heads), inv_freq)
+        k_sem = turned(project("q_sem" if config.tie_qk else "k_sem", kv_heads, "k_sem"), sem_freq)
         k_geo = turned(project("k_geo", kv_heads), inv_freq)
         if config.decoupled_gate:
             logits = w["gate"][None, :, None, None]
@@ -85,17 +90,23 @@ def naive(layer: AttentionLayer, x: Tensor) -> Tensor:
                 logits = logits + (x @ w["gate_dynamic.weight"].T).transpose(1, 2)[..., None]
             q_sem, q_geo = q_sem * 2 * logits.sigmoid(), q_geo * (2 - 2 * logits.sigmoid())
         per = heads // kv_heads
-        score = q_sem @ k_sem.repeat_interleave(per, 1).mT + q_geo @ k_geo.repeat_interleave(per, 1).mT
-        width = q_sem.shape[-1] + q_geo.shape[-1]
+        q, k = torch.cat((q_sem, q_geo), -1), torch.cat((k_sem, k_geo), -1)
     else:
         q, k = turned(project("q", heads), inv_freq), turned(project("k", kv_heads), inv_freq)
-        score, width = q @ k.repeat_interleave(heads // kv_heads, 1).mT, q.shape[-1]
-    score = score / width**0.5
+        per = heads // kv_heads
+    score = q @ k.repeat_interleave(per, 1).mT / q.shape[-1] ** 0.5
+    if config.null_attn:
+        null = w["null_k"].view(kv_heads, -1, 1).repeat_interleave(per, 0)
+        score = torch.cat((q @ null / q.shape[-1] ** 0.5, score), -1)
     if config.learned_temperature:
         score = score * w["temperature"].exp()[:, None, None]
     distance = torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])
     hidden = (distance < 0) | (distance >= (config.local_window or x.shape[1]))
-    v = project("v", kv_heads).repeat_interleave(heads // kv_heads, 1)
+    v = project("v", kv_heads).repeat_interleave(per, 1)
+    if config.null_attn:
+        hidden = torch.nn.functional.pad(hidden, (1, 0))
+        null = w["null_v"].view(kv_heads, 1, -1).repeat_interleave(per, 0)
+        v = torch.cat((null.expand(x.shape[0], -1, -1, -1), v), 2)
     o = (score.masked_fill(hidden, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
     return o @ w["out.weight"].T + w.get("out.bias", torch.tensor(0.0))
 
@@ -208,6 +219,70 @@ def test_unbuilt_options_are_refused() -> None:
         ConfigError, match=r"layout=latent .* comes with the surgery work; use layout: per_head"
     ):
         AttentionLayer(latent)
-    for name, value in (("null_attn", True), ("rope_semantic", True), ("q_chunk", 4)):
-        with pytest.raises(ConfigError, match=rf"{name} comes with the model substrate work"):
-            build(n_heads=4, **{name: value})
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_rope_semantic_equals_the_definition_and_forgets_where_it_stands(tied: bool) -> None:
+    fields = {"n_heads": 4, "mode": "decoupled", "sem_dim": 16, "geo_dim": 8, "rope_semantic": True}
+    layer = build(**fields, tie_qk=tied, qk_norm=True)
+    x = torch.randn(2, 7, D)
+    torch.testing.assert_close(layer(x).double(), naive(layer, x), rtol=1e-4, atol=1e-5)
+    assert not any("rope_sem" in name for name in layer.state_dict())
+    (_, s0), (_, s9) = layer.projection(x, 0), layer.projection(x, 9)
+    assert not torch.allclose(s0["k_sem"], s9["k_sem"])
+    plain = build(**{**fields, "rope_semantic": False}, tie_qk=tied, qk_norm=True)
+    assert not torch.allclose(plain(x), layer(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_null_attention_trains_and_starts_quiet(mode: str) -> None:
+    layer = build(**MODES[mode], null_attn=True)
+    layer.reset_parameters()
+    assert layer.null_k is not None
+    assert layer.null_v is not None
+    first = layer.null_k.new_zeros(layer.null_k.shape)
+    assert torch.equal(layer.null_k, first)
+    x = torch.randn(2, 5, D)
+    layer(x).square().sum().backward()
+    for parameter in (layer.null_k, layer.null_v):
+        assert parameter.grad is not None
+        assert (parameter.grad != 0).all()
+    with torch.no_grad():
+        layer.null_k.fill_(0.0)
+        layer.null_v.fill_(50.0)
+    # A key of zero takes at least some weight from every query, the first one and those behind a window too.
+    assert (layer(x) - build(**MODES[mode])(x)).abs().amax(-1).amin() > 0.1
+
+
+@pytest.mark.parametrize("q_chunk", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("window", [None, 3])
+def test_chunks_of_queries_give_the_same_numbers_and_gradients(q_chunk: int, window: int | None) -> None:
+    fields = {**MODES["decoupled_gqa"], "local_window": window, "null_attn": True}
+    whole, chunked = build(**fields), build(**fields, q_chunk=q_chunk)
+    x = torch.randn(2, 7, D)
+    torch.testing.assert_close(chunked(x), whole(x))
+    for layer in (whole, chunked):
+        layer(x).square().sum().backward()
+    for a, b in zip(whole.parameters(), chunked.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_chunks_bound_the_scores() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            seen.extend(
+                tuple(o.shape) for o in (out if isinstance(out, tuple) else (out,)) if hasattr(o, "shape")
+            )
+            return out
+
+    q, k, v = (torch.randn(1, 2, 64, 8) for _ in range(3))
+    with sdpa_kernel(SDPBackend.MATH), Sizes():
+        CausalScore(q_chunk=8)(q, k, v)
+    assert max(shape[-2] for shape in seen if len(shape) > 1 and shape[-1] == 64) == 8
+    seen.clear()
+    with sdpa_kernel(SDPBackend.MATH), Sizes():
+        CausalScore()(q, k, v)
+    assert max(shape[-2] for shape in seen if len(shape) > 1 and shape[-1] == 64) == 64

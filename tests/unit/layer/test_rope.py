@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -61,10 +62,97 @@ def test_llama3_has_all_three_bands_and_linear_differs() -> None:
     assert ((ratio > 1 / 32 + 1e-3) & (ratio < 1 - 1e-3)).any()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "yarn"])
-def test_unbuilt_scalings_are_refused(kind: str) -> None:
-    with pytest.raises(ConfigError, match=rf"type={kind} comes with the model substrate work"):
-        rope_frequencies(8, 10000.0, RopeScalingConfig(type=kind, factor=2.0))  # pyright: ignore
+YARN = [
+    RopeScalingConfig(type="yarn", factor=4.0, original_max_position_embeddings=2048),
+    RopeScalingConfig(type="yarn", factor=40.0, original_max_position_embeddings=4096, beta_fast=16.0),
+    RopeScalingConfig(
+        type="yarn", factor=8.0, original_max_position_embeddings=64, beta_slow=2.0, attention_factor=1.25
+    ),
+]
+SHAPES = [(64, 500000.0), (128, 10000.0), (8, 10000.0)]
+
+
+@pytest.mark.parametrize("scaling", YARN)
+@pytest.mark.parametrize(("width", "base"), SHAPES)
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones(
+    width: int, base: float, scaling: RopeScalingConfig
+) -> None:
+    plain, got = rope_frequencies(width, base), rope_frequencies(width, base, scaling)
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    # The ramp runs between whole pairs, so that one pair at each end may stand on it.
+    fast, slow = (
+        turns >= scaling.beta_fast * base ** (2 / width),
+        turns <= scaling.beta_slow * base ** (-2 / width),
+    )
+    assert torch.equal(got[fast], plain[fast])
+    torch.testing.assert_close(got[slow], plain[slow] / scaling.factor)
+    assert ((got <= plain) & (got >= plain / scaling.factor * (1 - 1e-6))).all()
+    assert (got.diff() < 0).all()
+    rope = RotaryEmbedding(width, base, scaling)
+    cos, sin = rope(5, 3, torch.device("cpu"))
+    expected = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, expected))
+
+
+def transformers_rope(kind: str, width: int, base: float, scaling: RopeScalingConfig, length: int) -> Any:
+    """Frequencies and factor of transformers' own initialisation functions."""
+    utils = pytest.importorskip(
+        "transformers.modeling_rope_utils", reason="compares with transformers, which is not installed"
+    )
+    llama = pytest.importorskip("transformers").LlamaConfig
+    original = scaling.original_max_position_embeddings
+    parameters = {
+        "rope_type": kind,
+        "rope_theta": base,
+        "factor": scaling.factor,
+        "original_max_position_embeddings": original,
+    }
+    if kind == "yarn":
+        parameters |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+        parameters["attention_factor"] = scaling.attention_factor
+    most = original if kind == "dynamic" else int(original * scaling.factor)
+    config = llama(
+        hidden_size=2 * width,
+        num_attention_heads=2,
+        head_dim=width,
+        max_position_embeddings=most,
+        rope_theta=base,
+        rope_scaling=parameters,
+    )
+    return utils.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), seq_len=length)
+
+
+@pytest.mark.parametrize("scaling", YARN)
+@pytest.mark.parametrize(("width", "base"), SHAPES)
+def test_yarn_equals_transformers(width: int, base: float, scaling: RopeScalingConfig) -> None:
+    expected, factor = transformers_rope("yarn", width, base, scaling, 1)
+    torch.testing.assert_close(rope_frequencies(width, base, scaling), expected, rtol=1e-6, atol=0)
+    assert RotaryEmbedding(width, base, scaling).attention_factor == pytest.approx(factor)
+
+
+DYNAMIC = RopeScalingConfig(type="dynamic", factor=2.0, original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize("length", [32, 33, 80])
+@pytest.mark.parametrize(("width", "base"), SHAPES)
+def test_dynamic_equals_transformers(width: int, base: float, length: int) -> None:
+    expected, factor = transformers_rope("dynamic", width, base, DYNAMIC, length)
+    assert factor == 1.0
+    cos, sin = RotaryEmbedding(width, base, DYNAMIC)(0, length, torch.device("cpu"))
+    angles = torch.arange(length).float()[:, None] * expected
+    torch.testing.assert_close(cos[0], angles.cos(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sin[0], angles.sin(), rtol=1e-4, atol=1e-4)
+
+
+def test_dynamic_is_plain_up_to_the_original_length_and_refuses_a_cache_beyond_it() -> None:
+    rope, plain, cpu = RotaryEmbedding(8, 10000.0, DYNAMIC), RotaryEmbedding(8, 10000.0), torch.device("cpu")
+    for offset, n_tokens in ((0, 32), (5, 27), (31, 1)):
+        assert torch.equal(rope(offset, n_tokens, cpu)[0], plain(offset, n_tokens, cpu)[0])
+    assert not torch.equal(rope(0, 33, cpu)[0], plain(0, 33, cpu)[0])
+    with pytest.raises(ConfigError, match=r"1 tokens after 32 cached reach 33, beyond .*embeddings=32.*yarn"):
+        rope(32, 1, cpu)
+    one_pair = RotaryEmbedding(2, 10000.0, DYNAMIC)(0, 50, cpu)[0]
+    assert torch.equal(one_pair, RotaryEmbedding(2, 10000.0)(0, 50, cpu)[0])
 
 
 @pytest.mark.parametrize("offset", [0, 7, 300])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from model_specs import attention, spec
+from torch.utils.checkpoint import checkpoint
 
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
@@ -82,3 +83,80 @@ def test_nested_outputs_and_misuse(model: Model) -> None:
         pass
     with pytest.raises(ConfigError, match=r"no output of 'head'; .* traced: topology.layers.0.projection"):
         trace.last("head")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_records_each_call_once(model: Model, reentrant: bool) -> None:
+    x = model.embedder(TOKENS).detach().requires_grad_()
+    with Trace(model, is_attention) as plain:
+        model.topology(x)
+    with Trace(model, is_attention) as trace:
+        out = checkpoint(model.topology, x, use_reentrant=reentrant)
+        forward = len(trace.records)
+        out.sum().backward()  # runs the forward again
+    assert forward == len(trace.records) == 3
+    for got, expected in zip(trace.outputs, plain.outputs, strict=True):
+        torch.testing.assert_close(got, expected)
+    assert x.grad is not None
+    assert hooks_of(model) == 0
+
+
+def test_without_detach_gradients_flow_under_checkpointing(model: Model) -> None:
+    x = model.embedder(TOKENS).detach().requires_grad_()
+    with Trace(model, is_attention, detach=False) as trace:
+        checkpoint(model.topology, x, use_reentrant=False)
+        trace.outputs[0].sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum() > 0
+    assert len(trace.records) == 3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_compiled_models_record_inside_the_block_and_stop_after_it(model: Model, backend: str) -> None:
+    torch.compiler.reset()
+    with torch.no_grad():
+        with Trace(model, is_attention) as plain:
+            expected = model(TOKENS)
+        compiled = torch.compile(model, backend=backend)
+        with Trace(compiled, is_attention) as trace:
+            for _ in range(2):
+                torch.testing.assert_close(compiled(TOKENS), expected)
+        assert [record.name for record in trace.records] == 2 * [record.name for record in plain.records]
+        for got, wanted in zip(trace.outputs, 2 * plain.outputs, strict=True):
+            torch.testing.assert_close(got, wanted)
+        assert hooks_of(model) == 0
+        torch.testing.assert_close(compiled(TOKENS), expected)
+    assert len(trace.records) == 6
+
+
+def test_compiled_blocks_keep_the_names_of_the_model(model: Model) -> None:
+    torch.compiler.reset()
+    model.topology.layers[0] = torch.compile(model.topology.layers[0], backend="eager")  # pyright: ignore
+    with torch.no_grad(), Trace(model, is_attention) as trace:
+        model(TOKENS)
+    assert trace.records[0].name == "topology.layers.0"
+    assert len(trace.records) == 3
+
+
+def test_hooks_go_when_the_block_raises_and_a_trace_opens_once(model: Model) -> None:
+    trace = Trace(model, is_attention)
+    with pytest.raises(ConfigError, match=r"open already; make another Trace"), trace, trace:
+        pass
+    assert hooks_of(model) == 0
+    with pytest.raises(ZeroDivisionError), trace:
+        raise ZeroDivisionError
+    assert hooks_of(model) == 0
+    with trace:
+        model(TOKENS)
+    assert len(trace.records) == 3
+
+
+def test_a_predicate_that_raises_leaves_no_hook(model: Model) -> None:
+    def predicate(name: str, module: torch.nn.Module) -> bool:
+        if name == "head":
+            raise KeyError(name)
+        return True
+
+    with pytest.raises(KeyError), Trace(model, predicate):
+        pass
+    assert hooks_of(model) == 0

@@ -1,0 +1,79 @@
+"""The files of a Hugging Face model folder: which hold the weights, and whether they are all there. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+from caramba.checkpoint.refusal import refuse_pickle
+from caramba.errors import CheckpointError
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """Return the safetensors files of a model folder: those of its index, or the one file.
+
+    Raises:
+        CheckpointError: the folder has no weights, only pickled ones, or lacks files of its index.
+    """
+    index = folder / INDEX
+    if index.is_file():
+        files = tuple(folder / name for name in sorted(set(read_index(index).values())))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder}: {len(missing)} of the {len(files)} files that {INDEX} names are missing: "
+                f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}; download the folder again"
+            )
+        return files
+    if (folder / SINGLE).is_file():
+        return (folder / SINGLE,)
+    pickled = next(iter(sorted((*folder.glob("*.bin"), *folder.glob("*.pth")))), None)
+    if pickled is not None:
+        refuse_pickle(pickled)
+    raise CheckpointError(
+        f"{folder}: has no weights; expected {SINGLE}, or {INDEX} with its files. Download the folder again"
+    )
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Read the weight map of a sharded checkpoint: the file of each tensor.
+
+    Raises:
+        CheckpointError: the index is damaged, or names a file outside its folder.
+    """
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        found = {str(name): str(file) for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index}: damaged, expected JSON with a weight_map ({type(error).__name__}: {error}); download it again"
+        ) from None
+    for file in found.values():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: names {file!r}, which is not a file of the same folder")
+    return found
+
+
+def signature(folder: Path) -> str:
+    """Return a SHA-256 of what a folder says of its weights: config.json, and the index or the one file's header.
+
+    It changes with the network, the layout and the size of the weights, and is read in no time; it is no hash of the
+    weights themselves.
+
+    Raises:
+        CheckpointError: as for `weight_files`.
+    """
+    digest = hashlib.sha256((folder / CONFIG).read_bytes())
+    for file in weight_files(folder):
+        with open(file, "rb") as stream:
+            first = stream.read(8)
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+            digest.update(first + stream.read(min(length, 100_000_000)))
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return digest.hexdigest()

@@ -1,0 +1,236 @@
+"""`caramba prepare text | fineweb | stdlib`: command-line words to a token folder or a flat .npy."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from caramba.config.data import DataConfig
+from caramba.console import logger
+from caramba.data.hub import FINEWEB, FINEWEB_SAMPLE, open_hub, open_local
+from caramba.data.prepare import Advance, Prepared, Request, prepare
+from caramba.data.shards import SHARD_TOKENS
+from caramba.data.sources import Source, TextSource
+from caramba.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9}
+
+
+def main(argv: list[str]) -> int:
+    """Run `caramba prepare ARGV` and return its exit status.
+
+    Raises:
+        ConfigError: a word that is not understood.
+        DataError: the text, tokenizer or output does not allow it.
+    """
+    parser = _parser()
+    words = [word for word in argv if word != "--debug"]
+    logger.quiet = logger.quiet or "--quiet" in words
+    words = [word for word in words if word != "--quiet"]
+    if not words or words == ["--help"] or words == ["-h"]:
+        parser.print_help()
+        return 0
+    if "--help" in words or "-h" in words:
+        with contextlib.suppress(SystemExit):
+            parser.parse_args(words)
+        return 0
+    given = parser.parse_args(words)
+    output = Path(given.output).expanduser()
+    if given.corpus == "stdlib":
+        _stdlib(given, output)
+        return 0
+    source: Source
+    if given.corpus == "text":
+        suffixes = tuple(word for word in given.suffix.split(",") if word)
+        source = TextSource([Path(path).expanduser() for path in given.paths], suffixes, given.separator)
+    elif given.files:
+        source = open_local([Path(path).expanduser() for path in given.files], given.field)
+    else:
+        source = open_hub(given.dataset, given.config or None, given.revision, given.field)
+    _run(source, _request(given, output), output)
+    return 0
+
+
+def _request(given: argparse.Namespace, output: Path) -> Request:
+    val_frac = given.val_frac
+    if output.suffix == ".npy":
+        if val_frac:
+            raise ConfigError(
+                f"--val-frac={val_frac} with --output {output.name}: a flat array has no validation split"
+                " (data=tokens holds out its end); leave --val-frac out or give a folder"
+            )
+        val_frac = 0.0
+    return Request(
+        tokenizer=None if given.train_bpe else given.tokenizer,
+        bpe_size=given.train_bpe,
+        val_frac=0.05 if val_frac is None else val_frac,
+        shard_tokens=given.shard_tokens,
+        most_tokens=given.tokens,
+    )
+
+
+def _run(source: Source, request: Request, output: Path) -> None:
+    start = time.perf_counter()
+    with _meter(source.total_bytes, request.most_tokens) as advance:
+        made = prepare(source, request, output, say=logger.info, advance=advance)
+    for file in getattr(source, "not_utf8", [])[:5]:
+        logger.warning(f"{file}: not UTF-8 text, left out")
+    _report(made, time.perf_counter() - start, wants_val=request.val_frac > 0)
+
+
+def _report(made: Prepared, seconds: float, *, wants_val: bool) -> None:
+    for split, facts in made.splits.items():
+        logger.info(
+            f"{split}: {facts['tokens']:,} tokens, {facts['bytes']:,} bytes, {facts['documents']:,} documents,"
+            f" {len(facts['shards'])} shard{'s' if len(facts['shards']) != 1 else ''}"
+        )
+    if wants_val and "val" not in made.splits:
+        logger.warning(
+            "no document falls into val; data=tokens will hold out the last data.val_frac of train instead"
+            " (raise --val-frac, or give more documents)"
+        )
+    path = f"data=tokens data.path={made.output}"
+    if made.was_there:
+        logger.success(f"{made.output} is there already, from the same text and settings: {path}")
+    else:
+        logger.success(f"{made.output} with tokenizer {made.tokenizer} in {seconds:.1f} s: {path}")
+
+
+def _stdlib(given: argparse.Namespace, output: Path) -> None:
+    """The folder is the one that data=stdlib makes for itself; it takes seconds, so it is not resumable."""
+    from caramba.data.corpus import build_stdlib
+    from caramba.data.folder import open_token_folder
+    from caramba.data.prepare import flatten
+    from caramba.errors import DataError
+
+    if output.exists():
+        raise DataError(f"{output}: already exists; give another --output or delete it")
+    is_byte = given.tokenizer == "byte"
+    fields = {"tokenizer": "byte"} if is_byte else {"vocab_size": given.train_bpe or 2048}
+    config = DataConfig.model_validate({"type": "stdlib", "val_frac": given.val_frac or 0.05, **fields})
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as temporary:
+        folder = Path(temporary) / "made"
+        build_stdlib(config, folder, logger.info)
+        opened = open_token_folder(folder)
+        splits = opened.meta["splits"]
+        if output.suffix == ".npy":
+            shards = [shard for facts in splits.values() for shard in facts["shards"]]
+            flatten(folder, shards, opened.tokenizer, output)
+        else:
+            shutil.move(folder, output)
+    _report(Prepared(output, splits, opened.tokenizer.name), 0.0, wants_val=True)
+
+
+@contextlib.contextmanager
+def _meter(total_bytes: int | None, total_tokens: int | None) -> Iterator[Advance]:
+    """A bar with MB/s on a terminal; elsewhere a line at every tenth of the way, or every 100 MB."""
+    # Bytes and time of the first call: neither a former start nor training a BPE counts for the speed.
+    first: list[tuple[int, float]] = []
+
+    def text(size: int, tokens: int) -> str:
+        speed = (size - first[0][0]) / 1e6 / max(1e-9, time.perf_counter() - first[0][1])
+        return f"{size / 1e6:,.1f} MB, {tokens:,} tokens, {speed:.1f} MB/s"
+
+    if logger.is_terminal and not logger.quiet:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"))
+        with Progress(*columns, TimeRemainingColumn(compact=True)) as bar:
+            task = bar.add_task("encoding", total=total_tokens or total_bytes, said="")
+
+            def draw(size: int, tokens: int) -> None:
+                first[:] = first or [(size, time.perf_counter())]
+                done = tokens if total_tokens else size
+                bar.update(task, completed=done, said=text(size, tokens))
+
+            yield draw
+        return
+    marks = [0]
+
+    def line(size: int, tokens: int) -> None:
+        first[:] = first or [(size, time.perf_counter())]
+        total = total_tokens or total_bytes
+        done = tokens if total_tokens else size
+        mark = done * 10 // total if total else size // 100_000_000
+        if mark > marks[0]:
+            marks[0] = mark
+            logger.info(f"encoding: {text(size, tokens)}")
+
+    yield line
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="caramba prepare", description="Turn text into tokens that data=tokens reads.")
+    kinds: Any = parser.add_subparsers(dest="corpus", required=True, parser_class=_Parser, metavar="CORPUS")
+    text = kinds.add_parser("text", help="local text or code, files or folders")
+    text.add_argument("paths", nargs="+", metavar="PATH")
+    text.add_argument(
+        "--suffix", default=".txt,.md,.py", help="of the files to take from folders (%(default)s)"
+    )
+    text.add_argument("--separator", help="text between the documents of a file, such as '<|endoftext|>'")
+    web = kinds.add_parser("fineweb", help="FineWeb or another hub data set, streamed")
+    web.add_argument("--dataset", default=FINEWEB, help="hub repository (%(default)s)")
+    web.add_argument("--config", default=FINEWEB_SAMPLE, help="its configuration, '' for none (%(default)s)")
+    web.add_argument("--revision", help="branch, tag or commit; the commit is recorded and kept on resume")
+    web.add_argument("--field", default="text", help="column of the text (%(default)s)")
+    web.add_argument(
+        "--from", dest="files", nargs="+", metavar="PATH", help="local parquet or .jsonl instead"
+    )
+    stdlib = kinds.add_parser("stdlib", help="the interpreter's own library source, as data=stdlib has it")
+    for kind in (text, web, stdlib):
+        kind.add_argument(
+            "--output", required=True, help="token folder to make, or FILE.npy for one flat array"
+        )
+        kind.add_argument(
+            "--train-bpe", type=_entries, metavar="N", help="train a BPE of N entries on the text"
+        )
+        kind.add_argument(
+            "--val-frac", type=_fraction, help="share of documents held out (0.05; none for .npy)"
+        )
+    for kind in (text, web):
+        kind.add_argument("--tokens", type=_count, help="stop after this many, such as 100M")
+        kind.add_argument(
+            "--tokenizer", default="byte", help="byte, FOLDER, tokenizer.json or .tiktoken (byte)"
+        )
+        kind.add_argument("--shard-tokens", type=_count, default=SHARD_TOKENS, help="per shard (100M)")
+    stdlib.add_argument("--tokenizer", choices=["byte", "bpe"], default="bpe")
+    return parser
+
+
+def _count(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmbg]?)", text.lower().replace("_", ""))
+    value = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 500000, 100M or 1.5B")
+    return value
+
+
+def _entries(text: str) -> int:
+    if not text.isdigit() or int(text) < 257:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a byte-level BPE has at least 257 entries (256 bytes, end mark)"
+        )
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to below 1")
+    return value

@@ -1,0 +1,151 @@
+"""Opens whatever names a tokenizer: `byte`, a Hugging Face folder, a tokenizer.json, or a tiktoken rank file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from caramba.data.library import LibraryTokenizer
+from caramba.data.tiktoken_file import tiktoken_definition
+from caramba.data.tokenizer import EOS, ByteTokenizer, Tokenizer
+from caramba.errors import DataError
+
+# The end marks of tokenizers in wide use, for a tokenizer.json with no file beside it that names its own.
+_END_MARKS = (EOS, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+
+
+def load_tokenizer(spec: str | Path, *, name: str | None = None) -> Tokenizer:
+    """Open the tokenizer that `spec` names.
+
+    Args:
+        spec: `byte`; a folder with tokenizer.json (a Hugging Face model folder, or a token folder); a tokenizer.json;
+            a tiktoken rank file such as cl100k_base.tiktoken.
+        name: what reports print; without it the folder's or file's name.
+
+    End and start marks are those that special_tokens_map.json or tokenizer_config.json beside the tokenizer.json
+    name; without them the end mark is the one usual mark that the vocabulary has.
+
+    Raises:
+        DataError: there is no such tokenizer, it cannot be read, or it has no end mark.
+    """
+    if str(spec) == "byte":
+        return ByteTokenizer()
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        if not (path / "tokenizer.json").is_file():
+            raise DataError(_no_definition(path))
+        return _from_json(path / "tokenizer.json", name or path.name)
+    if not path.is_file():
+        raise DataError(
+            f"{path}: there is no tokenizer file; expected `byte`, a folder with tokenizer.json, a tokenizer.json or a"
+            " .tiktoken rank file"
+        )
+    if path.suffix == ".tiktoken":
+        stem, definition, eos_id = tiktoken_definition(path)
+        return LibraryTokenizer(name or stem, definition, _size(_backend(path, definition)), eos_id)
+    return _from_json(path, name)
+
+
+def _from_json(path: Path, name: str | None) -> Tokenizer:
+    definition = path.read_text(encoding="utf-8")
+    if definition.startswith("{") and _parse(path, definition).get("type") == "byte":
+        return ByteTokenizer()
+    backend = _backend(path, definition)
+    marks = _marks(path.parent) if path.name == "tokenizer.json" else {}
+    size = _size(backend)
+    bos_id = _id_of(backend, marks.get("bos_token"), path)
+    return LibraryTokenizer(
+        name or f"bpe-{size}",
+        definition,
+        size,
+        _end_mark(backend, marks.get("eos_token"), path),
+        bos_id=bos_id,
+        adds_bos=bos_id is not None
+        and (bool(marks.get("add_bos_token")) or backend.encode("").ids[:1] == [bos_id]),
+    )
+
+
+def _no_definition(folder: Path) -> str:
+    held = sorted(file.name for file in folder.iterdir() if file.is_file())[:8]
+    text = f"{folder}: no tokenizer.json in this folder, found {', '.join(held) or 'no files'}"
+    if (folder / "tokenizer.model").is_file():
+        text += (
+            "; a bare SentencePiece tokenizer.model is not read: save it with"
+            " AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    return text
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DataError(
+            f"{path}: {len(text)} characters that are not a tokenizer definition ({error})"
+        ) from error
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{path}: {type(value).__name__} is not a tokenizer definition; expected a JSON object"
+        )
+    return value
+
+
+def _backend(path: Path, definition: str) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        return Backend.from_str(definition)
+    except Exception as error:  # the library raises bare Exception for a definition that it cannot read
+        raise DataError(
+            f"{path}: {len(definition)} characters that are not a tokenizer definition ({error})"
+        ) from error
+
+
+def _size(backend: Any) -> int:
+    """One more than the largest id: a vocabulary may have gaps."""
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _marks(folder: Path) -> dict[str, Any]:
+    """The special tokens that the files beside a tokenizer.json name; the configuration wins over the map."""
+    found: dict[str, Any] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if (folder / file).is_file():
+            content = _parse(folder / file, (folder / file).read_text(encoding="utf-8"))
+            found |= {key: value for key, value in content.items() if value is not None}
+    return found
+
+
+def _id_of(backend: Any, mark: Any, path: Path) -> int | None:
+    text = mark.get("content") if isinstance(mark, dict) else mark
+    if text is None:
+        return None
+    index = backend.token_to_id(text)
+    if index is None:
+        raise DataError(
+            f"{path}: the files beside it name {text!r} as a mark, and the vocabulary has no such entry;"
+            " the files belong to different tokenizers, copy the folder again"
+        )
+    return int(index)
+
+
+def _end_mark(backend: Any, mark: Any, path: Path) -> int:
+    named = _id_of(backend, mark, path)
+    if named is not None:
+        return named
+    usual = {text: backend.token_to_id(text) for text in _END_MARKS}
+    present = {text: index for text, index in usual.items() if index is not None}
+    if EOS in present:
+        return int(present[EOS])
+    if len(present) == 1:
+        return int(next(iter(present.values())))
+    raise DataError(
+        f"{path}: cannot tell which token ends a document: "
+        + (
+            f"the vocabulary has {', '.join(present)}"
+            if present
+            else f"it has none of {', '.join(_END_MARKS)}"
+        )
+        + '; name it in a special_tokens_map.json beside it: {"eos_token": "..."}'
+    )

@@ -1,0 +1,47 @@
+"""`caramba export RUN --format FORMAT --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.export.write import FORMATS, check_format, check_out, export_model
+from caramba.infer.opened import open_model
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise ConfigError(f"export: {message}; caramba export RUN --format {'|'.join(FORMATS)} --out DIR")
+
+
+def export(argv: list[str]) -> int:
+    """Run the command and return the exit status.
+
+    Raises:
+        ConfigError: a missing or unknown argument, an unknown run, or a folder that is not empty.
+    """
+    parser = _Parser(prog="caramba export", add_help=False, allow_abbrev=False)
+    parser.add_argument("run")
+    parser.add_argument("--format", default="hf")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--which", default="student", choices=("teacher", "student"))
+    parser.add_argument("--force", action="store_true")
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("--debug", action="store_true")
+    words = parser.parse_args(argv)
+    logger.quiet = words.quiet
+    folder = Path(words.out)
+    check_format(words.format)
+    check_out(folder.expanduser(), force=words.force)
+    opened = open_model(words.run, role=words.which)
+    done = export_model(opened, folder, format=words.format, role=words.which, force=words.force)
+    for note in done.notes:
+        logger.info(note)
+    size = sum((done.folder / name).stat().st_size for name in done.files)
+    print(
+        f"{words.which} of {opened.path} as {done.architecture}: {len(done.files)} files, {size / 1e6:.1f} MB"
+    )
+    print(f"exported: {done.folder}")
+    return 0

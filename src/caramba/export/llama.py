@@ -1,0 +1,99 @@
+"""Plain Llama-shaped models as a stock LlamaForCausalLM: the configuration and the tensors under their names there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from caramba.checkpoint.hf_names import hf_names, llama_blocks
+from caramba.config.layer import AttentionLayerConfig, LayerConfig, RopeScalingConfig
+from caramba.config.model import ModelSpec
+from caramba.errors import CheckpointError
+from caramba.model import Model
+
+# What a Llama layer has a setting for; everything else has to be at its default. Dropout is inactive in inference.
+_ATTENTION_KEYS = frozenset(
+    {"d_model", "n_heads", "n_kv_heads", "head_dim", "mode", "rope_base", "rope_scaling", "bias", "dropout"}
+)
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+def why_not_llama(spec: ModelSpec) -> str | None:
+    """Return what keeps a model from being a stock Llama, or None when nothing does."""
+    try:
+        blocks, (_, final) = llama_blocks(spec)
+        hf_names(spec)
+    except CheckpointError as error:
+        return str(error)
+    first = blocks[0]
+    norms = {final.eps, *(block.attention_norm[1].eps for block in blocks)}
+    norms |= {block.feed_forward_norm[1].eps for block in blocks}
+    if len(norms) > 1:
+        return f"its norms use several eps: {sorted(norms)}"
+    for block in blocks:
+        for (name, layer), (_, other) in (
+            (block.attention, first.attention),
+            (block.feed_forward, first.feed_forward),
+        ):
+            if layer != other:
+                return f"{name} differs from the first block's"
+    attention = first.attention[1]
+    for key, field in type(attention).model_fields.items():
+        is_free = key in _ATTENTION_KEYS or key in LayerConfig.model_fields
+        if not is_free and getattr(attention, key) != field.get_default(call_default_factory=True):
+            return f"its attention has {key}={getattr(attention, key)}"
+    scaling = attention.rope_scaling
+    if scaling is not None and scaling.type not in ("llama3", "linear"):
+        return f"its rope_scaling is {scaling.type}"
+    return None
+
+
+def llama_config(spec: ModelSpec, *, max_positions: int, eos_id: int | None, dtype: str) -> dict[str, Any]:
+    """Return the content of config.json, in the keys that transformers 4 and 5 both read."""
+    blocks, (_, final) = llama_blocks(spec)
+    attention, feed_forward = blocks[0].attention[1], blocks[0].feed_forward[1]
+    dims = attention.dims()
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.embedder.vocab_size,
+        "hidden_size": spec.embedder.d_model,
+        "intermediate_size": feed_forward.d_ff,
+        "num_hidden_layers": len(blocks),
+        "num_attention_heads": dims.n_heads,
+        "num_key_value_heads": dims.n_kv_heads,
+        "head_dim": dims.qk,
+        "hidden_act": "silu",
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": final.eps,
+        "rope_theta": attention.rope_base,
+        "rope_scaling": _scaling(attention),
+        "attention_bias": attention.bias,
+        "attention_dropout": attention.dropout,
+        "mlp_bias": feed_forward.bias,
+        "tie_word_embeddings": spec.head.tied,
+        "initializer_range": 0.02,
+        "use_cache": True,
+        "bos_token_id": None,
+        "eos_token_id": eos_id,
+        "dtype": dtype,
+    }
+
+
+def llama_tensors(model: Model) -> dict[str, Tensor]:
+    """Return every weight under its Hugging Face name; a tied head has none of its own.
+
+    Raises:
+        CheckpointError: the model is of another shape than a Llama.
+    """
+    state = model.state_dict()
+    return {theirs: state[ours].detach().cpu() for ours, theirs in hf_names(model.spec).items()}
+
+
+def _scaling(attention: AttentionLayerConfig) -> dict[str, Any] | None:
+    scaling: RopeScalingConfig | None = attention.rope_scaling
+    if scaling is None:
+        return None
+    keys = _LLAMA3_KEYS if scaling.type == "llama3" else ("factor",)
+    return {"rope_type": scaling.type, **{key: getattr(scaling, key) for key in keys}}

@@ -1,0 +1,92 @@
+"""A run's tokenizer as the files that transformers' AutoTokenizer loads, with equal ids for equal text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from caramba.data import ByteTokenizer, Tokenizer
+from caramba.runs.files import write_json, write_whole
+
+
+def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, max_positions: int) -> list[str]:
+    """Write tokenizer.json and tokenizer_config.json, and return their names.
+
+    No mark is added to text and a literal end mark in it stays text, as when the tokens were made.
+    """
+    definition = (
+        json.dumps(_byte_definition()) if isinstance(tokenizer, ByteTokenizer) else tokenizer.definition
+    )
+    end = _end_mark(tokenizer, json.loads(definition))
+    write_whole(folder / "tokenizer.json", definition)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_positions,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+        "eos_token": end,
+        "pad_token": end,
+    }
+    write_json(folder / "tokenizer_config.json", config)
+    return ["tokenizer.json", "tokenizer_config.json"]
+
+
+def _end_mark(tokenizer: Tokenizer, definition: dict[str, Any]) -> str:
+    added = {item["id"]: item["content"] for item in definition.get("added_tokens", [])}
+    if tokenizer.eos_id in added:
+        return added[tokenizer.eos_id]
+    return {index: token for token, index in definition["model"]["vocab"].items()}[tokenizer.eos_id]
+
+
+def _byte_definition() -> dict[str, Any]:
+    """Spell the byte tokenizer as a byte-level BPE without merges: entry b is byte b, 256 the end mark."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": 256,
+                "content": "<eos>",
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": False,
+        },
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {**_byte_letters(), "<eos>": 256},
+            "merges": [],
+        },
+    }
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the printable letter that stands for each byte in byte-level vocabularies.
+
+    Reference: Radford et al., 2019 (GPT-2): printable Latin-1 stands for itself, the other bytes for U+0100 onwards.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    letters |= {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return letters

@@ -1,0 +1,165 @@
+"""Writes an opened model into a folder, in one of the formats that other programs read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from caramba.checkpoint import save_tensors
+from caramba.checkpoint.formats import write_model_file
+from caramba.config.names import nearest
+from caramba.errors import ConfigError
+from caramba.export.llama import llama_config, llama_tensors, why_not_llama
+from caramba.export.remote import remote_code, remote_config, remote_tensors
+from caramba.export.tokenizer import write_tokenizer
+from caramba.infer.opened import OpenedModel
+from caramba.model import spec_of
+from caramba.runs.files import write_json, write_whole
+
+FORMATS = ("hf", "safetensors", "ckpt", "dcp")
+# What a Hugging Face folder holds beside weights; a model that came from one takes it along.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: the folder, its files, the class that transformers builds, and what a reader should know."""
+
+    folder: Path
+    files: tuple[str, ...]
+    architecture: str
+    notes: tuple[str, ...] = ()
+
+
+def check_format(name: str) -> str:
+    """Return a known format's name.
+
+    Raises:
+        ConfigError: unknown, with the nearest name.
+    """
+    if name not in FORMATS:
+        raise ConfigError(
+            f"export: --format {name!r} is unknown{nearest(name, FORMATS) or ';'} formats: {', '.join(FORMATS)}"
+        )
+    return name
+
+
+def check_out(folder: Path, *, force: bool) -> None:
+    """Refuse a place that holds something.
+
+    Raises:
+        ConfigError: a file, or a folder with files in it and no `force`.
+    """
+    if folder.is_file():
+        raise ConfigError(f"export: --out {folder} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise ConfigError(
+            f"export: --out {folder} is not empty; name another, or add --force to replace files of its names"
+        )
+
+
+def export_model(
+    opened: OpenedModel, folder: Path, *, format: str, role: str, force: bool = False
+) -> Exported:
+    """Write a model into `folder`, which appears complete or not at all.
+
+    Raises:
+        ConfigError: an unknown format, or a folder that is not empty without `force`.
+    """
+    check_format(format)
+    folder = folder.expanduser().absolute()
+    check_out(folder, force=force)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}.", suffix=".part", dir=folder.parent
+    ) as temporary:
+        part = Path(temporary)
+        architecture, notes = (
+            _write_hf(opened, part, role) if format == "hf" else _write_own(opened, part, format, role)
+        )
+        files = tuple(sorted(file.name for file in part.iterdir()))
+        folder.mkdir(exist_ok=True)
+        for name in files:
+            os.replace(part / name, folder / name)
+    return Exported(folder, files, architecture, tuple(notes))
+
+
+def _write_hf(opened: OpenedModel, part: Path, role: str) -> tuple[str, list[str]]:
+    model = opened.model
+    reason = why_not_llama(model.spec)
+    eos_id = opened.tokenizer.eos_id if opened.tokenizer is not None else None
+    facts: dict[str, Any] = {
+        "max_positions": opened.max_positions,
+        "eos_id": eos_id,
+        "dtype": _dtype(model.state_dict()),
+    }
+    notes: list[str] = []
+    if reason is None:
+        config, tensors = llama_config(model.spec, **facts), llama_tensors(model)
+    else:
+        notes.append(f"own modelling code, load with trust_remote_code=True ({reason})")
+        config, tensors = remote_config(model, **facts), remote_tensors(model)
+        for name, text in remote_code(model.spec).items():
+            write_whole(part / name, text)
+    config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels}
+    save_tensors(part / "model.safetensors", tensors, {"format": "pt"})
+    _write_companions(opened, part, config, notes)
+    write_json(part / "config.json", config)
+    return config["architectures"][0], notes
+
+
+def _write_companions(opened: OpenedModel, part: Path, config: dict[str, Any], notes: list[str]) -> None:
+    source = opened.path if opened.path.is_dir() else None
+    if source is not None:
+        for name in _COMPANIONS:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, part / name)
+        theirs = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings"):
+            if theirs.get(key) is not None:
+                config[key] = theirs[key]
+    elif opened.tokenizer is not None:
+        write_tokenizer(part, opened.tokenizer, max_positions=opened.max_positions)
+        end = opened.tokenizer.eos_id
+        write_json(part / "generation_config.json", {"eos_token_id": end, "pad_token_id": end})
+    if not (part / "tokenizer_config.json").is_file():
+        notes.append("no tokenizer: the data does not say which one made its tokens")
+
+
+def _write_own(opened: OpenedModel, part: Path, format: str, role: str) -> tuple[str, list[str]]:
+    spec = spec_of(opened.model.spec)
+    metadata = {
+        "format": "caramba-1",
+        "spec": spec.model_dump_json(),
+        "role": role,
+        "phase": "export",
+        "labels": json.dumps(opened.labels),
+        "tokenizer_hash": opened.tokenizer.hash if opened.tokenizer is not None else "",
+    }
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in opened.model.state_dict().items()}
+    target = {"safetensors": part / "model.safetensors", "ckpt": part / "model.ckpt", "dcp": part}[format]
+    write_model_file(target, tensors, metadata)
+    if format != "dcp":
+        write_json(part / "spec.json", spec.model_dump(mode="json"))
+    return "caramba", []
+
+
+def _dtype(state: dict[str, Tensor]) -> str:
+    return str(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())).removeprefix(
+        "torch."
+    )

@@ -1,0 +1,106 @@
+"""Small trained-looking models and a run directory that holds one, for the export and evaluation tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caramba.config.model import ModelConfig, ModelSpec
+from caramba.config.parse import parse_manifest
+from caramba.data import ByteTokenizer, Tokenizer, write_token_folder
+from caramba.model import Model, build_model, save_model
+from caramba.runs import MANIFEST, canonical_json
+
+VOCAB, M = 257, 32
+NORM = {"type": "RMSNormLayer", "d_model": M}
+MLP = {"type": "SwiGLULayer", "d_model": M, "d_ff": 48}
+GQA = {"type": "AttentionLayer", "d_model": M, "n_heads": 4, "n_kv_heads": 2, "mode": "gqa"}
+DBA = {
+    "type": "AttentionLayer",
+    "d_model": M,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "mode": "decoupled",
+    "sem_dim": 4,
+    "geo_dim": 8,
+    "v_dim": 12,
+}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
+
+
+def block(attention: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"type": "ResidualTopology", "layers": [NORM, attention]},
+        {"type": "ResidualTopology", "layers": [NORM, MLP]},
+    ]
+
+
+def spec(*nodes: dict[str, Any], tied: bool = True) -> ModelSpec:
+    return ModelSpec.model_validate(
+        {
+            "embedder": {"vocab_size": VOCAB, "d_model": M},
+            "topology": {"type": "StackedTopology", "layers": [*nodes, NORM]},
+            "head": {"tied": tied},
+        }
+    )
+
+
+def transformer(attention: dict[str, Any], tied: bool = True) -> ModelSpec:
+    return spec({"type": "NestedTopology", "repeat": 2, "layers": block(attention)}, tied=tied)
+
+
+def loud(spec: ModelSpec, seed: int = 3) -> Model:
+    """A model whose every tensor, norms, gates and biases included, says something."""
+    model = build_model(spec, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = 0.3 if parameter.dim() > 1 else 0.2
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def make_run(
+    root: Path,
+    model: Model,
+    *,
+    tokenizer: Tokenizer | None = None,
+    role: str = "student",
+    block_size: int = 64,
+) -> Path:
+    """Write what a finished run leaves of one model: manifest, tokens with their tokenizer, weights."""
+    tokenizer = tokenizer or ByteTokenizer()
+    text = ["the cat sat on the mat. " * 40, "a dog ran in the park. " * 40]
+    tokens = root / "tokens"
+    if not tokens.exists():
+        write_token_folder(
+            tokens, {"train": text, "val": ["the cat ran. " * 40]}, tokenizer, {"name": "cats"}
+        )
+    run = root / "runs" / "sample" / f"one-{role}"
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    train = {"phase": "pretrain", "steps": 1, "batch_size": 1, "block_size": block_size}
+    manifest = parse_manifest(
+        {
+            "name": "sample",
+            "model": ModelConfig.model_validate(model.spec.model_dump(mode="json")).model_dump(mode="json"),
+            "groups": [
+                {
+                    "name": "main",
+                    "data": {"type": "tokens", "path": str(tokens)},
+                    "runs": [{"id": "pretrain", "train": train}],
+                }
+            ],
+        }
+    )
+    (run / MANIFEST).write_text(canonical_json(manifest))
+    save_model(
+        model,
+        run / "checkpoints/pretrain.safetensors",
+        role=role,
+        phase="pretrain",
+        labels={"proxy": "untrained"},
+        tokenizer_hash=tokenizer.hash,
+    )
+    return run

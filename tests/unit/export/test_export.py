@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from caramba.cli import main
+from caramba.data import train_bpe
+from caramba.infer import greedy
+from caramba.model import load_pretrained
+from tests.unit.export.samples import (
+    DBA,
+    GQA,
+    LLAMA3,
+    MLP,
+    NORM,
+    VOCAB,
+    M,
+    block,
+    loud,
+    make_run,
+    spec,
+    transformer,
+)
+
+transformers = pytest.importorskip("transformers")
+TOLERANCE = 1e-4
+
+# Runs where caramba cannot be imported: what a folder needs, it has.
+ALONE = """
+import json, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("caramba", "pydantic"):
+            raise ImportError(f"{name} is blocked")
+sys.meta_path.insert(0, Refuse())
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+tokens = torch.load(out + "/tokens.pt")
+with torch.no_grad():
+    logits = model(tokens, use_cache=False).logits
+    new = model.generate(tokens, max_new_tokens=7, do_sample=False, eos_token_id=None, pad_token_id=0)
+    cached = model(tokens, use_cache=True)
+    again = model(tokens[:, :1], past_key_values=cached.past_key_values).logits
+text = AutoTokenizer.from_pretrained(folder)("the <eos> cat").input_ids
+beams = model.generate(tokens[:1], max_new_tokens=4, num_beams=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+result = {"logits": logits, "new": new, "again": again, "beams": beams, "text": torch.tensor(text)}
+result["angles"] = [model.to(torch.bfloat16).state_dict()[n].dtype for n in model.state_dict() if "inv_freq" in n]
+if type(model).__name__ == "CarambaForCausalLM":
+    cache = cached.past_key_values
+    result["used"] = cache.used_bytes()
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    torch.manual_seed(0)
+    done = model.generate(tokens, max_new_tokens=7, do_sample=False, return_dict_in_generate=True, eos_token_id=None)
+    result["allocated"] = done.past_key_values.allocated_bytes()
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    result["grad"] = model.get_input_embeddings().weight.grad
+    half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+    result["half"] = {str(p.dtype) for n, p in half.named_parameters()} | {
+        str(b.dtype) for n, b in half.named_buffers()}
+torch.save(result, out + "/result.pt")
+"""
+
+
+def exported(tmp_path: Path, run: Path, *words: str) -> Path:
+    folder = tmp_path / "out"
+    assert main(["export", str(run), "--out", str(folder), *words]) == 0
+    return folder
+
+
+def run_alone(folder: Path, tokens: torch.Tensor, tmp_path: Path) -> dict:
+    torch.save(tokens, tmp_path / "tokens.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, str(folder), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HF_HOME": str(tmp_path / "hf"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(tmp_path / "result.pt", weights_only=False)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("attention", "tied"),
+    [
+        (GQA, True),
+        ({**GQA, "rope_scaling": LLAMA3, "rope_base": 500000.0, "head_dim": 12, "bias": True}, False),
+        (
+            {
+                "type": "AttentionLayer",
+                "d_model": M,
+                "n_heads": 2,
+                "rope_scaling": {"type": "linear", "factor": 4.0},
+            },
+            True,
+        ),
+    ],
+)
+def test_plain_llama_is_a_stock_llama(tmp_path, attention, tied):
+    model = loud(transformer(attention, tied))
+    folder = exported(tmp_path, make_run(tmp_path, model))
+    assert not list(folder.glob("*.py"))
+    config = json.loads((folder / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["caramba"]["labels"] == {"proxy": "untrained"}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert type(theirs).__name__ == "LlamaForCausalLM"
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens()).logits, model(tokens()), atol=TOLERANCE, rtol=0)
+        new = theirs.generate(tokens(), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(new, greedy(model, tokens(), 6))
+    back, _ = load_pretrained(folder)
+    torch.testing.assert_close(back(tokens()), model(tokens()))
+
+
+REMOTE = {
+    "dba": transformer(DBA),
+    "gates": transformer(
+        {**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False
+    ),
+    "every topology": spec(
+        {"type": "CyclicTopology", "n_cycles": 2, "layers": block(DBA)},
+        {"type": "RecurrentTopology", "steps": 2, "layers": block({**GQA, "learned_temperature": True})},
+        {
+            "type": "SequentialTopology",
+            "layers": [
+                {"type": "ParallelTopology", "layers": [MLP, {**GQA, "local_window": 5}]},
+                {"type": "LinearLayer", "d_in": M, "d_out": M, "reduce": "mean"},
+                {"type": "BranchingTopology", "layers": [NORM, {"type": "LayerNormLayer", "d_model": M}]},
+                {"type": "LinearLayer", "d_in": 2 * M, "d_out": M},
+                {"type": "DropoutLayer", "p": 0.5},
+            ],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dba",
+        pytest.param("gates", marks=pytest.mark.slow),
+        pytest.param("every topology", marks=pytest.mark.slow),
+    ],
+)
+def test_any_other_topology_runs_without_caramba(tmp_path, name):
+    model = loud(REMOTE[name])
+    folder = exported(tmp_path, make_run(tmp_path, model))
+    assert {"modeling_caramba.py", "configuration_caramba.py"} <= {file.name for file in folder.iterdir()}
+    result = run_alone(folder, tokens(), tmp_path)
+    with torch.no_grad():
+        ours = model(tokens())
+        torch.testing.assert_close(result["logits"], ours, atol=TOLERANCE, rtol=0)
+        longer = model(torch.cat((tokens(), tokens()[:, :1]), dim=1))[:, -1:]
+    torch.testing.assert_close(result["again"], longer, atol=TOLERANCE, rtol=0)
+    assert torch.equal(result["new"], greedy(model, tokens(), 7))
+    assert result["beams"].shape == (1, 44)
+    # 41 tokens are cached after 40 and one more; generate caches all but the last of its 47, in exactly that room.
+    per_token = 2 * model.new_context(1, 1, static=True).bytes_per_token
+    assert result["used"] == 41 * per_token
+    assert result["allocated"] == 46 * per_token
+    assert result["text"].tolist() == list(b"the <eos> cat")
+    assert set(result["angles"]) <= {torch.float32}
+    assert result["grad"].abs().sum() > 0
+    assert result["half"] == {"torch.bfloat16", "torch.float32"}
+
+
+def test_the_cache_holds_what_dba_stores_and_no_more(tmp_path):
+    model = loud(REMOTE["dba"])
+    elements = sum(DBA[key] for key in ("sem_dim", "geo_dim", "v_dim"))
+    assert model.new_context(1, 1, static=True).bytes_per_token == 2 * 4 * elements  # two layers of fp32
+
+
+def test_padding_that_tokens_would_see_is_refused(tmp_path):
+    folder = exported(tmp_path, make_run(tmp_path, loud(REMOTE["dba"])))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :3] = 0
+    with torch.no_grad(), pytest.raises(ValueError, match="prompts of one length"):
+        theirs(tokens(), attention_mask=mask)
+    with torch.no_grad():
+        right = theirs(tokens(), attention_mask=mask.flip(1), use_cache=False).logits
+        torch.testing.assert_close(right, theirs(tokens(), use_cache=False).logits)
+    with pytest.raises(ValueError, match="cache_implementation"):
+        theirs.generate(tokens(), max_new_tokens=2, cache_implementation="static")
+
+
+def test_a_bpe_tokenizer_gives_the_same_ids_and_text(tmp_path):
+    tokenizer = train_bpe(["the cat sat on the mat, the dog ran"] * 20, 270)
+    wide = transformer(GQA).model_dump(mode="json")
+    wide["embedder"]["vocab_size"] = tokenizer.vocab_size
+    model = loud(type(REMOTE["dba"]).model_validate(wide))
+    folder = exported(tmp_path, make_run(tmp_path, model, tokenizer=tokenizer))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in ("the cat  sat\n", "<eos> naïve 🦀", " x"):
+        ids = theirs(text).input_ids
+        assert ids == tokenizer.encode(text)
+        assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == tokenizer.eos_id
+
+
+@pytest.mark.parametrize(
+    ("format", "name"), [("safetensors", "model.safetensors"), ("ckpt", "model.ckpt"), ("dcp", "")]
+)
+def test_own_formats_come_back_bit_for_bit(tmp_path, format, name):
+    model = loud(REMOTE["gates"])
+    run = make_run(tmp_path, model)
+    folder = exported(tmp_path, run, "--format", format)
+    back, labels = load_pretrained(folder / name)
+    assert labels == {"proxy": "untrained"}
+    assert back.state_dict().keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(back.state_dict()[key], tensor), key
+    again = tmp_path / "again"
+    if name:
+        assert main(["export", str(folder / name), "--format", "safetensors", "--out", str(again)]) == 0
+
+
+def test_a_folder_index_that_could_run_code_is_refused(tmp_path, capsys):
+    import pickle
+
+    from caramba.errors import CheckpointError
+
+    folder = exported(tmp_path, make_run(tmp_path, loud(REMOTE["dba"])), "--format", "dcp")
+    (folder / ".metadata").write_bytes(pickle.dumps(print))
+    with pytest.raises(CheckpointError, match="could run code"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--format", "hff", "--out", "x"], "did you mean 'hf'"),
+        (["--format", "hf"], "--out"),
+        (["--out", "full"], "not empty"),
+        (["--out", "x", "--which", "nobody"], "invalid choice"),
+        (["--out", "x", "--which", "teacher"], "has no teacher"),
+        (["--out", "x", "--colour"], "unrecognized arguments"),
+    ],
+)
+def test_mistakes_exit_2_and_write_nothing(tmp_path, monkeypatch, capsys, words, text):
+    run = make_run(tmp_path, loud(REMOTE["dba"]))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/mine.txt").write_text("mine")
+    assert main(["export", str(run), *words]) == 2
+    assert text in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+    assert [file.name for file in (tmp_path / "full").iterdir()] == ["mine.txt"]
+
+
+def test_an_unknown_run_is_named_and_force_replaces(tmp_path, monkeypatch, capsys):
+    run = make_run(tmp_path, loud(REMOTE["dba"]))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "smaple", "--out", "x"]) == 2
+    assert "sample" in capsys.readouterr().err
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.txt").write_text("mine")
+    folder = exported(tmp_path, run, "--force")
+    assert (folder / "mine.txt").read_text() == "mine"
+    assert (folder / "config.json").is_file()

@@ -1,0 +1,169 @@
+"""Hugging Face folders and hub ids on the command line: what is derived, refused, found in the cache, and recorded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from folders import write
+
+from caramba.checkpoint.hub import cached_folder
+from caramba.config.hf import spec_of_folder
+from caramba.config.manifest import Manifest
+from caramba.errors import CheckpointError, ConfigError
+from caramba.launch.freeze import freeze
+from caramba.launch.preflight import check_weights
+
+LOAD_ONLY = ("train=none", "benchmark=none")
+HUB_ID = "someone/tiny-llama"
+
+
+@pytest.fixture(autouse=True)
+def _offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hf") / "tiny-llama"
+    write(folder, "llama31_gqa", shard="20KB")
+    return folder
+
+
+@pytest.fixture
+def snapshot(written: Path, tmp_path: Path) -> Path:
+    home = tmp_path / "hub" / "models--someone--tiny-llama"
+    shutil.copytree(written, home / "snapshots" / "abc123")
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("abc123")
+    return home / "snapshots" / "abc123"
+
+
+def manifest_of(*words: str) -> Manifest:
+    return freeze(list(words)).manifest
+
+
+def test_a_path_describes_the_model(written: Path) -> None:
+    model = check_weights(manifest_of("model=hf", f"model.path={written}", *LOAD_ONLY)).model
+    assert model.name == "tiny-llama"
+    assert model.path == str(written)
+    assert model.topology == spec_of_folder(written).topology
+    assert Manifest.model_validate_json(
+        manifest_of("model=hf", f"model.path={written}", *LOAD_ONLY).model_dump_json()
+    )
+
+
+def test_a_path_may_be_relative_and_a_name_given(written: Path, tmp_path: Path) -> None:
+    shutil.copytree(written, tmp_path / "here")
+    model = check_weights(manifest_of("model=hf", "model.path=here", "model.name=mine", *LOAD_ONLY)).model
+    assert (model.name, model.path) == ("mine", str(tmp_path / "here"))
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["model=hf"], r"^model.path: required, and still '\?\?\?'"),
+        (["model=hf", "model.path={}", "model.embedder.vocab_size=5"], r"model.embedder: follows from config.json of model.path=.*\(command line: model.embedder.vocab_size=5\); remove it"),
+        (["model=hf", "model.path={}", "+model.head.tied=true"], r"model.head: follows from config.json"),
+        (["model=tiny", "+model.path={}"], r"model.embedder: follows from config.json .*conf/model/tiny.yaml:3.*with model=hf"),
+        (["model=hf", "model.path={}", "+model.checkpoint=x"], r"path and checkpoint both give this model its weights"),
+    ],
+)  # fmt: skip
+def test_keys_beside_a_path_are_refused(words: list[str], text: str, written: Path) -> None:
+    with pytest.raises(ConfigError, match=text):
+        manifest_of(*(word.format(written) for word in words), *LOAD_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [("nowhere", "model.path=nowhere: no such folder; give a Hugging Face folder, or a hub id"), (".", "has no config.json")],
+)  # fmt: skip
+def test_a_path_that_is_no_model(path: str, text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        manifest_of("model=hf", f"model.path={path}", *LOAD_ONLY)
+
+
+def test_a_teacher_folder_describes_the_teacher(written: Path) -> None:
+    words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={written}"]
+    with pytest.raises(ConfigError, match=r"vocab_size=2048 differs from .*=61"):
+        manifest_of(*words, "train=finetune")
+    manifest = check_weights(manifest_of(*words, "model.embedder.vocab_size=61", "train=finetune"))
+    teacher = manifest.model.teacher
+    assert teacher is not None
+    assert teacher.checkpoint == str(written)
+    assert teacher.manifest == spec_of_folder(written)
+
+
+def test_a_cached_hub_id_is_found_without_the_network(snapshot: Path) -> None:
+    model = check_weights(manifest_of("model=hf", f"model.path={HUB_ID}", *LOAD_ONLY)).model
+    assert (model.name, model.path) == ("tiny-llama", str(snapshot))
+    words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={HUB_ID}"]
+    teacher = check_weights(
+        manifest_of(*words, "model.embedder.vocab_size=61", "train=finetune")
+    ).model.teacher
+    assert teacher is not None
+    assert teacher.checkpoint == str(snapshot)
+    assert teacher.manifest is not None
+    assert teacher.manifest.name == "tiny-llama"
+
+
+def test_the_main_snapshot_comes_first_and_an_incomplete_one_does_not_count(snapshot: Path) -> None:
+    newer = snapshot.parent / "def456"
+    shutil.copytree(snapshot, newer)
+    assert cached_folder(HUB_ID) == snapshot
+    next(snapshot.glob("*.safetensors")).unlink()
+    assert cached_folder(HUB_ID) == newer
+    assert cached_folder(HUB_ID, needs_weights=False) == snapshot
+    shutil.rmtree(newer)
+    assert cached_folder(HUB_ID) is None
+
+
+def test_an_uncached_hub_id_names_three_ways_on() -> None:
+    with pytest.raises(CheckpointError) as caught:
+        manifest_of("model=hf", f"model.path={HUB_ID}", *LOAD_ONLY)
+    text = str(caught.value)
+    ways = (f"hf download {HUB_ID}", "model.path=DIR, a Hugging Face folder", "model=tiny_dba train=upcycle")
+    assert all(way in text for way in (*ways, "HF_HUB_OFFLINE")), text
+
+
+def test_an_unreachable_hub_is_given_up_on_within_ten_seconds(tmp_path: Path) -> None:
+    """The client's own waits and retries take minutes; a port that swallows connections shows ours."""
+    code = (
+        "import socket, sys, os\n"
+        "server = socket.create_server(('127.0.0.1', 0), backlog=16)\n"
+        "os.environ['HF_ENDPOINT'] = f'http://127.0.0.1:{server.getsockname()[1]}'\n"
+        "os.environ['HF_HUB_OFFLINE'] = '0'\n"
+        "from caramba.launch.preflight import find_checkpoint\n"
+        f"find_checkpoint({HUB_ID!r}, 'model.path')\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert time.monotonic() - began < 10
+    assert "Ways on:" in done.stderr, done.stderr
+    assert "did not answer within" in done.stderr or "out of reach" in done.stderr
+
+
+def test_a_run_that_trains_nothing_loads_records_and_is_found_again(written: Path, tmp_path: Path) -> None:
+    words = ["-m", "caramba", "launch", "model=hf", f"model.path={written}", *LOAD_ONLY, "device=cpu"]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").glob("*/*")
+    result = json.loads((run / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert result["labels"]["student_weights"] == str(written)
+    assert len(result["labels"]["student_weights_signature"]) == 64
+    assert not list(run.rglob("*.safetensors"))
+    again = check_weights(
+        manifest_of("model=tiny", f"model.checkpoint={run}", "model.embedder.vocab_size=61", "train=finetune")
+    )
+    assert again.model.checkpoint == str(run)

@@ -1,0 +1,208 @@
+"""Folders that are incomplete, damaged or of another network, and the memory that a load takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from folders import write
+from safetensors.torch import load_file, save_file
+
+from caramba.checkpoint import stored_tensors, stream_into
+from caramba.config.hf import spec_of_folder
+from caramba.config.model import ModelSpec
+from caramba.errors import CheckpointError
+from caramba.model import build_model, find_checkpoint, load_hf_folder, load_pretrained, record_loaded
+from caramba.model.hf_folder import loaded_folder
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "m", "llama31_gqa")
+    return tmp_path / "m"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    write(tmp_path / "m", "llama31_gqa", shard="20KB")
+    return tmp_path / "m"
+
+
+def rewrite(file: Path, **changes: torch.Tensor | None) -> None:
+    tensors = load_file(file)
+    for name, tensor in changes.items():
+        tensors.pop(name, None)
+        if tensor is not None:
+            tensors[name] = tensor
+    save_file(tensors, file)
+
+
+def test_tensors_that_do_not_fit_are_named_with_both_shapes_and_the_file(folder: Path) -> None:
+    rewrite(
+        folder / "model.safetensors",
+        **{Q: torch.zeros(32, 16), "model.norm.weight": None, "odd": torch.zeros(3)},
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load_hf_folder(folder)
+    text = str(caught.value)
+    assert f"{Q} in model.safetensors: expected [32, 32] float32, found [32, 16] float32" in text
+    assert "missing model.norm.weight [32] float32" in text
+    assert "unexpected odd [3] float32 in model.safetensors" in text
+    assert "3 of 21 tensors differ" in text
+    assert "download it again" in text
+
+
+def test_nothing_is_written_before_everything_fits(folder: Path) -> None:
+    model = build_model(spec_of_folder(folder), seed=0)
+    before = model.embedder.token.weight.clone()
+    with pytest.raises(CheckpointError, match=r"missing embedder\.token\.weight"):
+        stream_into(model, {}, where="x")
+    assert torch.equal(model.embedder.token.weight, before)
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    rewrite(folder / "model.safetensors", **{Q: torch.zeros(32, 32, dtype=torch.int8)})
+    with pytest.raises(CheckpointError, match=r"expected \[32, 32\] float32, found \[32, 32\] int8"):
+        load_hf_folder(folder)
+
+
+def test_missing_and_damaged_files(sharded: Path) -> None:
+    files = sorted(sharded.glob("*.safetensors"))
+    whole = files[0].read_bytes()
+    files[0].write_bytes(whole[:-7])
+    with pytest.raises(
+        CheckpointError, match=rf"{files[0].name}: the file is truncated: \d+ bytes, .* copy it again"
+    ):
+        load_hf_folder(sharded)
+    files[0].unlink()
+    with pytest.raises(
+        CheckpointError, match=rf"1 of the {len(files)} files .* are missing: {files[0].name}; download"
+    ):
+        load_hf_folder(sharded)
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    with pytest.raises(CheckpointError, match="which is not a file of the same folder"):
+        load_hf_folder(sharded)
+    index.write_text("{")
+    with pytest.raises(CheckpointError, match="damaged, expected JSON with a weight_map"):
+        load_hf_folder(sharded)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"has no weights; expected model.safetensors, or .*index.json"):
+        load_hf_folder(sharded)
+    torch.save({}, sharded / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="pickles run code when they are loaded; expected safetensors"):
+        load_hf_folder(sharded)
+    (sharded / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="expected a JSON object, got list"):
+        load_hf_folder(sharded)
+    (sharded / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no config.json"):
+        load_hf_folder(sharded)
+
+
+def test_one_name_in_two_files_is_refused(sharded: Path) -> None:
+    first, second = sorted(sharded.glob("*.safetensors"))[:2]
+    name = next(iter(load_file(first)))
+    rewrite(second, **{name: load_file(first)[name]})
+    with pytest.raises(CheckpointError, match=f"{name} is both in {first.name} and {second.name}"):
+        load_hf_folder(sharded)
+
+
+def test_a_manifest_may_leave_out_defaults_but_not_differ(folder: Path) -> None:
+    node = spec_of_folder(folder).model_dump(mode="json")
+    attention = node["topology"]["layers"][0]["layers"][0]["layers"][1]
+    attention["head_dim"] = None
+    node["name"] = "other"
+    load_hf_folder(folder, expected=ModelSpec.model_validate(node))
+    attention["rope_base"] = 10000.0
+    with pytest.raises(
+        CheckpointError, match=r"another network.*block 0 has rope_base=500000.0, expected 10000.0"
+    ):
+        load_hf_folder(folder, expected=ModelSpec.model_validate(node))
+    node["topology"]["layers"][0]["repeat"] = 3
+    with pytest.raises(CheckpointError, match="2 blocks, expected 3"):
+        load_hf_folder(folder, expected=ModelSpec.model_validate(node))
+
+
+def test_a_run_keeps_a_reference_that_notices_changes(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    labels = record_loaded(run, "student", folder)
+    assert labels["student_weights"] == str(folder)
+    assert record_loaded(run, "student", folder) == labels
+    assert loaded_folder(run, "teacher") is None
+    found = find_checkpoint(run, role="student")
+    assert found == folder
+    assert torch.equal(
+        load_pretrained(found)[0].embedder.token.weight, load_hf_folder(folder).embedder.token.weight
+    )
+    rewrite(folder / "model.safetensors", **{Q: torch.zeros(4)})
+    with pytest.raises(CheckpointError, match="that folder has changed since; start a new run"):
+        find_checkpoint(run, role="student")
+    with pytest.raises(CheckpointError, match="has changed since"):
+        record_loaded(run, "student", folder)
+    for file in folder.iterdir():
+        file.unlink()
+    folder.rmdir()
+    with pytest.raises(CheckpointError, match="no longer there; put the folder back"):
+        find_checkpoint(run, role="student")
+
+
+def test_streaming_equals_the_file_whatever_the_dtype(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    module = torch.nn.Linear(2100, 2001)  # more than one chunk of 8 MB, and a part of one
+    weight = torch.randn(2001, 2100, generator=generator).to(torch.bfloat16)
+    save_file({"weight": weight, "bias": torch.arange(2001.0)}, tmp_path / "a.safetensors")
+    stream_into(module, stored_tensors((tmp_path / "a.safetensors",)), where="a")
+    assert torch.equal(module.weight, weight.float())
+    assert torch.equal(module.bias, torch.arange(2001.0))
+
+
+# VmHWM and not ru_maxrss, which a process inherits from the one that started it.
+MEMORY = """
+import json, sys
+from pathlib import Path
+import torch
+from caramba.model import load_hf_folder
+torch.set_num_threads(1)
+def status(key):
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status") if ":" in line)
+    return int(fields[key].split()[0]) * 1024
+small, big, dtype = Path(sys.argv[1]), Path(sys.argv[2]), getattr(torch, sys.argv[3])
+load_hf_folder(small, dtype=dtype)  # code, threads and caches
+start = status("VmRSS")
+model = load_hf_folder(big, dtype=dtype)
+print(json.dumps({"bytes": sum(p.nbytes for p in model.parameters()), "peak": status("VmHWM") - start}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_loading_takes_less_than_a_fifth_over_the_model(tmp_path: Path, dtype: str) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for name, width, depth in (("small", 64, 1), ("big", 1024, 4)):
+        config = LlamaConfig(
+            vocab_size=8000,
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=depth,
+            num_attention_heads=16,
+            num_key_value_heads=4,
+        )
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model.to_empty(device="cpu").save_pretrained(tmp_path / name, max_shard_size="40MB")
+    words = [sys.executable, "-c", MEMORY, str(tmp_path / "small"), str(tmp_path / "big"), dtype]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
+    measured = json.loads(done.stdout)
+    assert measured["bytes"] > 100e6
+    assert 0.9 * measured["bytes"] < measured["peak"] < 1.2 * measured["bytes"], measured

@@ -1,0 +1,41 @@
+"""Every preset that can be built has the parameters and cache bytes of its plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.unit.cost.presets import PRESETS, compose_model
+
+from caramba.cache import KVCacheKind
+from caramba.config.model import ModelConfig
+from caramba.cost import model_cost
+from caramba.errors import ConfigError
+from caramba.model import build_model
+
+
+def is_latent(model: ModelConfig) -> bool:
+    return any(name == "c" for streams in model_cost(model).kv_layers for name, _, _ in streams)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_and_cache_equal_the_plan(preset: str) -> None:
+    model = compose_model(preset)
+    if is_latent(model):
+        with pytest.raises(ConfigError, match="layout=latent"):
+            build_model(model, device="meta")
+        return
+    cost, built = model_cost(model), build_model(model, device="meta")
+    assert sum(parameter.numel() for parameter in built.parameters()) == cost.params
+    ctx = built.new_context(2, 64, KVCacheKind.BF16, static=True)
+    assert ctx.bytes_per_token == cost.kv_bytes_per_token(KVCacheKind.BF16)
+    assert ctx.nbytes() == 2 * cost.topology.kv_bytes(KVCacheKind.BF16, 64)
+
+
+def test_a_small_preset_runs_as_planned() -> None:
+    for preset in ("tiny", "tiny_dba", "dba"):
+        model = compose_model(preset)
+        built = build_model(model, seed=0).eval()
+        with torch.no_grad():
+            ctx = built.new_context(1, 16)
+            built(torch.zeros(1, 5, dtype=torch.int64), ctx)
+        assert ctx.used_bytes() == model_cost(model).topology.kv_bytes(KVCacheKind.FP32, 5)
