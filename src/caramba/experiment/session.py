@@ -66,9 +66,11 @@ class Session:
                     tokenizer_hash=self.tokenizer_hash,
                 )
                 logger.path(str(path), "teacher")
-            else:
+            elif self.trains("teacher"):
                 assert model.teacher.manifest is not None
-                self.teacher = build_model(model.teacher.manifest, seed=self.manifest.seed).to(self.device)
+                self.teacher = build_model(model.teacher.manifest, seed=self.seed_of("teacher")).to(
+                    self.device
+                )
         if model.checkpoint is not None:
             path = find_checkpoint(Path(model.checkpoint), role="student")
             self.student, labels = load_pretrained(
@@ -79,8 +81,22 @@ class Session:
                 tokenizer_hash=self.tokenizer_hash,
             )
             self.labels |= labels
-        elif model.teacher is None:
-            self.student = build_model(model, seed=self.manifest.seed).to(self.device)
+        elif self.teacher is None:
+            self.student = build_model(model, seed=self.seed_of("student")).to(self.device)
+
+    def trains(self, role: str) -> bool:
+        """Return whether a run of this group trains the model of `role`; a control trains neither."""
+        phases = [run.train for run in self.group.runs if run.train is not None]
+        return any(phase.trains == role and not phase.control for phase in phases)
+
+    def seed_of(self, role: str) -> int:
+        """Return the seed of the weights of `role`: that of the first run that trains it, else the manifest's."""
+        seeds = [run.seed for run in self.group.runs if run.train and run.train.trains == role]
+        return seeds[0] if seeds else self.manifest.seed
+
+    def stream_seed(self, run: RunConfig) -> int:
+        """Return the seed of the order in which a run reads the data; a control reads as the student did."""
+        return self.seed_of("student") if run.train is not None and run.train.control else run.seed
 
     @property
     def tokenizer_hash(self) -> str:

@@ -87,7 +87,8 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
     """
     if place.is_file():
         return place
-    files = sorted((place / "checkpoints").glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
+    found = [*place.glob("checkpoints/*.safetensors"), *place.glob("groups/*/checkpoints/*.safetensors")]
+    files = sorted(found, key=lambda file: file.stat().st_mtime)
     files = [file for file in files if read_metadata(file).get("role") != "control"]
     if not files:
         raise CheckpointError(
