@@ -8,7 +8,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from caramba.checkpoint import load_tensors
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
 STAGES = (
@@ -203,3 +205,74 @@ def test_bytes_and_a_single_model(tmp_path: Path, cache: Path) -> None:
     )
     assert bpb == pytest.approx(nll / 0.6931, rel=0.02), "a byte is a token, but for the end marks"
     assert "perplexity.teacher.nll" not in metrics
+
+
+def test_a_seed_of_a_phase_takes_effect(tmp_path: Path, cache: Path) -> None:
+    words = ["experiment=smoke", "model=tiny", "train=pretrain", "benchmark=none", *SMALL]
+    weights = []
+    for seed in (1, 2, 1):
+        folder = tmp_path / str(len(weights))
+        folder.mkdir()
+        done = caramba([*words, f"train.phases.pretrain.seed={seed}"], folder, cache)
+        assert done.returncode == 0, done.stdout + done.stderr
+        weights.append(load_tensors(only_run(folder) / "checkpoints/pretrain.safetensors"))
+    first, other, again = (item["embedder.token.weight"] for item in weights)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_diverged_training_saves_nothing_and_says_so(tmp_path: Path, cache: Path) -> None:
+    words = [
+        "experiment=smoke",
+        "model=tiny",
+        "train=pretrain",
+        "train.lr=1e38",
+        "train.max_grad_norm=null",
+        *SMALL,
+    ]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "training has diverged" in done.stderr
+    assert not list(only_run(tmp_path).glob("checkpoints/*.safetensors"))
+
+
+def test_a_group_cannot_build_on_another_groups_teacher(tmp_path: Path, cache: Path) -> None:
+    printed = caramba(
+        ["launch", "experiment=smoke", *SMALL, *SMALL_TEACHER, "--cfg", "job"], tmp_path, cache
+    ).stdout
+    assert "phases" in printed
+    import yaml
+
+    tree = yaml.safe_load(printed)
+    model = {key: value for key, value in tree["model"].items() if value is not None}
+    sizes = {"steps": 2, "batch_size": 2, "block_size": 64}
+    data = {"type": "stdlib", "tokenizer": "bpe", "vocab_size": 512, "max_bytes": 400000}
+    manifest = {
+        "version": 1,
+        "name": "two_groups",
+        "model": model,
+        "data": data,
+        "groups": [
+            {
+                "name": "one",
+                "runs": [{"id": "pretrain", "train": {"phase": "pretrain", "trains": "teacher", **sizes}}],
+            },
+            {"name": "two", "runs": [{"id": "blockwise", "train": {"phase": "blockwise", **sizes}}]},
+        ],
+    }
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(manifest))
+    refused = caramba(["run", "two.yaml"], tmp_path, cache)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert "needs the teacher's weights" in refused.stderr
+    done = caramba(["run", "two.yaml", "--group", "one"], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "transplant" not in done.stdout
+
+
+def test_data_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "bad.tokens").write_text("1 2 x 4")
+    words = ["experiment=smoke", "model=tiny", "train=pretrain", "data=tokens", "data.path=bad.tokens"]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "'x'" in done.stderr
+    assert not list(tmp_path.glob("runs/*/*"))

@@ -15,9 +15,9 @@ from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_
 WORDS = [
     *("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER),
     *(
-        "train.phases.pretrain.steps=30",
-        "train.phases.blockwise.steps=14",
-        "train.phases.global.steps=14",
+        "train.phases.pretrain.steps=28",
+        "train.phases.blockwise.steps=12",
+        "train.phases.global.steps=12",
         "train.steps=null",
     ),
     *("train.save_every=4", "train.eval_every=6", "train.accumulate=2", "settings.instrument=none"),
@@ -43,9 +43,19 @@ def assert_same_weights(run: Path, whole: Path) -> None:
         assert not different, f"{name}: {different}"
 
 
-@pytest.mark.parametrize("phase", ["pretrain", "blockwise", "global"])
-def test_kill_and_resume_is_bit_equal(phase: str, whole: Path, tmp_path: Path, cache: Path) -> None:
-    status = interrupt_when(f"runs/*/*/checkpoints/{phase}.state.pt", WORDS, tmp_path, cache, signal.SIGKILL)
+# Steps are multiples of save_every, so the last two stop a phase that has taken its last step and is not on record.
+@pytest.mark.parametrize(
+    "file",
+    [
+        "pretrain.state.pt",
+        "blockwise.state.pt",
+        "global.state.pt",
+        "pretrain.safetensors",
+        "global.safetensors",
+    ],
+)
+def test_kill_and_resume_is_bit_equal(file: str, whole: Path, tmp_path: Path, cache: Path) -> None:
+    status = interrupt_when(f"runs/*/*/checkpoints/{file}", WORDS, tmp_path, cache, signal.SIGKILL)
     assert status == -signal.SIGKILL
     run = only_run(tmp_path)
     assert not (run / "result.json").exists()
@@ -53,6 +63,19 @@ def test_kill_and_resume_is_bit_equal(phase: str, whole: Path, tmp_path: Path, c
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_weights(run, whole)
     assert not list(run.glob("checkpoints/*.state.pt")), "the state of a finished phase is of no more use"
+
+
+def test_the_same_command_goes_on_with_an_unfinished_run(whole: Path, tmp_path: Path, cache: Path) -> None:
+    interrupt_when("runs/*/*/checkpoints/blockwise.state.pt", WORDS, tmp_path, cache, signal.SIGKILL)
+    done = caramba(WORDS, tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "did not finish" in done.stderr
+    assert_same_weights(only_run(tmp_path), whole)
+    again = caramba([*WORDS, "train.phases.pretrain.steps=4", "--quiet"], tmp_path, cache)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(list(tmp_path.glob("runs/*/*"))) == 2, (
+        "a finished run and another manifest start a run of their own"
+    )
 
 
 def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path, cache: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_sweep_runs_every_point_and_reports_the_failed_ones(called, tmp_path):
     assert "2 of 2 points failed:" in done.err
     assert done.err.count("(exit status 2)") == 2
     assert "a.npy" in done.err
-    assert len(list((tmp_path / "runs" / "tiny_pretrain").iterdir())) == 2
+    assert not list(tmp_path.glob("runs/*/*")), "a run whose data does not fit leaves nothing behind"
 
 
 def test_the_worker_refuses_what_is_no_run(caramba, tmp_path):

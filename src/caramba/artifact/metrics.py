@@ -78,8 +78,12 @@ def verdict_keys(verdicts: Iterable[Verdict]) -> list[list[str]]:
     listed = list(verdicts)
     last = {verdict.type: index for index, verdict in enumerate(listed)}
     keys: list[list[str]] = []
+    seen: dict[tuple[str, str], int] = {}
     for index, verdict in enumerate(listed):
         conditions = {} if last[verdict.type] == index else {"run": as_word(verdict.run_id)}
+        if conditions:  # several checks of one type on one run are numbered in the order of the manifest
+            number = seen[verdict.type, verdict.run_id] = seen.get((verdict.type, verdict.run_id), 0) + 1
+            conditions |= {"check": str(number)} if number > 1 else {}
         names = [f"{as_word(verdict.type)}.{as_word(check.name)}" for check in verdict.checks]
         keys.append([MetricKey("verify", None, name, conditions).format() for name in names])
     return keys

@@ -72,6 +72,10 @@ def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, 
                 f"run {run.id!r}: {needs} needs model.teacher, and the model has none; choose a model that has one "
                 "(model=tiny_dba), set model.teacher.checkpoint=RUN, or train without a teacher (train=pretrain)"
             )
+    if run.verify and phase.trains == "teacher":
+        raise ConfigError(
+            f"run {run.id!r} trains the teacher, and verify compares a student with it; move verify to a later run"
+        )
     if phase.trains == "teacher" and teacher is None:
         raise ConfigError(
             f"run {run.id!r} trains the teacher, and model.teacher.manifest does not describe its network; "

@@ -37,6 +37,18 @@ class DataConfig(Config):
             raise ValueError(
                 "data.path is set exactly when data.type is tokens; write data=tokens data.path=FILE"
             )
+        foreign = {"tokens": ("max_bytes",), "stdlib": ("val_path", "tokenizer_hash")}[self.type]
+        for name in foreign:
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no meaning for data.type={self.type}; leave it out"
+                )
+        if self.type == "tokens" and self.tokenizer == "byte":
+            raise ValueError(
+                "tokenizer=byte has no meaning for data.type=tokens, whose tokens are made; leave it out"
+            )
+        if self.val_path is not None and self.val_frac != type(self).model_fields["val_frac"].default:
+            raise ValueError(f"val_frac={self.val_frac} and val_path are both set; keep one")
         if self.type == "stdlib" and self.tokenizer == "bpe" and (self.vocab_size or 0) < 257:
             raise ValueError(
                 f"a byte-level BPE needs vocab_size of at least 257 (256 bytes and the end mark), got {self.vocab_size}"

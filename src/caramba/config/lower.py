@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from caramba.config.names import nearest
 from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
 from caramba.config.settle import has_teacher_weights, settle
 from caramba.config.source import Path
@@ -148,11 +149,13 @@ def _file_group(group: Any, index: int, data: Any, origins: dict[Path, Path]) ->
 def _verify_last(groups: list[Any], checks: Any, origins: dict[Path, Path]) -> None:
     for index in reversed(range(len(groups))):
         runs = groups[index].get("runs") if is_mapping(groups[index]) else None
-        if is_list(runs) and runs and is_mapping(runs[-1]):
-            if runs[-1].get("verify"):
+        for number, run in reversed(list(enumerate(list_of(runs)))):
+            if not is_mapping(run) or mapping_of(run.get("train")).get("control"):
+                continue
+            if run.get("verify"):
                 raise ConfigError("verify is set at the top of the manifest and in its last run; keep one")
-            runs[-1]["verify"] = checks
-            origins["groups", index, "runs", len(runs) - 1, "verify"] = ("verify",)
+            run["verify"] = checks
+            origins["groups", index, "runs", number, "verify"] = ("verify",)
             return
     raise ConfigError(
         "verify is set at the top of the manifest, and there is no run that it could check; add runs"
@@ -177,6 +180,12 @@ def _phases(
     out: list[tuple[str, dict[str, Any], dict[str, Path]]] = []
     for name, settings in phases.items():
         own = mapping_of(settings)
+        if name not in get_args(PhaseName) and "phase" not in own:
+            hint = nearest(name, (*get_args(PhaseName), *phases.keys() - {name}))
+            raise ConfigError(
+                f"train.phases.{name}: unknown phase{hint or ';'} known: {', '.join(get_args(PhaseName))}; "
+                "a phase under another name needs a key `phase`"
+            )
         phase: dict[str, Any] = {"phase": name} if name in get_args(PhaseName) else {}
         phase.update(
             {PhaseConfig.aliases.get(key, key): item for key, item in own.items() if item is not None}

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config, Later, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.fit import FitConfig
@@ -143,7 +143,8 @@ class Manifest(Config):
             raise ValueError(f"two groups share a name: {', '.join(names)}; names are distinct")
         if self.group is not None and self.group not in names:
             raise ValueError(
-                f"group={self.group!r} is not a group of this manifest; groups: {', '.join(names)}"
+                f"group={self.group!r} is not a group of this manifest{nearest(self.group, names) or ';'} "
+                f"groups: {', '.join(names)}"
             )
         if self.origin == "agent" and self.plugins:
             raise ValueError("a manifest whose origin is an agent may not name plugins; remove plugins")

@@ -79,7 +79,7 @@ def error_lines(
         if typed is not None:
             user = _real_path(user, typed)
         text = _explain(items)
-        line = f"{show_path(user)}: {text}{_place(path, text, user, source, origins)}"
+        line = f"{show_path(user) + ': ' if user else ''}{text}{_place(path, text, user, source, origins)}"
         if line not in lines:
             lines.append(line)
     return lines

@@ -29,6 +29,8 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
             for key in ("tokenizer", "val_frac"):
                 if settings.get(key) is not None:
                     group["data"] = {**group["data"], key: settings[key]}
+                    if settings[key] == "byte" and ("data", "vocab_size") not in given:
+                        group["data"].pop("vocab_size", None)  # it was that of another tokenizer
                     origins["groups", index, "data", key] = ("settings", key)
         runs = list_of(group.get("runs"))
         if is_list(group.get("benchmarks")):
@@ -37,7 +39,7 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
             if is_mapping(run) and is_mapping(run.get("train")):
                 later = [item["train"].get("phase") for item in runs[number + 1 :] if _trains(item)]
                 _settle_run(run, manifest, settings, later, ("groups", index, "runs", number), origins, given)
-        _settle_controls(runs)
+        _settle_controls(runs, mapping_of(manifest.get("debug")).get("max_steps"), given)
     if not has_teacher_weights(manifest):
         for group in list_of(manifest.get("groups")):
             for item in list_of(mapping_of(group).get("benchmarks")):
@@ -87,14 +89,25 @@ def _settle_run(
     _shorten(run, manifest, here, origins, given)
 
 
-def _settle_controls(runs: list[Any]) -> None:
-    """Give each control as many steps as it takes to see what the student's phases see."""
+def _settle_controls(runs: list[Any], most: Any, given: Collection[Path]) -> None:
+    """Give each control as many steps as it takes to see what the student's phases see.
+
+    Raises:
+        ConfigError: the steps of a control were typed.
+    """
     phases = [run["train"] for run in runs if _trains(run)]
     samples = sum(_samples(phase) for phase in phases if phase.get("trains") == "student")
-    for phase in phases:
+    for run in runs:
+        phase: dict[str, Any] = run["train"] if _trains(run) else {}
         if phase.get("control") is True:
+            if ("train", "phases", run.get("id"), "steps") in given:
+                raise ConfigError(
+                    f"train.phases.{run.get('id')}.steps: a control reads what the student's phases read, "
+                    "so its steps follow from theirs; leave it out"
+                )
             per_step = _samples({**phase, "steps": 1})
-            phase["steps"] = max(1, -(-samples // per_step)) if per_step else 1
+            steps = max(1, -(-samples // per_step)) if per_step else 1
+            phase["steps"] = min(steps, most) if isinstance(most, int) else steps
             if isinstance(phase.get("warmup_steps"), int):
                 phase["warmup_steps"] = min(phase["warmup_steps"], phase["steps"])
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from caramba import artifact
-from caramba.config.manifest import GroupConfig, Manifest
+from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
@@ -31,16 +31,17 @@ def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
         VerificationFailed: a check with fail_fast did not pass; artifacts of all that ran are written first.
     """
     groups = manifest.selected_groups()
-    apply_threads(run_dir / "plan.json")
-    return tuple(
-        run_group(manifest, group, run_dir, run_dir if len(groups) == 1 else run_dir / "groups" / group.name)
-        for group in groups
-    )
+    if len(groups) == 1:
+        return (run_group(manifest, groups[0], run_dir, run_dir),)
+    results = tuple(run_group(manifest, group, run_dir, run_dir / "groups" / group.name) for group in groups)
+    write_json(run_dir / "result.json", {"status": "finished", "groups": [group.name for group in groups]})
+    return results
 
 
 def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Path) -> RunResult:
     """Run one group: phases in order, then the final checks and benchmarks from the saved weights, then artifacts."""
     folder.mkdir(parents=True, exist_ok=True)
+    apply_threads(folder / "plan.json")
     logger.header(
         manifest.name, f"group {group.name}: {', '.join(run.id for run in group.runs) or 'no training'}"
     )
@@ -49,9 +50,8 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     failure: VerificationFailed | None = None
     try:
         trained = [item for item in group.runs if item.train is not None]
-        last = next((item for item in reversed(trained) if item.train and not item.train.control), None)
         for item in trained:
-            train_run(session, item, is_last=item is last)
+            train_run(session, item, is_last=item is last_trained(group))
         finish(session)
     except VerificationFailed as error:
         failure = error
@@ -67,7 +67,7 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
 
 def finish(session: Session) -> None:
     """Benchmark and verify what the phases saved: models are read back from disk, no training state is held."""
-    if session.manifest.model.teacher is not None:
+    if session.student is None and (session.trains("student") or session.group.benchmarks):
         transplant_student(session)
     for role in ("teacher", "student"):
         done = [phase for phase in session.phases() if phase.trains == role and not phase.skipped]
@@ -78,11 +78,16 @@ def finish(session: Session) -> None:
         models = {name: model.eval() for name, model in named if model is not None}
         benchmarks = session.measure(session.group.benchmarks, models)
         session.ledger.add(StageRecord(_unphased(FINAL), benchmarks=benchmarks))
-    checked = [item for item in session.group.runs if item.train is not None and item.verify]
-    if VERIFY not in session.ledger and checked and session.teacher is not None:
-        session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, checked[-1])))
+    last = last_trained(session.group)
+    if VERIFY not in session.ledger and last is not None and last.verify:
+        session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, last)))
     if VERIFY in session.ledger:
         hold(session.ledger[VERIFY].verdicts)
+
+
+def last_trained(group: GroupConfig) -> RunConfig | None:
+    """Return the last run that trains, controls aside: what it leaves is what is verified and benchmarked."""
+    return next((run for run in reversed(group.runs) if run.train and not run.train.control), None)
 
 
 def _unphased(stage: str) -> PhaseResult:

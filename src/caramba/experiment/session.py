@@ -59,15 +59,30 @@ class Session:
                 self.teacher = self._load(
                     model.teacher.checkpoint, "teacher", model.teacher.manifest, "model.teacher.checkpoint"
                 )
-            else:
+            elif self.trains("teacher"):
                 assert model.teacher.manifest is not None
-                self.teacher = build_model(model.teacher.manifest, seed=self.manifest.seed).to(self.device)
+                seed = self.seed_of("teacher")
+                self.teacher = build_model(model.teacher.manifest, seed=seed).to(self.device)
         if model.path is not None:
             self.student = self._load(model.path, "student", model, "model.path")
         elif model.checkpoint is not None:
             self.student = self._load(model.checkpoint, "student", model, "model.checkpoint")
-        elif model.teacher is None:
-            self.student = build_model(model, seed=self.manifest.seed).to(self.device)
+        elif self.teacher is None:
+            self.student = build_model(model, seed=self.seed_of("student")).to(self.device)
+
+    def trains(self, role: str) -> bool:
+        """Return whether a run of this group trains the model of `role`; a control trains neither."""
+        phases = [run.train for run in self.group.runs if run.train is not None]
+        return any(phase.trains == role and not phase.control for phase in phases)
+
+    def seed_of(self, role: str) -> int:
+        """Return the seed of the weights of `role`: that of the first run that trains it, else the manifest's."""
+        seeds = [run.seed for run in self.group.runs if run.train and run.train.trains == role]
+        return seeds[0] if seeds else self.manifest.seed
+
+    def stream_seed(self, run: RunConfig) -> int:
+        """Return the seed of the order in which a run reads the data; a control reads as the student did."""
+        return self.seed_of("student") if run.train is not None and run.train.control else run.seed
 
     def _load(self, source: str, role: str, expected: ModelSpec | None, where: str) -> Model:
         """Read a model's weights; of a Hugging Face folder the run keeps a reference, for `labels` and for exports."""

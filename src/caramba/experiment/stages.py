@@ -55,7 +55,7 @@ def transplant_student(session: Session) -> None:
     logger.subheader(f"transplant: {surgery.method}")
     began = time.perf_counter()
     teacher = session.model_of("teacher")
-    student = build_model(config, seed=session.manifest.seed).to(session.device)
+    student = build_model(config, seed=session.seed_of("student")).to(session.device)
     report = upcycle.transplant(teacher, student, surgery)
     windows = session.windows("train", _error_block(session))
     tokens = torch.stack([windows[index][0] for index in range(min(ERROR_WINDOWS, len(windows)))]).to(
@@ -87,9 +87,15 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
     phase = run.train
     assert phase is not None
     assert phase.trains is not None
-    if phase.trains == "student" and session.manifest.model.teacher is not None:
-        transplant_student(session)
+    if phase.trains == "student" and session.student is None:
+        if phase.phase == "pretrain":  # from scratch: no teacher is involved
+            session.student = build_model(session.manifest.model, seed=session.seed_of("student")).to(
+                session.device
+            )
+        else:
+            transplant_student(session)
     if run.id in session.ledger:
+        hold(session.ledger[run.id].verdicts)
         if not session.ledger[run.id].phase.skipped and not phase.control:
             session.reload(run.id, phase.trains)
         return
@@ -111,9 +117,11 @@ def hold(verdicts: tuple[Verdict, ...]) -> None:
     """Report verdicts; raise when one with fail_fast did not pass."""
     for verdict in verdicts:
         for item in verdict.checks:
+            text = f"verify {verdict.type} {item.name}: {item.value:.4g}"
             if item.bound is not None:
-                say = logger.success if item.passed else logger.warning
-                say(f"verify {verdict.type} {item.name}: {item.value:.4g} (at most {item.bound:.4g})")
+                (logger.success if item.passed else logger.warning)(f"{text} (at most {item.bound:.4g})")
+            elif "_layer" not in item.name:
+                logger.info(text)
         if verdict.fail_fast and not verdict.passed:
             failed = next(item for item in verdict.checks if not item.passed)
             raise VerificationFailed(
@@ -149,7 +157,7 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     data = PhaseData(
         session.training_windows(phase),
         session.windows("val", phase.block_size),
-        seed=session.manifest.seed,
+        seed=session.stream_seed(run),
         start=session.stream_start(run),
     )
     outcome = fit(

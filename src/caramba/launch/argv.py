@@ -36,6 +36,7 @@ class Request:
     native: list[str] = field(default_factory=list)
     cfg: str | None = None
     wants_help: bool = False
+    wants_version: bool = False
     resolves: bool = False
     is_debug: bool = "--debug" in sys.argv
     is_quiet: bool = False
@@ -55,6 +56,8 @@ def parse_argv(argv: list[str]) -> Request:
         name, _, value = word.partition("=")
         if not word.startswith("-"):
             request.overrides.append(word)
+        elif word == "--version":
+            request.wants_version = True
         elif word in ("--help", "-h"):
             request.wants_help = True
         elif name in ("--shell-completion", "-sc", "--hydra-help"):
@@ -103,6 +106,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     request = parse_argv(argv)
+    if request.wants_version:
+        from caramba import __version__
+
+        print(f"caramba {__version__}")
+        return 0
     if request.wants_help:
         from caramba.launch.help import help_text
 

@@ -46,6 +46,7 @@ def check_weights(manifest: Manifest) -> Manifest:
         update["teacher"] = teacher.model_copy(update={"checkpoint": str(path), "manifest": described})
     elif teacher is not None:
         _check_teacher_is_trained(manifest)
+    _check_student_has_weights(manifest)
     if not update:
         return manifest
     checked = manifest.model_copy(update={"model": model.model_copy(update=update)})
@@ -61,10 +62,28 @@ def _describes_itself(file: Path) -> bool:
         return b'"caramba-1"' in stream.read(min(length, 100_000_000))
 
 
+def _check_student_has_weights(manifest: Manifest) -> None:
+    """A global phase goes on from weights: given, transplanted, or pretrained by an earlier run of its group."""
+    model = manifest.model
+    if model.checkpoint is not None or model.path is not None or model.teacher is not None:
+        return
+    for group in manifest.selected_groups():
+        has_weights = False
+        for run in group.runs:
+            if run.train is not None and run.train.phase == "global" and not has_weights:
+                raise CheckpointError(
+                    f"run {run.id!r} goes on from weights, and the model has none. Ways on:\n"
+                    "  1. model.checkpoint=RUN, a run that trained this model, or a .safetensors file\n"
+                    "  2. train=pretrain, which starts from random weights\n"
+                    "  3. model=tiny_dba train=upcycle, which trains a teacher and distils a student from it"
+                )
+            has_weights = has_weights or run.train is not None
+
+
 def _check_teacher_is_trained(manifest: Manifest) -> None:
     """Without a checkpoint, a run that trains the teacher comes before any that needs its weights."""
-    is_trained = False
     for group in manifest.selected_groups():
+        is_trained = False  # a group starts from models of its own
         for run in group.runs:
             phase = run.train
             if phase is not None and phase.trains == "teacher" and not phase.control:
@@ -136,8 +155,8 @@ def _run_with_weights(text: str, key: str) -> Path:
         run = resolve_run(text)
     except ConfigError as error:
         raise CheckpointError(f"{key}={error}") from None
-    weights = run / "checkpoints"
-    if not any(weights.glob("*.safetensors")) and not (weights / LOADED).is_file():
+    folders = [run / "checkpoints", *run.glob("groups/*/checkpoints")]
+    if not any(any(folder.glob("*.safetensors")) or (folder / LOADED).is_file() for folder in folders):
         raise CheckpointError(
             f"{key}={text}: the run {run} has no finished checkpoint (checkpoints/*.safetensors); "
             f"finish it with `caramba resume {run}`, or name another"

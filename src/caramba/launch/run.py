@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,9 @@ from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.preflight import check_weights
-from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run
+from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run, unfinished_run
+
+MISTAKE = 2
 
 
 def launch(request: Request) -> int:
@@ -31,14 +34,21 @@ def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Fr
 
 def start(manifest: Manifest, overrides: tuple[str, ...], request: Request) -> int:
     """Write the manifest into a run directory, new or resumed, and start the worker on that file."""
-    if manifest.resume in ("auto", "never"):
-        run_dir = mint(manifest, overrides)
-    else:
+    is_new = False
+    if manifest.resume not in ("auto", "never"):
         run_dir = _matching_run(manifest)
+    elif manifest.resume == "auto" and (unfinished := unfinished_run(manifest)) is not None:
+        run_dir = unfinished
+        print(f"going on with {run_dir}, which did not finish (resume=never starts anew)", file=sys.stderr)
+    else:
+        run_dir, is_new = mint(manifest, overrides), True
     flags = [
         flag for flag, is_set in (("--debug", request.is_debug), ("--quiet", request.is_quiet)) if is_set
     ]
-    return run_inline(run_dir / MANIFEST, flags)
+    status = run_inline(run_dir / MANIFEST, flags)
+    if is_new and status == MISTAKE and not (run_dir / "plan.json").exists():
+        shutil.rmtree(run_dir)  # the data or the device did not fit: there is nothing to go on with
+    return status
 
 
 def run_inline(manifest_file: Path, flags: list[str]) -> int:

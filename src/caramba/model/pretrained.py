@@ -101,7 +101,8 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
     """
     if place.is_file() or is_dcp(place) or (is_hf_folder(place) and not (place / MANIFEST).is_file()):
         return place
-    files = sorted((place / "checkpoints").glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
+    saved = [*place.glob("checkpoints/*.safetensors"), *place.glob("groups/*/checkpoints/*.safetensors")]
+    files = sorted(saved, key=lambda file: file.stat().st_mtime)
     files = [file for file in files if read_metadata(file).get("role") != "control"]
     matching = [file for file in files if read_metadata(file).get("role") == role]
     found = matching[-1] if matching else loaded_folder(place, role)

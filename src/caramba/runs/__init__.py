@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from caramba.runs.find import list_runs, resolve_run
+    from caramba.runs.find import list_runs, resolve_run, unfinished_run
     from caramba.runs.locking import lock
     from caramba.runs.manifest import MANIFEST, canonical_json, differences, manifest_sha256, read_manifest
     from caramba.runs.minting import environment, git_commit, mint
@@ -23,11 +23,12 @@ __all__ = [
     "mint",
     "read_manifest",
     "resolve_run",
+    "unfinished_run",
 ]
 
 # Looked up on first use: files and ending are needed where pydantic must not be loaded.
 _HOMES = {
-    **dict.fromkeys(("list_runs", "resolve_run"), "find"),
+    **dict.fromkeys(("list_runs", "resolve_run", "unfinished_run"), "find"),
     **dict.fromkeys(("lock",), "locking"),
     **dict.fromkeys(
         ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"), "manifest"

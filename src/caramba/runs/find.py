@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
-from caramba.runs.manifest import MANIFEST
+from caramba.runs.files import sha256_of
+from caramba.runs.locking import is_locked
+from caramba.runs.manifest import MANIFEST, manifest_sha256
 
 
 def resolve_run(text: str, root: Path = Path("runs")) -> Path:
@@ -37,6 +40,21 @@ def resolve_run(text: str, root: Path = Path("runs")) -> Path:
     raise ConfigError(
         f"{text}: no run there (a run is a directory with {MANIFEST}){hint or '; `latest` is the newest run'}"
     )
+
+
+def unfinished_run(manifest: Manifest, root: Path = Path("runs")) -> Path | None:
+    """Return the newest run of this same manifest that has trained, has no result, and that nobody is running."""
+    digest = manifest_sha256(manifest)
+    for run in reversed(_runs_in(root / manifest.name)):
+        is_same = sha256_of(run / MANIFEST) == digest
+        if (
+            is_same
+            and any(run.rglob("plan.json"))
+            and not (run / "result.json").exists()
+            and not is_locked(run)
+        ):
+            return run
+    return None
 
 
 def list_runs(root: Path = Path("runs")) -> list[Path]:

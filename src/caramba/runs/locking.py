@@ -13,6 +13,18 @@ from caramba.errors import ConfigError
 LOCK = ".lock"
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Return whether a worker holds a run directory now."""
+    if not (run_dir / LOCK).exists():
+        return False
+    with open(run_dir / LOCK) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
     """Hold a run directory. The kernel drops the lock with the process, so a killed worker leaves nothing to clean.

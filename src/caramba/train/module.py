@@ -13,6 +13,7 @@ from torchmetrics.aggregation import RunningMean
 
 from caramba.config.train import PhaseConfig
 from caramba.distill import Batch, Objective
+from caramba.errors import CarambaError
 from caramba.optim import build_optimizer, learning_rate
 
 
@@ -31,8 +32,8 @@ class CarambaModule(pl.LightningModule):
         self.phase = phase
         self.log_every = log_every
         self.micro_steps = 0
-        self.train_loss = RunningMean(window=50)
-        self.val_loss = MeanMetric()
+        self.train_loss = RunningMean(window=50, nan_strategy="disable")
+        self.val_loss = MeanMetric(nan_strategy="disable")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = self.objective.trainable()
@@ -76,6 +77,19 @@ class CarambaModule(pl.LightningModule):
     def running_loss(self) -> float:
         """Return the mean loss of the last 50 micro-batches, over all ranks."""
         return float(self.train_loss.compute())
+
+    def refuse_divergence(self) -> None:
+        """Raise when a weight is not finite, so that nothing worthless is saved over something good.
+
+        Raises:
+            CarambaError: training has diverged.
+        """
+        for name, parameter in self.model.named_parameters():
+            if not bool(torch.isfinite(parameter).all()):
+                raise CarambaError(
+                    f"{self.phase.phase}: {name} is not finite at step {self.global_step}: training has diverged; "
+                    f"lower lr (now {self.phase.lr:g}), lengthen warmup_steps, or lower max_grad_norm"
+                )
 
     def record(self, values: dict[str, float]) -> None:
         """Send one row of metrics to every logger under the current optimiser step.

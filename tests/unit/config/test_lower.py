@@ -79,7 +79,8 @@ def test_groups_share_top_level_data_and_a_text_is_a_token_file():
     ]
     assert [group.name for group in manifest.selected_groups()] == ["paper"]
     with pytest.raises(
-        ConfigError, match="group='papr' is not a group of this manifest; groups: quick, paper"
+        ConfigError,
+        match=r"group='papr' is not a group of this manifest; did you mean 'paper'\? groups: quick, paper",
     ):
         lower({"model": MODEL, "data": DATA, "groups": groups, "group": "papr"})
 

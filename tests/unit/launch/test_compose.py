@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from caramba.config.crosscheck import cross_check
 from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.compose import compose, default_groups
 from caramba.launch.freeze import freeze
@@ -128,7 +129,7 @@ def test_settings_take_effect():
 
 def test_device_seed_and_debug_reach_every_phase():
     runs = manifest_of("device=cpu", "debug=fdr").groups[0].runs
-    assert [(run.train.device, run.train.steps) for run in runs] == [*[("cpu", 1)] * 3, ("cpu", 2)]
+    assert [(run.train.device, run.train.steps) for run in runs] == [("cpu", 1)] * 4
     assert manifest_of("debug=overfit").debug.overfit_batches == 2
 
 
@@ -456,3 +457,31 @@ def test_a_control_reads_as_many_tokens_as_the_student_whatever_its_batch():
 def test_a_control_needs_a_teacher_with_weights():
     with pytest.raises(ConfigError, match="a control trains the teacher further"):
         manifest_of("train.phases.global.control=true")
+
+
+def test_the_steps_of_a_control_cannot_be_typed():
+    with pytest.raises(ConfigError, match="its steps follow from theirs"):
+        manifest_of("train.phases.teacher_continued.steps=5")
+
+
+def test_a_misspelt_phase_gets_its_nearest_name():
+    with pytest.raises(ConfigError, match=r"train.phases.pretrian: unknown phase; did you mean 'pretrain'"):
+        manifest_of("train.phases.pretrian.steps=3")
+
+
+def test_typed_none_empties_what_an_experiment_lists():
+    group = manifest_of("experiment=smoke", "benchmark=none", "verify=none").groups[0]
+    assert group.benchmarks == ()
+    assert not any(run.verify for run in group.runs)
+
+
+def test_a_teacher_alone_cannot_be_verified():
+    with pytest.raises(ConfigError, match="trains the teacher, and verify compares a student"):
+        cross_check(
+            manifest_of().model_copy(update={"groups": (_verified_teacher(manifest_of().groups[0]),)})
+        )
+
+
+def _verified_teacher(group):
+    first = group.runs[0].model_copy(update={"verify": group.runs[2].verify})
+    return group.model_copy(update={"runs": (first, *group.runs[1:])})

@@ -12,7 +12,9 @@ import lightning.pytorch as pl
 class Checkpointing(pl.Callback):
     """Saves resumable state every `save_every` optimiser steps, and the final weights when training ends.
 
-    The final weights are saved before any other work of the phase's end, so that a failure there loses nothing.
+    No state is saved at the last step: Lightning has no step left to resume there, and would never come to the
+    final weights. A run stopped after it repeats the steps since the state before. The final weights are saved
+    before any other work of the phase's end, so that a failure there loses nothing.
     """
 
     def __init__(self, state_path: Path, save_every: int | None, save_final: Callable[[], None]) -> None:
@@ -22,9 +24,12 @@ class Checkpointing(pl.Callback):
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         at_step_end = pl_module.micro_steps == 0
-        if self.save_every and at_step_end and trainer.global_step % self.save_every == 0:
+        is_due = self.save_every and trainer.global_step % self.save_every == 0
+        if is_due and at_step_end and trainer.global_step < trainer.max_steps:
+            pl_module.refuse_divergence()
             trainer.save_checkpoint(self.state_path)
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.refuse_divergence()
         if trainer.global_step >= trainer.max_steps and trainer.is_global_zero:
             self.save_final()

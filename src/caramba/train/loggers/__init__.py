@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
@@ -19,6 +20,7 @@ def build_loggers(config: LoggerConfig, settings: SettingsConfig, run_dir: Path,
     if config.tensorboard:
         loggers.append(TensorBoardLogger(save_dir=str(run_dir), name="tensorboard", version=phase))
     if config.wandb:
+        os.environ.setdefault("WANDB_SILENT", "true")  # its console lines repeat ours, in colours
         loggers.append(
             WandbLogger(
                 project=settings.wandb_project,
