@@ -1,5 +1,8 @@
 """`caramba eval RUN --tasks A,B`: tasks of lm-evaluation-harness on a trained model."""
 
+# pyright: reportMissingImports=false, reportArgumentType=false
+# The library is an optional extra, and its own annotations are loose.
+
 from __future__ import annotations
 
 import argparse

@@ -1,5 +1,8 @@
 """A caramba model as lm-evaluation-harness calls one. Imports the harness, which is the extra `eval`."""
 
+# pyright: reportMissingImports=false, reportArgumentType=false, reportAssignmentType=false
+# The library is an optional extra, and its own annotations are loose.
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,8 @@
 """Opens streaming data sets through the `datasets` library: a hub repository at one commit, or local files."""
 
+# pyright: reportMissingImports=false
+# The library is an optional extra, and its own annotations are loose.
+
 from __future__ import annotations
 
 import threading

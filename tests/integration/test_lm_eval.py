@@ -10,7 +10,7 @@ import torch
 
 from caramba.cli import main
 from caramba.infer import greedy, greedy_until, open_model, score_continuations
-from tests.unit.export.samples import GQA, loud, make_run, transformer
+from tests.integration.export.samples import GQA, loud, make_run, transformer
 
 try:
     HARNESS = tuple(int(part) for part in version("lm_eval").split(".")[:3])

@@ -12,7 +12,7 @@ from caramba.cli import main
 from caramba.data import train_bpe
 from caramba.infer import greedy
 from caramba.model import load_pretrained
-from tests.unit.export.samples import (
+from tests.integration.export.samples import (
     DBA,
     GQA,
     LLAMA3,

@@ -13,14 +13,13 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from folders import write
-
 from caramba.checkpoint.hub import cached_folder
 from caramba.config.hf import spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_weights
+from tests.unit.hf.folders import write
 
 LOAD_ONLY = ("train=none", "benchmark=none")
 HUB_ID = "someone/tiny-llama"
