@@ -1,0 +1,67 @@
+"""What is in the repository is in the wheel, and the mapped folders import what they may."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MAPPED = {
+    "conf": "caramba.conf",
+    "kernels/triton": "caramba.kernels.triton",
+    "kernels/metal": "caramba.kernels.metal",
+}
+
+
+def declared() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+
+
+def dotted(folder: Path, base: Path, name: str) -> str:
+    return ".".join([name, *folder.relative_to(base).parts])
+
+
+def test_every_package_is_listed() -> None:
+    found = {
+        dotted(file.parent, ROOT / "src/caramba", "caramba")
+        for file in (ROOT / "src/caramba").rglob("__init__.py")
+    }
+    for folder, name in MAPPED.items():
+        found |= {dotted(file.parent, ROOT / folder, name) for file in (ROOT / folder).rglob("__init__.py")}
+    assert found == set(declared()["packages"])
+
+
+def test_every_option_lies_in_a_listed_package_and_matches_the_package_data() -> None:
+    assert "*.yaml" in declared()["package-data"]["*"]
+    options = list((ROOT / "conf").rglob("*.y*ml"))
+    assert len(options) > 25
+    for option in options:
+        assert option.suffix == ".yaml", option
+        assert dotted(option.parent, ROOT / "conf", "caramba.conf") in declared()["packages"], option
+
+
+def test_python_files_lie_in_packages() -> None:
+    for file in (ROOT / "src/caramba").rglob("*.py"):
+        assert (file.parent / "__init__.py").exists(), file
+
+
+def test_mapped_folders_import_nothing_of_caramba() -> None:
+    """The import contracts do not see these folders: kernels import torch and Triton, conf imports nothing."""
+    for folder, allowed in {
+        "conf": set(),
+        "kernels/triton": {"torch", "triton", "__future__"},
+        "kernels/metal": {"torch"},
+    }.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                assert {name.split(".")[0] for name in names} <= allowed, file
+
+
+def test_the_benchmarks_page_is_what_the_json_gives() -> None:
+    done = subprocess.run([sys.executable, "scripts/bench/report.py", "--check"], cwd=ROOT)
+    assert done.returncode == 0, "docs/benchmarks.md: run python scripts/bench/report.py"
