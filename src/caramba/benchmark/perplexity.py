@@ -9,7 +9,7 @@ import numpy as np
 
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import PerplexityBenchmarkConfig
-from caramba.data import TokenDataset, build_token_dataset
+from caramba.data import TokenDataset, build_token_dataset, count_bytes
 from caramba.errors import CarambaError
 from caramba.measure import WindowedNLL, spread_windows, windowed_nll
 from caramba.result import Metric
@@ -79,9 +79,7 @@ def predicted_bytes(dataset: TokenDataset, wanted: int, token_bytes: np.ndarray 
     """Return the UTF-8 bytes of the targets in the measured windows; None when the tokenizer is not known."""
     if token_bytes is None:
         return None
-    return sum(
-        int(token_bytes[dataset[index][1].numpy()].sum()) for index in spread_windows(len(dataset), wanted)
-    )
+    return sum(count_bytes(dataset[index][1], token_bytes) for index in spread_windows(len(dataset), wanted))
 
 
 def _or_none(value: float) -> float | None:
