@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context, KVCacheKind, LatentLayerKVCache, new_layer_cache
+from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import AttentionLayer, LatentProjection
 from caramba.layer.latent import expands
@@ -90,7 +91,7 @@ def both_forms(layer: AttentionLayer, x: Tensor) -> list[Tensor]:
     assert isinstance(projection, LatentProjection)
     q, streams = projection(x)
     attend = (projection.attend_expanded, projection.attend_absorbed)
-    heads = [form(q, streams["c"], streams["k_geo"], layer.score) for form in attend]
+    heads = [form(q, streams, layer.score) for form in attend]
     return [layer.out(x.transpose(1, 2).flatten(2)) for x in heads]
 
 
@@ -187,6 +188,30 @@ def test_fresh_maps_keep_the_scale_of_plain_heads() -> None:
     scores = q @ k.mT
     assert 0.8 < scores.std() < 1.25
     assert 0.8 < v.std() < 1.25
+
+
+@pytest.mark.parametrize("option", ["plain", "gates"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_autograd_keeps_is_what_the_plan_says(shape: str, option: str) -> None:
+    layer = AttentionLayer(
+        AttentionLayerConfig.model_validate(
+            {
+                "d_model": D_MODEL,
+                **LATENT,
+                **SHAPES[shape],
+                **OPTIONS[option],
+                "decoupled_gate_dynamic": False,
+            }
+        )
+    )
+    # Copies of weights and the rotary table are shared by the batch.
+    batch, n_tokens, kept = 64, 32, []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        layer(torch.randn(batch, n_tokens, D_MODEL, requires_grad=True))
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in kept}
+    measured = sum(size for at, size in sizes.items() if at not in own) / (batch * n_tokens)
+    assert measured == pytest.approx(layer.config.infer(Width(D_MODEL)).activation_elements, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def test_parameters_and_cache_equal_the_plan(preset: str) -> None:
 
 
 def test_a_small_preset_runs_as_planned() -> None:
-    for preset in ("tiny", "tiny_dba", "dba"):
+    for preset in ("tiny", "tiny_dba", "tiny_dba_latent", "dba"):
         model = compose_model(preset)
         built = build_model(model, seed=0).eval()
         with torch.no_grad():

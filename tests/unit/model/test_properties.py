@@ -86,7 +86,7 @@ def decoding_flops(model: Model, n_tokens: int) -> int:
 def assert_costs_agree(model: Model) -> None:
     cost = model_cost(model.spec)
     assert cost.params == sum(parameter.numel() for parameter in model.parameters())
-    assert decoding_flops(model, N_TOKENS) == round(N_TOKENS * cost.flops_per_token(N_TOKENS))
+    assert decoding_flops(model, N_TOKENS) == round(N_TOKENS * cost.decode_flops_per_token(N_TOKENS))
     for kind in KINDS:
         with torch.no_grad():
             ctx = model.new_context(2, 8, kind)
