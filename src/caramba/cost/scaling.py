@@ -94,7 +94,9 @@ def scale_surgery(surgery: SurgeryConfig, scale: Scale) -> SurgeryConfig:
 
 
 def latent_width(value: int, scale: Scale) -> int:
-    """Return a latent layer's width, which all heads share, at the new model width: a multiple of 16."""
+    """Return a latent layer's width, which all heads share, at another model width: a multiple of 16 there."""
+    if scale.width == 1:
+        return value
     return max(LATENT_STEP, round(value * scale.width / LATENT_STEP) * LATENT_STEP)
 
 

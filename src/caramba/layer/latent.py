@@ -103,15 +103,15 @@ class LatentProjection(GatedProjection):
 
     def attend_expanded(self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
-        c, k_geo = streams["c"][:, 0], streams["k_geo"][:, 0]
+        n_keys = streams["c"].shape[2]
         if score.window is not None:
             # Keys that no query sees would be expanded for nothing.
-            n_keys = min(c.shape[1], score.window + q.shape[2] - 1)
-            c, k_geo = c[:, -n_keys:], k_geo[:, -n_keys:]
-        k, v = self._expand(c.to(q.dtype), k_geo.to(q.dtype))
+            n_keys = min(n_keys, score.window + q.shape[2] - 1)
+        k, v = self.keys_values({name: streams[name][:, :, -n_keys:].to(q.dtype) for name in ("c", "k_geo")})
         null = None
         if self.null_c is not None and self.null_geo is not None:
-            null_k, null_v = self._expand(self.null_c[None, None], self.null_geo[None, None])
+            rows = {"c": self.null_c.expand(1, 1, 1, -1), "k_geo": self.null_geo.expand(1, 1, 1, -1)}
+            null_k, null_v = self.keys_values(rows)
             null = null_k.flatten(), null_v.flatten()
         return score(q, k, v, null)
 
@@ -135,12 +135,12 @@ class LatentProjection(GatedProjection):
         read = score(torch.cat((mapped, q_geo), dim=-1), key, value, null)
         return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
 
-    def _expand(self, c: Tensor, k_geo: Tensor) -> tuple[Tensor, Tensor]:
-        """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], from [B, S, R or Dgeo].
+    def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.
 
         Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
         """
-        heads = self.dims.n_heads
+        heads, c, k_geo = self.dims.n_heads, streams["c"][:, 0], streams["k_geo"][:, 0]
         k_sem = F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (heads, -1))
         v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1))
         geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)

