@@ -98,7 +98,11 @@ class AttentionDims:
 class AttentionLayerConfig(LayerConfig):
     """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together.
 
-    `null_attn` learns a key and a value per key/value head that every query may attend to; `rope_semantic` rotates
+    Under `layout: latent` all heads read one latent, `sem_dim` wide, as semantic key and value, so `n_kv_heads` has
+    no effect there; `head_dim` is the width of each query before the maps into the latent.
+
+    `null_attn` learns a key and a value per key/value head that every query may attend to, under `latent` one
+    latent and one geometric key; `rope_semantic` rotates
     the semantic path as well as the geometric one; `q_chunk` attends from that many queries at a time.
     """
 
@@ -209,9 +213,7 @@ class AttentionLayerConfig(LayerConfig):
             raise ValueError("decoupled_gate_dynamic needs decoupled_gate: true")
         if self.layout == "latent":
             refused = [
-                name
-                for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm", "null_attn")
-                if getattr(self, name)
+                name for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm") if getattr(self, name)
             ]
             if refused:
                 raise ValueError(
@@ -271,10 +273,16 @@ class AttentionLayerConfig(LayerConfig):
     @property
     def query_dim(self) -> int:
         """Width per head of the projected query: `qk`, or under `latent` the width before the maps."""
-        return (self.head_dim or self.d_model // self.n_heads) if self._is_latent else self.dims().qk
+        return (self.head_dim or self.d_model // self.n_heads) if self.is_latent else self.dims().qk
 
     @property
-    def _is_latent(self) -> bool:
+    def value_dim(self) -> int:
+        """Width per head of what `out` reads: `v`, or under `latent` the width after the up-projection."""
+        return self.query_dim if self.is_latent else self.dims().v
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether one latent is the semantic key and the value of all heads."""
         return self.mode is AttentionMode.DECOUPLED and self.layout == "latent"
 
     def parameter_shapes(self) -> Shapes:
@@ -287,7 +295,7 @@ class AttentionLayerConfig(LayerConfig):
         heads, kv_heads = dims.n_heads, dims.n_kv_heads
         rows: dict[str, int]
         norms: Shapes = {}
-        if self._is_latent:
+        if self.is_latent:
             rows = {"q": heads * self.query_dim, "c": dims.v, "k_geo": dims.rope}
         elif self.mode is AttentionMode.DECOUPLED:
             sem, geo = dims.qk - dims.rope, dims.rope
@@ -305,12 +313,12 @@ class AttentionLayerConfig(LayerConfig):
             rows = {"q": heads * dims.qk, "k": kv_heads * dims.qk, "v": kv_heads * dims.v}
             norms = {"q_norm": (dims.qk,), "k_norm": (dims.qk,)}
         shapes: Shapes = {f"{name}.weight": (out, m) for name, out in rows.items()}
-        shapes["out.weight"] = (m, heads * (self.query_dim if self._is_latent else dims.v))
-        if self._is_latent:
+        shapes["out.weight"] = (m, heads * self.value_dim)
+        if self.is_latent:
             shapes["q_sem_map"] = (heads, self.query_dim, dims.v)
             shapes["q_geo_map"] = (heads, self.query_dim, dims.rope)
             shapes["v_up"] = (heads, dims.v, self.query_dim)
-        always = ("c", "out") if self._is_latent else ()
+        always = ("c", "out") if self.is_latent else ()
         biased = rows if self.bias == "qkv" else rows | {"out": m} if self.bias else {}
         shapes |= {
             f"{name}.bias": (out,)
@@ -325,16 +333,25 @@ class AttentionLayerConfig(LayerConfig):
             shapes["gate_dynamic.weight"] = (heads, m)
         if self.learned_temperature:
             shapes["temperature"] = (heads,)
-        if self.null_attn:
+        if self.null_attn and self.is_latent:
+            shapes |= {"null_c": (dims.v,), "null_geo": (dims.rope,)}
+        elif self.null_attn:
             # One-dimensional: added once per sequence like a bias, and decayed no more than one.
             shapes |= {"null_k": (kv_heads * dims.qk,), "null_v": (kv_heads * dims.v,)}
         return shapes
 
     def infer(self, width: Width) -> Cost:
-        """Check the width and count; under the latent layout the work is that of the absorbed form."""
+        """Check the width and count.
+
+        The latent layout decodes in its absorbed form, and a forward over a sequence takes the expanded one where
+        that is less work; the maps cost the same in both, once per token.
+        """
         expect_width(width, self.d_model, "d_model")
         dims = self.dims()
-        work = AttentionWork(dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn))
+        expanded = dims.n_heads * (2 * self.query_dim + dims.rope) if self._trains_expanded else None
+        work = AttentionWork(
+            dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn), expanded
+        )
         return layer_cost(
             self._label(), self.type, width, width, self.parameter_shapes(), self._saved(), work, dims.streams
         )
@@ -343,20 +360,39 @@ class AttentionLayerConfig(LayerConfig):
         """Elements kept for backward: input, q, k, v, output and log-sum-exp, inputs of elementwise steps.
 
         As the fp32 score op keeps them: keys and values repeated to all query heads, q, k, v and output of one
-        width, the output once more in the order that `out` reads. Under `latent`, the absorbed form.
+        width, the output once more in the order that `out` reads.
         """
         dims, heads = self.dims(), self.n_heads
         queries, keys = heads * dims.qk, dims.n_kv_heads * dims.qk
-        if self._is_latent:
-            mapped = 2 * heads * self.query_dim
-            return self.d_model + mapped + queries + dims.cached + heads * dims.v + heads
+        if self.is_latent:
+            return self._saved_latent()
         norms = 2 * (queries + keys) + heads + dims.n_kv_heads if self.qk_norm else 0
         scaled = queries * (self.decoupled_gate + self.learned_temperature)
         return self.d_model + 4 * heads * max(dims.qk, dims.v) + heads * dims.v + heads + norms + scaled
 
+    def _saved_latent(self) -> int:
+        """As `_saved`: expanded, the latent and q, k, v and output as wide as the keys of every head; absorbed, the
+        one key that is the value too, queries and output as wide, and what the maps read.
+        """
+        dims, heads, width = self.dims(), self.n_heads, self.n_heads * self.query_dim
+        projected = self.d_model + width + heads * dims.rope * self.decoupled_gate
+        scaled = (width + heads * dims.rope) * self.learned_temperature
+        if self._trains_expanded:
+            form = dims.v + 4 * heads * (self.query_dim + dims.rope)
+        else:
+            form = width + dims.qk + 2 * heads * dims.qk + heads * dims.v
+        return projected + scaled + form + heads + width
+
+    @property
+    def _trains_expanded(self) -> bool:
+        """Whether a forward over a whole sequence gives every head its own keys and values: a latent wider than a
+        head makes those the smaller ones."""
+        return self.is_latent and self.dims().v > self.query_dim
+
     def _label(self) -> str:
         dims = self.dims()
-        heads = f"{dims.n_heads}" if dims.n_kv_heads == dims.n_heads else f"{dims.n_heads}:{dims.n_kv_heads}"
+        is_plain = self.is_latent or dims.n_kv_heads == dims.n_heads
+        heads = f"{dims.n_heads}" if is_plain else f"{dims.n_heads}:{dims.n_kv_heads}"
         if self.mode is not AttentionMode.DECOUPLED:
             return f"{self.mode}, {heads} heads x {dims.qk}"
         names = {"k_sem": "sem", "k_geo": "geo", "c": "latent"}

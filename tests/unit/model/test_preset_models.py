@@ -11,21 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from caramba.cache import KVCacheKind
 from caramba.config.model import ModelConfig
 from caramba.cost import model_cost
-from caramba.errors import ConfigError
 from caramba.model import build_model
-
-
-def is_latent(model: ModelConfig) -> bool:
-    return any(name == "c" for streams in model_cost(model).kv_layers for name, _, _ in streams)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_and_cache_equal_the_plan(preset: str) -> None:
     model = compose_model(preset)
-    if is_latent(model):
-        with pytest.raises(ConfigError, match="layout=latent"):
-            build_model(model, device="meta")
-        return
     cost, built = model_cost(model), build_model(model, device="meta")
     assert sum(parameter.numel() for parameter in built.parameters()) == cost.params
     ctx = built.new_context(2, 64, KVCacheKind.BF16, static=True)
@@ -38,22 +29,33 @@ def test_work_of_a_decode_equals_the_plan(preset: str) -> None:
     """At reduced size: FLOPs of the matrix products that decoding really does, one token at a time."""
     model = ModelConfig.model_validate(shrunk_tree(preset))
     cost = model_cost(model)
-    if is_latent(model):
-        with pytest.raises(ConfigError, match="layout=latent"):
-            build_model(model, device="meta")
-        return
     built = build_model(model, seed=0).eval()
     assert sum(parameter.numel() for parameter in built.parameters()) == cost.params
     ctx = built.new_context(1, 5)
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         for token in range(5):
             built(torch.tensor([[token]]), ctx)
-    assert counter.get_total_flops() == round(5 * cost.flops_per_token(5))
+    assert counter.get_total_flops() == round(5 * cost.decode_flops_per_token(5))
     assert ctx.used_bytes() == cost.topology.kv_bytes(KVCacheKind.FP32, 5)
 
 
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("llama32_1b", 2048),
+        ("llama32_dba_per_head", 1792),
+        ("llama32_dba", 768),
+        ("llama32_dba_384b", 384),
+        ("llama32_dba_320b", 320),
+    ],
+)
+def test_documented_bytes_per_token_and_layer_are_those_of_the_tensors(preset: str, expected: int) -> None:
+    ctx = build_model(compose_model(preset), device="meta").new_context(1, 64, KVCacheKind.BF16, static=True)
+    assert [cache.allocated_bytes / 64 for cache in ctx.caches] == [expected] * 16
+
+
 def test_a_small_preset_runs_as_planned() -> None:
-    for preset in ("tiny", "tiny_dba", "dba"):
+    for preset in ("tiny", "tiny_dba", "tiny_dba_latent", "dba"):
         model = compose_model(preset)
         built = build_model(model, seed=0).eval()
         with torch.no_grad():
