@@ -1,6 +1,7 @@
 """Layers: one torch module per file, each built from its config and called as layer(x, ctx=None)."""
 
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.documents import Documents
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.layer_norm import LayerNormLayer
 from caramba.layer.linear import LinearLayer
@@ -14,6 +15,7 @@ __all__ = [
     "AttentionLayer",
     "CausalScore",
     "DecoupledProjection",
+    "Documents",
     "DropoutLayer",
     "LayerNormLayer",
     "LinearLayer",
