@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caramba.data.corpus import Corpus, open_corpus
-    from caramba.data.dataset import NpyDataset, TokenDataset, TokensDataset, build_token_dataset
+    from caramba.data.dataset import IGNORED, NpyDataset, TokenDataset, TokensDataset, build_token_dataset
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
     from caramba.data.library import LibraryTokenizer, train_bpe
-    from caramba.data.packing import PackedDataset, pack_best_fit
-    from caramba.data.sampler import WindowSampler, epoch_permutation
+    from caramba.data.packing import DocumentDataset, PackedDataset, open_windows, pack_best_fit
+    from caramba.data.sampler import WindowSampler, count_targets, epoch_permutation
     from caramba.data.stream import TokenStream
     from caramba.data.tokenizer import ByteTokenizer, Tokenizer, count_bytes
     from caramba.data.tokenizer_files import load_tokenizer
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Corpus": "corpus",
     "open_corpus": "corpus",
+    "IGNORED": "dataset",
     "NpyDataset": "dataset",
     "TokenDataset": "dataset",
     "TokensDataset": "dataset",
@@ -27,9 +28,12 @@ _HOMES = {
     "open_token_folder": "folder",
     "write_token_folder": "folder",
     "WindowSampler": "sampler",
+    "count_targets": "sampler",
     "epoch_permutation": "sampler",
     "LibraryTokenizer": "library",
+    "DocumentDataset": "packing",
     "PackedDataset": "packing",
+    "open_windows": "packing",
     "pack_best_fit": "packing",
     "TokenStream": "stream",
     "ByteTokenizer": "tokenizer",
@@ -40,8 +44,10 @@ _HOMES = {
 }
 
 __all__ = [
+    "IGNORED",
     "ByteTokenizer",
     "Corpus",
+    "DocumentDataset",
     "LibraryTokenizer",
     "NpyDataset",
     "PackedDataset",
@@ -53,10 +59,12 @@ __all__ = [
     "WindowSampler",
     "build_token_dataset",
     "count_bytes",
+    "count_targets",
     "epoch_permutation",
     "load_tokenizer",
     "open_corpus",
     "open_token_folder",
+    "open_windows",
     "pack_best_fit",
     "train_bpe",
     "write_token_folder",

@@ -16,7 +16,7 @@ from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.data import Corpus, TokenDataset, open_corpus
+from caramba.data import Corpus, PackedDataset, TokenDataset, open_corpus, open_windows
 from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
@@ -38,6 +38,7 @@ class Session:
     teacher: Model | None = None
     student: Model | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    _windows: dict[tuple[str, int], TokenDataset] = field(default_factory=dict)
 
     @classmethod
     def open(cls, manifest: Manifest, group: GroupConfig, run_dir: Path) -> Session:
@@ -158,8 +159,16 @@ class Session:
         return [record.phase for record in self.ledger.records() if record.phase.trains != "none"]
 
     def windows(self, split: str, block_size: int) -> TokenDataset:
-        """Return the disjoint windows of `train` or `val`."""
-        return TokenDataset(self.corpus.train if split == "train" else self.corpus.val, block_size)
+        """Return the disjoint windows of `train` or `val`, made once: packing reads the whole document index."""
+        key = (split, block_size)
+        if key not in self._windows:
+            windows = self._windows[key] = open_windows(self.corpus, split, block_size)
+            if isinstance(windows, PackedDataset):
+                logger.info(
+                    f"{split} packed by best fit: {len(windows):,} windows of {block_size}, "
+                    f"{windows.padding:.2%} padding"
+                )
+        return self._windows[key]
 
     def training_windows(self, phase: PhaseConfig) -> TokenDataset | Subset[Batch]:
         """Return the windows that a phase trains on: all, or under debug=overfit those of the first batches."""

@@ -70,7 +70,8 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pair p, made of features p and p + D/2, by its angle: the rotate-half convention.
 
-    Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2] or [B, N or 1, T, D/2]; returns [B, N, T, D] in at least float32.
+    Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2] or [B, N or 1, T, D/2]; returns [B, N, T, D] in at least
+    float32.
     """
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
