@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from caramba.data.benchmark_text import BenchmarkText, open_benchmark_text
     from caramba.data.corpus import Corpus, open_corpus
     from caramba.data.dataset import IGNORED, NpyDataset, TokenDataset, TokensDataset, build_token_dataset
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from caramba.data.tokenizer_files import load_tokenizer
 
 _HOMES = {
+    "BenchmarkText": "benchmark_text",
+    "open_benchmark_text": "benchmark_text",
     "Corpus": "corpus",
     "open_corpus": "corpus",
     "IGNORED": "dataset",
@@ -45,6 +48,7 @@ _HOMES = {
 
 __all__ = [
     "IGNORED",
+    "BenchmarkText",
     "ByteTokenizer",
     "Corpus",
     "DocumentDataset",
@@ -62,6 +66,7 @@ __all__ = [
     "count_targets",
     "epoch_permutation",
     "load_tokenizer",
+    "open_benchmark_text",
     "open_corpus",
     "open_token_folder",
     "open_windows",
