@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from caramba.data import (
     pack_best_fit,
 )
 from caramba.data.folder import write_meta, write_tokenizer
+from caramba.data.npy import open_npy
 from caramba.data.shards import SplitWriter
 from caramba.errors import DataError
 
@@ -140,3 +142,15 @@ def test_best_fit_without_masks_is_refused() -> None:
         DataConfig.model_validate(
             {"type": "tokens", "path": "x", "packing": "best_fit", "document_mask": False}
         )
+
+
+def test_packed_windows_reach_worker_processes_without_their_tokens(tmp_path: Path) -> None:
+    ids = np.random.default_rng(0).integers(1, 60_000, 50_000).astype(np.uint16)
+    np.save(tmp_path / "x.npy", ids)
+    starts = np.arange(0, 50_000, 1000)
+    tokens = open_npy(tmp_path / "x.npy")
+    for dataset in (PackedDataset(tokens, starts, 100, pad_id=0), DocumentDataset(tokens, starts, 100)):
+        sent = pickle.dumps(dataset)
+        assert len(sent) < 20_000
+        copy = pickle.loads(sent)
+        assert all(torch.equal(a, b) for a, b in zip(copy[7], dataset[7], strict=True))
