@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from model_specs import VOCAB, block, spec, transformer
+from model_specs import VOCAB, attention, block, spec, transformer
 from random_specs import deep_specs
 from test_properties import lively, quick
 from torch import Tensor
@@ -39,7 +39,7 @@ ROWS = st.lists(
 )
 
 
-@quick(20)
+@quick(15)
 @given(model_spec=deep_specs(), cuts=ROWS)
 def test_a_packed_row_is_its_documents_alone(model_spec: ModelSpec, cuts: list[list[int]]) -> None:
     model = lively(model_spec).double().eval()
@@ -52,7 +52,7 @@ def test_a_packed_row_is_its_documents_alone(model_spec: ModelSpec, cuts: list[l
 
 
 def test_gradients_compile_and_checkpointing_agree() -> None:
-    layers = [block("decoupled_gate"), block("window"), block("gqa_scaled")]
+    layers = [block("decoupled_gate"), attention("window")]
     model = lively(spec(*layers, max_positions=N_TOKENS)).double()
     tokens, ids, places = rows_of([[5], [3, 4]])
 
@@ -60,7 +60,7 @@ def test_gradients_compile_and_checkpointing_agree() -> None:
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
     expected = gradients(sum(model(tokens[r : r + 1, p]).square().sum() for r, p in places))  # type: ignore[arg-type]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
     apart = Documents.of(ids)
     hidden = model.embedder(tokens, apart.positions)
     for node in model.topology.layers:
