@@ -160,14 +160,20 @@ def test_a_failing_benchmark_loses_nothing_else(upcycled: Path, tmp_path: Path, 
         f"model.teacher.checkpoint={upcycled}",
     ]
     done = caramba(
-        [*words, *SMALL, *SMALL_TEACHER, "benchmark.benchmarks.0.config.dataset=/nowhere.npy", "verify=none"],
+        [
+            *words,
+            *SMALL,
+            *SMALL_TEACHER,
+            "benchmark.benchmarks.1.config.batch_sizes=[1000000000000]",
+            "verify=none",
+        ],
         tmp_path,
         cache,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
-    assert [item["id"] for item in report["failures"]] == ["perplexity"]
-    assert "/nowhere.npy" in report["failures"][0]["error"]
+    assert [item["id"] for item in report["failures"]] == ["latency"]
+    assert "memory" in report["failures"][0]["error"]
     assert "memory.student.kv_bytes_per_token@seq=64,kind=fp16" in report["metrics"]
 
 

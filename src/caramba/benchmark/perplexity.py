@@ -9,7 +9,7 @@ import numpy as np
 
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import PerplexityBenchmarkConfig
-from caramba.data import TokenDataset, build_token_dataset, count_bytes
+from caramba.data import IGNORED, TokenDataset, count_bytes, open_benchmark_text
 from caramba.errors import CarambaError
 from caramba.measure import WindowedNLL, spread_windows, windowed_nll
 from caramba.result import Metric
@@ -22,14 +22,19 @@ def perplexity(
 
     `std` of nll is the standard error of its mean over windows; that of perplexity and bits per byte follows to first
     order. Bits per byte counts the bytes of exactly the tokens that were predicted.
+
+    Raises:
+        DataError: the benchmark's own `dataset` does not fit the model.
     """
-    dataset = (
-        build_token_dataset(path=config.dataset, block_size=config.block_size)
-        if config.dataset
-        else subjects.windows(config.block_size)
-    )
+    token_bytes = subjects.token_bytes
+    if config.dataset:
+        text = open_benchmark_text(config.dataset)
+        text.check(subjects.vocab_size, config.block_size)
+        dataset, token_bytes = TokenDataset(text.tokens, config.block_size), text.token_bytes
+    else:
+        dataset = subjects.windows(config.block_size)
     wanted = config.num_batches * config.batch_size
-    text_bytes = None if config.dataset else predicted_bytes(dataset, wanted, subjects.token_bytes)
+    text_bytes = predicted_bytes(dataset, wanted, token_bytes)
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
@@ -79,7 +84,8 @@ def predicted_bytes(dataset: TokenDataset, wanted: int, token_bytes: np.ndarray 
     """Return the UTF-8 bytes of the targets in the measured windows; None when the tokenizer is not known."""
     if token_bytes is None:
         return None
-    return sum(count_bytes(dataset[index][1], token_bytes) for index in spread_windows(len(dataset), wanted))
+    targets = (dataset[index][1] for index in spread_windows(len(dataset), wanted))
+    return sum(count_bytes(y[y != IGNORED], token_bytes) for y in targets)
 
 
 def _or_none(value: float) -> float | None:

@@ -16,7 +16,11 @@ QUANTISED = (KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MI
 
 
 class PerplexityBenchmarkConfig(Config):
-    """Mean NLL over disjoint held-out windows of `block_size` tokens; `dataset` overrides the run's data by path."""
+    """Mean NLL over disjoint held-out windows of `block_size` tokens.
+
+    `dataset` is the path of other tokens to measure on: the validation split of a token folder (its train split when
+    it has no other), or a whole .npy or .tokens file, in windows of one stream.
+    """
 
     type: Literal["perplexity"]
     dataset: str | None = None

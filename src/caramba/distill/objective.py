@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from caramba.data import IGNORED
+from caramba.measure import documents_of
 from caramba.model import Model
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
+"""x and y [B, T] int64, y being IGNORED where nothing counts; and document ids [B, T] where they are kept apart."""
 Backward = Callable[[Tensor], None]
 
 
@@ -25,7 +28,7 @@ class Objective(Protocol):
         ...
 
     def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
-        """Run forward and backward on (x [B, T], y [B, T]) int64."""
+        """Run forward and backward on a batch."""
         ...
 
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
@@ -34,18 +37,29 @@ class Objective(Protocol):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean next-token cross-entropy in nats, computed in fp32. Shape: logits [B, T, V], targets [B, T] -> []."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    """Mean next-token cross-entropy in nats over the targets that count, computed in fp32.
+
+    Shape: logits [B, T, V], targets [B, T] -> [].
+    """
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
 
 
-def teacher_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+def teacher_kl(
+    student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0, targets: Tensor | None = None
+) -> Tensor:
     """KL(teacher || student) in nats, mean over tokens, times temperature^2 (Hinton et al., 2015, arXiv:1503.02531).
 
-    Shape: both [B, T, V] -> []. Computed in fp32.
+    With `targets` the mean is over the tokens whose target counts.
+
+    Shape: both [B, T, V], targets [B, T] -> []. Computed in fp32.
     """
     ours = F.log_softmax(student_logits.flatten(0, 1).float() / temperature, dim=-1)
     theirs = F.log_softmax(teacher_logits.flatten(0, 1).float() / temperature, dim=-1)
-    return F.kl_div(ours, theirs, log_target=True, reduction="batchmean") * temperature**2
+    if targets is None:
+        return F.kl_div(ours, theirs, log_target=True, reduction="batchmean") * temperature**2
+    counted = targets.flatten() != IGNORED
+    each = F.kl_div(ours, theirs, log_target=True, reduction="none").sum(dim=-1)
+    return torch.where(counted, each, 0.0).sum() / counted.sum() * temperature**2
 
 
 class LanguageModelObjective:
@@ -58,13 +72,13 @@ class LanguageModelObjective:
         return list(self.model.named_parameters())
 
     def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
-        loss = cross_entropy(self.model(batch[0]), batch[1])
+        loss = cross_entropy(self.model(batch[0], documents=documents_of(batch)), batch[1])
         backward(loss)
         return {"loss": loss.detach()}
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        return {"loss": cross_entropy(self.model(batch[0]), batch[1])}
+        return {"loss": cross_entropy(self.model(batch[0], documents=documents_of(batch)), batch[1])}
 
 
 class TeacherKLObjective:
@@ -77,10 +91,11 @@ class TeacherKLObjective:
         return list(self.model.named_parameters())
 
     def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        documents = documents_of(batch)
         with torch.no_grad():
-            targets = self.teacher(batch[0])
-        logits = self.model(batch[0])
-        loss = teacher_kl(logits, targets, self.temperature)
+            targets = self.teacher(batch[0], documents=documents)
+        logits = self.model(batch[0], documents=documents)
+        loss = teacher_kl(logits, targets, self.temperature, None if documents is None else batch[1])
         with torch.no_grad():
             return loss, cross_entropy(logits, batch[1])
 

@@ -111,5 +111,5 @@ def collect(session: Session, run_dir: Path) -> RunResult:
         verdicts=tuple(verdict for record in records for verdict in record.verdicts),
         benchmarks=tuple(benchmarks),
         transplant=next((record.transplant for record in records if record.transplant), None),
-        labels=dict(session.labels),
+        labels={**session.labels, **session.data_labels()},
     )

@@ -12,13 +12,21 @@ from torch.utils.data import Subset
 
 from caramba.benchmark import Subjects, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
+from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.data import Corpus, TokenDataset, open_corpus
+from caramba.data import (
+    Corpus,
+    PackedDataset,
+    TokenDataset,
+    open_benchmark_text,
+    open_corpus,
+    open_windows,
+)
 from caramba.distill import Batch
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, DataError
 from caramba.experiment.ledger import Ledger
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
@@ -38,6 +46,7 @@ class Session:
     teacher: Model | None = None
     student: Model | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    _windows: dict[tuple[str, int], TokenDataset] = field(default_factory=dict)
 
     @classmethod
     def open(cls, manifest: Manifest, group: GroupConfig, run_dir: Path) -> Session:
@@ -111,6 +120,16 @@ class Session:
             raise ConfigError(f"group {self.group.name!r} opens no data; give it runs or benchmarks")
         return self.text
 
+    def data_labels(self) -> dict[str, str]:
+        """Return what the group's text is: its name, fingerprint and tokenizer, and how documents become windows."""
+        if self.text is None:
+            return {}
+        labels = {"data": self.text.name, "data_fingerprint": self.text.fingerprint[:16]}
+        if self.text.tokenizer is not None:
+            labels["tokenizer"] = f"{self.text.tokenizer.name} ({self.text.tokenizer.hash[:8]})"
+        kept_apart = ", documents kept apart" if self.text.documents is not None else ""
+        return labels | {"packing": f"{self.text.packing}{kept_apart}"}
+
     @property
     def tokenizer_hash(self) -> str:
         """Hash of the tokenizer that made the data; empty when a bare token file does not say."""
@@ -158,8 +177,16 @@ class Session:
         return [record.phase for record in self.ledger.records() if record.phase.trains != "none"]
 
     def windows(self, split: str, block_size: int) -> TokenDataset:
-        """Return the disjoint windows of `train` or `val`."""
-        return TokenDataset(self.corpus.train if split == "train" else self.corpus.val, block_size)
+        """Return the disjoint windows of `train` or `val`, made once: packing reads the whole document index."""
+        key = (split, block_size)
+        if key not in self._windows:
+            windows = self._windows[key] = open_windows(self.corpus, split, block_size)
+            if isinstance(windows, PackedDataset):
+                logger.info(
+                    f"{split} packed by best fit: {len(windows):,} windows of {block_size}, "
+                    f"{windows.padding:.2%} padding"
+                )
+        return self._windows[key]
 
     def training_windows(self, phase: PhaseConfig) -> TokenDataset | Subset[Batch]:
         """Return the windows that a phase trains on: all, or under debug=overfit those of the first batches."""
@@ -230,7 +257,29 @@ def _open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
     blocks = [run.train.block_size for run in group.runs if run.train] + [
         bench.config.block_size
         for bench in group.benchmarks
-        if isinstance(bench.config, PerplexityBenchmarkConfig)
+        if isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset
     ]
-    corpus.check(vocab_size=manifest.model.embedder.vocab_size, block_size=max(blocks, default=1))
+    vocab_size = manifest.model.embedder.vocab_size
+    corpus.check(vocab_size=vocab_size, block_size=max(blocks, default=1))
+    for bench in group.benchmarks:
+        if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset:
+            _check_dataset(bench.id, bench.config, group.data, corpus, vocab_size)
     return corpus
+
+
+def _check_dataset(
+    name: str, config: PerplexityBenchmarkConfig, data: DataConfig, corpus: Corpus, vocab_size: int
+) -> None:
+    """Refuse a benchmark's own data before anything is trained, not after."""
+    assert config.dataset is not None
+    try:
+        text = open_benchmark_text(config.dataset)
+        text.check(vocab_size, config.block_size, corpus.tokenizer)
+    except DataError as error:
+        raise DataError(f"benchmark {name!r}: dataset={config.dataset}: {error}") from None
+    trained_on = None if data.path is None else Path(data.path).expanduser()
+    if not text.is_held_out and trained_on is not None and text.path.samefile(trained_on):
+        raise DataError(
+            f"benchmark {name!r}: dataset={config.dataset} is what the run trains on, and it has no validation split; "
+            "leave dataset out to measure on the data that is held out of it"
+        )

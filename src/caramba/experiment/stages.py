@@ -25,6 +25,7 @@ from caramba.distill import (
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.session import Session
+from caramba.measure import batches
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
@@ -58,10 +59,9 @@ def transplant_student(session: Session) -> None:
     student = build_model(config, seed=session.seed_of("student")).to(session.device)
     report = upcycle.transplant(teacher, student, surgery)
     windows = session.windows("train", _error_block(session))
-    tokens = torch.stack([windows[index][0] for index in range(min(ERROR_WINDOWS, len(windows)))]).to(
-        session.device
-    )
-    errors = block_errors(teacher, upcycle.pair_attention(teacher, student), tokens)
+    batch = next(batches(windows, range(min(ERROR_WINDOWS, len(windows))), ERROR_WINDOWS))
+    x, _, *documents = (part.to(session.device) for part in batch)
+    errors = block_errors(teacher, upcycle.pair_attention(teacher, student), x, *documents)
     session.student = student.eval()
     session.save(student, TRANSPLANT, "student")
     rows = session.stage_row("student_transplant", student)
@@ -176,7 +176,7 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
         phase=phase.phase,
         trains=role,
         steps=outcome.steps,
-        tokens=phase.tokens,
+        tokens=outcome.tokens,
         seconds=outcome.seconds,
         checkpoint=_relative(session, run.id),
         loss=outcome.loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch.utils.data import DataLoader, Subset
 
 from caramba.config.train import PhaseConfig
@@ -32,6 +33,14 @@ def train_loader(
         len(dataset), phase.batch_size, seed=seed, start=start, rank=get_rank(), world_size=get_world_size()
     )
     return DataLoader(dataset, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
+
+
+def targets_per_window(dataset: TokenDataset | Subset[Batch]) -> np.ndarray:
+    """Return how many targets count in each window, int64 [n_windows]: padding does not."""
+    if isinstance(dataset, Subset):
+        assert isinstance(dataset.dataset, TokenDataset)
+        return dataset.dataset.window_targets[np.asarray(dataset.indices)]
+    return dataset.window_targets
 
 
 def validation_loader(dataset: TokenDataset, phase: PhaseConfig) -> DataLoader:

@@ -12,6 +12,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.aggregation import RunningMean
 
 from caramba.config.train import PhaseConfig
+from caramba.data import IGNORED
 from caramba.distill import Batch, Objective
 from caramba.errors import CarambaError
 from caramba.optim import build_optimizer, learning_rate
@@ -68,7 +69,8 @@ class CarambaModule(pl.LightningModule):
         return norm
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=batch[0].shape[0])
+        counted = (batch[1] != IGNORED).sum()
+        self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=counted)
 
     def on_validation_epoch_end(self) -> None:
         self.record({"val_loss": float(self.val_loss.compute())})
