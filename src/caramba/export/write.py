@@ -117,6 +117,8 @@ def _write_hf(opened: OpenedModel, part: Path, role: str) -> tuple[str, list[str
         for name, text in remote_code(model.spec).items():
             write_whole(part / name, text)
     config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels}
+    if reason is not None:  # what transformers reads beside it holds derived widths too
+        config["caramba"]["spec"] = spec_of(model.spec).model_dump(mode="json")
     save_tensors(part / "model.safetensors", tensors, {"format": "pt"})
     _write_companions(opened, part, config, notes)
     write_json(part / "config.json", config)
