@@ -57,15 +57,20 @@ def check_weights(manifest: Manifest) -> Manifest:
 
 
 def check_extras(manifest: Manifest) -> None:
-    """Check that the optional libraries which a manifest's benchmarks need are installed.
+    """Check that what a manifest's accuracy benchmarks need beside the model is here: the extra, and their folders.
 
     Raises:
-        ConfigError: naming the benchmark and the extra.
+        ConfigError: naming the benchmark, and the extra or the folder.
     """
     for group in manifest.selected_groups():
         for bench in group.benchmarks:
             if isinstance(bench.config, AccuracyBenchmarkConfig):
-                need_harness(f"benchmarks.{bench.id} (accuracy)")
+                where, folder = f"benchmarks.{bench.id} (accuracy)", bench.config.include_path
+                need_harness(where)
+                if folder is not None and not Path(folder).is_dir():
+                    raise ConfigError(
+                        f"{where}: include_path={folder} is not a folder; name one with task YAML files"
+                    )
 
 
 def _describes_itself(file: Path) -> bool:
