@@ -51,14 +51,34 @@ class MemoryBenchmarkConfig(Config):
     ] = (KVCacheKind.FP16,)
 
 
-class PendingBenchmarkConfig(Config):
-    """`accuracy` and `generation` are known names whose benchmarks come with later work."""
+class AccuracyBenchmarkConfig(Config):
+    """Tasks of lm-evaluation-harness, which the extra `eval` installs; `include_path` adds a folder of own tasks.
 
-    type: Literal["accuracy", "generation"]
+    `tasks` are names, groups or patterns; `limit` takes the first so many documents of each. `max_length` is the number
+    of tokens that a model reads at most, by default what it trained on.
+    """
+
+    type: Literal["accuracy"]
+    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    limit: Positive | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    include_path: str | None = None
+    batch_size: Positive = 8
+    max_length: Positive | None = None
+
+
+class PendingBenchmarkConfig(Config):
+    """`generation` is a known name whose benchmark comes with later work."""
+
+    type: Literal["generation"]
 
 
 BenchmarkKind = Annotated[
-    PerplexityBenchmarkConfig | LatencyBenchmarkConfig | MemoryBenchmarkConfig | PendingBenchmarkConfig,
+    PerplexityBenchmarkConfig
+    | LatencyBenchmarkConfig
+    | MemoryBenchmarkConfig
+    | AccuracyBenchmarkConfig
+    | PendingBenchmarkConfig,
     Field(discriminator="type"),
 ]
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 
-from caramba.benchmark import Subjects, run_suite
+from caramba.benchmark import Subjects, check_accuracy, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.data import DataConfig
+from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
@@ -31,6 +32,7 @@ from caramba.experiment.ledger import Ledger
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import choose_device, is_main_process
+from caramba.verify import prepare
 
 
 @dataclass
@@ -57,8 +59,11 @@ class Session:
         device = choose_device(manifest.device)
         reads_text = bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
         text = _open_text(manifest, group) if reads_text else None
+        if text is not None:
+            check_accuracy(group.benchmarks, text.tokenizer)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir))
         session._open_models()
+        session._check_questions()
         return session
 
     def _open_models(self) -> None:
@@ -78,6 +83,16 @@ class Session:
             self.student = self._load(model.checkpoint, "student", model, "model.checkpoint")
         elif self.teacher is None:
             self.student = build_model(model, seed=self.seed_of("student")).to(self.device)
+
+    def _check_questions(self) -> None:
+        """Refuse, before anything trains, cases of verify eval that could not be asked after it."""
+        specs: list[ModelSpec] = [self.manifest.model]
+        if self.teacher is not None:
+            specs.append(self.teacher.spec)
+        for run in self.group.runs:
+            for config in run.verify:
+                if isinstance(config, EvalVerifyConfig):
+                    prepare(config, self.corpus.tokenizer, specs)
 
     def trains(self, role: str) -> bool:
         """Return whether a run of this group trains the model of `role`; a control trains neither."""
@@ -216,6 +231,8 @@ class Session:
             token_bytes=self.corpus.token_bytes,
             vocab_size=self.manifest.model.embedder.vocab_size,
             device=self.device,
+            tokenizer=self.corpus.tokenizer,
+            max_length=self._longest(),
         )
         results = run_suite(benchmarks, subjects)
         for result in results:
@@ -224,6 +241,14 @@ class Session:
                     family, name = metric.key.rsplit(".", 1)[1], metric.key.split(".")[1]
                     logger.benchmark_result(family, name, metric.value, metric.unit)
         return results
+
+    def _longest(self) -> int:
+        """Return the longest sequence that the models can be asked to read: what learned positions allow, else what a
+        run trains on."""
+        models = [model.spec for model in (self.teacher, self.student) if model is not None]
+        learned = [spec.embedder.max_positions for spec in models if spec.embedder.max_positions is not None]
+        seen = [run.train.block_size for run in self.group.runs if run.train is not None]
+        return min(learned, default=max(seen, default=2048))
 
     def stage_row(self, row: str, model: Model) -> tuple[BenchmarkResult, ...]:
         """Measure the perplexity row that a stage adds to the tables, under the group's own perplexity benchmarks."""

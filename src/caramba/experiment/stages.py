@@ -119,15 +119,17 @@ def hold(verdicts: tuple[Verdict, ...]) -> None:
         for item in verdict.checks:
             text = f"verify {verdict.type} {item.name}: {item.value:.4g}"
             if item.bound is not None:
-                (logger.success if item.passed else logger.warning)(f"{text} (at most {item.bound:.4g})")
+                side = "at least" if item.is_minimum else "at most"
+                (logger.success if item.passed else logger.warning)(f"{text} ({side} {item.bound:.4g})")
             elif "_layer" not in item.name:
                 logger.info(text)
         if verdict.fail_fast and not verdict.passed:
             failed = next(item for item in verdict.checks if not item.passed)
+            relation, other = ("is below", "lower") if failed.is_minimum else ("exceeds", "raise")
             raise VerificationFailed(
                 f"verify {verdict.type} after {verdict.run_id}: {failed.name}={failed.value:.4g} "
-                f"exceeds {failed.bound:.4g}; "
-                "train longer, raise the bound, or set fail_fast: false"
+                f"{relation} {failed.bound:.4g}; "
+                f"train longer, {other} the bound, or set fail_fast: false"
             )
 
 
@@ -207,7 +209,13 @@ def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
     session.move_to(session.device)  # Lightning leaves a trained model on the CPU
     teacher, student = session.model_of("teacher"), session.model_of("student")
     return check(
-        run.verify, teacher.eval(), student.eval(), session.windows, run_id=run.id, device=session.device
+        run.verify,
+        teacher.eval(),
+        student.eval(),
+        session.windows,
+        run_id=run.id,
+        device=session.device,
+        tokenizer=session.corpus.tokenizer,
     )
 
 

@@ -78,6 +78,7 @@ def test_the_report_holds_the_run(result: RunResult, written: Path) -> None:
         "name": "logits_mean_l1",
         "value": 0.613,
         "bound": 0.5,
+        "is_minimum": False,
         "unit": "",
         "passed": False,
     }
