@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import Manifest, RunConfig
 from caramba.config.model import ModelSpec
-from caramba.config.topology import NestedTopologyConfig, TopologyConfig
+from caramba.config.surgery import attention_configs, check_surgery
 from caramba.errors import ConfigError
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end mark
@@ -26,6 +23,7 @@ def cross_check(manifest: Manifest) -> None:
             f"model.embedder.vocab_size={model.embedder.vocab_size} differs from model.teacher.manifest.embedder."
             f"vocab_size={teacher.embedder.vocab_size}; a student reads its teacher's tokens, so make them equal"
         )
+    check_surgery(model)
     for group in manifest.selected_groups():
         for run in group.runs:
             if run.verify and model.teacher is None:
@@ -89,19 +87,9 @@ def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, 
                 f"use {most} or fewer"
             )
     if phase.phase in ("blockwise", "drift") and teacher is not None:
-        ours, theirs = count_attention(model.topology), count_attention(teacher.topology)
+        ours, theirs = len(attention_configs(model.topology)), len(attention_configs(teacher.topology))
         if ours != theirs:
             raise ConfigError(
                 f"run {run.id!r}: phase={phase.phase} pairs attention layers, and the student has {ours} while "
                 f"the teacher has {theirs}; give them the same depth"
             )
-
-
-def count_attention(node: Any) -> int:
-    """Count the attention layers of a topology that have weights of their own."""
-    if isinstance(node, AttentionLayerConfig):
-        return 1
-    if not isinstance(node, TopologyConfig):
-        return 0
-    count = sum(count_attention(child) for child in node.layers)
-    return count * node.repeat if isinstance(node, NestedTopologyConfig) else count
