@@ -2,7 +2,13 @@
 batch."""
 
 from caramba.cache.context import Context
-from caramba.cache.layer import DecoupledLayerKVCache, LayerCache, LayerKVCache, new_layer_cache
+from caramba.cache.layer import (
+    DecoupledLayerKVCache,
+    LatentLayerKVCache,
+    LayerCache,
+    LayerKVCache,
+    new_layer_cache,
+)
 from caramba.cache.tensor import KVCacheTensor, KVCacheTensorConfig
 from caramba.config.kvcache import KVCacheKind
 
@@ -12,6 +18,7 @@ __all__ = [
     "KVCacheKind",
     "KVCacheTensor",
     "KVCacheTensorConfig",
+    "LatentLayerKVCache",
     "LayerCache",
     "LayerKVCache",
     "new_layer_cache",

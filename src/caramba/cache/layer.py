@@ -103,6 +103,12 @@ class DecoupledLayerKVCache(LayerCache):
     names = ("k_sem", "k_geo", "v")
 
 
+class LatentLayerKVCache(LayerCache):
+    """The latent that all heads read as semantic key and value, and the geometric key (after RoPE)."""
+
+    names = ("c", "k_geo")
+
+
 def new_layer_cache(
     dims: AttentionDims,
     batch_size: int,
@@ -117,7 +123,7 @@ def new_layer_cache(
         ConfigError: no cache class holds these streams, or the kind is not built yet.
     """
     names = tuple(name for name, _, _ in dims.streams)
-    for cls in (LayerKVCache, DecoupledLayerKVCache):
+    for cls in (LayerKVCache, DecoupledLayerKVCache, LatentLayerKVCache):
         if cls.names == names:
             return cls(
                 dims.streams,
@@ -128,5 +134,5 @@ def new_layer_cache(
                 static=static,
             )
     raise ConfigError(
-        f"KV cache: no cache holds the streams {names}; the latent layout comes with the surgery work"
+        f"KV cache: no cache holds the streams {names}; use the dims of an attention layer's config"
     )

@@ -79,7 +79,8 @@ class AttentionDims:
 class AttentionLayerConfig(LayerConfig):
     """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together.
 
-    `null_attn` learns a key and a value per key/value head that every query may attend to; `rope_semantic` rotates
+    `null_attn` learns a key and a value per key/value head that every query may attend to, under `latent` one
+    latent and one geometric key; `rope_semantic` rotates
     the semantic path as well as the geometric one; `q_chunk` attends from that many queries at a time.
     """
 
@@ -190,9 +191,7 @@ class AttentionLayerConfig(LayerConfig):
             raise ValueError("decoupled_gate_dynamic needs decoupled_gate: true")
         if self.layout == "latent":
             refused = [
-                name
-                for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm", "null_attn")
-                if getattr(self, name)
+                name for name in ("rope_semantic", "tie_qk", "v_dim", "qk_norm") if getattr(self, name)
             ]
             if refused:
                 raise ValueError(
@@ -252,10 +251,16 @@ class AttentionLayerConfig(LayerConfig):
     @property
     def query_dim(self) -> int:
         """Width per head of the projected query: `qk`, or under `latent` the width before the maps."""
-        return (self.head_dim or self.d_model // self.n_heads) if self._is_latent else self.dims().qk
+        return (self.head_dim or self.d_model // self.n_heads) if self.is_latent else self.dims().qk
 
     @property
-    def _is_latent(self) -> bool:
+    def value_dim(self) -> int:
+        """Width per head of what `out` reads: `v`, or under `latent` the width after the up-projection."""
+        return self.query_dim if self.is_latent else self.dims().v
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether one latent is the semantic key and the value of all heads."""
         return self.mode is AttentionMode.DECOUPLED and self.layout == "latent"
 
     def parameter_shapes(self) -> Shapes:
@@ -268,7 +273,7 @@ class AttentionLayerConfig(LayerConfig):
         heads, kv_heads = dims.n_heads, dims.n_kv_heads
         rows: dict[str, int]
         norms: Shapes = {}
-        if self._is_latent:
+        if self.is_latent:
             rows = {"q": heads * self.query_dim, "c": dims.v, "k_geo": dims.rope}
         elif self.mode is AttentionMode.DECOUPLED:
             sem, geo = dims.qk - dims.rope, dims.rope
@@ -286,12 +291,12 @@ class AttentionLayerConfig(LayerConfig):
             rows = {"q": heads * dims.qk, "k": kv_heads * dims.qk, "v": kv_heads * dims.v}
             norms = {"q_norm": (dims.qk,), "k_norm": (dims.qk,)}
         shapes: Shapes = {f"{name}.weight": (out, m) for name, out in rows.items()}
-        shapes["out.weight"] = (m, heads * (self.query_dim if self._is_latent else dims.v))
-        if self._is_latent:
+        shapes["out.weight"] = (m, heads * self.value_dim)
+        if self.is_latent:
             shapes["q_sem_map"] = (heads, self.query_dim, dims.v)
             shapes["q_geo_map"] = (heads, self.query_dim, dims.rope)
             shapes["v_up"] = (heads, dims.v, self.query_dim)
-        always = ("c", "out") if self._is_latent else ()
+        always = ("c", "out") if self.is_latent else ()
         biased = rows if self.bias == "qkv" else rows | {"out": m} if self.bias else {}
         shapes |= {
             f"{name}.bias": (out,)
@@ -306,7 +311,9 @@ class AttentionLayerConfig(LayerConfig):
             shapes["gate_dynamic.weight"] = (heads, m)
         if self.learned_temperature:
             shapes["temperature"] = (heads,)
-        if self.null_attn:
+        if self.null_attn and self.is_latent:
+            shapes |= {"null_c": (dims.v,), "null_geo": (dims.rope,)}
+        elif self.null_attn:
             # One-dimensional: added once per sequence like a bias, and decayed no more than one.
             shapes |= {"null_k": (kv_heads * dims.qk,), "null_v": (kv_heads * dims.v,)}
         return shapes
@@ -328,7 +335,7 @@ class AttentionLayerConfig(LayerConfig):
         """
         dims, heads = self.dims(), self.n_heads
         queries, keys = heads * dims.qk, dims.n_kv_heads * dims.qk
-        if self._is_latent:
+        if self.is_latent:
             mapped = 2 * heads * self.query_dim
             return self.d_model + mapped + queries + dims.cached + heads * dims.v + heads
         norms = 2 * (queries + keys) + heads + dims.n_kv_heads if self.qk_norm else 0

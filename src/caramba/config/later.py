@@ -11,7 +11,6 @@ from pydantic_core import PydanticUndefined
 
 from caramba.config.base import Later
 from caramba.config.benchmark import PendingBenchmarkConfig
-from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import Manifest
 from caramba.config.plain import is_sequence, list_of
 from caramba.config.source import Path, Source, placed, retrace, show_path
@@ -42,8 +41,6 @@ def find_unbuilt(value: Any, path: Path = ()) -> Iterator[Unbuilt]:
         yield Unbuilt((*path, "type"), value.type, "the verification work")
     if isinstance(value, PendingBenchmarkConfig):
         yield Unbuilt((*path, "type"), value.type, "the benchmark work")
-    if isinstance(value, AttentionLayerConfig) and value.layout == "latent":
-        yield Unbuilt((*path, "layout"), value.layout, "the surgery work")
     for name, field in type(value).model_fields.items():
         item = getattr(value, name)
         for mark in field.metadata:

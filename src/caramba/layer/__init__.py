@@ -2,6 +2,7 @@
 
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.dropout import DropoutLayer
+from caramba.layer.latent import LatentProjection
 from caramba.layer.layer_norm import LayerNormLayer
 from caramba.layer.linear import LinearLayer
 from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
@@ -15,6 +16,7 @@ __all__ = [
     "CausalScore",
     "DecoupledProjection",
     "DropoutLayer",
+    "LatentProjection",
     "LayerNormLayer",
     "LinearLayer",
     "Projection",

@@ -10,21 +10,19 @@ from torch import Tensor, nn
 from caramba.cache import Context
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.errors import ConfigError
+from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
-from caramba.layer.score import CausalScore
+from caramba.layer.score import CausalScore, Null
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:
     """Return the projection of the config's mode.
 
     Raises:
-        ConfigError: an option whose behaviour is not built yet, or tied queries and keys of unequal head
-        counts.
+        ConfigError: tied queries and keys of unequal head counts.
     """
-    if config.layout == "latent":
-        raise ConfigError(
-            "AttentionLayer: layout=latent is planned and comes with the surgery work; use layout: per_head"
-        )
+    if config.is_latent:
+        return LatentProjection(config)
     if config.mode is not AttentionMode.DECOUPLED:
         return StandardProjection(config)
     dims = config.dims()
@@ -46,12 +44,13 @@ class AttentionLayer(nn.Module):
     `null_attn` adds one learned key and value per key/value head, `null_k` [K*Dqk] and `null_v` [K*Dv]. Every
     query sees them beside its tokens: before the first token, outside any window, and in each chunk of a decode.
     They have no position (RoPE and QK-norm leave them alone), belong to the weights and take no cache. Both
-    start at zero, where a head that attends to nothing gives zero.
+    start at zero, where a head that attends to nothing gives zero. A latent layer has them in its projection,
+    as one latent and one geometric key.
 
-    Shape: x [B, T, M] to [B, T, M]; `out` is [M, H*Dv].
+    Shape: x [B, T, M] to [B, T, M]; `out` is [M, H*value_dim], with a bias under the latent layout in any case.
 
     Raises:
-        ConfigError: an option whose behaviour is not built yet.
+        ConfigError: tied queries and keys of unequal head counts.
 
     Reference: Vaswani et al., 2017, arXiv:1706.03762; Ainslie et al., 2023, arXiv:2305.13245 (grouped
     queries).
@@ -65,10 +64,12 @@ class AttentionLayer(nn.Module):
         self.dims = config.dims()
         self.projection = build_projection(config)
         self.score = CausalScore(config.local_window, config.dropout, config.q_chunk)
-        self.out = nn.Linear(self.dims.n_heads * self.dims.v, config.d_model, bias=config.bias is True)
-        kv_heads = self.dims.n_kv_heads
-        self.null_k = nn.Parameter(torch.zeros(kv_heads * self.dims.qk)) if config.null_attn else None
-        self.null_v = nn.Parameter(torch.zeros(kv_heads * self.dims.v)) if config.null_attn else None
+        self.out = nn.Linear(
+            self.dims.n_heads * config.value_dim, config.d_model, bias=config.bias is True or config.is_latent
+        )
+        kv_heads, has_null = self.dims.n_kv_heads, config.null_attn and not config.is_latent
+        self.null_k = nn.Parameter(torch.zeros(kv_heads * self.dims.qk)) if has_null else None
+        self.null_v = nn.Parameter(torch.zeros(kv_heads * self.dims.v)) if has_null else None
 
     def reset_parameters(self) -> None:
         """Set the null key and value to zero."""
@@ -80,8 +81,8 @@ class AttentionLayer(nn.Module):
         q, streams = self.projection(x, 0 if ctx is None else ctx.position)
         if ctx is not None:
             streams = ctx.next_cache().append(streams)
-        k, v = self.projection.keys_values(streams)
-        return self.out(self.score(q, k, v, self._null()).transpose(1, 2).flatten(2))
+        heads = self.projection.attend(q, streams, self.score, self._null())
+        return self.out(heads.transpose(1, 2).flatten(2))
 
-    def _null(self) -> tuple[Tensor, Tensor] | None:
+    def _null(self) -> Null:
         return None if self.null_k is None or self.null_v is None else (self.null_k, self.null_v)

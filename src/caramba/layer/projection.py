@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
+from caramba.layer.score import CausalScore, Null
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -18,11 +19,16 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
     return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
 
 
+def widened(x: Tensor) -> Tensor:
+    """Return x in at least float32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class Projection(nn.Module):
-    """What every projection shares: the score scale 1/sqrt(Dqk), times exp(temperature) per head when
+    """What every projection shares: the score scale 1/sqrt(query_dim), times exp(temperature) per head when
     learned.
 
-    A projection is a callable (x [B, T, M], offset) -> (q [B, H, T, Dqk], streams): q carries every scale and
+    A projection is a callable (x [B, T, M], offset) -> (q [B, H, T, Dq], streams): q carries every scale and
     gate, applied in fp32 before the cast, so that the score op's own scale is 1; streams are the tensors to
     cache, by name, keys after RoPE. `offset` is the position of the first token.
     """
@@ -32,6 +38,7 @@ class Projection(nn.Module):
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__()
         self.dims = config.dims()
+        self.query_dim = config.query_dim
         self.temperature = (
             nn.Parameter(torch.zeros(self.dims.n_heads)) if config.learned_temperature else None
         )
@@ -45,12 +52,18 @@ class Projection(nn.Module):
         """Join the streams to what the score op reads, keys [B, K, S, Dqk] and values [B, K, S, Dv]."""
         raise NotImplementedError
 
+    def attend(
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, null: Null = None
+    ) -> Tensor:
+        """Return what each head reads from all tokens stored, [B, H, T, value_dim]."""
+        return score(q, *self.keys_values(streams), null)
+
     def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
-        wide = _wide(q) * (1.0 / math.sqrt(self.dims.qk))
+        scaled = widened(q) * (1.0 / math.sqrt(self.query_dim))
         if self.temperature is not None:
-            wide = wide * _wide(self.temperature).exp()[:, None, None]
-        return wide.to(dtype)
+            scaled = scaled * widened(self.temperature).exp()[:, None, None]
+        return scaled.to(dtype)
 
 
 class StandardProjection(Projection):
@@ -84,15 +97,48 @@ class StandardProjection(Projection):
         return streams["k"], streams["v"]
 
 
-class DecoupledProjection(Projection):
+class GatedProjection(Projection):
+    """A projection of two paths, semantic and geometric, that `decoupled_gate` weighs against each other.
+
+    Per head by 2 s and 2 - 2 s with s = sigmoid(gate), neutral at gate = 0; `decoupled_gate_dynamic` adds a
+    projection of x to the gate.
+    """
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        heads = self.dims.n_heads
+        self.gate = nn.Parameter(torch.zeros(heads)) if config.decoupled_gate else None
+        self.gate_dynamic = (
+            nn.Linear(config.d_model, heads, bias=False) if config.decoupled_gate_dynamic else None
+        )
+
+    def reset_parameters(self) -> None:
+        """Set gate and temperature to their neutral values."""
+        super().reset_parameters()
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+        if self.gate_dynamic is not None:
+            nn.init.zeros_(self.gate_dynamic.weight)
+
+    def _gated(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both paths' queries [B, H, T, D] times their weights, in at least fp32."""
+        q_sem, q_geo = widened(q_sem), widened(q_geo)
+        if self.gate is None:
+            return q_sem, q_geo
+        logits = widened(self.gate)[:, None, None]
+        if self.gate_dynamic is not None:
+            logits = logits + widened(self.gate_dynamic(x)).transpose(1, 2)[..., None]
+        share = 2.0 * torch.sigmoid(logits)
+        return q_sem * share, q_geo * (2.0 - share)
+
+
+class DecoupledProjection(GatedProjection):
     """Semantic queries and keys without positions, geometric ones with RoPE, and values, per key/value head.
 
     score = (q_sem . k_sem + RoPE(q_geo) . RoPE(k_geo)) / sqrt(Dsem + Dgeo), which is the dot product of the
-    concatenations. `decoupled_gate` weighs the paths per head by 2 s and 2 - 2 s with s = sigmoid(gate),
-    neutral at gate = 0; `decoupled_gate_dynamic` adds a projection of x to the gate. `tie_qk` takes the
-    semantic key from the query's weights; `rope_semantic` rotates the semantic path too, by frequencies of its
-    own width, so that every score then depends on the distance. The geometric frequencies are held per
-    key/value head and are part of the state dict.
+    concatenations. `tie_qk` takes the semantic key from the query's weights; `rope_semantic` rotates the
+    semantic path too, by frequencies of its own width, so that every score then depends on the distance. The
+    geometric frequencies are held per key/value head and are part of the state dict.
 
     q_sem [H*Dsem, M], q_geo [H*Dgeo, M], k_sem [K*Dsem, M], k_geo [K*Dgeo, M], v [K*Dv, M].
     """
@@ -111,10 +157,6 @@ class DecoupledProjection(Projection):
         self.v = nn.Linear(config.d_model, kv_heads * dims.v, bias=bool(config.bias))
         self.q_sem_norm, self.k_sem_norm = _head_norm(config, sem), _head_norm(config, sem)
         self.q_geo_norm, self.k_geo_norm = _head_norm(config, geo), _head_norm(config, geo)
-        self.gate = nn.Parameter(torch.zeros(heads)) if config.decoupled_gate else None
-        self.gate_dynamic = (
-            nn.Linear(config.d_model, heads, bias=False) if config.decoupled_gate_dynamic else None
-        )
         self.rope = (
             RotaryEmbedding(geo, config.rope_base, config.rope_scaling, n_groups=kv_heads, explicit=True)
             if config.rope_enabled
@@ -123,14 +165,6 @@ class DecoupledProjection(Projection):
         self.rope_sem = (
             RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
         )
-
-    def reset_parameters(self) -> None:
-        """Set gate and temperature to their neutral values."""
-        super().reset_parameters()
-        if self.gate is not None:
-            nn.init.zeros_(self.gate)
-        if self.gate_dynamic is not None:
-            nn.init.zeros_(self.gate_dynamic.weight)
 
     def forward(self, x: Tensor, offset: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
@@ -148,25 +182,12 @@ class DecoupledProjection(Projection):
         if self.rope_sem is not None:
             cos, sin = self.rope_sem(offset, x.shape[1], x.device)
             q_sem, k_sem = rotate(q_sem, cos, sin), rotate(k_sem, cos, sin)
-        q_sem, q_geo = self._gated(x, _wide(q_sem), _wide(q_geo))
+        q_sem, q_geo = self._gated(x, q_sem, q_geo)
         q = self._scaled(torch.cat((q_sem, q_geo), dim=-1), v.dtype)
         return q, {"k_sem": k_sem.to(v.dtype), "k_geo": k_geo.to(v.dtype), "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return torch.cat((streams["k_sem"], streams["k_geo"]), dim=-1), streams["v"]
-
-    def _gated(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
-        if self.gate is None:
-            return q_sem, q_geo
-        logits = _wide(self.gate)[:, None, None]
-        if self.gate_dynamic is not None:
-            logits = logits + _wide(self.gate_dynamic(x)).transpose(1, 2)[..., None]
-        share = 2.0 * torch.sigmoid(logits)
-        return q_sem * share, q_geo * (2.0 - share)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _head_norm(config: AttentionLayerConfig, width: int) -> nn.Module:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
+Null = tuple[Tensor, Tensor] | None
+"""A key [K*Dqk] and a value [K*Dv] that belong to no position."""
 
 
 class CausalScore(nn.Module):
@@ -31,7 +33,7 @@ class CausalScore(nn.Module):
         self.dropout = dropout
         self.q_chunk = q_chunk
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, null: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, null: Null = None) -> Tensor:
         n_queries, n_keys = q.shape[2], k.shape[2]
         if self.q_chunk is None or n_queries <= self.q_chunk:
             return self._chunk(q, k, v, null)
@@ -43,7 +45,7 @@ class CausalScore(nn.Module):
             dim=2,
         )
 
-    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, null: tuple[Tensor, Tensor] | None) -> Tensor:
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, null: Null) -> Tensor:
         n_queries, n_keys = q.shape[2], k.shape[2]
         if self.window is not None and n_keys > self.window + n_queries - 1:
             # Keys that even the first query no longer sees.
@@ -98,11 +100,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
     # Only the 16-bit backends read grouped heads themselves, and only without a mask.
     is_grouped = groups > 1 and mask is None and q.dtype in HALF_PRECISION
     if groups > 1 and not is_grouped:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        k, v = _repeat(k, groups), _repeat(v, groups)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=1.0, enable_gqa=is_grouped
     )
     return out[..., :v_width]
+
+
+def _repeat(x: Tensor, groups: int) -> Tensor:
+    """Give every query head its key/value head, without a copy where all read the same one."""
+    return x.expand(-1, groups, -1, -1) if x.shape[1] == 1 else x.repeat_interleave(groups, dim=1)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from caramba.cache import (
     KVCacheKind,
     KVCacheTensor,
     KVCacheTensorConfig,
+    LatentLayerKVCache,
     LayerKVCache,
     new_layer_cache,
 )
@@ -122,8 +125,13 @@ def test_class_follows_from_the_streams() -> None:
     latent = AttentionLayerConfig(
         d_model=16, n_heads=2, mode=AttentionMode.DECOUPLED, layout="latent", sem_dim=4, geo_dim=4
     ).dims()
-    with pytest.raises(ConfigError, match=r"latent layout comes with the surgery work"):
-        new_layer_cache(latent, 1, 8)
+    cache = new_layer_cache(latent, 3, 8, KVCacheKind.BF16, static=True)
+    assert isinstance(cache, LatentLayerKVCache)
+    assert cache.bytes_per_token == (4 + 4) * 2
+    with pytest.raises(
+        ConfigError, match=r"no cache holds the streams \('k',\); use the dims of an attention"
+    ):
+        new_layer_cache(replace(latent, streams=(("k", 1, 4),)), 1, 8)
 
 
 def test_layer_cache_refuses_foreign_streams() -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from caramba.config.layer import AttentionLayerConfig, AttentionMode
-from caramba.errors import ConfigError
+from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import AttentionLayer, CausalScore, DecoupledProjection, StandardProjection
 
 D = 16
@@ -209,16 +208,6 @@ def test_autocast_and_bf16_stay_near(mode: str) -> None:
     cast = layer.to(torch.bfloat16)(x.bfloat16())
     assert cast.dtype == torch.bfloat16
     torch.testing.assert_close(cast.float(), expected, rtol=0.1, atol=0.1)
-
-
-def test_unbuilt_options_are_refused() -> None:
-    latent = AttentionLayerConfig(
-        d_model=D, n_heads=4, mode=AttentionMode.DECOUPLED, layout="latent", sem_dim=8, geo_dim=4
-    )
-    with pytest.raises(
-        ConfigError, match=r"layout=latent .* comes with the surgery work; use layout: per_head"
-    ):
-        AttentionLayer(latent)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -12,6 +12,7 @@ M, VOCAB = 16, 23
 NORM = {"type": "RMSNormLayer", "d_model": M}
 MLP = {"type": "SwiGLULayer", "d_model": M, "d_ff": 24}
 DECOUPLED = {"n_heads": 4, "n_kv_heads": 2, "mode": "decoupled", "sem_dim": 4, "geo_dim": 8, "v_dim": 6}
+LATENT = {"n_heads": 4, "n_kv_heads": 2, "mode": "decoupled", "layout": "latent", "head_dim": 6, "geo_dim": 4}
 
 ATTENTION: dict[str, dict[str, Any]] = {
     "standard": {"n_heads": 4},
@@ -33,6 +34,15 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "tie_qk": True,
         "local_window": 4,
         "learned_temperature": True,
+    },
+    "latent": {**LATENT, "sem_dim": 12},
+    "latent_gate": {
+        **LATENT,
+        "sem_dim": 3,
+        "decoupled_gate": True,
+        "decoupled_gate_dynamic": True,
+        "null_attn": True,
+        "local_window": 3,
     },
     "no_rope": {**DECOUPLED, "rope_enabled": False},
 }

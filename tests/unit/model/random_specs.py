@@ -43,6 +43,17 @@ def attentions(draw: st.DrawFn) -> Node:
         node |= {"rope_base": 100.0, "rope_scaling": draw(st.sampled_from(SCALINGS))}
     if mode == "bottleneck":
         node["attn_dim"] = heads * draw(st.sampled_from([2, 4]))
+    elif mode == "decoupled" and draw(flag):
+        # One latent for all heads: neither values nor norms of their own.
+        node |= {
+            "layout": "latent",
+            "sem_dim": draw(st.sampled_from([3, 12])),
+            "geo_dim": draw(st.sampled_from([2, 8])),
+            "head_dim": draw(st.sampled_from([None, 6])),
+            "qk_norm": False,
+            "decoupled_gate": draw(flag),
+        }
+        node["decoupled_gate_dynamic"] = node["decoupled_gate"] and draw(flag)
     elif mode == "decoupled":
         node |= {
             "sem_dim": kv_heads * draw(st.sampled_from([2, 4])),

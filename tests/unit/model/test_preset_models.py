@@ -7,23 +7,13 @@ import torch
 from tests.unit.cost.presets import PRESETS, compose_model
 
 from caramba.cache import KVCacheKind
-from caramba.config.model import ModelConfig
 from caramba.cost import model_cost
-from caramba.errors import ConfigError
 from caramba.model import build_model
-
-
-def is_latent(model: ModelConfig) -> bool:
-    return any(name == "c" for streams in model_cost(model).kv_layers for name, _, _ in streams)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_parameters_and_cache_equal_the_plan(preset: str) -> None:
     model = compose_model(preset)
-    if is_latent(model):
-        with pytest.raises(ConfigError, match="layout=latent"):
-            build_model(model, device="meta")
-        return
     cost, built = model_cost(model), build_model(model, device="meta")
     assert sum(parameter.numel() for parameter in built.parameters()) == cost.params
     ctx = built.new_context(2, 64, KVCacheKind.BF16, static=True)

@@ -1,0 +1,135 @@
+"""Decoupled attention on one latent: what is cached is c and k_geo, whatever the number of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.projection import GatedProjection, split_heads
+from caramba.layer.rope import RotaryEmbedding, rotate
+from caramba.layer.score import CausalScore, Null
+
+
+def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
+    """Whether expanding keys and values to every head takes fewer FLOPs than mapping queries into the latent.
+
+    Per head, with R = latent, D = head_dim, T queries on S keys and P the pairs that causality leaves, the
+    expanded form costs 2 S R D + P (2 D + Dgeo) multiplications, the absorbed one 2 T R D + P (2 R + Dgeo): it
+    expands when P (R - D) > R D (S - T). A whole forward (T = S) expands when R > D, a decode step never does;
+    between the two, with a long past, it takes T > R D / (R - D) queries.
+    """
+    if n_queries == 1 or latent <= head_dim:
+        return False
+    if n_queries == n_keys:
+        return True
+    pairs = n_queries * n_keys - n_queries * (n_queries - 1) // 2
+    return pairs * (latent - head_dim) > latent * head_dim * (n_keys - n_queries)
+
+
+class LatentProjection(GatedProjection):
+    """Every head reads one latent c = W_c x + b_c as semantic key and as value, and one geometric key k_geo.
+
+    score(t, u) = ((q_h A_h) . c_u + RoPE_t(q_h G_h) . RoPE_u(k_geo,u)) / sqrt(D) and o_h = (sum_u a_u c_u) U_h,
+    with q_h the D = query_dim wide query of head h, A = `q_sem_map`, G = `q_geo_map`, U = `v_up`.
+
+    Two forms give the same numbers. *Expanded*, head h has the key [A_h c, k_geo] and the value c U_h, D + Dgeo
+    and D wide, which fused backends serve up to 256. *Absorbed*, all heads' queries [q_h A_h, q_geo] attend to the
+    one key [c, k_geo] with the value c as it is cached, and U_h comes after: nothing is made per cached token. The
+    counts of queries and keys decide, see `expands`; shapes alone do, so a compiled graph has no break there.
+
+    `null_attn` adds one latent `null_c` [R] and one geometric key `null_geo` [Dgeo] of no position. Surgery that
+    centres its keys has to add the mean's part of the score, q . mu, back to them.
+
+    Shape: q [H*D, M], c [R, M], k_geo [Dgeo, M], `q_sem_map` [H, D, R], `q_geo_map` [H, D, Dgeo], `v_up` [H, R, D].
+    forward returns q [B, H, T, D + Dgeo], its geometric part after RoPE, and c [B, 1, T, R], k_geo [B, 1, T, Dgeo].
+
+    Reference: DeepSeek-AI, 2024, arXiv:2405.04434 (latent attention and its absorbed form).
+    """
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        heads, width, latent, geo = self.dims.n_heads, self.query_dim, self.dims.v, self.dims.rope
+        self.q = nn.Linear(config.d_model, heads * width, bias=bool(config.bias))
+        self.c = nn.Linear(config.d_model, latent)
+        self.k_geo = nn.Linear(config.d_model, geo, bias=bool(config.bias))
+        self.q_sem_map = nn.Parameter(torch.empty(heads, width, latent))
+        self.q_geo_map = nn.Parameter(torch.empty(heads, width, geo))
+        self.v_up = nn.Parameter(torch.empty(heads, latent, width))
+        self.null_c = nn.Parameter(torch.zeros(latent)) if config.null_attn else None
+        self.null_geo = nn.Parameter(torch.zeros(geo)) if config.null_attn else None
+        self.rope = (
+            RotaryEmbedding(geo, config.rope_base, config.rope_scaling, explicit=True)
+            if config.rope_enabled
+            else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the maps so that scores and values have the scale of D-wide keys and values; the rest is neutral.
+
+        `q_sem_map` and `q_geo_map` are normal(0, 1/(R + Dgeo)), `v_up` normal(0, 1/R) (variances).
+        """
+        super().reset_parameters()
+        for weight in (self.q_sem_map, self.q_geo_map):
+            nn.init.normal_(weight, std=self.dims.qk**-0.5)
+        nn.init.normal_(self.v_up, std=self.dims.v**-0.5)
+        for parameter in (self.null_c, self.null_geo):
+            if parameter is not None:
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, offset: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+        q, c, k_geo = split_heads(self.q(x), self.dims.n_heads), self.c(x), split_heads(self.k_geo(x), 1)
+        q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
+        if self.rope is not None:
+            cos, sin = self.rope(offset, x.shape[1], x.device)
+            q_geo, k_geo = rotate(q_geo, cos, sin), rotate(k_geo, cos, sin)
+        q = self._scaled(torch.cat(self._gated(x, q, q_geo), dim=-1), c.dtype)
+        return q, {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
+
+    def attend(
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, null: Null = None
+    ) -> Tensor:
+        """Return what each head reads, [B, H, T, D], in the form that takes fewer FLOPs."""
+        n_queries, n_keys = q.shape[2], streams["c"].shape[2]
+        c, k_geo = streams["c"].to(q.dtype), streams["k_geo"].to(q.dtype)
+        if score.window is not None and n_keys > score.window + n_queries - 1:
+            # Keys that no query sees would be expanded for nothing.
+            n_keys = score.window + n_queries - 1
+            c, k_geo = c[:, :, -n_keys:], k_geo[:, :, -n_keys:]
+        if expands(n_queries, n_keys, self.dims.v, self.query_dim):
+            return self.attend_expanded(q, c, k_geo, score)
+        return self.attend_absorbed(q, c, k_geo, score)
+
+    def attend_expanded(self, q: Tensor, c: Tensor, k_geo: Tensor, score: CausalScore) -> Tensor:
+        """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
+        k, v = self._expand(c[:, 0], k_geo[:, 0])
+        null = None
+        if self.null_c is not None and self.null_geo is not None:
+            null_k, null_v = self._expand(self.null_c[None, None], self.null_geo[None, None])
+            null = null_k.flatten(), null_v.flatten()
+        return score(q, k, v, null)
+
+    def attend_absorbed(self, q: Tensor, c: Tensor, k_geo: Tensor, score: CausalScore) -> Tensor:
+        """Attend with queries [q_h A_h, q_geo] to the one key [c, k_geo] and the one value c."""
+        q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
+        mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
+        null = None
+        if self.null_c is not None and self.null_geo is not None:
+            null = torch.cat((self.null_c, self.null_geo)), self.null_c
+        read = score(torch.cat((mapped, q_geo), dim=-1), torch.cat((c, k_geo), dim=-1), c, null)
+        return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
+
+    def _expand(self, c: Tensor, k_geo: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], from [B, S, R or Dgeo].
+
+        Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
+        """
+        heads = self.dims.n_heads
+        k_sem = F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (heads, -1))
+        v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1))
+        geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)
+        return torch.cat((k_sem, geo), dim=-1).transpose(1, 2), v.transpose(1, 2)
