@@ -92,7 +92,8 @@ class SurgeryConfig(Config):
     v_dim: Positive | None = None
     layout: Literal["per_head", "latent"] | None = None
     kv_budget_bytes: Positive | None = Field(
-        default=None, description="bytes of cache per token, all layers together, at 16 bits: widths by measured error"
+        default=None,
+        description="bytes of cache per token, all layers together, at 16 bits: widths by measured error",
     )
     calibration_tokens: Positive | None = Field(
         default=None, description="tokens of the train split that statistics are taken over; default 262144"

@@ -63,7 +63,9 @@ def check_pair(teacher: AttentionLayerConfig, student: AttentionLayerConfig, sur
         return
     where = f"surgery.method={surgery.method}"
     if teacher.mode is AttentionMode.DECOUPLED:
-        raise ConfigError(f"{where}: starts from standard, gqa or bottleneck attention, got a decoupled teacher")
+        raise ConfigError(
+            f"{where}: starts from standard, gqa or bottleneck attention, got a decoupled teacher"
+        )
     _check_shapes(where, teacher, student)
     if surgery.method == "copy":
         _check_copy(where, teacher, student)
@@ -110,7 +112,9 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
             raise ConfigError(f"{where}: the teacher's {name} cannot be transplanted: {reason}")
     for name in _STUDENT_PARTS:
         if getattr(student, name):
-            raise ConfigError(f"{where}: the student's {name} is not what its teacher computes; set {name}: false")
+            raise ConfigError(
+                f"{where}: the student's {name} is not what its teacher computes; set {name}: false"
+            )
     is_latent = student.layout == "latent"
     if is_latent and student.query_dim != teacher.dims().qk:
         raise ConfigError(
@@ -139,7 +143,9 @@ def _check_widths(where: str, teacher: AttentionLayerConfig, student: AttentionL
     for name, limit in most.items():
         width = getattr(student, name) or 0
         if width > limit:
-            raise ConfigError(f"{where}: {name}={width} is wider than the teacher, which has {limit}; use at most {limit}")
+            raise ConfigError(
+                f"{where}: {name}={width} is wider than the teacher, which has {limit}; use at most {limit}"
+            )
 
 
 def _check_copy(where: str, teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
@@ -156,11 +162,21 @@ def _check_copy(where: str, teacher: AttentionLayerConfig, student: AttentionLay
             f"{where}: n_kv_heads={ours.n_kv_heads} does not divide the teacher's {theirs.n_kv_heads}; the nearest "
             f"possible is {nearest}"
         )
-    for name in ("bias", "qk_norm", "rope_enabled", "rope_base", "rope_scaling", "null_attn", "learned_temperature"):
+    for name in (
+        "bias",
+        "qk_norm",
+        "rope_enabled",
+        "rope_base",
+        "rope_scaling",
+        "null_attn",
+        "learned_temperature",
+    ):
         if getattr(student, name) != getattr(teacher, name):
             raise ConfigError(f"{where}: {name} differs between student and teacher; make it the teacher's")
     if (ours.qk, ours.v) != (theirs.qk, theirs.v):
-        raise ConfigError(f"{where}: heads are {ours.qk} wide in the student, {theirs.qk} in the teacher; set head_dim")
+        raise ConfigError(
+            f"{where}: heads are {ours.qk} wide in the student, {theirs.qk} in the teacher; set head_dim"
+        )
 
 
 def _check_stated_widths(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:
@@ -189,10 +205,14 @@ def _check_budget(
     where = f"surgery.kv_budget_bytes={surgery.kv_budget_bytes}"
     budget = surgery.kv_budget_bytes or 0
     if surgery.method != "dba":
-        raise ConfigError(f"{where}: widths are chosen by the measured error of method: dba, got {surgery.method}")
+        raise ConfigError(
+            f"{where}: widths are chosen by the measured error of method: dba, got {surgery.method}"
+        )
     fixed = [config.mode for config in ours if config.mode is not AttentionMode.DECOUPLED]
     if fixed:
-        raise ConfigError(f"{where}: widths are chosen for decoupled attention, and a layer has mode={fixed[0]}")
+        raise ConfigError(
+            f"{where}: widths are chosen for decoupled attention, and a layer has mode={fixed[0]}"
+        )
     layout = surgery.layout
     other = next((config.layout for config in ours if layout is not None and config.layout != layout), None)
     if other is not None:
@@ -203,7 +223,11 @@ def _check_budget(
     least = BYTES_PER_ELEMENT * sum(least_elements(config) for config in ours)
     most = BYTES_PER_ELEMENT * sum(config.dims().cached for config in theirs)
     if not least <= budget <= most:
-        word = "below one rotary pair and one direction in each layer" if budget < least else "more than the teacher's"
+        word = (
+            "below one rotary pair and one direction in each layer"
+            if budget < least
+            else "more than the teacher's"
+        )
         raise ConfigError(
             f"{where} (bytes per token over all {len(ours)} layers at 16 bits) is {word}; the nearest possible is "
             f"{least if budget < least else most}"

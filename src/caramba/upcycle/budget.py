@@ -18,8 +18,8 @@ from caramba.config.surgery import BYTES_PER_ELEMENT, attention_configs
 from caramba.config.topology import NestedTopologyConfig, SequentialTopologyConfig, TopologyConfig
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
-from caramba.topology.base import attention_applications
 from caramba.model import Model
+from caramba.topology.base import attention_applications
 from caramba.upcycle.calibration import Calibration
 from caramba.upcycle.dba import split_keys
 from caramba.upcycle.held_out import HeldOut, latent_output, per_head_output
@@ -27,7 +27,32 @@ from caramba.upcycle.latent import latent_maps
 from caramba.upcycle.per_head import per_head_maps
 from caramba.upcycle.statistics import LayerStatistics
 
-_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_STEPS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+    1536,
+    2048,
+    3072,
+    4096,
+)
 _REACH = 3  # no layer gets more than this many times its equal share
 
 
@@ -95,12 +120,15 @@ def fit_widths(teacher: Model, spec: ModelSpec, calibration: Calibration, budget
     """
     layers = teacher.attention_layers()
     if len(layers) != len(list(attention_applications(teacher))):
-        raise ConfigError("surgery.kv_budget_bytes: a layer runs more than once, and its caches share one width")
+        raise ConfigError(
+            "surgery.kv_budget_bytes: a layer runs more than once, and its caches share one width"
+        )
     elements = budget_bytes // BYTES_PER_ELEMENT
     configs = attention_configs(spec.topology)
     most = max(_REACH * elements // len(layers), 16)
     curves = [
-        _curve(layer, config, *calibration.of(layer), most) for (_, layer), config in zip(layers, configs, strict=True)
+        _curve(layer, config, *calibration.of(layer), most)
+        for (_, layer), config in zip(layers, configs, strict=True)
     ]
     chosen = [dict(choice.widths) for choice in allocate(curves, elements)]
     return spec.model_copy(update={"topology": _unrolled(spec.topology, iter(chosen))})

@@ -57,7 +57,9 @@ def convert(
     )
 
 
-def split_keys(teacher: AttentionLayer, statistics: LayerStatistics, geo_dim: int, *, turns: bool = True) -> Geometry:
+def split_keys(
+    teacher: AttentionLayer, statistics: LayerStatistics, geo_dim: int, *, turns: bool = True
+) -> Geometry:
     """Return the latent layout's split of the keys into `geo_dim` rotating features and a residual."""
     return select_geometry(statistics, statistics.queries, geo_dim, teacher.dims.n_kv_heads, turns=turns)
 
@@ -114,7 +116,9 @@ def load_layer(layer: AttentionLayer, state: dict[str, Tensor]) -> None:
         own[name].copy_(tensor.reshape(own[name].shape))
 
 
-def describe(config: AttentionLayerConfig, teacher: AttentionLayerConfig, **found: object) -> TransplantedLayer:
+def describe(
+    config: AttentionLayerConfig, teacher: AttentionLayerConfig, **found: object
+) -> TransplantedLayer:
     """Return the report of one layer, still without its name."""
     streams = {name: heads * width for name, heads, width in config.dims().streams}
     return TransplantedLayer(

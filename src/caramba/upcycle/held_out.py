@@ -138,7 +138,9 @@ def per_head_output(held: HeldOut, maps: PerHeadMaps) -> Tensor:
 
     readers = maps.query.to(dtype).repeat_interleave(group, 0)
     q_geo = rotate(
-        kept(held.q, rows.repeat_interleave(group, 0)), cos.repeat_interleave(group, 0), sin.repeat_interleave(group, 0)
+        kept(held.q, rows.repeat_interleave(group, 0)),
+        cos.repeat_interleave(group, 0),
+        sin.repeat_interleave(group, 0),
     )
     q = torch.cat((held.q @ readers * factor**2, q_geo), -1) * dims.qk**-0.5
     k = torch.cat((held.k @ maps.key.to(dtype), rotate(kept(held.k, rows), cos, sin)), -1)

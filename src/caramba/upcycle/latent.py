@@ -63,7 +63,9 @@ def weighted_queries(layer: AttentionLayer, statistics: LayerStatistics) -> Tens
     dims = layer.dims
     n = dims.n_kv_heads * dims.qk
     values = head_blocks(statistics.covariance[n:, n:], dims.n_kv_heads)
-    spread = (output_gram(layer).unflatten(0, (dims.n_kv_heads, -1)) * values[:, None]).sum((-1, -2)).flatten()
+    spread = (
+        (output_gram(layer).unflatten(0, (dims.n_kv_heads, -1)) * values[:, None]).sum((-1, -2)).flatten()
+    )
     energy = statistics.queries.diagonal(dim1=1, dim2=2).sum(-1)
     share = spread * (energy.sum() / (spread * energy).sum().clamp_min(1e-300))
     return statistics.queries * share[:, None, None]
@@ -93,7 +95,9 @@ def latent_maps(
     return LatentMaps(geometry, statistics.mean, into @ basis, query, value, energies, beta)
 
 
-def latent_state(layer: AttentionLayer, maps: LatentMaps, student_factor: float, *, has_bias: bool) -> dict[str, Tensor]:
+def latent_state(
+    layer: AttentionLayer, maps: LatentMaps, student_factor: float, *, has_bias: bool
+) -> dict[str, Tensor]:
     """Return the weights of a latent attention layer by name, float64.
 
     `student_factor` is what the student's rotary table multiplies queries and keys by (YaRN), as the teacher's may.
@@ -126,13 +130,17 @@ def latent_state(layer: AttentionLayer, maps: LatentMaps, student_factor: float,
 
 
 def _bias(linear: torch.nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(len(linear.weight)).double() if linear.bias is None else linear.bias.double()
+    return (
+        linear.weight.new_zeros(len(linear.weight)).double() if linear.bias is None else linear.bias.double()
+    )
 
 
 def _output_bias(layer: AttentionLayer, value_mean: Tensor) -> Tensor:
     """Return the output's bias with what the values' mean [K Dv] adds to every token."""
     dims = layer.dims
-    mean = value_mean.unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(dims.n_heads // dims.n_kv_heads, 0)
+    mean = value_mean.unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(
+        dims.n_heads // dims.n_kv_heads, 0
+    )
     return _bias(layer.out) + layer.out.weight.double() @ mean.flatten()
 
 

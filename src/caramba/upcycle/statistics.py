@@ -79,7 +79,7 @@ def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor:
     cos, sin = rope(0, n_tokens, q.device)
     turned = rotate(k, cos, sin).repeat_interleave(group, dim=1)
     queries = rotate(q, cos, sin) * layer.dims.qk**-0.5
-    cos, sin = cos[0] / rope.attention_factor, sin[0] / rope.attention_factor
+    cos, sin = (table[0].to(turned.dtype) / rope.attention_factor for table in (cos, sin))
     window = layer.config.local_window or n_tokens
     positions = torch.arange(n_tokens, device=q.device)
     total = torch.zeros(q.shape[1], cos.shape[1], dtype=torch.complex128, device=q.device)
@@ -117,7 +117,9 @@ class _Accumulator:
     def add(self, x: Tensor, rotates: bool) -> bool:
         """Add the features of some sequences [B, T, M]; return whether what they gave is finite."""
         q, k, v = unrotated(self.layer, x)
-        joint = torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1).flatten(0, 1).double()
+        joint = (
+            torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1).flatten(0, 1).double()
+        )
         self.moment += joint.T @ joint
         self.sum += joint.sum(0)
         wide = q.transpose(0, 1).flatten(1, 2).double()
@@ -195,7 +197,9 @@ def weight_statistics(layer: AttentionLayer) -> LayerStatistics:
     joint = torch.cat((projection.k.weight, projection.v.weight)).double()
     queries = projection.q.weight.double().unflatten(0, (dims.n_heads, dims.qk))
     rotation = torch.ones(dims.n_kv_heads, dims.qk // 2, dtype=torch.complex128, device=joint.device)
-    return LayerStatistics(joint @ joint.T, joint.new_zeros(len(joint)), queries @ queries.transpose(1, 2), rotation)
+    return LayerStatistics(
+        joint @ joint.T, joint.new_zeros(len(joint)), queries @ queries.transpose(1, 2), rotation
+    )
 
 
 def pack(statistics: Sequence[LayerStatistics]) -> dict[str, Tensor]:

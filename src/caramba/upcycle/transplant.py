@@ -53,9 +53,15 @@ def transplant(
     for _, source, target in converted:
         check_pair(source.config, target.config, surgery.model_copy(update={"kv_budget_bytes": None}))
     if converted and surgery.method in CALIBRATED and calibration is None:
-        raise ConfigError(f"surgery.method={surgery.method}: needs the teacher's calibration, and none was made")
+        raise ConfigError(
+            f"surgery.method={surgery.method}: needs the teacher's calibration, and none was made"
+        )
     copied, initialised = _copy_shared(teacher, student, {name for name, _, _ in converted})
-    taken = {name + "." for name, layer in teacher.attention_layers() if any(layer is pair[1] for pair in converted)}
+    taken = {
+        name + "."
+        for name, layer in teacher.attention_layers()
+        if any(layer is pair[1] for pair in converted)
+    }
     layers = [
         dataclasses.replace(_convert(surgery.method, source, target, calibration), name=name)
         for name, source, target in converted
