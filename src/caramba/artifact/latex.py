@@ -27,7 +27,7 @@ _HEADER = """\
 % Tables of run {name}. Needs \\usepackage{{booktabs}}.
 % Each row ends with the keys of its numbers in report.json's "metrics", in the order of the cells;
 % after a plus-minus stands the std of the same key, KEY#bound is the bound of that check under "verify",
-% and a dash stands for a cell without a number.
+% a key that begins with "transplant" is a path in report.json, and a dash stands for a cell without a number.
 """
 
 
@@ -47,6 +47,12 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
     tables = [
         _table("comparison", f"Teacher and student of {caption}.{where}{note}", COMPARISON_HEAD, compared),
         _table("stages", f"Held-out perplexity of {caption} by stage.{note}", STAGE_HEAD, _stages(metrics)),
+        _table(
+            "transplant",
+            f"Surgery of {caption}, by attention layer.{note}",
+            TRANSPLANT_HEAD,
+            _transplant(result),
+        ),
         _table("verification", f"Verification of {caption}.{note}", VERIFY_HEAD, _verification(result)),
     ]
     present = [table for table in tables if table is not None]
@@ -58,6 +64,7 @@ STAGE_HEAD = ("Stage", "Perplexity", "Ratio to teacher")
 WORDS = frozenset(
     {"Metric", "Stage", "Type", "Check", "Result"}
 )  # columns of words stand left, numbers right
+TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
 
 DOWN, UP = r" $\downarrow$", r" $\uparrow$"
@@ -131,6 +138,32 @@ def _stages(metrics: dict[str, Metric]) -> list[list[Cell]]:
         where = conditions if model == STUDENT else {"model": model, **conditions}
         ratio = metrics.get(MetricKey("ratio", None, "perplexity", where).format())
         rows.append([Cell(escape(name_of(model))), _measured_cell(metric), _ratio_cell(ratio)])
+    return rows
+
+
+def _transplant(result: RunResult) -> list[list[Cell]]:
+    """List what surgery kept of each converted layer; the error is the block output's, held out, relative RMS."""
+    rows: list[list[Cell]] = []
+    for index, layer in enumerate(result.transplant.layers if result.transplant is not None else ()):
+
+        def cell(field: str, value: float | None, index: int = index) -> Cell:
+            return (
+                Cell(NOTHING) if value is None else Cell(number(value), f"transplant.layers[{index}].{field}")
+            )
+
+        ratio = Cell(
+            rf"{layer.teacher_cached / layer.cached:.2f}$\times$", f"transplant.layers[{index}].cached"
+        )
+        rows.append(
+            [
+                Cell(str(index)),
+                cell("cached", layer.cached),
+                ratio,
+                cell("energy_kept", layer.energy_kept),
+                cell("error", layer.error),
+                cell("frequencies", layer.frequencies),
+            ]
+        )
     return rows
 
 

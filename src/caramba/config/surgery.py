@@ -19,7 +19,7 @@ _STUDENT_PARTS = ("qk_norm", "null_attn", "tie_qk", "rope_semantic")
 
 
 def attention_configs(node: Any) -> list[AttentionLayerConfig]:
-    """Return the attention layers of a topology that have weights of their own, in the order in which they first run."""
+    """Return the attention layers of a topology with weights of their own, in the order in which they first run."""
     if isinstance(node, AttentionLayerConfig):
         return [node]
     if not isinstance(node, TopologyConfig):

@@ -85,8 +85,9 @@ def transplant_student(session: Session) -> None:
 
 
 def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
-    """Measure the teacher on windows of the train split, as long as those of its runs, else of its benchmarks (at most 2048).
+    """Measure the teacher on windows of the train split.
 
+    They are as long as those of the group's runs, else of its perplexity benchmarks, and at most 2048 tokens.
     The evaluation split shares no position with it. Statistics are kept under CARAMBA_HOME.
     """
     blocks = [run.train.block_size for run in session.group.runs if run.train is not None]

@@ -131,7 +131,7 @@ def select_geometry(
 
 
 def _component_map(coefficients: Tensor, chosen: Tensor, pairs: int) -> Tensor:
-    """Return the real map [K, D, 2n] of k -> k_{g, p_i} c_{g,i}, rotate-half in and out; coefficients [K, n] complex."""
+    """Return the real map [K, D, 2n] of k -> k_{g, p_i} c_{g,i}, rotate-half in and out; coefficients [K, n]."""
     heads, n = coefficients.shape
     real = coefficients.real.new_zeros(heads, 2, pairs, 2, n)
     column = torch.arange(n, device=chosen.device)

@@ -154,10 +154,17 @@ def _latent_curve(
         maps = latent_maps(
             layer, statistics, split_keys(layer, statistics, geo), statistics.queries, widest, 1.0
         )
-        for rank in (step for step in _STEPS if step <= widest and step + geo <= most):
+        for rank in (
+            step for step in _STEPS if step <= widest and step + geo <= most and _is_sane(step, geo)
+        ):
             damage = held.damage(latent_output(held, maps.narrowed(rank)))
             choices.append(Choice(rank + geo, damage, (("sem_dim", rank), ("geo_dim", geo))))
     return choices
+
+
+def _is_sane(rank: int, geo: int) -> bool:
+    """Leave out splits that no layer has been seen to want: they are half of all."""
+    return geo <= 2 * rank + 2 and rank <= 16 * geo
 
 
 def _per_head_curve(

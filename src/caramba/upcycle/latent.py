@@ -1,7 +1,7 @@
 """Surgery for `layout: latent`: one latent that all heads read as semantic key and as value, and shared rotary keys.
 
-With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotation, S_g = sum_i s_i E[q_i q_i^T] / D and
-E_g = sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
+With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotation, S_g = sum_i E[q_i q_i^T] / D and E_g
+= sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
 into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from caramba.layer import AttentionLayer
-from caramba.upcycle.algebra import Geometry, head_blocks, leading, symmetric_roots
+from caramba.upcycle.algebra import Geometry, leading, symmetric_roots
 from caramba.upcycle.statistics import LayerStatistics, standard_projection
 
 
@@ -52,23 +52,6 @@ def output_gram(layer: AttentionLayer) -> Tensor:
     """Return W_O,i^T W_O,i of every head, [H, Dv, Dv] float64."""
     heads = layer.out.weight.double().unflatten(1, (layer.dims.n_heads, -1)).transpose(0, 1)
     return heads.transpose(1, 2) @ heads
-
-
-def weighted_queries(layer: AttentionLayer, statistics: LayerStatistics) -> Tensor:
-    """Return E[q q^T] of each head times what a change of its attention moves in the block's output, [H, D, D].
-
-    Head i counts by s_i = tr(W_O,i Cov(v) W_O,i^T), scaled so that the heads' total is unchanged: a logit error of a
-    head whose values hardly vary, or hardly reach the output, costs little.
-    """
-    dims = layer.dims
-    n = dims.n_kv_heads * dims.qk
-    values = head_blocks(statistics.covariance[n:, n:], dims.n_kv_heads)
-    spread = (
-        (output_gram(layer).unflatten(0, (dims.n_kv_heads, -1)) * values[:, None]).sum((-1, -2)).flatten()
-    )
-    energy = statistics.queries.diagonal(dim1=1, dim2=2).sum(-1)
-    share = spread * (energy.sum() / (spread * energy).sum().clamp_min(1e-300))
-    return statistics.queries * share[:, None, None]
 
 
 def latent_maps(

@@ -131,6 +131,18 @@ class _Accumulator:
         sums = self.sum.sum() + self.moment.diagonal().sum() + self.queries.sum() + self.rotation.abs().sum()
         return bool(torch.isfinite(sums))
 
+    def hook(self, where: str, *, rotates: bool) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        """Return a forward pre-hook that adds what the layer is given."""
+
+        def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if not self.add(inputs[0], rotates):
+                raise CarambaError(
+                    f"surgery: calibration of {where} gave values that are not finite; look at the teacher's weights "
+                    "(a damaged or half-precision checkpoint), or use other calibration data"
+                )
+
+        return add
+
     def finish(self) -> LayerStatistics:
         kv_heads = self.layer.dims.n_kv_heads
         rotation = self.rotation.unflatten(0, (kv_heads, -1)).mean(1) / self.n_rotated
@@ -164,22 +176,9 @@ def collect_statistics(
     seen = 0
     device = teacher.embedder.token.weight.device
     for index, batch in enumerate(batches(windows)):
-
-        def hook_of(
-            name: str, total: _Accumulator, rotates: bool, index: int = index
-        ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                if not total.add(inputs[0], rotates):
-                    raise CarambaError(
-                        f"surgery: calibration of {name}: batch {index} gave values that are not finite; look at "
-                        "the teacher's weights (a damaged or half-precision checkpoint), or use other calibration data"
-                    )
-
-            return hook
-
         with ExitStack() as stack:
             for (name, layer), total in zip(layers, sums, strict=True):
-                hook = hook_of(name, total, seen < rotation_windows)
+                hook = total.hook(f"{name}: batch {index}", rotates=seen < rotation_windows)
                 stack.callback(layer.register_forward_pre_hook(hook).remove)
             teacher.hidden(batch.to(device))
         seen += batch.shape[0]

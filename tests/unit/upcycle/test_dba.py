@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,7 +144,7 @@ def test_error_never_rises_with_rank(layout: str, teacher: Model, calibration: C
                     )
                     for widths in ranks
                 ]
-            assert all(after <= 1.03 * before for before, after in zip(found, found[1:], strict=False)), found
+            assert all(after <= 1.03 * before for before, after in itertools.pairwise(found)), found
 
 
 def test_an_offset_of_all_positions_changes_nothing(teacher: Model, calibration: Calibration) -> None:
@@ -169,7 +170,7 @@ def test_cached_bytes_are_those_of_the_widths(teacher: Model, calibration: Calib
 
 
 def test_statistics_are_those_of_the_definition(teacher: Model, calibration: Calibration) -> None:
-    name, layer = teacher.attention_layers()[0]
+    _, layer = teacher.attention_layers()[0]
     x = teacher.topology.layers[0].layers[0].layers[0](teacher.embedder(tokens(24, 24, 1)))
     q, k, v = unrotated(layer, x)
     state, _ = calibration.of(layer)
