@@ -34,6 +34,7 @@ class LayerCache:
             raise ConfigError(
                 f"{type(self).__name__}: got streams {got}, expected {self.names}; use new_layer_cache()"
             )
+        self.streams = streams
         self._tensors = {
             name: KVCacheTensor(
                 KVCacheTensorConfig(kind_of_stream(kind, name)),
@@ -44,8 +45,12 @@ class LayerCache:
                 device=device,
                 static=static,
             )
-            for name, n_heads, width in streams
+            for name, n_heads, width in self._stored()
         }
+
+    def _stored(self) -> Streams:
+        """Return the tensors to allocate."""
+        return self.streams
 
     @property
     def n_tokens(self) -> int:
@@ -67,23 +72,33 @@ class LayerCache:
         """Bytes that one token of one sequence takes, all streams together."""
         return sum(tensor.bytes_per_token for tensor in self._tensors.values())
 
-    def stream(self, name: str) -> KVCacheTensor:
-        """Return the storage of one stream."""
-        return self._tensors[name]
+    def read(self) -> dict[str, Tensor]:
+        """Return all tokens stored, [B, K, S, D] per stream, as views in the storage dtype."""
+        return {name: tensor.read() for name, tensor in self._tensors.items()}
 
     def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store the next tokens of every stream and return all tokens stored, the new ones included.
 
         Shape: in [B, K, T, D] per stream, out [B, K, S, D] with S = tokens before + T, in the storage dtype.
         """
-        if set(streams) != set(self._tensors):
+        if set(streams) != set(self.names):
             raise ConfigError(
-                f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self._tensors)}; "
+                f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self.names)}; "
                 "make the context with this model's new_context()"
             )
+        self._store(streams)
+        return self.read()
+
+    def _store(self, streams: Mapping[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
             tensor.append(streams[name])
-        return {name: tensor.read() for name, tensor in self._tensors.items()}
+
+    def reorder(self, rows: Tensor) -> None:
+        """Give sequence b of the batch the tokens of sequence rows[b]."""
+        for tensor in self._tensors.values():
+            chosen = tensor.read().index_select(0, rows.to(tensor.read().device))
+            tensor.truncate(0)
+            tensor.append(chosen)
 
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on, in every stream."""
@@ -104,9 +119,24 @@ class DecoupledLayerKVCache(LayerCache):
 
 
 class LatentLayerKVCache(LayerCache):
-    """The latent that all heads read as semantic key and value, and the geometric key (after RoPE)."""
+    """The latent that all heads read as semantic key and value, and the geometric key (after RoPE).
+
+    Both lie side by side in one tensor, because absorbed attention reads them as one key: `read` returns that as
+    `joined` [B, 1, S, R + Dgeo], without a copy.
+    """
 
     names = ("c", "k_geo")
+
+    def _stored(self) -> Streams:
+        return (("joined", 1, sum(width for _, _, width in self.streams)),)
+
+    def _store(self, streams: Mapping[str, Tensor]) -> None:
+        self._tensors["joined"].append(torch.cat([streams[name] for name in self.names], dim=-1))
+
+    def read(self) -> dict[str, Tensor]:
+        joined = self._tensors["joined"].read()
+        c, k_geo = joined.split([width for _, _, width in self.streams], dim=-1)
+        return {"c": c, "k_geo": k_geo, "joined": joined}
 
 
 def new_layer_cache(
