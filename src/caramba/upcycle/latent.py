@@ -1,7 +1,7 @@
 """Surgery for `layout: latent`: one latent that all heads read as semantic key and as value, and shared rotary keys.
 
-With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotation, S_g = sum_i E[q_i q_i^T] / D and E_g
-= sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
+With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotation, S_g = sum_i E[q_i q_i^T] / D and
+E_g = sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
 into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out.
 """
 

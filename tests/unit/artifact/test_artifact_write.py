@@ -200,7 +200,7 @@ def test_a_proxy_teacher_is_named_everywhere(result: RunResult, written: Path, t
         dataclasses.replace(result, labels={"proxy": "the real $1 weights were out of reach"}), tmp_path
     )
     assert report_of(tmp_path)["labels"] == {"proxy": "the real $1 weights were out of reach"}
-    assert (tmp_path / "artifacts/tables.tex").read_text().count(r"Proxy teacher: the real \$1 weights") == 3
+    assert (tmp_path / "artifacts/tables.tex").read_text().count(r"Proxy teacher: the real \$1 weights") == 4
     plain = {item["path"]: item["sha256"] for item in report_of(written)["artifacts"]}
     noted = {entry.path: entry.sha256 for entry in index.entries}
     assert all(noted[name] != plain[name] for name in FILES if name.endswith(".png"))
