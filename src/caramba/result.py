@@ -106,6 +106,27 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class TransplantedLayer:
+    """What surgery made of one attention layer; widths are those that its cache stores per token, in elements.
+
+    `error` is the block output's relative root-mean-square error on held-out windows and `energy_kept` the variance
+    that the low-rank maps keep, where the method knows them; `frequencies` counts the distinct rotary frequencies.
+    """
+
+    name: str
+    layout: str
+    sem_dim: int
+    geo_dim: int
+    v_dim: int
+    cached: int
+    teacher_cached: int
+    energy_kept: float | None = None
+    error: float | None = None
+    beta: float | None = None
+    frequencies: int | None = None
+
+
+@dataclass(frozen=True)
 class TransplantReport:
     """What surgery did: every student weight's source, the unmapped weights of both sides, and each layer's error."""
 
@@ -115,6 +136,8 @@ class TransplantReport:
     unmapped_teacher: tuple[str, ...]
     layer_errors: tuple[float, ...] = ()
     energy_kept: tuple[float, ...] = ()
+    layers: tuple[TransplantedLayer, ...] = ()
+    calibration_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _HEADER = """\
 % Tables of run {name}. Needs \\usepackage{{booktabs}}.
 % Each row ends with the keys of its numbers in report.json's "metrics", in the order of the cells;
 % after a plus-minus stands the std of the same key, KEY#bound is the bound of that check under "verify",
-% and a dash stands for a cell without a number.
+% a key that begins with "transplant" is a path in report.json, and a dash stands for a cell without a number.
 """
 
 
@@ -51,6 +51,12 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
         _table("comparison", f"Teacher and student of {caption}.{where}{note}", COMPARISON_HEAD, compared),
         _table("stages", f"Held-out perplexity of {caption} by stage.{note}", STAGE_HEAD, _stages(metrics)),
         _table("accuracy", f"Accuracy of {caption} by task.{note}", ACCURACY_HEAD, _accuracy(metrics)),
+        _table(
+            "transplant",
+            f"Surgery of {caption}, by attention layer.{note}",
+            TRANSPLANT_HEAD,
+            _transplant(result),
+        ),
         _table("verification", f"Verification of {caption}.{note}", VERIFY_HEAD, _verification(result)),
         _table("cases", f"Cases of {caption}, correct answers in bold.{note}", CASE_HEAD, _cases(result)),
     ]
@@ -64,6 +70,7 @@ ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
 CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
 # Columns of words stand left, numbers right.
 WORDS = frozenset({"Metric", "Stage", "Task", "Type", "Check", "Result", *CASE_HEAD})
+TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
 
 MOST, LEAST = r"$\le$", r"$\ge$"
@@ -139,6 +146,32 @@ def _stages(metrics: dict[str, Metric]) -> list[list[Cell]]:
         where = conditions if model == STUDENT else {"model": model, **conditions}
         ratio = metrics.get(MetricKey("ratio", None, "perplexity", where).format())
         rows.append([Cell(escape(name_of(model))), _measured_cell(metric), _ratio_cell(ratio)])
+    return rows
+
+
+def _transplant(result: RunResult) -> list[list[Cell]]:
+    """List what surgery kept of each converted layer; the error is the block output's, held out, relative RMS."""
+    rows: list[list[Cell]] = []
+    for index, layer in enumerate(result.transplant.layers if result.transplant is not None else ()):
+
+        def cell(field: str, value: float | None, index: int = index) -> Cell:
+            return (
+                Cell(NOTHING) if value is None else Cell(number(value), f"transplant.layers[{index}].{field}")
+            )
+
+        ratio = Cell(
+            rf"{layer.teacher_cached / layer.cached:.2f}$\times$", f"transplant.layers[{index}].cached"
+        )
+        rows.append(
+            [
+                Cell(str(index)),
+                cell("cached", layer.cached),
+                ratio,
+                cell("energy_kept", layer.energy_kept),
+                cell("error", layer.error),
+                cell("frequencies", layer.frequencies),
+            ]
+        )
     return rows
 
 

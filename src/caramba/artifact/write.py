@@ -13,6 +13,7 @@ from caramba.artifact.report import Omission, build_report
 from caramba.artifact.rows import missing_reason, to_csv
 from caramba.artifact.summary import FILE as SUMMARY_FILE
 from caramba.artifact.summary import draw_summary
+from caramba.artifact.transplant import CSV_FILE, PLOT_FILE, draw_transplant, transplant_csv
 from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
 from caramba.runs.files import sha256_of, write_json, write_whole
 
@@ -69,6 +70,9 @@ def _contents(
     ):
         contents[name], missing = draw(result, metrics)
         omitted += missing
+    contents[CSV_FILE] = transplant_csv(result)
+    contents[PLOT_FILE], missing = draw_transplant(result)
+    omitted += missing
     contents[TABLES_FILE] = build_tables(result, metrics)
     if contents[TABLES_FILE] is None:
         omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))

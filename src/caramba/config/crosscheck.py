@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from caramba.config.benchmark import (
     LatencyBenchmarkConfig,
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
-from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
-from caramba.config.topology import NestedTopologyConfig, TopologyConfig
+from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
 from caramba.errors import ConfigError
 
@@ -33,6 +31,7 @@ def cross_check(manifest: Manifest) -> None:
             f"model.embedder.vocab_size={model.embedder.vocab_size} differs from model.teacher.manifest.embedder."
             f"vocab_size={teacher.embedder.vocab_size}; a student reads its teacher's tokens, so make them equal"
         )
+    check_surgery(model)
     for group in manifest.selected_groups():
         for run in group.runs:
             if run.verify and model.teacher is None:
@@ -90,7 +89,7 @@ def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, 
             "add it, or remove the run and give model.teacher.checkpoint"
         )
     if phase.phase in ("blockwise", "drift") and teacher is not None:
-        ours, theirs = count_attention(model.topology), count_attention(teacher.topology)
+        ours, theirs = len(attention_configs(model.topology)), len(attention_configs(teacher.topology))
         if ours != theirs:
             raise ConfigError(
                 f"run {run.id!r}: phase={phase.phase} pairs attention layers, and the student has {ours} while "
@@ -131,13 +130,3 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
             yield owner, "longest of prompt_lengths + generation_lengths - 1", longest, bench.models
         elif isinstance(config, MemoryBenchmarkConfig):
             yield owner, "longest of sequence_lengths", max(config.sequence_lengths), bench.models
-
-
-def count_attention(node: Any) -> int:
-    """Count the attention layers of a topology that have weights of their own."""
-    if isinstance(node, AttentionLayerConfig):
-        return 1
-    if not isinstance(node, TopologyConfig):
-        return 0
-    count = sum(count_attention(child) for child in node.layers)
-    return count * node.repeat if isinstance(node, NestedTopologyConfig) else count

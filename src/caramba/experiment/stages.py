@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from caramba import upcycle
+from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.manifest import RunConfig
-from caramba.config.model import SurgeryConfig
+from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.distill import (
@@ -29,6 +30,7 @@ from caramba.measure import batches
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
+from caramba.runs.files import home
 from caramba.runtime import is_main_process, plan
 from caramba.train import (
     BenchmarkArtifacts,
@@ -55,9 +57,13 @@ def transplant_student(session: Session) -> None:
     surgery = config.surgery or SurgeryConfig()
     logger.subheader(f"transplant: {surgery.method}")
     began = time.perf_counter()
-    teacher = session.model_of("teacher")
-    student = build_model(config, seed=session.seed_of("student")).to(session.device)
-    report = upcycle.transplant(teacher, student, surgery)
+    teacher = session.model_of("teacher").to(session.device)
+    calibration = calibrate(session, surgery) if surgery.method in upcycle.CALIBRATED else None
+    spec: ModelSpec = config
+    if surgery.kv_budget_bytes is not None and calibration is not None:
+        spec = upcycle.fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
+    student = build_model(spec, seed=session.seed_of("student")).to(session.device)
+    report = upcycle.transplant(teacher, student, surgery, calibration)
     windows = session.windows("train", _error_block(session))
     batch = next(batches(windows, range(min(ERROR_WINDOWS, len(windows))), ERROR_WINDOWS))
     x, _, *documents = (part.to(session.device) for part in batch)
@@ -76,6 +82,32 @@ def transplant_student(session: Session) -> None:
         details={"mean_block_error": sum(errors) / len(errors)},
     )
     session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
+
+
+def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
+    """Measure the teacher on windows of the train split.
+
+    They are as long as those of the group's runs, else of its perplexity benchmarks, and at most 2048 tokens.
+    The evaluation split shares no position with it. Statistics are kept under CARAMBA_HOME.
+    """
+    blocks = [run.train.block_size for run in session.group.runs if run.train is not None]
+    blocks = blocks or [
+        bench.config.block_size
+        for bench in session.group.benchmarks
+        if isinstance(bench.config, PerplexityBenchmarkConfig)
+    ]
+    windows = session.windows(
+        "train", min(max(blocks, default=upcycle.LONGEST_WINDOW), upcycle.LONGEST_WINDOW)
+    )
+    chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
+    text = upcycle.CalibrationText(
+        torch.stack([windows[index][0] for index in chosen]),
+        torch.stack([windows[index][0] for index in held]),
+    )
+    logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
+    return upcycle.calibrate(
+        frozen(session.model_of("teacher")), text, cache=home() / "surgery", progress=logger.info
+    )
 
 
 def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
