@@ -107,7 +107,7 @@ def in_turns(calls: dict[str, Callable[[], Any]], repeats: int, device: str, tok
             seconds[name].append(seconds_of(calls[name], device))
     result: dict[str, Any] = {}
     for name, values in seconds.items():
-        spread = statistics.quantiles(values, n=5)
+        spread = statistics.quantiles(values, n=5, method="inclusive")
         result[name] = {
             "median_ms": 1000 * statistics.median(values),
             "p20_ms": 1000 * spread[0],
