@@ -120,7 +120,7 @@ def substrate(data: dict[str, Any]) -> list[str]:
         f"{part['model']}, {part['batch']} x {part['tokens']} tokens, {part['precision']}, SDPA {part['sdpa']},"
         f" {'compiled' if part['compiled'] else 'eager'}; transformers {part['transformers']}, torch"
         f" {part['machine']['torch']}, {part['machine'].get('gpu', 'CPU')}; median (20% to 80%) of measurements in"
-        " turns:",
+        " turns. Both attend without a mask (`is_causal`):",
         "",
         "| | caramba, ms | LlamaForCausalLM, ms | ratio (must 1.0) |",
         "|---|---|---|---|",
