@@ -1,7 +1,7 @@
 """Estimates of a phase's memory and work. The rules are few and stated; a measurement always wins over them.
 
-Weights: 4 bytes each (2 under a 16-bit `dtype`), for every model that the phase holds.
-Gradients: the same bytes, for the parameters that train.
+Weights: 4 bytes each, for every model that the phase holds; 2 for a frozen teacher under 16-bit autocast.
+Gradients: 4 bytes, for the parameters that train.
 Optimiser: fp32 states of the parameters that train: two for AdamW, one for SGD with momentum, Lion and Muon,
     and none counted for Adafactor, whose factored moments are a row and a column per matrix.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
@@ -58,17 +58,17 @@ def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | 
         params = trained.params
         kept = trained.activation_elements
         flops = trained.training_flops_per_token(context)
-    held = trained.params
+    weights = trained.params * 4
     if phase.phase == "drift":
         flops += trained.topology.flops_per_token(context)
     if teacher is not None and runs_teacher(phase):
-        held += teacher.params
+        weights += teacher.params * _activation_bytes(phase)
         flops += teacher.topology.flops_per_token(context) if blockwise else teacher.flops_per_token(context)
         kept += 0 if blockwise else teacher.vocab_size
     tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
     memory = MemoryEstimate(
-        weights_bytes=held * _weight_bytes(phase),
-        gradients_bytes=params * _weight_bytes(phase),
+        weights_bytes=weights,
+        gradients_bytes=params * 4,
         optimizer_bytes=params * 4 * OPTIMIZER_STATES[phase.optimizer],
         activations_bytes=tokens * kept * _activation_bytes(phase),
     )
@@ -80,9 +80,7 @@ def runs_teacher(phase: PhaseConfig) -> bool:
     return phase.phase in ("blockwise", "drift") or phase.objective in ("kl", "mixed")
 
 
-def _weight_bytes(phase: PhaseConfig) -> int:
-    return 2 if phase.dtype in ("bfloat16", "float16") else 4
-
-
 def _activation_bytes(phase: PhaseConfig) -> int:
-    return 2 if phase.use_amp is True else _weight_bytes(phase)
+    """Bytes of an activation, and of a frozen teacher's weight: 2 under 16-bit autocast, which `auto` leaves open."""
+    is_amp = phase.use_amp is True or (phase.use_amp == "auto" and phase.dtype in ("bfloat16", "float16"))
+    return 2 if is_amp else 4
