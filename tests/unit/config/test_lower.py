@@ -156,12 +156,12 @@ def test_unbuilt_values_are_found_wherever_they_are():
     latent = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "mode": "decoupled", "layout": "latent"}
     latent |= {"sem_dim": 4, "geo_dim": 4}
     model["topology"] = {"type": "StackedTopology", "layers": [attention, latent]}
-    train = {"phase": "global", "steps": 2, "use_amp": True, "batch_size": "auto", "num_workers": 1}
+    train = {"phase": "global", "steps": 2, "dtype": "float16", "batch_size": "auto", "num_workers": 1}
     runs = [{"id": "a", "train": train, "verify": [{"type": "eval"}]}]
     bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4"]}}]
     manifest = lower({"model": model, "data": DATA, "runs": runs, "benchmarks": bench})
     found = {item.path[-1] for item in find_unbuilt(manifest)}
-    assert found == {"layout", "method", "use_amp", "batch_size", "type", "quantization_modes"}
+    assert found == {"layout", "method", "dtype", "batch_size", "type", "quantization_modes"}
     with pytest.raises(
         ConfigError, match=r"6 settings:[\s\S]*model.topology.layers\[1\].layout=latent is not built yet"
     ):

@@ -125,7 +125,7 @@ def test_top_k_bounds_the_kl_from_below_and_meets_it_at_the_vocabulary() -> None
             chunk=5,
         )
         losses.loss.backward()
-        return float(losses.loss), student.embedder.token.weight.grad.clone()
+        return losses.loss.item(), student.embedder.token.weight.grad.clone()
 
     full = vocabulary_losses(
         student, student.hidden(x), y, rows=lambda a, b: TeacherRows(log_p[a:b]), kl_weight=1.0
