@@ -92,7 +92,9 @@ def test_logits_of_the_whole_batch_never_exist() -> None:
     objective = TeacherLogitsObjective(student, teacher.requires_grad_(False), kl_weight=0.5, chunk=16)
     with Largest() as seen:
         objective.step((x, x), lambda loss: loss.backward())
-    assert seen.elements == 4000 * 32, "the embedding's own gradient is the largest; 16 x 4000 logits are smaller"
+    assert seen.elements == 4000 * 32, (
+        "the embedding's own gradient is the largest; 16 x 4000 logits are smaller"
+    )
 
 
 def test_kl_and_cross_entropy_are_the_textbook_sums() -> None:

@@ -195,7 +195,10 @@ def test_benchmark_none_names_the_group_main():
             ["train.seq_len=x"],
             r"^train.block_size: got 'x', expected a valid integer \(command line: train.seq_len=x\)",
         ),
-        (["train.phases.global.lr=-1"], r"^train.phases.global.lr: got -1, expected greater than 0 or 'auto' \("),
+        (
+            ["train.phases.global.lr=-1"],
+            r"^train.phases.global.lr: got -1, expected greater than 0 or 'auto' \(",
+        ),
         (
             ["verify.checks.0.type=compere"],
             r"^verify.checks\[0\].type: 'compere' unknown type; did you mean 'compare'\?",

@@ -21,7 +21,10 @@ def test_the_average_is_the_formula_and_resumes() -> None:
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
         if step == 10:
-            state = {"steps": average.state_dict()["steps"], "average": {"w": average.state_dict()["average"]["w"].clone()}}
+            state = {
+                "steps": average.state_dict()["steps"],
+                "average": {"w": average.state_dict()["average"]["w"].clone()},
+            }
             resumed = WeightAverage([("w", nn.Parameter(torch.zeros(2, dtype=torch.float64)))], decay=0.5)
             resumed.load_state_dict(state)
             average = resumed

@@ -46,12 +46,18 @@ def test_an_automatic_learning_rate_falls_with_the_width() -> None:
     [
         ({"dtype": "bfloat16", "use_amp": False}, "use_amp=false forbids; remove one"),
         ({"lora": {"rank": 4}}, "lora belongs to phase=global, got phase=blockwise"),
-        ({"phase": "global", "attention_kl": 0.1}, "attention_kl belongs to phase=blockwise or drift, got phase=global"),
+        (
+            {"phase": "global", "attention_kl": 0.1},
+            "attention_kl belongs to phase=blockwise or drift, got phase=global",
+        ),
         ({"phase": "global", "schedule": "sequential"}, "schedule belongs to phase=blockwise or drift"),
         ({"phase": "global", "cache_teacher_outputs": True}, "objective=ce reads no teacher outputs"),
         ({"phase": "global", "objective": "kl", "kl_weight": 0.2}, "kl_weight belongs to objective=mixed"),
         ({"objective": "mixed"}, "phase=blockwise has a loss of its own, got objective=mixed"),
-        ({"phase": "global", "objective": "ce", "temperature": 2.0}, "temperature belongs to objective=kl or mixed"),
+        (
+            {"phase": "global", "objective": "ce", "temperature": 2.0},
+            "temperature belongs to objective=kl or mixed",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: dict[str, object], text: str) -> None:
