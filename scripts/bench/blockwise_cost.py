@@ -1,7 +1,8 @@
 """What a blockwise step costs against one headless teacher forward, concurrent against sequential.
 
-Random weights of a preset serve: cost does not depend on them. Variants take turns, so drift of the machine hits all.
-`naive` is full teacher and student forwards, heads included, with one block's loss: the earlier way of one block a step.
+Random weights of a preset serve, as cost does not depend on them. Variants take turns, so drift of the machine hits
+all.
+`naive` is one block a step with full teacher and student forwards, heads included.
 Prints a table; with --out also writes JSON.
 
 Usage: python scripts/bench/blockwise_cost.py [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]

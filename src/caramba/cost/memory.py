@@ -6,8 +6,8 @@ Optimiser: fp32 states of the parameters that train: two for AdamW, one for SGD 
     and none counted for Adafactor, whose factored moments are a row and a column per matrix.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
-    the teacher's input and output of it. A phase that matches the teacher's logits also holds one vocabulary
-    of them per token.
+    the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, in fp32: two
+    vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits.
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks.
 """
@@ -56,21 +56,23 @@ def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | 
         flops = 3.0 * trained.attention_flops_per_token(context)
     else:
         params = trained.params
-        kept = trained.activation_elements
+        kept = trained.activation_elements - 2 * trained.vocab_size
         flops = trained.training_flops_per_token(context)
     weights = trained.params * 4
+    vocabularies = 0 if blockwise else 2
     if phase.phase == "drift":
         flops += trained.topology.flops_per_token(context)
     if teacher is not None and runs_teacher(phase):
         weights += teacher.params * _activation_bytes(phase)
+        vocabularies += 0 if blockwise else 1
         flops += teacher.topology.flops_per_token(context) if blockwise else teacher.flops_per_token(context)
-        kept += 0 if blockwise else teacher.vocab_size
     tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
     memory = MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=params * 4,
         optimizer_bytes=params * 4 * OPTIMIZER_STATES[phase.optimizer],
-        activations_bytes=tokens * kept * _activation_bytes(phase),
+        activations_bytes=tokens * kept * _activation_bytes(phase)
+        + 4 * min(tokens, phase.vocab_chunk) * vocabularies * trained.vocab_size,
     )
     return PhaseEstimate(params, flops, memory)
 
