@@ -13,9 +13,10 @@ PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
 NonNegative = Annotated[float, Field(ge=0.0)]
 PLANNING = "the runtime planning work"
 BLOCK_PHASES = ("blockwise", "drift")
-# What `lr: auto` stands for at a width of 2048, as published for 1B models; it falls with the width's inverse.
+# What `lr: auto` stands for: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
+# that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
 AUTO_LR_WIDTH = 2048
-AUTO_LR = {"pretrain": 3e-4, "blockwise": 2e-4, "drift": 1e-4, "global": 8e-5}
+AUTO_LR = {"pretrain": (3e-4, 1.0), "blockwise": (2e-4, 1.0), "drift": (1e-4, 1.0), "global": (8e-5, 0.5)}
 
 
 def _compile_mode(value: Any) -> Any:
@@ -87,7 +88,8 @@ class PhaseConfig(Config):
     batch_size: Annotated[Positive | Literal["auto"], Later(PLANNING, "auto")] = 16
     block_size: Positive = 256
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
-        default=3e-4, description="auto: the published rate of the phase at width 2048, times 2048 / d_model"
+        default=3e-4,
+        description="auto: the published rate of the phase at width 2048, more for a narrower model",
     )
     optimizer: Annotated[
         Literal["adamw", "sgd", "adafactor", "lion", "muon"],
@@ -199,8 +201,10 @@ class PhaseConfig(Config):
         return self.phase in BLOCK_PHASES or self.objective != "ce"
 
     def learning_rate_at(self, d_model: int) -> float:
-        """Return `lr`; `auto` is the phase's published rate at width 2048 times 2048 / d_model."""
-        return AUTO_LR[self.phase] * AUTO_LR_WIDTH / d_model if self.lr == "auto" else self.lr
+        """Return `lr`; `auto` is the phase's published rate at width 2048 times (2048 / d_model)^power, power 1 for
+        pretraining and blocks and 1/2 for a whole student."""
+        rate, power = AUTO_LR[self.phase]
+        return rate * (AUTO_LR_WIDTH / d_model) ** power if self.lr == "auto" else self.lr
 
     @property
     def tokens(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from caramba.config.train import AUTO_LR_WIDTH, PhaseConfig
+from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, PhaseConfig
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
 from caramba.runtime.device import choose_device, device_facts
@@ -56,7 +56,7 @@ def plan(
             phase.learning_rate_at(d_model),
             "the manifest"
             if phase.lr != "auto"
-            else f"auto: {phase.learning_rate_at(AUTO_LR_WIDTH):g} times {AUTO_LR_WIDTH}/{d_model}, by width",
+            else f"auto: {AUTO_LR[phase.phase][0]:g} times ({AUTO_LR_WIDTH}/{d_model})^{AUTO_LR[phase.phase][1]:g}",
         ),
         **_precision(phase, chosen),
         "threads": Decision(facts["threads"], "torch's default; frozen in the run, since sums depend on it"),

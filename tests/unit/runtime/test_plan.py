@@ -36,9 +36,10 @@ def test_an_automatic_learning_rate_falls_with_the_width() -> None:
     assert planned(2048, lr="auto").value("lr") == 2e-4
     made = planned(128, lr="auto")
     assert made.value("lr") == pytest.approx(3.2e-3)
-    assert made.decisions["lr"].reason == "auto: 0.0002 times 2048/128, by width"
+    assert made.decisions["lr"].reason == "auto: 0.0002 times (2048/128)^1"
     assert planned(128, lr=1e-3).decisions["lr"].reason == "the manifest"
     assert planned(2048, phase="global", objective="kl", lr="auto").value("lr") == 8e-5
+    assert planned(128, phase="global", objective="kl", lr="auto").value("lr") == pytest.approx(3.2e-4)
 
 
 @pytest.mark.parametrize(
