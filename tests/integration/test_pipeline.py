@@ -18,6 +18,7 @@ STAGES = (
     "student",
     "student_transplant",
     "student_blockwise",
+    "student_drift",
     "student_global",
     "teacher_continued",
 )
@@ -99,9 +100,9 @@ def test_run_directory_holds_what_it_should(upcycled: Path) -> None:
     ):
         assert (upcycled / name).is_file(), name
     weights = {file.stem for file in (upcycled / "checkpoints").glob("*.safetensors")}
-    assert weights == {"pretrain", "transplant", "blockwise", "global", "teacher_continued"}
+    assert weights == {"pretrain", "transplant", "blockwise", "drift", "global", "teacher_continued"}
     rows = list(csv.DictReader((upcycled / "metrics.csv").open()))
-    assert {row["phase"] for row in rows} == {"pretrain", "blockwise", "global", "teacher_continued"}
+    assert {row["phase"] for row in rows} == {"pretrain", "blockwise", "drift", "global", "teacher_continued"}
     plan = json.loads((upcycled / "plan.json").read_text())
     assert all(item["decisions"]["device"]["reason"] for item in plan.values())
 

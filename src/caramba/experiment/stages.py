@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from typing import Any
 
 import torch
-from torch import nn
 
 from caramba import upcycle
 from caramba.config.benchmark import PerplexityBenchmarkConfig
@@ -15,19 +15,13 @@ from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.distill import (
-    BlockSchedule,
-    BlockwiseObjective,
-    LanguageModelObjective,
-    Objective,
-    TeacherKLObjective,
-    block_errors,
-)
+from caramba.distill import BlockSchedule, BlockwiseObjective, block_errors
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
+from caramba.experiment.objectives import build_objective, frozen
 from caramba.experiment.session import Session
 from caramba.measure import batches
-from caramba.model import Model, build_model
+from caramba.model import build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
 from caramba.runs.files import home
@@ -170,17 +164,25 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
         model = copy.deepcopy(model)
-    decided = plan(phase, device=session.manifest.device, kernels=session.manifest.kernels, name=run.id)
+    decided = plan(
+        phase,
+        device=session.manifest.device,
+        kernels=session.manifest.kernels,
+        name=run.id,
+        d_model=model.spec.embedder.d_model,
+    )
+    phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))
-    objective = build_objective(session, phase, model.to(session.device))
+    objective = build_objective(session, phase, decided, model.to(session.device))
+    schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
     logger.subheader(
         f"{run.id}: {phase.phase} of the {'teacher (control)' if phase.control else phase.trains}, {phase.steps} steps"
     )
     verdicts: list[Verdict] = []
     rows: list[BenchmarkResult] = []
     callbacks = []
-    if isinstance(objective, BlockwiseObjective):
-        callbacks.append(BlockwiseDistillation(BlockSchedule()))
+    if schedule is not None:
+        callbacks.append(BlockwiseDistillation(schedule))
     if verifies:
         callbacks.append(Verification(lambda: verdicts.extend(verify(session, run))))
     if row := _row_name(session, run, phase):
@@ -205,6 +207,10 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
         callbacks=callbacks,
     )
     model.requires_grad_(True).eval().to(session.device)
+    if outcome.steps < phase.steps:
+        logger.info(
+            f"{run.id}: ended after {outcome.steps} of {phase.steps} steps: every block has converged"
+        )
     result = PhaseResult(
         id=run.id,
         phase=phase.phase,
@@ -214,6 +220,7 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
         seconds=outcome.seconds,
         checkpoint=_relative(session, run.id),
         loss=outcome.loss,
+        details=_details(phase, schedule),
     )
     append_event(
         session.run_dir,
@@ -226,14 +233,10 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     return StageRecord(result, tuple(verdicts), tuple(rows))
 
 
-def build_objective(session: Session, phase: PhaseConfig, model: Model) -> Objective:
-    """Return what a phase minimises on `model`."""
-    if phase.phase == "blockwise":
-        teacher = frozen(session.model_of("teacher"))
-        return BlockwiseObjective(model, teacher, upcycle.pair_attention(teacher, model))
-    if phase.objective == "kl":
-        return TeacherKLObjective(model, frozen(session.model_of("teacher")), phase.temperature)
-    return LanguageModelObjective(model)
+def _details(phase: PhaseConfig, schedule: BlockSchedule | None) -> dict[str, Any]:
+    if schedule is None:
+        return {}
+    return {"steps_planned": phase.steps, "blocks": schedule.summary()}
 
 
 def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
@@ -249,12 +252,6 @@ def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
         device=session.device,
         tokenizer=session.corpus.tokenizer,
     )
-
-
-def frozen(model: nn.Module) -> Model:
-    """Return the model in eval mode without gradients."""
-    assert isinstance(model, Model)
-    return model.eval().requires_grad_(False)
 
 
 def _row_name(session: Session, run: RunConfig, phase: PhaseConfig) -> str | None:

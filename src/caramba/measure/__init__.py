@@ -1,7 +1,15 @@
 """What several stages count in one way."""
 
 from caramba.measure.allocation import AllocationMeter
-from caramba.measure.nll import WindowedNLL, Windows, batches, documents_of, spread_windows, windowed_nll
+from caramba.measure.nll import (
+    WindowedNLL,
+    Windows,
+    batches,
+    documents_of,
+    samples_of,
+    spread_windows,
+    windowed_nll,
+)
 
 __all__ = [
     "AllocationMeter",
@@ -9,6 +17,7 @@ __all__ = [
     "Windows",
     "batches",
     "documents_of",
+    "samples_of",
     "spread_windows",
     "windowed_nll",
 ]

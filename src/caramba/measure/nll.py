@@ -70,7 +70,12 @@ def batches(dataset: Windows, indices: Sequence[int], size: int) -> Iterator[tup
 
 def documents_of(batch: Sequence[Tensor]) -> Tensor | None:
     """Return the document ids [B, T] of a batch, -1 for padding; None when its documents are not kept apart."""
-    return batch[2] if len(batch) > 2 else None
+    return next((part for part in batch[2:] if part.dim() == 2), None)
+
+
+def samples_of(batch: Sequence[Tensor]) -> Tensor | None:
+    """Return the samples' indices [B] of a batch that carries them."""
+    return next((part for part in batch[2:] if part.dim() == 1), None)
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
 from caramba.runtime import RuntimePlan
-from caramba.train.callbacks import Checkpointing, RuntimePlanning, ThroughputProgress
+from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import targets_per_window, train_loader, validation_loader
 from caramba.train.loggers import build_loggers
@@ -62,7 +62,7 @@ def fit(
     save_final: Callable[[], None],
     callbacks: Sequence[Callback] = (),
 ) -> FitOutcome:
-    """Train `objective` for `phase.steps` optimiser steps, from the last saved state if there is one.
+    """Train `objective` for `phase.steps` optimiser steps or until it has converged, from the last saved state if any.
 
     Args:
         save_final: writes the phase's final weights; called as soon as the last step is done.
@@ -81,6 +81,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator=plan.value("device"),
         devices=1,
+        precision=plan.value("precision"),
         max_steps=phase.steps,
         max_epochs=-1,
         logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase),
@@ -88,6 +89,7 @@ def fit(
             Checkpointing(state, phase.save_every, save_final),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             ThroughputProgress(plan.phase, phase.steps, tokens_per_step, manifest.settings.instrument),
+            *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
             *callbacks,
         ],
         plugins=[WholeCheckpointIO()],

@@ -11,11 +11,12 @@ from caramba.distill import (
     BlockwiseObjective,
     LanguageModelObjective,
     Objective,
-    TeacherKLObjective,
+    TeacherLogitsObjective,
     block_errors,
-    tap_blocks,
 )
-from caramba.layer import AttentionLayer
+from caramba.distill.block_loss import attention_log_probabilities
+from caramba.distill.tap import tap_attention
+from caramba.layer import Documents
 from caramba.measure import batches, windowed_nll
 from caramba.model import build_model
 from caramba.upcycle import pair_attention
@@ -55,7 +56,10 @@ def test_language_model_and_teacher_losses_are_means_over_document_targets() -> 
     student = build_model(student_spec(4, 8, 8), seed=2).double()
     batch, alone = packed()
     counts = torch.tensor([y.numel() for _, y in alone], dtype=torch.float64)
-    for objective in (LanguageModelObjective(student), TeacherKLObjective(student, teacher, 2.0)):
+    for objective in (
+        LanguageModelObjective(student),
+        TeacherLogitsObjective(student, teacher, temperature=2.0),
+    ):
         loss, together = gradients(objective, batch)
         each = [gradients(objective, document) for document in alone]
         expected = sum(n * one[0].double() for n, one in zip(counts, each, strict=True)) / counts.sum()
@@ -72,31 +76,45 @@ def test_blockwise_losses_leave_padding_out() -> None:
     student = build_model(student_spec(4, 8, 8), seed=2)
     pairs = pair_attention(teacher, student)
     batch, alone = packed()
-    objective = BlockwiseObjective(student, teacher, pairs)
-    loss, together = gradients(objective, batch)
-    torch.testing.assert_close(objective.evaluate(batch)["loss"], loss)
     errors = block_errors(teacher, pairs, batch[0], batch[2])
-
-    # What stands in padding changes nothing.
-    noisy = batch[0].clone()
-    noisy[batch[2] < 0] = 3
-    again, same = gradients(objective, (noisy, *batch[1:]))
-    torch.testing.assert_close(again, loss)
-    for name, gradient in together.items():
-        torch.testing.assert_close(same[name], gradient)
+    for on_student in (False, True):
+        objective = BlockwiseObjective(student, teacher, pairs, on_student=on_student)
+        loss, together = gradients(objective, batch)
+        torch.testing.assert_close(objective.evaluate(batch)["loss"], loss)
+        # What stands in padding changes nothing.
+        noisy = batch[0].clone()
+        noisy[batch[2] < 0] = 3
+        again, same = gradients(objective, (noisy, *batch[1:]))
+        torch.testing.assert_close(again, loss)
+        for name, gradient in together.items():
+            torch.testing.assert_close(same[name], gradient)
     # Without packing: each block's distances and sizes, added up over the documents.
     assert len(errors) == len(pairs)
     totals = torch.zeros(len(pairs), 2, dtype=torch.float64)
     names = [name for name, _, _ in pairs]
+    students = {name: layer for name, _, layer in pairs}
 
-    def add(name: str, layer: AttentionLayer, x: Tensor, target: Tensor) -> None:
-        distance = (layer(x) - target).abs().sum()
+    def add(name: str, x: Tensor, target: Tensor) -> None:
+        distance = (students[name](x) - target).abs().sum()
         totals[names.index(name)] += torch.stack([distance, target.abs().sum()]).double()
 
     for x, _ in alone:
-        tap_blocks(teacher, pairs, x, add)
+        tap_attention(teacher, [(name, source) for name, source, _ in pairs], x, add)
     expected = (totals[:, 0] / totals[:, 1]).tolist()
     torch.testing.assert_close(torch.tensor(errors, dtype=torch.float64), torch.tensor(expected).double())
+
+
+def test_attention_is_compared_within_documents() -> None:
+    teacher = build_model(spec(), seed=1).eval().requires_grad_(False)
+    _, source, layer = pair_attention(teacher, build_model(student_spec(4, 8, 8), seed=2))[0]
+    x = torch.randn(1, 7, source.config.d_model, generator=torch.Generator().manual_seed(0))
+    apart = Documents.of(torch.tensor([[0, 0, 0, 1, 1, 1, 1]]))
+    rows = torch.arange(7)[None]
+    for each in (source, layer):
+        together = attention_log_probabilities(each, x, rows, apart)
+        alone = attention_log_probabilities(each, x[:, 3:], rows[:, :4])
+        torch.testing.assert_close(together[:, :, 3:, 3:], alone)
+        assert bool((together[:, :, 3:, :3] == float("-inf")).all())
 
 
 def test_held_out_loss_counts_each_documents_targets_once() -> None:
