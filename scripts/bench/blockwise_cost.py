@@ -6,7 +6,7 @@ all.
 Prints a table; with --out also writes JSON.
 
 Usage: python scripts/bench/blockwise_cost.py [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
-    [--compile] [--out FILE]
+    [--compile] [--out FILE] [OVERRIDE ...]
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*", help="of the composition, as for a launch")
     args = parser.parse_args()
     device = choose_device(args.device)
-    manifest = freeze([f"model={args.model}", "train=pretrain"]).manifest
+    manifest = freeze([f"model={args.model}", "train=pretrain", *args.overrides]).manifest
     described = manifest.model.teacher
     assert described is not None
     assert described.manifest is not None

@@ -148,6 +148,40 @@ def test_kept_logits_low_rank_updates_and_an_average_survive_a_kill(
     assert {"loss", "kl", "ce"} <= set(rows[0].split(","))
 
 
+def test_blocks_in_turn_survive_a_kill_with_their_schedule(
+    teacher: Path, tmp_path: Path, cache: Path
+) -> None:
+    limits = "+train.phases.blockwise.convergence={target: 0.2, patience: 3, max_steps: 6}"
+    words = words_of(
+        teacher,
+        *(
+            "train=blockwise",
+            "train.steps=20",
+            "train.phases.drift.steps=4",
+            "train.schedule=sequential",
+            limits,
+        ),
+        *("train.save_every=5", "train.accumulate=2", "+train.phases.blockwise.attention_kl=0.1"),
+        "settings.instrument=none",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    run, _ = launch(words, whole, cache)
+    status = interrupt_when("runs/*/*/checkpoints/blockwise.state.pt", words, killed, cache, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    done = caramba(["resume", str(only_run(killed))], killed, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (stage(item, "blockwise") for item in (run, only_run(killed)))
+    assert first["details"] == second["details"]
+    assert first["steps"] == second["steps"] == sum(b["steps"] for b in first["details"]["blocks"].values())
+    for name in ("blockwise", "drift"):
+        ours, theirs = (
+            load_tensors(item / f"checkpoints/{name}.safetensors") for item in (run, only_run(killed))
+        )
+        assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
+
+
 def losses_of(teacher: Path, folder: Path, cache: Path, *words: str) -> tuple[Path, list[float]]:
     phases = "+train.phases={global: {objective: kl, lr: auto}}"
     run, _ = launch(words_of(teacher, "train=blockwise", phases, *words), folder, cache)

@@ -7,7 +7,7 @@ after the last block that trains; frozen blocks cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,6 @@ from caramba.measure import documents_of
 from caramba.model import Model
 
 Pair = tuple[str, AttentionLayer, AttentionLayer]
-Backwards = Callable[[Tensor], None]
 BLOCK, RAW = "block", "l1"
 
 
@@ -87,6 +86,18 @@ class BlockwiseObjective(Objective):
 
     def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
         return (step, steps) if self.schedule is None else self.schedule.span(step, steps)
+
+    def advance(self, losses: Mapping[str, Tensor]) -> None:
+        if self.schedule is None:
+            return
+        if self.schedule.needs_losses:  # reading losses waits for the device
+            self.schedule.advance({name: float(losses[f"{BLOCK}/{name}"]) for name in self.schedule.active()})
+        else:
+            self.schedule.advance()
+
+    @property
+    def is_done(self) -> bool:
+        return self.schedule is not None and self.schedule.is_done
 
     def compilable(self) -> list[nn.Module]:
         return [layer for _, source, target in self.pairs for layer in (source, target)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -39,6 +39,14 @@ class Objective(ABC):
     def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
         """Return (step, steps) of the learning-rate schedule at optimiser step `step` of `steps`."""
         return step, steps
+
+    def advance(self, losses: Mapping[str, Tensor]) -> None:  # noqa: B027 - most objectives keep no count
+        """Count one optimiser step that ended with the scalars `losses`."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train before the phase's last step."""
+        return False
 
     def compilable(self) -> list[nn.Module]:
         """Return the modules whose forward torch.compile may replace while this objective trains."""

@@ -9,6 +9,7 @@ from caramba.config.train import ConvergenceConfig
 from caramba.errors import ConfigError
 
 SMOOTHING = 0.98
+RECORD_EVERY = 10
 CONVERGED, OUT_OF_STEPS = "converged", "max_steps"
 
 
@@ -40,6 +41,7 @@ class BlockSchedule:
                 f"use steps={len(self.names)} or more, or schedule=concurrent"
             )
         self._limits = self._limits_of(steps)
+        self._steps = 0
         self._sums: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         self._taken: dict[str, int] = {}
@@ -48,8 +50,9 @@ class BlockSchedule:
 
     @property
     def needs_losses(self) -> bool:
-        """Whether `advance` needs the losses of every step, because they decide which blocks train."""
-        return self.convergence is not None
+        """Whether `advance` needs the losses of this step: always where they decide which blocks train, else now and
+        then, for the record."""
+        return self.convergence is not None or (self._steps + 1) % RECORD_EVERY == 0
 
     @property
     def is_done(self) -> bool:
@@ -63,6 +66,7 @@ class BlockSchedule:
 
     def advance(self, losses: Mapping[str, float] | None = None) -> None:
         """Count one optimiser step of the active blocks, with their losses where these are known."""
+        self._steps += 1
         for name in self.active():
             self._taken[name] = self._taken.get(name, 0) + 1
             if losses is not None:
@@ -102,6 +106,7 @@ class BlockSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "steps": self._steps,
             "sums": dict(self._sums),
             "seen": dict(self._seen),
             "taken": dict(self._taken),
@@ -110,6 +115,7 @@ class BlockSchedule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._steps = int(state["steps"])
         self._sums, self._seen = dict(state["sums"]), dict(state["seen"])
         self._taken, self._held = dict(state["taken"]), dict(state["held"])
         self._ended = dict(state["ended"])

@@ -81,7 +81,9 @@ def vocabulary_losses(
     Shape: hidden [B, T, M], targets [B, T] -> [] each.
     """
     part = _Part(model, targets.flatten(), rows, kl_weight, temperature, chunk)
-    weights = [*model.head.parameters(), model.embedder.token.weight]
+    weights = list(model.head.parameters()) or [
+        model.embedder.token.weight
+    ]  # a tied head has none of its own
     loss, ce, kl = _ChunkedLosses.apply(part, hidden.flatten(0, 1), *weights)  # type: ignore[misc]
     return VocabularyLosses(loss, ce, None if rows is None else kl)
 

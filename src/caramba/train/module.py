@@ -34,7 +34,6 @@ class CarambaModule(pl.LightningModule):
         self.phase = phase
         self.log_every = log_every
         self.micro_steps = 0
-        self.has_converged = False
         self.average: WeightAverage | None = None
         self.train_loss = RunningMean(window=50, nan_strategy="disable")
         self.val_loss = MeanMetric(nan_strategy="disable")
@@ -48,6 +47,11 @@ class CarambaModule(pl.LightningModule):
             self.average = WeightAverage(trained, self.phase.ema_decay)
         return build_optimizer(trained, self.phase)
 
+    @property
+    def has_converged(self) -> bool:
+        """Whether the objective has nothing left to train, before the last step."""
+        return self.objective.is_done
+
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
@@ -55,6 +59,7 @@ class CarambaModule(pl.LightningModule):
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
             losses["grad_norm"] = self._step()
+            self.objective.advance(losses)
         return losses
 
     def _backward(self, loss: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Blockwise distillation as seen by Lightning: when the schedule advances and what it says is recorded."""
+"""Blockwise distillation as seen by Lightning: when the schedule is logged and saved, and that it may end the phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from caramba.distill import BlockSchedule
 
 
 class BlockwiseDistillation(pl.Callback):
-    """Tells the BlockSchedule of each optimiser step, logs its smoothed losses, and ends the phase when it is done."""
+    """Logs the BlockSchedule's smoothed losses, keeps its state with the training state, stops when it is done.
+
+    The objective itself advances the schedule, within the step, so that whatever saves after it saves the same.
+    """
 
     def __init__(self, schedule: BlockSchedule) -> None:
         self.schedule = schedule
@@ -20,18 +23,11 @@ class BlockwiseDistillation(pl.Callback):
     ) -> None:
         if pl_module.micro_steps:
             return
-        is_logged = trainer.global_step % pl_module.log_every == 0
-        if is_logged or self.schedule.needs_losses:  # reading losses waits for the device
-            names = self.schedule.active()
-            losses = {name: float(outputs[f"block/{name}"]) for name in names}
-            self.schedule.advance(losses)
-        else:
-            self.schedule.advance()
-        if is_logged:
+        if trainer.global_step % pl_module.log_every == 0:
             smoothed = self.schedule.smoothed()
             pl_module.record({f"smoothed_block/{name}": value for name, value in smoothed.items()})
         if self.schedule.is_done:
-            pl_module.has_converged = trainer.should_stop = True
+            trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedule.state_dict()
