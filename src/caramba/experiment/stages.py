@@ -51,13 +51,17 @@ def transplant_student(session: Session) -> None:
     surgery = config.surgery or SurgeryConfig()
     logger.subheader(f"transplant: {surgery.method}")
     began = time.perf_counter()
-    teacher = session.model_of("teacher").to(session.device)
+    # Surgery computes in float64, which MPS does not have.
+    device = torch.device("cpu") if session.device.type == "mps" else session.device
+    teacher = session.model_of("teacher").to(device)
     calibration = calibrate(session, surgery) if surgery.method in upcycle.CALIBRATED else None
     spec: ModelSpec = config
     if surgery.kv_budget_bytes is not None and calibration is not None:
         spec = upcycle.fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
-    student = build_model(spec, seed=session.seed_of("student")).to(session.device)
+    student = build_model(spec, seed=session.seed_of("student")).to(device)
     report = upcycle.transplant(teacher, student, surgery, calibration)
+    teacher.to(session.device)
+    student.to(session.device)
     windows = session.windows("train", _error_block(session))
     batch = next(batches(windows, range(min(ERROR_WINDOWS, len(windows))), ERROR_WINDOWS))
     x, _, *documents = (part.to(session.device) for part in batch)

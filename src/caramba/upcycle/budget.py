@@ -58,7 +58,7 @@ _REACH = 3  # no layer gets more than this many times its equal share
 
 @dataclass(frozen=True)
 class Choice:
-    """Widths that a layer may have, the elements that they cache per token, and the damage that they do."""
+    """Widths that a layer may have, the elements that they cache per token, and their squared relative block error."""
 
     elements: int
     damage: float
@@ -157,7 +157,7 @@ def _latent_curve(
         for rank in (
             step for step in _STEPS if step <= widest and step + geo <= most and _is_sane(step, geo)
         ):
-            damage = held.damage(latent_output(held, maps.narrowed(rank)))
+            damage = held.relative(latent_output(held, maps.narrowed(rank))) ** 2
             choices.append(Choice(rank + geo, damage, (("sem_dim", rank), ("geo_dim", geo))))
     return choices
 
@@ -176,7 +176,7 @@ def _per_head_curve(
 
     def damage(sem: int, geo: int, v: int) -> float:
         maps = per_head_maps(layer, statistics, statistics.queries, (sem, geo, v), centres_values=centres)
-        return held.damage(per_head_output(held, maps))
+        return held.relative(per_head_output(held, maps)) ** 2
 
     steps = [step for step in _STEPS if step <= most // kv_heads]
     values = {v: damage(1, dims.qk, v) for v in steps if v <= dims.v}

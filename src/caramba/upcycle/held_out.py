@@ -13,7 +13,6 @@ from caramba.layer import AttentionLayer
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
-from caramba.topology.residual import ResidualTopology
 from caramba.upcycle.latent import LatentMaps
 from caramba.upcycle.per_head import PerHeadMaps
 from caramba.upcycle.statistics import batches, standard_projection, unrotated
@@ -21,8 +20,7 @@ from caramba.upcycle.statistics import batches, standard_projection, unrotated
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One layer on held-out windows [N, T]: its queries, keys and values before RoPE, its output without the bias,
-    and the energy of the residual stream that the output joins.
+    """One layer on held-out windows [N, T]: its queries, keys and values before RoPE, its output without bias.
 
     Shape: q [N, H, T, D], k and v [N, K, T, .], output [N, T, M].
     """
@@ -32,15 +30,10 @@ class HeldOut:
     k: Tensor
     v: Tensor
     output: Tensor
-    stream: float
 
     def relative(self, found: Tensor) -> float:
         """Return |found - output| / |output|, in the root mean square, of an output without bias."""
         return float((found - self.output).pow(2).sum().sqrt() / self.output.pow(2).sum().sqrt())
-
-    def damage(self, found: Tensor) -> float:
-        """Return the energy of the output's error against that of the residual stream."""
-        return float((found - self.output).pow(2).sum() / self.stream)
 
 
 @torch.no_grad()
@@ -49,16 +42,8 @@ def capture(teacher: Model, layers: Sequence[tuple[str, AttentionLayer]], window
 
     Memory: about 4 N T (2 M + H D + 2 K D) bytes a layer.
     """
-    parents = {name: _residual_around(teacher, name) for name, _ in layers}
     inputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
     outputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
-    streams = dict.fromkeys(inputs, 0.0)
-
-    def around(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            streams[name] += float(args[0].double().pow(2).sum())
-
-        return hook
 
     def at(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -72,28 +57,14 @@ def capture(teacher: Model, layers: Sequence[tuple[str, AttentionLayer]], window
     with ExitStack() as stack:
         for name, layer in layers:
             stack.callback(layer.register_forward_hook(at(name)).remove)
-            parent = parents[name]
-            if parent is not None:
-                stack.callback(parent.register_forward_pre_hook(around(name)).remove)
         for batch in batches(windows):
             teacher.hidden(batch.to(device))
     found = []
     for name, layer in layers:
         q, k, v = unrotated(layer, torch.cat(inputs.pop(name)))
         output = torch.cat(outputs.pop(name))
-        stream = streams[name] or float(output.double().pow(2).sum())
-        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output, stream))
+        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output))
     return found
-
-
-def _residual_around(teacher: Model, name: str) -> nn.Module | None:
-    """Return the innermost ResidualTopology that holds the module `name`: its input is the residual stream."""
-    parts = name.split(".")
-    for stop in range(len(parts) - 1, 0, -1):
-        module = teacher.get_submodule(".".join(parts[:stop]))
-        if isinstance(module, ResidualTopology):
-            return module
-    return None
 
 
 @torch.no_grad()
