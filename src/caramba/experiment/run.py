@@ -12,7 +12,8 @@ from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
-from caramba.experiment.stages import hold, train_run, transplant_student, verify
+from caramba.experiment.stages import hold, train_run, verify
+from caramba.experiment.surgery import transplant_student
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event

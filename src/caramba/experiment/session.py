@@ -12,23 +12,16 @@ from torch.utils.data import Subset
 
 from caramba.benchmark import Subjects, check_accuracy, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
-from caramba.config.data import DataConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.data import (
-    Corpus,
-    PackedDataset,
-    TokenDataset,
-    open_benchmark_text,
-    open_corpus,
-    open_windows,
-)
+from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.distill import Batch
-from caramba.errors import ConfigError, DataError
+from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
+from caramba.experiment.text import open_text
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import choose_device, is_main_process
@@ -58,7 +51,7 @@ class Session:
         """
         device = choose_device(manifest.device)
         reads_text = bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
-        text = _open_text(manifest, group) if reads_text else None
+        text = open_text(manifest, group) if reads_text else None
         if text is not None:
             check_accuracy(group.benchmarks, text.tokenizer)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir))
@@ -166,6 +159,10 @@ class Session:
     def weights_path(self, stage: str) -> Path:
         """Return where a stage's final weights are."""
         return self.run_dir / "checkpoints" / f"{stage}.safetensors"
+
+    def relative_path(self, stage: str) -> str:
+        """Return where a stage's final weights are, within the run directory."""
+        return str(self.weights_path(stage).relative_to(self.run_dir))
 
     def save(self, model: Model, stage: str, role: str) -> None:
         """Write a stage's final weights whole."""
@@ -275,36 +272,3 @@ class Session:
                 assert isinstance(phase.batch_size, int)
                 position += phase.steps * phase.batch_size * phase.gradient_accumulation_steps
         return position
-
-
-def _open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
-    corpus = open_corpus(group.data, progress=logger.info)
-    blocks = [run.train.block_size for run in group.runs if run.train] + [
-        bench.config.block_size
-        for bench in group.benchmarks
-        if isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset
-    ]
-    vocab_size = manifest.model.embedder.vocab_size
-    corpus.check(vocab_size=vocab_size, block_size=max(blocks, default=1))
-    for bench in group.benchmarks:
-        if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset:
-            _check_dataset(bench.id, bench.config, group.data, corpus, vocab_size)
-    return corpus
-
-
-def _check_dataset(
-    name: str, config: PerplexityBenchmarkConfig, data: DataConfig, corpus: Corpus, vocab_size: int
-) -> None:
-    """Refuse a benchmark's own data before anything is trained, not after."""
-    assert config.dataset is not None
-    try:
-        text = open_benchmark_text(config.dataset)
-        text.check(vocab_size, config.block_size, corpus.tokenizer)
-    except DataError as error:
-        raise DataError(f"benchmark {name!r}: dataset={config.dataset}: {error}") from None
-    trained_on = None if data.path is None else Path(data.path).expanduser()
-    if not text.is_held_out and trained_on is not None and text.path.samefile(trained_on):
-        raise DataError(
-            f"benchmark {name!r}: dataset={config.dataset} is what the run trains on, and it has no validation split; "
-            "leave dataset out to measure on the data that is held out of it"
-        )

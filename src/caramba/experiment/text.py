@@ -1,0 +1,50 @@
+"""The text of a group, checked against everything in it that reads it before anything is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from caramba.config.benchmark import PerplexityBenchmarkConfig
+from caramba.config.data import DataConfig
+from caramba.config.manifest import GroupConfig, Manifest
+from caramba.console import logger
+from caramba.data import Corpus, open_benchmark_text, open_corpus
+from caramba.errors import DataError
+
+
+def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
+    """Open the data of a group and check that its model, phases and benchmarks can read it.
+
+    Raises:
+        DataError: data that is missing or damaged, or does not fit them.
+    """
+    corpus = open_corpus(group.data, progress=logger.info)
+    blocks = [run.train.block_size for run in group.runs if run.train] + [
+        bench.config.block_size
+        for bench in group.benchmarks
+        if isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset
+    ]
+    vocab_size = manifest.model.embedder.vocab_size
+    corpus.check(vocab_size=vocab_size, block_size=max(blocks, default=1))
+    for bench in group.benchmarks:
+        if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset:
+            _check_dataset(bench.id, bench.config, group.data, corpus, vocab_size)
+    return corpus
+
+
+def _check_dataset(
+    name: str, config: PerplexityBenchmarkConfig, data: DataConfig, corpus: Corpus, vocab_size: int
+) -> None:
+    """Refuse a benchmark's own data before anything is trained, not after."""
+    assert config.dataset is not None
+    try:
+        text = open_benchmark_text(config.dataset)
+        text.check(vocab_size, config.block_size, corpus.tokenizer)
+    except DataError as error:
+        raise DataError(f"benchmark {name!r}: dataset={config.dataset}: {error}") from None
+    trained_on = None if data.path is None else Path(data.path).expanduser()
+    if not text.is_held_out and trained_on is not None and text.path.samefile(trained_on):
+        raise DataError(
+            f"benchmark {name!r}: dataset={config.dataset} is what the run trains on, and it has no validation split; "
+            "leave dataset out to measure on the data that is held out of it"
+        )
