@@ -21,7 +21,7 @@ from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
-from caramba.experiment.text import open_text
+from caramba.experiment.text import check_tokenizer, open_text
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import choose_device, is_main_process
@@ -104,6 +104,8 @@ class Session:
     def _load(self, source: str, role: str, expected: ModelSpec | None, where: str) -> Model:
         """Read a model's weights; of a Hugging Face folder the run keeps a reference, for `labels` and for exports."""
         path = find_checkpoint(Path(source), role=role)
+        if self.text is not None and path.is_dir():
+            check_tokenizer(self.text, path, where)
         model, labels = load_pretrained(
             path,
             expected=expected,

@@ -8,8 +8,13 @@ from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.console import logger
-from caramba.data import Corpus, open_benchmark_text, open_corpus
+from caramba.data import Corpus, load_tokenizer, open_benchmark_text, open_corpus
 from caramba.errors import DataError
+
+# Words, capitals, code, digits, white space and other scripts: two tokenizers that agree here have one vocabulary.
+PROBE = (
+    "The quick brown Fox's 1234567 jumps;\n\n    def f(x):\n\treturn [x**2, 'naïve', \"東京\"]  # Привет!\n"
+)
 
 
 def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
@@ -48,3 +53,25 @@ def _check_dataset(
             f"benchmark {name!r}: dataset={config.dataset} is what the run trains on, and it has no validation split; "
             "leave dataset out to measure on the data that is held out of it"
         )
+
+
+def check_tokenizer(corpus: Corpus, folder: Path, where: str) -> None:
+    """Refuse tokens of another tokenizer than a Hugging Face folder brings: its ids would have other meanings.
+
+    Files of one tokenizer may be written differently, so what counts is that both give the same ids. Data or a folder
+    that does not say which tokenizer it has passes.
+
+    Raises:
+        DataError: the two give a text different ids.
+    """
+    ours = corpus.tokenizer
+    if ours is None or not (folder / "tokenizer.json").is_file():
+        return
+    theirs = load_tokenizer(folder)
+    if theirs.hash == ours.hash or theirs.encode(PROBE) == ours.encode(PROBE):
+        return
+    raise DataError(
+        f"{where}: {folder} has a tokenizer of {theirs.vocab_size} entries, and the tokens of {corpus.folder} were "
+        f"made with another one, {ours.name} of {ours.vocab_size}: the same ids mean other text; prepare the data "
+        f"with the model's (caramba prepare text PATH --tokenizer {folder} --output DIR, then data=tokens data.path=DIR)"
+    )

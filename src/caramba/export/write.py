@@ -34,6 +34,9 @@ _COMPANIONS = (
     "tokenizer.model",
     "special_tokens_map.json",
     "generation_config.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
     "merges.txt",
 )
@@ -170,6 +173,7 @@ def _write_own(
         "phase": "export",
         "labels": json.dumps(opened.labels),
         "tokenizer_hash": opened.tokenizer.hash if opened.tokenizer is not None else "",
+        "max_positions": str(opened.max_positions),
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in opened.model.state_dict().items()}
     target = {"safetensors": part / "model.safetensors", "ckpt": part / "model.ckpt", "dcp": part}[format]

@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 
 from caramba.checkpoint import read_metadata
-from caramba.checkpoint.formats import is_dcp
+from caramba.checkpoint.formats import is_dcp, read_model_metadata
 from caramba.config.hf import is_hf_folder, read_hf_config
-from caramba.config.manifest import Manifest
+from caramba.config.manifest import GroupConfig, Manifest
 from caramba.data import Tokenizer, load_tokenizer, open_corpus
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model import Model, find_checkpoint, load_pretrained
@@ -26,7 +26,8 @@ Role = Literal["teacher", "student"]
 class OpenedModel:
     """A trained model in eval mode and where it came from.
 
-    Of a file or folder of weights there is no run; `context` is then the longest sequence that its config.json states.
+    Of a file or folder of weights there is no run; `context` is then the longest sequence that its config.json or
+    metadata states.
     """
 
     model: Model
@@ -90,6 +91,11 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
     group = manifest.selected_groups()[-1]
     own = run_dir / "groups" / group.name
     weights = _weights_of(own if own.is_dir() else run_dir, role)
+    if is_hf_folder(weights):  # as it was read: its own tokenizer goes with it, whatever text the run opened
+        opened = _open_weights(weights, device, with_tokenizer)
+        if opened.tokenizer is None and with_tokenizer:
+            opened = dataclasses.replace(opened, tokenizer=_tokenizer_of(group, opened.model))
+        return dataclasses.replace(opened, run_dir=run_dir, manifest=manifest)
     if not with_tokenizer:
         model, labels = load_pretrained(weights, device=device, where="RUN")
         return OpenedModel(model, weights, labels, run_dir, manifest)
@@ -100,6 +106,14 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
     return OpenedModel(model, weights, labels, run_dir, manifest, tokenizer)
 
 
+def _tokenizer_of(group: GroupConfig, model: Model) -> Tokenizer | None:
+    """Return the tokenizer of a group's text for a model that is not its work; None where neither fits the other."""
+    reads_text = bool(group.runs or group.benchmarks)
+    tokenizer = open_corpus(group.data).tokenizer if reads_text else None
+    fits = tokenizer is not None and tokenizer.vocab_size <= model.spec.embedder.vocab_size
+    return tokenizer if fits else None
+
+
 def _holds_model(folder: Path) -> bool:
     return is_hf_folder(folder) or is_dcp(folder) or any((folder / name).is_file() for name in EXPORTED)
 
@@ -107,7 +121,8 @@ def _holds_model(folder: Path) -> bool:
 def _open_weights(place: Path, device: torch.device | str, with_tokenizer: bool) -> OpenedModel:
     model, labels = load_pretrained(place, device=device, where="RUN")
     if not is_hf_folder(place):
-        return OpenedModel(model, place, labels)
+        stated = read_model_metadata(place).get("max_positions")  # of an export
+        return OpenedModel(model, place, labels, context=None if stated is None else int(stated))
     tokenizer = load_tokenizer(place) if with_tokenizer and (place / "tokenizer.json").is_file() else None
     context = read_hf_config(place).get("max_position_embeddings")
     return OpenedModel(model, place, labels, tokenizer=tokenizer, context=context)
@@ -122,7 +137,8 @@ def need_tokenizer(opened: OpenedModel, what: str) -> Tokenizer:
     if opened.tokenizer is None:
         raise ConfigError(
             f"{what}: {opened.path} comes without a tokenizer (a bare token file or weights file does not name one); "
-            "use a run whose data is a token folder or stdlib, or a folder with tokenizer.json"
+            "use a run whose data is a token folder or stdlib, a folder with tokenizer.json, or name one with "
+            "--tokenizer where the command has it"
         )
     return opened.tokenizer
 
