@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from caramba.config.benchmark import (
+    AccuracyBenchmarkConfig,
     LatencyBenchmarkConfig,
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
@@ -12,7 +13,7 @@ from caramba.config.benchmark import (
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.surgery import attention_configs, check_surgery
-from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
+from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
 from caramba.errors import ConfigError
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end mark
@@ -120,6 +121,8 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         for check in run.verify:
             if isinstance(check, CompareVerifyConfig | FidelityVerifyConfig):
                 yield f"run {run.id!r}: verify {check.type}", "block_size", check.block_size, both
+            elif isinstance(check, KVCacheVerifyConfig):
+                yield f"run {run.id!r}: verify {check.type}", "tokens", check.tokens, both
     for bench in group.benchmarks:
         owner, config = f"benchmark {bench.id!r}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
@@ -130,3 +133,5 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
             yield owner, "longest of prompt_lengths + generation_lengths - 1", longest, bench.models
         elif isinstance(config, MemoryBenchmarkConfig):
             yield owner, "longest of sequence_lengths", max(config.sequence_lengths), bench.models
+        elif isinstance(config, AccuracyBenchmarkConfig) and config.max_length is not None:
+            yield owner, "max_length", config.max_length, bench.models

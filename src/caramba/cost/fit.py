@@ -90,6 +90,11 @@ def fit(model: ModelConfig, target_params: int, block_size: int | None = None) -
 
 
 def _refuse_weights(model: ModelConfig) -> None:
+    if model.path is not None:
+        raise ConfigError(
+            f"fit: model.path={model.path} brings weights, whose shapes cannot change; remove fit, or choose a model "
+            "that is described here (model=baseline)"
+        )
     given = {"model.checkpoint": model.checkpoint}
     if model.teacher is not None:
         given["model.teacher.checkpoint"] = model.teacher.checkpoint

@@ -73,5 +73,5 @@ def check_tokenizer(corpus: Corpus, folder: Path, where: str) -> None:
     raise DataError(
         f"{where}: {folder} has a tokenizer of {theirs.vocab_size} entries, and the tokens of {corpus.folder} were "
         f"made with another one, {ours.name} of {ours.vocab_size}: the same ids mean other text; prepare the data "
-        f"with the model's (caramba prepare text PATH --tokenizer {folder} --output DIR, then data=tokens data.path=DIR)"
+        f"with the model's (caramba prepare text PATH --tokenizer {folder} --output DIR; data=tokens data.path=DIR)"
     )

@@ -85,12 +85,17 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
     path = Path(text).expanduser()
     is_weights = path.is_file() and path.name != MANIFEST
     if is_weights or (path.is_dir() and not (path / MANIFEST).is_file() and _holds_model(path)):
-        return _open_weights(find_checkpoint(path, role=role), device, with_tokenizer)
-    run_dir = resolve_run(text)
-    manifest = read_manifest(run_dir)
-    group = manifest.selected_groups()[-1]
-    own = run_dir / "groups" / group.name
-    weights = _weights_of(own if own.is_dir() else run_dir, role)
+        found = _run_of(path.resolve()) if is_weights else None
+        if found is None:
+            return _open_weights(find_checkpoint(path, role=role), device, with_tokenizer)
+        run_dir, manifest, group = found
+        weights = path
+    else:
+        run_dir = resolve_run(text)
+        manifest = read_manifest(run_dir)
+        group = manifest.selected_groups()[-1]
+        own = run_dir / "groups" / group.name
+        weights = _weights_of(own if own.is_dir() else run_dir, role)
     if is_hf_folder(weights):  # as it was read: its own tokenizer goes with it, whatever text the run opened
         opened = _open_weights(weights, device, with_tokenizer)
         if opened.tokenizer is None and with_tokenizer:
@@ -104,6 +109,18 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
         weights, device=device, where="RUN", tokenizer_hash=tokenizer.hash if tokenizer is not None else ""
     )
     return OpenedModel(model, weights, labels, run_dir, manifest, tokenizer)
+
+
+def _run_of(file: Path) -> tuple[Path, Manifest, GroupConfig] | None:
+    """Return the run, its manifest and the group that wrote a file of a checkpoints folder; None for any other file."""
+    folder = file.parent.parent  # of the run, or of a group in it
+    run_dir = folder.parents[1] if folder.parent.name == "groups" else folder
+    if file.parent.name != "checkpoints" or not (run_dir / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(run_dir)
+    groups = manifest.selected_groups()
+    named = [group for group in groups if group.name == folder.name] if run_dir != folder else []
+    return run_dir, manifest, (named or groups)[-1]
 
 
 def _tokenizer_of(group: GroupConfig, model: Model) -> Tokenizer | None:

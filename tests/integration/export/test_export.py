@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -336,6 +337,19 @@ def test_a_folder_that_was_exported_is_opened_with_its_tokenizer(tmp_path):
     assert main(["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "own")]) == 0
     bare = open_model(str(tmp_path / "own"), tokenizer="byte")
     assert bare.tokenizer.vocab_size == 257
+
+
+def test_a_run_s_checkpoint_file_is_opened_with_the_run_s_tokenizer(tmp_path):
+    run = make_run(tmp_path, loud(transformer(GQA)), block_size=48)
+    opened = open_model(str(run / "checkpoints" / "pretrain.safetensors"))
+    assert (opened.run_dir, opened.max_positions) == (run, 48)
+    assert opened.tokenizer is not None
+    assert opened.tokenizer.encode("cat") == [99, 97, 116]
+    # elsewhere the same file says nothing of its text
+    alone = tmp_path / "alone" / "checkpoints" / "pretrain.safetensors"
+    alone.parent.mkdir(parents=True)
+    shutil.copyfile(run / "checkpoints" / "pretrain.safetensors", alone)
+    assert open_model(str(alone)).tokenizer is None
 
 
 def test_a_bpe_tokenizer_gives_the_same_ids_and_text(tmp_path):

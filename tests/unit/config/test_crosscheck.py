@@ -72,6 +72,16 @@ LATENCY = {"type": "latency", "generation_lengths": [3]}
             "sequence_lengths=64 exceeds",
         ),
         (
+            run(8, type="kvcache", tokens=32),
+            run(8, type="kvcache", tokens=33),
+            "verify kvcache: tokens=33 exceeds model.embedder",
+        ),
+        (
+            bench(type="accuracy", tasks=["t"], max_length=32),
+            bench(type="accuracy", tasks=["t"], max_length=33),
+            "benchmark 'b': max_length=33 exceeds model.teacher",
+        ),
+        (
             bench(("teacher",), type="perplexity", block_size=32),
             bench(("teacher",), type="perplexity", block_size=33),
             "exceeds model.teacher.manifest.embedder.max_positions=32",

@@ -157,6 +157,8 @@ def test_weights_fix_the_shape():
         fit(compose_model("llama32_dba"), 10**9)
     with pytest.raises(ConfigError, match=r"model.checkpoint=runs/x brings weights"):
         fit(compose_model("tiny").model_copy(update={"checkpoint": "runs/x"}), 10**6)
+    with pytest.raises(ConfigError, match=r"model.path=hf/llama brings weights.*remove fit"):
+        fit(compose_model("tiny").model_copy(update={"path": "hf/llama"}), 10**6)
 
 
 @pytest.mark.parametrize(
