@@ -105,6 +105,11 @@ class LayerCache:
         for tensor in self._tensors.values():
             tensor.truncate(n_tokens)
 
+    def extend(self, max_tokens: int) -> None:
+        """Allow up to `max_tokens` tokens in every stream, if that is more than before."""
+        for tensor in self._tensors.values():
+            tensor.extend(max_tokens)
+
 
 class LayerKVCache(LayerCache):
     """Keys (after RoPE) and values of standard, grouped-query and bottleneck attention."""

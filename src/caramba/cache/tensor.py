@@ -119,6 +119,10 @@ class KVCacheTensor:
             )
         self.n_tokens = n_tokens
 
+    def extend(self, max_tokens: int) -> None:
+        """Allow up to `max_tokens` tokens, if that is more than before. Memory is taken when they come."""
+        self.max_tokens = max(self.max_tokens, max_tokens)
+
     def _check(self, values: Tensor) -> None:
         batch, n_heads, _, width = self._buffer.shape
         if values.dim() != 4 or (values.shape[0], values.shape[1], values.shape[3]) != (

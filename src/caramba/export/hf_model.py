@@ -135,6 +135,15 @@ class CarambaCache(Cache):
         for context in self.contexts:
             context.truncate(context.position - abs(tokens_to_remove))
 
+    def extend(self, max_tokens: int) -> None:
+        """Make room for `max_tokens` columns, if that is more than before: a generation goes on from an earlier one."""
+        if self.max_tokens is None or max_tokens <= self.max_tokens:
+            return
+        self.max_tokens = max_tokens
+        for part in self.rows:
+            for cache in part.context.caches if part.context is not None else ():
+                cache.extend(max_tokens - part.padding)
+
     def reset(self) -> None:
         """Forget everything; the next batch may be padded differently."""
         self.rows = []
@@ -176,7 +185,7 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         return_dict: bool | None = None,
         **_: Any,
     ) -> Any:
@@ -192,6 +201,11 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("CarambaForCausalLM: takes input_ids, and not inputs_embeds")
+        if past_key_values is not None and not isinstance(past_key_values, CarambaCache):
+            raise ValueError(
+                f"CarambaForCausalLM: past_key_values is a {type(past_key_values).__name__}, which stores other "
+                "tensors than the model does; take that of an earlier forward, or leave it out"
+            )
         use_cache = bool(self.config.use_cache if use_cache is None else use_cache)
         # A cache holds no graph.
         is_cached = past_key_values is not None or (
@@ -206,7 +220,9 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
                 past_key_values = CarambaCache() if past_key_values is None else past_key_values
                 past_key_values.open(self.model, rows, input_ids.shape[0], self.dtype)
         hidden = self._hidden(input_ids, rows, skip)
-        logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        # A number counts places from the end, 0 being all of them; a tensor names them.
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.model.logits(hidden[:, kept])
         loss = None
         if labels is not None:
             targets = labels[:, 1:]
@@ -299,5 +315,8 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
                 f"CarambaForCausalLM: cache_implementation={generation_config.cache_implementation!r} would store "
                 "other tensors than the model does; leave it out"
             )
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+        past = model_kwargs.get("past_key_values")
+        if isinstance(past, CarambaCache):
+            past.extend(max_cache_length)
+        elif past is None and generation_config.use_cache is not False:
             model_kwargs["past_key_values"] = CarambaCache(max_cache_length)

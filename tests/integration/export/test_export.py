@@ -266,6 +266,32 @@ def test_prompts_padded_on_the_left_are_scored_and_continued_as_each_alone(tmp_p
     torch.testing.assert_close(loss, sum(each) / sum(len(row) - 1 for row in prompts), atol=1e-5, rtol=0)
 
 
+def test_a_generation_goes_on_from_the_cache_of_an_earlier_one(tmp_path):
+    model = loud(REMOTE["dba"])
+    folder = exported(tmp_path, make_run(tmp_path, model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    batch, mask = padded([tokens()[0, :6], tokens()[1, :11]])
+    first = theirs.generate(
+        batch, attention_mask=mask, max_new_tokens=5, return_dict_in_generate=True, **options
+    )
+    mask = torch.cat((mask, mask.new_ones(2, 5)), dim=1)
+    past = first.past_key_values
+    after = theirs.generate(
+        first.sequences, attention_mask=mask, past_key_values=past, max_new_tokens=30, **options
+    )
+    for row, prompt in zip(after, (tokens()[0, :6], tokens()[1, :11]), strict=True):
+        assert torch.equal(row[-35:], greedy(model, prompt[None], 35)[0, -35:])
+    per_token = model.new_context(1, 1, static=True).bytes_per_token
+    assert past.allocated_bytes() == per_token * (40 + 45)  # all but the last new token, and nothing spare
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache, which stores other tensors"):
+        theirs(batch, past_key_values=transformers.DynamicCache())
+    full = theirs(tokens(), use_cache=False).logits
+    for kept, places in ((torch.tensor([3, 7]), [3, 7]), (2, [38, 39]), (0, range(40))):
+        some = theirs(tokens(), use_cache=False, logits_to_keep=kept).logits
+        torch.testing.assert_close(some, full[:, list(places)], atol=1e-5, rtol=0)
+
+
 def test_padding_that_tokens_would_see_is_refused(tmp_path):
     folder = exported(tmp_path, make_run(tmp_path, loud(REMOTE["dba"])))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()

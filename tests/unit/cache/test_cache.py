@@ -54,6 +54,18 @@ def test_growing_keeps_what_was_stored() -> None:
     assert torch.equal(cache.read(), values)
 
 
+def test_a_full_cache_takes_more_once_it_is_extended() -> None:
+    cache, values = tensor(max_tokens=20, static=True), torch.randn(2, 3, 30, 5)
+    cache.append(values[:, :, :20])
+    with pytest.raises(ConfigError, match="21 tokens do not fit max_tokens=20"):
+        cache.append(values[:, :, 20:21])
+    cache.extend(10)  # never less than before
+    cache.extend(30)
+    cache.append(values[:, :, 20:])
+    assert torch.equal(cache.read(), values)
+    assert cache.capacity == 30
+
+
 def test_static_allocates_everything_at_once() -> None:
     cache = tensor(static=True)
     assert cache.allocated_bytes == 100 * 2 * 3 * 5 * 4
