@@ -76,12 +76,13 @@ def lower_groups(
     emptied = {name for name in ("verify", "benchmark") if name in chosen and choices.get(name) == "none"}
     checks = [] if "verify" in emptied else list_of(mapping_of(tree.get("verify")).get("checks"))
     asked = "verify" in chosen or any(path[0] == "verify" for path in given)
-    if checks and not runs and asked:
-        raise ConfigError(
-            "verify checks the last run, and train has no phases; choose verify=none or another train option"
-        )
+    if checks and not runs and asked:  # what is there is checked as it is
+        origins["groups", 0, "runs", 0] = ("verify",)
+        runs.append({"id": "check"})
     # A control may come last; what is verified is the student that the last phase of its own leaves.
-    last = max((at for at, run in enumerate(runs) if not run["train"].get("control")), default=-1)
+    last = max(
+        (at for at, run in enumerate(runs) if not mapping_of(run.get("train")).get("control")), default=-1
+    )
     if runs and checks:
         runs[last]["verify"] = checks
         origins["groups", 0, "runs", last % len(runs), "verify"] = ("verify", "checks")

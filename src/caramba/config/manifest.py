@@ -34,8 +34,11 @@ class SettingsConfig(Config):
     save_every: Positive | None = Field(default=None, description="steps between checkpoints, where unset")
 
 
+STAGES = ("transplant", "final", "verify")  # what is recorded beside a group's runs, under these ids
+
+
 class RunConfig(Config):
-    """One run of a group: a phase of training with its own checkpoint, or (later) sampling or chat."""
+    """One run of a group: a phase of training with its own checkpoint, checks alone, or (later) sampling or chat."""
 
     id: Slug
     mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "sample", "chat")] = (
@@ -64,6 +67,12 @@ class GroupConfig(Config):
             twice = next((name for name in ids if ids.count(name) > 1), None)
             if twice is not None:
                 raise ValueError(f"two {kind}s of group {self.name!r} are called {twice!r}; ids are distinct")
+        taken = next((name for name in ids_of["run"] if name in STAGES), None)
+        if taken is not None:
+            raise ValueError(
+                f"a run of group {self.name!r} is called {taken!r}, which is a stage of every run's own; "
+                f"call it otherwise, such as {taken}_run"
+            )
         return self
 
 

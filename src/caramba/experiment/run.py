@@ -52,9 +52,11 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     check_teacher_caches(session)
     failure: VerificationFailed | None = None
     try:
-        trained = [item for item in group.runs if item.train is not None]
-        for item in trained:
-            train_run(session, item, is_last=item is last_trained(group))
+        for item in group.runs:
+            if item.train is not None:
+                train_run(session, item, is_last=item is last_trained(group))
+            elif item.verify:
+                verify_run(session, item)
         finish(session)
     except VerificationFailed as error:
         failure = error
@@ -72,10 +74,7 @@ def finish(session: Session) -> None:
     """Benchmark and verify what the phases saved: models are read back from disk, no training state is held."""
     if session.student is None and (session.trains("student") or session.group.benchmarks):
         transplant_student(session)
-    for role in ("teacher", "student"):
-        done = [phase for phase in session.phases() if phase.trains == role and not phase.skipped]
-        if done:
-            session.reload(done[-1].id, role)
+    read_back(session)
     if FINAL not in session.ledger:
         named = (("teacher", session.teacher), ("student", session.student))
         models = {name: model.eval() for name, model in named if model is not None}
@@ -86,6 +85,24 @@ def finish(session: Session) -> None:
         session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, last)))
     if VERIFY in session.ledger:
         hold(session.ledger[VERIFY].verdicts)
+
+
+def read_back(session: Session) -> None:
+    """Replace both models by what the last phase that trained them saved."""
+    for role in ("teacher", "student"):
+        done = [phase for phase in session.phases() if phase.trains == role and not phase.skipped]
+        if done:
+            session.reload(done[-1].id, role)
+
+
+def verify_run(session: Session, run: RunConfig) -> None:
+    """Verify the models as they are, for a run that trains none, unless it is done."""
+    if session.student is None:
+        transplant_student(session)
+    if run.id not in session.ledger:
+        read_back(session)
+        session.ledger.add(StageRecord(_unphased(run.id), verdicts=verify(session, run)))
+    hold(session.ledger[run.id].verdicts)
 
 
 def last_trained(group: GroupConfig) -> RunConfig | None:

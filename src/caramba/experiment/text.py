@@ -7,6 +7,7 @@ from pathlib import Path
 from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest
+from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
 from caramba.data import Corpus, load_tokenizer, open_benchmark_text, open_corpus
 from caramba.errors import DataError
@@ -24,7 +25,14 @@ def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
         DataError: data that is missing or damaged, or does not fit them.
     """
     corpus = open_corpus(group.data, progress=logger.info)
-    blocks = [run.train.block_size for run in group.runs if run.train] + [
+    blocks = [run.train.block_size for run in group.runs if run.train]
+    blocks += [
+        check.block_size
+        for run in group.runs
+        for check in run.verify
+        if isinstance(check, CompareVerifyConfig | FidelityVerifyConfig)
+    ]
+    blocks += [
         bench.config.block_size
         for bench in group.benchmarks
         if isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset
