@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from caramba.config.manifest import GroupConfig
-from caramba.launch.freeze import freeze
 from tests.integration.commands import caramba, only_run
 from tests.integration.export.samples import DBA, GQA, loud, make_run, transformer
 
@@ -51,17 +50,6 @@ def test_a_run_without_training_is_verified(bound: float, status: int, tmp_path:
         assert "verify fidelity after look: delta_nll=" in done.stderr
         again = caramba(["resume", str(run)], tmp_path / "here", cache)
         assert (again.returncode, len(list((run / "stages").iterdir()))) == (1, 1)
-
-
-def test_an_option_of_verify_without_training_becomes_a_run_of_its_own(tmp_path: Path) -> None:
-    teacher = f"model.teacher.checkpoint={tmp_path}"
-    group = freeze(
-        ["model=tiny_dba", teacher, "train=none", "verify=tiny", "benchmark=none"]
-    ).manifest.groups[0]
-    (run,) = group.runs
-    assert (run.id, run.train, len(run.verify)) == ("check", None, 2)
-    # the checks that the defaults list brings need a run to check
-    assert freeze(["model=tiny_dba", teacher, "train=none", "benchmark=none"]).manifest.groups[0].runs == ()
 
 
 @pytest.mark.parametrize("name", ["final", "transplant", "verify"])

@@ -152,10 +152,10 @@ def test_pretrain_alone_trains_the_student_of_an_upcycled_model():
     assert manifest_of("train=pretrain").groups[0].runs[0].train.trains == "student"
 
 
-def test_train_none_has_no_runs():
+def test_train_none_has_no_runs_but_checks_that_were_asked_for():
     assert manifest_of("train=none").groups[0].runs == ()
-    with pytest.raises(ConfigError, match="train has no phases"):
-        manifest_of("train=none", "verify=default")
+    (run,) = manifest_of("train=none", "verify=default").groups[0].runs
+    assert (run.id, run.train, bool(run.verify)) == ("check", None, True)
 
 
 def test_benchmark_none_names_the_group_main():
