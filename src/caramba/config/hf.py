@@ -22,8 +22,8 @@ DERIVED = ("embedder", "topology", "head")
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28},
-    "qwen3": {"num_key_value_heads": 32, "max_window_layers": 28, "head_dim": 128},
+    "qwen2": {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "max_window_layers": 28, "sliding_window": 4096, "head_dim": 128},
 }
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")

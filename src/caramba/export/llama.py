@@ -1,4 +1,5 @@
-"""Plain Llama-shaped models as a stock LlamaForCausalLM: the configuration and the tensors under their names there."""
+"""Plain Llama-shaped models as a stock LlamaForCausalLM, or as a Qwen2ForCausalLM where only q, k and v have biases:
+the configuration, and the tensors under their names there."""
 
 from __future__ import annotations
 
@@ -44,6 +45,8 @@ def why_not_llama(spec: ModelSpec) -> str | None:
             if layer != other:
                 return f"{name} differs from the first block's"
     attention = first.attention[1]
+    if attention.bias == "qkv" and first.feed_forward[1].bias:
+        return "its attention has biases on q, k and v alone and its SwiGLU has biases, and no stock model has both"
     for key, field in type(attention).model_fields.items():
         is_free = key in _ATTENTION_KEYS or key in LayerConfig.model_fields
         if not is_free and getattr(attention, key) != field.get_default(call_default_factory=True):
@@ -56,9 +59,12 @@ def llama_config(spec: ModelSpec, *, max_positions: int, eos_id: int | None, dty
     blocks, (_, final) = llama_blocks(spec)
     attention, feed_forward = blocks[0].attention[1], blocks[0].feed_forward[1]
     dims = attention.dims()
+    family: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    family |= {"attention_bias": attention.bias, "mlp_bias": feed_forward.bias}
+    if attention.bias == "qkv":  # what every Qwen 2 has, without a key that says so
+        family = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        **family,
         "vocab_size": spec.embedder.vocab_size,
         "hidden_size": spec.embedder.d_model,
         "intermediate_size": feed_forward.d_ff,
@@ -71,9 +77,7 @@ def llama_config(spec: ModelSpec, *, max_positions: int, eos_id: int | None, dty
         "rms_norm_eps": final.eps,
         "rope_theta": attention.rope_base,
         "rope_scaling": _scaling(attention),
-        "attention_bias": attention.bias,
         "attention_dropout": attention.dropout,
-        "mlp_bias": feed_forward.bias,
         "tie_word_embeddings": spec.head.tied,
         "initializer_range": 0.02,
         "use_cache": True,

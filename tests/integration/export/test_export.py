@@ -266,6 +266,24 @@ def test_prompts_padded_on_the_left_are_scored_and_continued_as_each_alone(tmp_p
     torch.testing.assert_close(loss, sum(each) / sum(len(row) - 1 for row in prompts), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("mlp_bias", "head_dim", "architecture"),
+    [(False, 8, "Qwen2ForCausalLM"), (False, 12, "Qwen2ForCausalLM"), (True, 8, "CarambaForCausalLM")],
+)
+def test_biases_on_q_k_and_v_alone_are_those_of_a_qwen_2(tmp_path, mlp_bias, head_dim, architecture):
+    layers = block({**GQA, "bias": "qkv", "head_dim": head_dim})
+    layers[1]["layers"] = [NORM, {**MLP, "bias": mlp_bias}]
+    model = loud(spec({"type": "NestedTopology", "repeat": 2, "layers": layers}))
+    folder = exported(tmp_path, make_run(tmp_path, model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert type(theirs).__name__ == architecture
+    again, _ = load_pretrained(folder)
+    with torch.no_grad():
+        expected = model(tokens())
+        torch.testing.assert_close(theirs(tokens()).logits, expected, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(again(tokens()), expected, atol=1e-5, rtol=0)
+
+
 def test_a_generation_goes_on_from_the_cache_of_an_earlier_one(tmp_path):
     model = loud(REMOTE["dba"])
     folder = exported(tmp_path, make_run(tmp_path, model))

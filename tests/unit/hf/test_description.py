@@ -72,6 +72,9 @@ def test_windows_split_the_depth() -> None:
         == spec(model_type="mistral", sliding_window=4096).topology.layers[0]
     )
     assert spec(model_type="mistral", sliding_window=None) == spec()
+    windowed = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0}
+    assert spec(**windowed) == spec(**windowed, sliding_window=4096)
+    assert spec(**windowed) != spec(**windowed, sliding_window=None)
 
 
 def scaling(**changes: Any) -> dict[str, Any]:
