@@ -275,17 +275,17 @@ class _Reader:
             window = None
         kinds = values.get("layer_types")
         if kinds is None:
-            first = self.integer("max_window_layers")
+            first = self.integer("max_window_layers", least=0)
             return [window if layer >= first else None for layer in range(depth)]
         known = {"full_attention": None, "sliding_attention": window}
         if not is_sequence(kinds) or len(kinds) != depth or any(kind not in known for kind in kinds):
             raise self.error(f"layer_types: expected {depth} of {', '.join(known)}, got {kinds}")
         return [known[kind] for kind in kinds]
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(f"{key}: expected an integer above 0, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.error(f"{key}: expected an integer above {least - 1}, got {value!r}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
