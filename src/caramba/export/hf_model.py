@@ -97,12 +97,8 @@ class CarambaCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Give each sequence the past of the one that it goes on from."""
-        for cache in self.context.caches if self.context is not None else ():
-            for name in cache.names:
-                stream = cache.stream(name)
-                chosen = stream.read().index_select(0, beam_idx.to(stream.read().device))
-                stream.truncate(0)
-                stream.append(chosen)
+        if self.context is not None:
+            self.context.select(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is given as transformers does, negative."""
