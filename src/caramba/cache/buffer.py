@@ -64,7 +64,7 @@ class TokenBuffer:
         self.data[:, :, start:end].copy_(values)
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows` [B'] int64, in that order; one may come more than once."""
+        """Keep the sequences `rows` [B'] integers, in that order; one may come more than once."""
         # A tensor made inside inference_mode could not be written to outside of it later.
         with torch.inference_mode(False), torch.no_grad():
             self.data = self.data.index_select(0, rows.to(self.data.device).clone())

@@ -76,7 +76,7 @@ class Context:
             cache.truncate(n_tokens)
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, [B'] int64, in that order: a batch that reorders, shrinks or fans out."""
+        """Keep the sequences `rows`, [B'] integers, in that order: a batch that reorders, shrinks or fans out."""
         for cache in self.caches:
             cache.select(rows)
 

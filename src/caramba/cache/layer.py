@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
-from caramba.config.kvcache import KVCacheKind, Streams, kind_of_stream
+from caramba.config.kvcache import EXACT_KINDS, KVCacheKind, Streams, kind_of_stream
 from caramba.config.layer import AttentionDims
 from caramba.errors import ConfigError
 
@@ -40,6 +40,7 @@ class LayerCache:
             raise ConfigError(
                 f"{type(self).__name__}: got streams {got}, expected {self.names}; use new_layer_cache()"
             )
+        self.streams, self.kind = streams, kind
         self._tensors = {
             name: KVCacheTensor(
                 _format(kind, name, tail_tokens, hadamard),
@@ -50,8 +51,12 @@ class LayerCache:
                 device=device,
                 static=static,
             )
-            for name, n_heads, width in streams
+            for name, n_heads, width in self._stored()
         }
+
+    def _stored(self) -> Streams:
+        """Return the tensors to allocate."""
+        return self.streams
 
     @property
     def n_tokens(self) -> int:
@@ -78,9 +83,20 @@ class LayerCache:
         """Bytes that one token of one sequence takes for good, all streams together."""
         return sum(tensor.bytes_per_token for tensor in self._tensors.values())
 
-    def stream(self, name: str) -> KVCacheTensor:
-        """Return the storage of one stream."""
-        return self._tensors[name]
+    @property
+    def tensors(self) -> Mapping[str, KVCacheTensor]:
+        """What is allocated, by name: a tensor for each stream, or one for several that lie side by side."""
+        return self._tensors
+
+    def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return all tokens stored, [B, K, S, D] per stream.
+
+        Exact formats are views in the storage dtype; quantised ones come in `dtype`, without one in float32.
+        """
+        return {
+            name: tensor.read(None if tensor.config.is_exact else dtype)
+            for name, tensor in self._tensors.items()
+        }
 
     def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store the next tokens of every stream and return all tokens stored, the new ones included.
@@ -88,17 +104,17 @@ class LayerCache:
         Shape: in [B, K, T, D] per stream, out [B, K, S, D] with S = tokens before + T, in the storage dtype, of
         quantised streams in the dtype that came in.
         """
-        if set(streams) != set(self._tensors):
+        if set(streams) != set(self.names):
             raise ConfigError(
-                f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self._tensors)}; "
+                f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self.names)}; "
                 "make the context with this model's new_context()"
             )
+        self._store(streams)
+        return self.read(streams[self.names[0]].dtype)
+
+    def _store(self, streams: Mapping[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
             tensor.append(streams[name])
-        return {
-            name: tensor.read(None if tensor.config.is_exact else streams[name].dtype)
-            for name, tensor in self._tensors.items()
-        }
 
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on, in every stream."""
@@ -106,7 +122,7 @@ class LayerCache:
             tensor.truncate(n_tokens)
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, [B'] int64, in that order, in every stream."""
+        """Keep the sequences `rows`, [B'] integers, in that order, in every stream."""
         for tensor in self._tensors.values():
             tensor.select(rows)
 
@@ -156,9 +172,30 @@ class DecoupledLayerKVCache(LayerCache):
 
 
 class LatentLayerKVCache(LayerCache):
-    """The latent that all heads read as semantic key and value, and the geometric key (after RoPE)."""
+    """The latent that all heads read as semantic key and value, and the geometric key (after RoPE).
+
+    In an exact format both lie side by side in one tensor, because absorbed attention reads them as one key: `read`
+    returns that as `joined` [B, 1, S, R + Dgeo], without a copy. Quantised formats may differ between the two.
+    """
 
     names = ("c", "k_geo")
+
+    def _stored(self) -> Streams:
+        if self.kind not in EXACT_KINDS:
+            return self.streams
+        return (("joined", 1, sum(width for _, _, width in self.streams)),)
+
+    def _store(self, streams: Mapping[str, Tensor]) -> None:
+        if "joined" in self._tensors:
+            streams = {"joined": torch.cat([streams[name] for name in self.names], dim=-1)}
+        super()._store(streams)
+
+    def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        stored = super().read(dtype)
+        if "joined" not in stored:
+            return stored
+        c, k_geo = stored["joined"].split([width for _, _, width in self.streams], dim=-1)
+        return {"c": c, "k_geo": k_geo, **stored}
 
 
 def new_layer_cache(

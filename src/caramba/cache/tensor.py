@@ -192,10 +192,10 @@ class KVCacheTensor:
         self.n_tokens = n_tokens
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, [B'] int64, in that order; one may come more than once."""
-        if rows.dim() != 1 or rows.shape[0] < 1 or rows.dtype != torch.int64:
+        """Keep the sequences `rows`, [B'] integers, in that order; one may come more than once."""
+        if rows.dim() != 1 or rows.shape[0] < 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ConfigError(
-                f"KV cache: got rows {rows.dtype} of shape {tuple(rows.shape)}, expected int64 of shape [B'], B' > 0"
+                f"KV cache: got rows {rows.dtype} of shape {tuple(rows.shape)}, expected integers of shape [B'], B' > 0"
             )
         for buffer in self.store.buffers.values():
             buffer.select(rows)

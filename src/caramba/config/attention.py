@@ -79,6 +79,9 @@ class AttentionDims:
 class AttentionLayerConfig(LayerConfig):
     """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together.
 
+    Under `layout: latent` all heads read one latent, `sem_dim` wide, as semantic key and value, so `n_kv_heads` has
+    no effect there; `head_dim` is the width of each query before the maps into the latent.
+
     `null_attn` learns a key and a value per key/value head that every query may attend to, under `latent` one
     latent and one geometric key; `rope_semantic` rotates
     the semantic path as well as the geometric one; `q_chunk` attends from that many queries at a time.
@@ -319,10 +322,17 @@ class AttentionLayerConfig(LayerConfig):
         return shapes
 
     def infer(self, width: Width) -> Cost:
-        """Check the width and count; under the latent layout the work is that of the absorbed form."""
+        """Check the width and count.
+
+        The latent layout decodes in its absorbed form, and a forward over a sequence takes the expanded one where
+        that is less work; the maps cost the same in both, once per token.
+        """
         expect_width(width, self.d_model, "d_model")
         dims = self.dims()
-        work = AttentionWork(dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn))
+        expanded = dims.n_heads * (2 * self.query_dim + dims.rope) if self._trains_expanded else None
+        work = AttentionWork(
+            dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn), expanded
+        )
         return layer_cost(
             self._label(), self.type, width, width, self.parameter_shapes(), self._saved(), work, dims.streams
         )
@@ -331,20 +341,39 @@ class AttentionLayerConfig(LayerConfig):
         """Elements kept for backward: input, q, k, v, output and log-sum-exp, inputs of elementwise steps.
 
         As the fp32 score op keeps them: keys and values repeated to all query heads, q, k, v and output of one
-        width, the output once more in the order that `out` reads. Under `latent`, the absorbed form.
+        width, the output once more in the order that `out` reads.
         """
         dims, heads = self.dims(), self.n_heads
         queries, keys = heads * dims.qk, dims.n_kv_heads * dims.qk
         if self.is_latent:
-            mapped = 2 * heads * self.query_dim
-            return self.d_model + mapped + queries + dims.cached + heads * dims.v + heads
+            return self._saved_latent()
         norms = 2 * (queries + keys) + heads + dims.n_kv_heads if self.qk_norm else 0
         scaled = queries * (self.decoupled_gate + self.learned_temperature)
         return self.d_model + 4 * heads * max(dims.qk, dims.v) + heads * dims.v + heads + norms + scaled
 
+    def _saved_latent(self) -> int:
+        """As `_saved`: expanded, the latent and q, k, v and output as wide as the keys of every head; absorbed, the
+        one key that is the value too, queries and output as wide, and what the maps read.
+        """
+        dims, heads, width = self.dims(), self.n_heads, self.n_heads * self.query_dim
+        projected = self.d_model + width + heads * dims.rope * self.decoupled_gate
+        scaled = (width + heads * dims.rope) * self.learned_temperature
+        if self._trains_expanded:
+            form = dims.v + 4 * heads * (self.query_dim + dims.rope)
+        else:
+            form = width + dims.qk + 2 * heads * dims.qk + heads * dims.v
+        return projected + scaled + form + heads + width
+
+    @property
+    def _trains_expanded(self) -> bool:
+        """Whether a forward over a whole sequence gives every head its own keys and values: a latent wider than a
+        head makes those the smaller ones."""
+        return self.is_latent and self.dims().v > self.query_dim
+
     def _label(self) -> str:
         dims = self.dims()
-        heads = f"{dims.n_heads}" if dims.n_kv_heads == dims.n_heads else f"{dims.n_heads}:{dims.n_kv_heads}"
+        is_plain = self.is_latent or dims.n_kv_heads == dims.n_heads
+        heads = f"{dims.n_heads}" if is_plain else f"{dims.n_heads}:{dims.n_kv_heads}"
         if self.mode is not AttentionMode.DECOUPLED:
             return f"{self.mode}, {heads} heads x {dims.qk}"
         names = {"k_sem": "sem", "k_geo": "geo", "c": "latent"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -58,12 +58,14 @@ class AttentionWork:
     """Score and value work of one attention application.
 
     `width` is H * (qk + v), per head; `window` the most tokens whose keys a query may see, its own included;
-    `null` the keys that belong to no token and that every query sees besides.
+    `null` the keys that belong to no token and that every query sees besides. `forward_width` is the width where
+    a whole sequence runs in one forward, None when that is the width of a decode too.
     """
 
     width: int
     window: int | None = None
     null: int = 0
+    forward_width: int | None = None
 
     def mean_keys(self, context: int) -> Fraction:
         """Mean number of keys that a causal query sees over positions 1..context, its own and null included."""
@@ -129,12 +131,20 @@ class Cost:
         return tokens * self.kv_bytes_per_token(kind)
 
     def flops_per_token(self, context: int) -> float:
-        """Forward FLOPs per token: 2 * matmul_params_used + sum over attention of 2 * mean_keys * width.
+        """FLOPs per token of one forward over a sequence: 2 * matmul_params_used + sum over attention of
+        2 * mean_keys * forward_width.
 
         The mean runs over all positions of a causal sequence of `context` tokens. Norms, activations, biases
         and softmax are left out: they are linear in the width and below one per cent of the matrix work.
         """
-        attention = sum((2 * work.mean_keys(context) * work.width for work in self.attention), Fraction(0))
+        return self._flops(context, lambda work: work.forward_width or work.width)
+
+    def decode_flops_per_token(self, context: int) -> float:
+        """FLOPs per token of decoding a sequence one token at a time: as `flops_per_token`, with `width`."""
+        return self._flops(context, lambda work: work.width)
+
+    def _flops(self, context: int, width: Callable[[AttentionWork], int]) -> float:
+        attention = sum((2 * work.mean_keys(context) * width(work) for work in self.attention), Fraction(0))
         return float(2 * self.matmul_params_used + attention)
 
     def leaves(self) -> Iterator[tuple[Cost, int, int]]:

@@ -52,6 +52,7 @@ def _model(model: ModelCost, context: int) -> dict[str, Any]:
         "params_per_part": model.params_per_part,
         "flops_per_token": model.flops_per_token(context),
         "training_flops_per_token": model.training_flops_per_token(context),
+        "decode_flops_per_token": model.decode_flops_per_token(context),
         "activation_elements_per_token": model.activation_elements,
         "kv_elements_per_token": model.topology.kv_elements_per_token,
         "topology": _node(model.topology),

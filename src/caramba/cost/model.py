@@ -85,6 +85,10 @@ class ModelCost:
         """Forward FLOPs per token at a causal context, the head's 2 * V * M included; a lookup costs none."""
         return self.topology.flops_per_token(context) + 2.0 * self.vocab_size * self.d_model
 
+    def decode_flops_per_token(self, context: int) -> float:
+        """FLOPs per token of decoding `context` tokens one at a time, the head's included."""
+        return self.topology.decode_flops_per_token(context) + 2.0 * self.vocab_size * self.d_model
+
     def attention_flops_per_token(self, context: int) -> float:
         """Forward FLOPs per token of the attention layers alone, projections included."""
         return sum(

@@ -79,11 +79,15 @@ def _model(model: ModelCost, title: str, context: int, checkpoint: str | None) -
     )
     parts = ", ".join(f"{part} {short_count(count)}" for part, count in model.params_per_part.items())
     forward, training = model.flops_per_token(context), model.training_flops_per_token(context)
+    work = f"{format_flops(forward)} forward, {format_flops(training)} training"
+    decode = model.decode_flops_per_token(context)
+    if decode != forward:
+        work += f", {format_flops(decode)} decoding"
     sequence = format_bytes(model.topology.kv_bytes(KVCacheKind.FP16, context))
     return [
         tree,
         Text(f"  parameters: {parts}"),
-        Text(f"  per token at {context}: {format_flops(forward)} forward, {format_flops(training)} training"),
+        Text(f"  per token at {context}: {work}"),
         Text(f"  cache of one sequence of {context} tokens: {sequence} in fp16"),
     ]
 

@@ -48,7 +48,7 @@ def widths_of(node: Any) -> list[int]:
 def scalable(layer: AttentionLayerConfig) -> list[tuple[str, str]]:
     """Return the fields of an attention layer that follow the width, each with the reason for its value."""
     heads = layer.n_kv_heads or layer.n_heads
-    width = layer.dims().qk
+    width = layer.query_dim
     fields = [("n_heads", f"query and key width {width} per head kept")]
     if layer.n_kv_heads is not None:
         fields.append(("n_kv_heads", f"{layer.n_heads // heads} query heads each, as before"))
@@ -94,7 +94,9 @@ def scale_surgery(surgery: SurgeryConfig, scale: Scale) -> SurgeryConfig:
 
 
 def latent_width(value: int, scale: Scale) -> int:
-    """Return a latent layer's width, which all heads share, at the new model width: a multiple of 16."""
+    """Return a latent layer's width, which all heads share, at another model width: a multiple of 16 there."""
+    if scale.width == 1:
+        return value
     return max(LATENT_STEP, round(value * scale.width / LATENT_STEP) * LATENT_STEP)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.projection import GatedProjection, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
-from caramba.layer.score import CausalScore, Null
+from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 
 
 def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
@@ -95,40 +95,52 @@ class LatentProjection(GatedProjection):
     ) -> Tensor:
         """Return what each head reads, [B, H, T, D], in the form that takes fewer FLOPs."""
         n_queries, n_keys = q.shape[2], streams["c"].shape[2]
-        c, k_geo = streams["c"].to(q.dtype), streams["k_geo"].to(q.dtype)
-        if score.window is not None and n_keys > score.window + n_queries - 1:
-            # Keys that no query sees would be expanded for nothing.
-            n_keys = score.window + n_queries - 1
-            c, k_geo = c[:, :, -n_keys:], k_geo[:, :, -n_keys:]
+        if score.window is not None:
+            n_keys = min(n_keys, score.window + n_queries - 1)
         if expands(n_queries, n_keys, self.dims.v, self.query_dim):
-            return self.attend_expanded(q, c, k_geo, score)
-        return self.attend_absorbed(q, c, k_geo, score)
+            return self.attend_expanded(q, streams, score)
+        return self.attend_absorbed(q, streams, score)
 
-    def attend_expanded(self, q: Tensor, c: Tensor, k_geo: Tensor, score: CausalScore) -> Tensor:
+    def attend_expanded(self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
-        k, v = self._expand(c[:, 0], k_geo[:, 0])
+        n_keys = streams["c"].shape[2]
+        if score.window is not None:
+            # Keys that no query sees would be expanded for nothing.
+            n_keys = min(n_keys, score.window + q.shape[2] - 1)
+        k, v = self.keys_values({name: streams[name][:, :, -n_keys:].to(q.dtype) for name in ("c", "k_geo")})
         null = None
         if self.null_c is not None and self.null_geo is not None:
-            null_k, null_v = self._expand(self.null_c[None, None], self.null_geo[None, None])
+            rows = {"c": self.null_c.expand(1, 1, 1, -1), "k_geo": self.null_geo.expand(1, 1, 1, -1)}
+            null_k, null_v = self.keys_values(rows)
             null = null_k.flatten(), null_v.flatten()
         return score(q, k, v, null)
 
-    def attend_absorbed(self, q: Tensor, c: Tensor, k_geo: Tensor, score: CausalScore) -> Tensor:
-        """Attend with queries [q_h A_h, q_geo] to the one key [c, k_geo] and the one value c."""
+    def attend_absorbed(self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore) -> Tensor:
+        """Attend with queries [q_h A_h, q_geo] to the one key [c, k_geo] and the one value c.
+
+        A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
+        whole key as value, and the part of the output that it adds is dropped: no copy, where padding c is one.
+        """
         q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
+        has_one_width = q.shape[2] > 1 or q.dtype in HALF_PRECISION
         mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
         null = None
         if self.null_c is not None and self.null_geo is not None:
-            null = torch.cat((self.null_c, self.null_geo)), self.null_c
-        read = score(torch.cat((mapped, q_geo), dim=-1), torch.cat((c, k_geo), dim=-1), c, null)
-        return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
+            null_k = torch.cat((self.null_c, self.null_geo))
+            null = null_k, null_k if has_one_width else self.null_c
+        joined = streams.get("joined")
+        key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
+        key = key.to(q.dtype)
+        value = key if has_one_width else key[..., : self.dims.v]
+        read = score(torch.cat((mapped, q_geo), dim=-1), key, value, null)
+        return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
 
-    def _expand(self, c: Tensor, k_geo: Tensor) -> tuple[Tensor, Tensor]:
-        """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], from [B, S, R or Dgeo].
+    def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.
 
         Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
         """
-        heads = self.dims.n_heads
+        heads, c, k_geo = self.dims.n_heads, streams["c"][:, 0], streams["k_geo"][:, 0]
         k_sem = F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (heads, -1))
         v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1))
         geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)

@@ -27,6 +27,15 @@ DBA = {
     "geo_dim": 8,
     "v_dim": 12,
 }
+LATENT = {
+    "type": "AttentionLayer",
+    "d_model": M,
+    "n_heads": 4,
+    "mode": "decoupled",
+    "layout": "latent",
+    "sem_dim": 12,
+    "geo_dim": 4,
+}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
 
 

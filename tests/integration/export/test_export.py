@@ -15,6 +15,7 @@ from caramba.model import load_pretrained
 from tests.integration.export.samples import (
     DBA,
     GQA,
+    LATENT,
     LLAMA3,
     MLP,
     NORM,
@@ -132,6 +133,11 @@ def test_plain_llama_is_a_stock_llama(tmp_path, attention, tied):
 
 REMOTE = {
     "dba": transformer(DBA),
+    # One latent wider than a head, one narrower: both forms of the layer, in prefill and in decode.
+    "latent": spec(
+        *block(LATENT),
+        *block({**LATENT, "sem_dim": 6, "null_attn": True, "decoupled_gate": True, "bias": True}),
+    ),
     "gates": transformer(
         {**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False
     ),
@@ -156,6 +162,7 @@ REMOTE = {
     "name",
     [
         "dba",
+        "latent",
         pytest.param("gates", marks=pytest.mark.slow),
         pytest.param("every topology", marks=pytest.mark.slow),
     ],
@@ -175,6 +182,8 @@ def test_any_other_topology_runs_without_caramba(tmp_path, name):
     # 41 tokens are cached after 40 and one more; generate caches all but the last of its 47, in exactly that room.
     per_token = 2 * model.new_context(1, 1, static=True).bytes_per_token
     assert result["used"] == 41 * per_token
+    if name == "latent":
+        assert per_token == 2 * 4 * ((12 + 4) + (6 + 4))  # two sequences of fp32: c and k_geo of both layers
     assert result["allocated"] == 46 * per_token
     assert result["text"].tolist() == list(b"the <eos> cat")
     assert set(result["angles"]) <= {torch.float32}

@@ -101,7 +101,21 @@ class TestAttentionWeights:
         assert {name for name in shapes if name.endswith("bias")} == {"c.bias", "out.bias"}
         work = config.infer(Width(64))
         assert work.kv == ((("c", 1, 12), ("k_geo", 1, 6)),)
+        # The latent is narrower than a head, so every forward is absorbed.
         assert work.attention == (AttentionWork(4 * (18 + 12)),)
+
+    def test_a_latent_wider_than_a_head_trains_on_keys_of_every_head(self):
+        config = attention(mode="decoupled", layout="latent", head_dim=16, sem_dim=40, geo_dim=8)
+        cost = config.infer(Width(64))
+        assert cost.attention == (AttentionWork(4 * (48 + 40), forward_width=4 * (24 + 16)),)
+        # Five causal positions see three keys on average.
+        assert cost.flops_per_token(5) == 2 * cost.matmul_params_used + 2 * 3 * 160
+        assert cost.decode_flops_per_token(5) == 2 * cost.matmul_params_used + 2 * 3 * 352
+
+    def test_a_null_latent_is_one_row_for_all_heads(self):
+        shapes = attention(mode="decoupled", layout="latent", sem_dim=12, geo_dim=6, null_attn=True)
+        assert shapes.parameter_shapes()["null_c"] == (12,)
+        assert shapes.parameter_shapes()["null_geo"] == (6,)
 
 
 class TestAttentionRules:

@@ -6,15 +6,19 @@ import pytest
 import torch
 from model_specs import ATTENTION, VOCAB, block, spec, transformer
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from caramba.cache import Context, KVCacheKind, new_layer_cache
+from caramba.config.layer import AttentionLayerConfig
 from caramba.infer import greedy
-from caramba.layer import CausalScore
+from caramba.layer import AttentionLayer, CausalScore
 from caramba.model import build_model
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+FLASH, EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 TOKENS = torch.randint(VOCAB, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -86,7 +90,33 @@ def test_a_seed_gives_the_same_model_on_the_device() -> None:
         assert torch.equal(buffer.cpu(), buffers[name])
 
 
-@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "window"])
+@pytest.mark.parametrize(
+    ("geo", "training", "decode"),
+    [(64, FLASH, FLASH), (32, FLASH, FLASH), (256, EFFICIENT, EFFICIENT)],
+)
+def test_both_latent_forms_take_a_fused_backend(geo: int, training: SDPBackend, decode: SDPBackend) -> None:
+    """The shapes of Llama 3.2 1B: 64 + geo wide keys of every head, and 128 + geo wide ones that all heads share."""
+    fields = {"mode": "decoupled", "layout": "latent", "d_model": 2048, "n_heads": 32, "head_dim": 64}
+    config = AttentionLayerConfig.model_validate({**fields, "sem_dim": 128, "geo_dim": geo})
+    layer, x = AttentionLayer(config).cuda(), torch.randn(2, 256, 2048, device="cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        with sdpa_kernel(training):
+            layer(x).float().square().mean().backward()
+        cache = new_layer_cache(layer.dims, 2, 512, KVCacheKind.BF16, "cuda", static=True)
+        ctx = Context([cache])
+        with torch.no_grad(), sdpa_kernel(training):
+            ctx.begin()
+            layer(x, ctx)
+            ctx.commit(256)
+        with torch.no_grad(), sdpa_kernel(decode):
+            ctx.begin()
+            out = layer(x[:, :1], ctx)
+            whole = layer(torch.cat((x, x[:, :1]), dim=1))[:, -1:]
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in layer.parameters())
+    torch.testing.assert_close(out, whole, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "window", "latent", "latent_gate"])
 def test_autocast_trains(name: str) -> None:
     model: nn.Module = build_model(transformer(name), seed=0, device="cuda")
     expected = model(TOKENS.cuda())

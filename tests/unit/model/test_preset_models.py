@@ -21,8 +21,23 @@ def test_parameters_and_cache_equal_the_plan(preset: str) -> None:
     assert ctx.nbytes() == 2 * cost.topology.kv_bytes(KVCacheKind.BF16, 64)
 
 
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("llama32_1b", 2048),
+        ("llama32_dba_per_head", 1792),
+        ("llama32_dba", 768),
+        ("llama32_dba_384b", 384),
+        ("llama32_dba_320b", 320),
+    ],
+)
+def test_documented_bytes_per_token_and_layer_are_those_of_the_tensors(preset: str, expected: int) -> None:
+    ctx = build_model(compose_model(preset), device="meta").new_context(1, 64, KVCacheKind.BF16, static=True)
+    assert [cache.allocated_bytes / 64 for cache in ctx.caches] == [expected] * 16
+
+
 def test_a_small_preset_runs_as_planned() -> None:
-    for preset in ("tiny", "tiny_dba", "dba"):
+    for preset in ("tiny", "tiny_dba", "tiny_dba_latent", "dba"):
         model = compose_model(preset)
         built = build_model(model, seed=0).eval()
         with torch.no_grad():

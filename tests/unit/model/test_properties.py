@@ -87,7 +87,7 @@ def decoding_flops(model: Model, n_tokens: int) -> int:
 def assert_costs_agree(model: Model) -> None:
     cost = model_cost(model.spec)
     assert cost.params == sum(parameter.numel() for parameter in model.parameters())
-    assert decoding_flops(model, N_TOKENS) == round(N_TOKENS * cost.flops_per_token(N_TOKENS))
+    assert decoding_flops(model, N_TOKENS) == round(N_TOKENS * cost.decode_flops_per_token(N_TOKENS))
     for kind in KINDS:
         with torch.no_grad():
             ctx = model.new_context(2, 8, kind)
@@ -117,6 +117,17 @@ def test_a_whole_forward_does_the_dense_count(name: str) -> None:
         model(tokens_of(batch=1))
     matrices = 2 * N_TOKENS * (cost.topology.matmul_params_used + cost.vocab_size * cost.d_model)
     assert counter.get_total_flops() == matrices + 2 * N_TOKENS**2 * cost.topology.attention_width
+
+
+def test_a_whole_forward_of_a_wide_latent_gives_every_head_its_keys() -> None:
+    model = build_model(transformer("latent"), seed=0).eval()
+    cost, layers, heads = model_cost(model.spec), 2, 4
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens_of(batch=1))
+    matrices = 2 * N_TOKENS * (cost.topology.matmul_params_used + cost.vocab_size * cost.d_model)
+    # Keys are 6 + 4 wide; values, 6 wide, are padded to the same. Absorbed, they would be 12 + 4.
+    assert counter.get_total_flops() == matrices + 2 * N_TOKENS**2 * layers * heads * (10 + 10)
+    assert {work.forward_width for work in cost.topology.attention} == {heads * (10 + 6)}
 
 
 def test_dropout_acts_in_training_and_never_in_eval() -> None:

@@ -133,7 +133,7 @@ def test_each_cycle_has_a_cache_of_its_own() -> None:
         out = topology(X, ctx)
     ctx.commit(3)
     torch.testing.assert_close(out, topology(X))
-    first, second = (cache.stream("k").read() for cache in ctx.caches)
+    first, second = (cache.read()["k"] for cache in ctx.caches)
     assert first.shape == second.shape == (2, 2, 3, 4)
     assert not torch.allclose(first, second)
 

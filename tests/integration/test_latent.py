@@ -1,0 +1,47 @@
+"""The latent preset from one command: every phase, checks and benchmarks, and from scratch beside per-head heads."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from caramba.model import load_pretrained
+from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
+
+
+def test_every_phase_runs_and_the_cache_is_the_latent_and_the_geometric_key(
+    tmp_path: Path, cache: Path
+) -> None:
+    words = ["model=tiny_dba_latent", "experiment=smoke", "benchmark=quick", *SMALL, *SMALL_TEACHER]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = only_run(tmp_path)
+    metrics = json.loads((run / "artifacts/report.json").read_text())["metrics"]
+    bytes_of = {
+        name: metrics[f"memory.{name}.kv_bytes_per_token_layer@seq=64,kind=fp16"]["value"]
+        for name in ("teacher", "student")
+    }
+    assert bytes_of == {"teacher": 2 * 128, "student": 2 * (24 + 8)}
+    assert metrics["latency.student.decode_ms@prompt=16,gen=4,batch=1"]["value"] > 0
+    model, _ = load_pretrained(run / "checkpoints/global.safetensors")
+    assert model.state_dict()["topology.layers.0.layers.0.layers.1.projection.v_up"].shape == (4, 24, 32)
+
+
+def test_it_trains_from_scratch_as_per_head_decoupled_attention_does(tmp_path: Path, cache: Path) -> None:
+    losses = {}
+    for model in ("tiny_dba", "tiny_dba_latent"):
+        folder = tmp_path / model
+        folder.mkdir()
+        words = [f"model={model}", "train=pretrain", "data=stdlib_bytes", "data.max_bytes=400000"]
+        sizes = ["train.steps=60", "train.batch_size=4", "train.block_size=64", "train.warmup_steps=10"]
+        words += ["verify=none", "benchmark=none"]
+        done = caramba([*words, *sizes], folder, cache)
+        assert done.returncode == 0, done.stdout + done.stderr
+        with (only_run(folder) / "metrics.csv").open() as file:
+            losses[model] = [float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")]
+    first, last = losses["tiny_dba_latent"][0], losses["tiny_dba_latent"][-1]
+    assert last < 0.7 * first
+    assert last == pytest.approx(losses["tiny_dba"][-1], rel=0.1)
