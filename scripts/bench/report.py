@@ -95,7 +95,49 @@ def first_light(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def substrate(data: dict[str, Any]) -> list[str]:
+    """Loading, planning, and a step beside transformers."""
+    rows = []
+    if part := data.get("load"):
+        ratio, memory = part["load_over_read"], part["peak_host_memory"]
+        words = f"load of a 1B bf16 checkpoint, {part['file_bytes'] / 1e9:.2f} GB"
+        rows += [
+            f"| {words}, over reading it into fresh memory | {ratio['fresh']:.2f}x | {ratio['limit']}x |",
+            f"| {words}, over reading it into touched memory | {ratio['touched']:.2f}x | {ratio['limit']}x |",
+            f"| its peak host memory, of the model | {memory['over_model']:.3f}x | {memory['limit']}x |",
+        ]
+    if part := data.get("logits"):
+        words = f"largest difference of its fp32 logits from transformers' (their deviation: {part['logits_std']:.2g})"
+        rows.append(f"| {words} | {part['largest_difference']:.1e} | {part['limit']:.0e} |")
+    if part := data.get("compile"):
+        rows.append(f"| `{part['command']}` | {part['median_s']:.2f} s | {part['limit_s']} s |")
+    lines = ["## Model substrate", "", "| what | measured | must |", "|---|---|---|", *rows]
+    part = data.get("beside_transformers")
+    if part is None:
+        return lines
+    lines += [
+        "",
+        f"{part['model']}, {part['batch']} x {part['tokens']} tokens, {part['precision']}, SDPA {part['sdpa']},"
+        f" {'compiled' if part['compiled'] else 'eager'}; transformers {part['transformers']}, torch"
+        f" {part['machine']['torch']}, {part['machine'].get('gpu', 'CPU')}; median (20% to 80%) of measurements in"
+        " turns:",
+        "",
+        "| | caramba, ms | LlamaForCausalLM, ms | ratio (must 1.0) |",
+        "|---|---|---|---|",
+    ]
+    for name in ("forward", "training_step"):
+        cells = [
+            f"{part[name][side]['median_ms']:.2f} ({part[name][side]['p20_ms']:.2f} to"
+            f" {part[name][side]['p80_ms']:.2f})"
+            for side in ("caramba", "transformers")
+        ]
+        ratio = part[name]["caramba_over_transformers"]
+        lines.append(f"| {name.replace('_', ' ')} | {cells[0]} | {cells[1]} | **{ratio:.3f}** |")
+    return lines
+
+
 SECTIONS = {
+    "substrate": substrate,
     "lightning_overhead": lightning_overhead,
     "launch_times": launch_times,
     "first_light": first_light,

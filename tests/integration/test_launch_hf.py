@@ -10,13 +10,17 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
+
+import transformers
 
 from caramba.checkpoint.hub import cached_folder
 from caramba.config.hf import spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.errors import CheckpointError, ConfigError
+from caramba.infer.opened import open_model
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_weights
 from tests.unit.hf.folders import write
@@ -152,7 +156,9 @@ def test_an_unreachable_hub_is_given_up_on_within_ten_seconds(tmp_path: Path) ->
     assert "did not answer within" in done.stderr or "out of reach" in done.stderr
 
 
-def test_a_run_that_trains_nothing_loads_records_and_is_found_again(written: Path, tmp_path: Path) -> None:
+def test_a_run_that_trains_nothing_loads_scores_as_transformers_and_is_found_again(
+    written: Path, tmp_path: Path
+) -> None:
     words = ["-m", "caramba", "launch", "model=hf", f"model.path={written}", *LOAD_ONLY, "device=cpu"]
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -162,6 +168,11 @@ def test_a_run_that_trains_nothing_loads_records_and_is_found_again(written: Pat
     assert result["labels"]["student_weights"] == str(written)
     assert len(result["labels"]["student_weights_signature"]) == 64
     assert not list(run.rglob("*.safetensors"))
+    tokens = torch.randint(3, 61, (2, 40), generator=torch.Generator().manual_seed(0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(written, dtype=torch.float32)
+    with torch.no_grad():
+        ours = open_model(str(run), with_tokenizer=False).model(tokens)
+        torch.testing.assert_close(ours, theirs(tokens).logits, rtol=0, atol=1e-4)
     again = check_weights(
         manifest_of("model=tiny", f"model.checkpoint={run}", "model.embedder.vocab_size=61", "train=finetune")
     )

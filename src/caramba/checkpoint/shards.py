@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +18,7 @@ from caramba.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 20
 MOST_READERS = 4
+HUGE_PAGE_BYTES = 1 << 21
 
 _DTYPES = {
     "F64": torch.float64,
@@ -140,6 +143,7 @@ def _read(target: torch.Tensor, stored: StoredTensor) -> None:
         file.seek(stored.start)
         data = target.detach()
         if data.device.type == "cpu" and data.dtype == stored.dtype and data.is_contiguous():
+            _prefer_huge_pages(data)
             _fill(file, data, stored)
             return
         flat = data.view(-1) if data.is_contiguous() else None
@@ -154,6 +158,20 @@ def _read(target: torch.Tensor, stored: StoredTensor) -> None:
             part = buffer[: min(step, flat.numel() - start)]
             _fill(file, part, stored)
             flat[start : start + part.numel()].copy_(part)
+
+
+def _prefer_huge_pages(tensor: torch.Tensor) -> None:
+    """Ask Linux to back a large CPU tensor by pages of 2 MB, a hint that changes speed alone.
+
+    Touching fresh memory in pages of 4 KB takes longer than reading a cached file into it. Tensors that are converted
+    while they are read gain nothing: their chunks are small, and a page of 4 KB is still in the cache when written.
+    """
+    if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return
+    first = -(-tensor.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    length = (tensor.data_ptr() + tensor.nbytes) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - first
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
 
 
 def _fill(file: Any, tensor: torch.Tensor, stored: StoredTensor) -> None:

@@ -49,10 +49,29 @@ class RopeScalingConfig(Config):
     beta_slow: float = 1.0
     attention_factor: Annotated[float, Field(gt=0)] | None = None
 
+    _belongs: ClassVar[dict[str, tuple[str, ...]]] = {
+        "low_freq_factor": ("llama3",),
+        "high_freq_factor": ("llama3",),
+        "original_max_position_embeddings": ("llama3", "dynamic", "yarn"),
+        "beta_fast": ("yarn",),
+        "beta_slow": ("yarn",),
+        "attention_factor": ("yarn",),
+    }
+
     @model_validator(mode="after")
     def _rules(self) -> RopeScalingConfig:
-        if self.attention_factor is not None and self.type != "yarn":
-            raise ValueError(f"attention_factor belongs to type=yarn, got type={self.type}; remove it")
+        for name, types in self._belongs.items():
+            # A frozen manifest states every field, so what counts is another value than the default.
+            if self.type not in types and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name} belongs to type={' and '.join(types)}, got type={self.type}; remove it"
+                )
+        if self.type == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor:g} must be below high_freq_factor={self.high_freq_factor:g}"
+            )
+        if self.type == "yarn" and self.beta_slow >= self.beta_fast:
+            raise ValueError(f"beta_slow={self.beta_slow:g} must be below beta_fast={self.beta_fast:g}")
         return self
 
 

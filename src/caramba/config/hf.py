@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
@@ -26,6 +27,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 SILU = ("silu", "swish")
+ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn")
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -188,6 +190,7 @@ class _Reader:
                 raise self.error(
                     f"partial_rotary_factor={source['partial_rotary_factor']}: AttentionLayer rotates whole heads"
                 )
+        given = {key: value for key, value in given.items() if value is not None}
         reader = _Reader({**values, **given}, self.where)
         theta = reader.number("rope_theta", 10000.0)
         kind = str(given.get("rope_type", given.get("type", "default")))
@@ -195,15 +198,48 @@ class _Reader:
             return theta, None
         if kind == "linear":
             return theta, {"type": kind, "factor": reader.number("factor")}
+        if kind == "dynamic":
+            # Its frequencies change beyond the length of config.json itself; rope_parameters have none of their own.
+            original = self.integer("max_position_embeddings")
+            factor = reader.number("factor")
+            return theta, {"type": kind, "factor": factor, "original_max_position_embeddings": original}
+        if kind == "yarn":
+            return theta, reader.yarn()
         if kind != "llama3":
-            raise self.error(
-                f"rope_type={kind} is not read from {CONFIG}; expected default, linear or llama3"
-            )
+            raise self.error(f"rope_type={kind} is not read from {CONFIG}; expected {', '.join(ROPE_TYPES)}")
         return theta, {
             "type": kind,
             **{key: reader.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
             "original_max_position_embeddings": reader.integer("original_max_position_embeddings"),
         }
+
+    def yarn(self) -> dict[str, Any]:
+        """Return YaRN's settings, where rope_parameters stand beside the rest of config.json.
+
+        `mscale` and `mscale_all_dim` give the attention factor as the quotient of theirs.
+        """
+        if self.values.get("truncate", True) is not True:
+            raise self.error("truncate=false: RopeScalingConfig rounds the band of yarn to whole pairs")
+        longest = self.values.get("max_position_embeddings")
+        original = self.integer("original_max_position_embeddings", longest)
+        if self.values.get("factor") is None:
+            factor = self.integer("max_position_embeddings") / original
+        else:
+            factor = self.number("factor")
+        settings: dict[str, Any] = {
+            "type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+            "beta_fast": self.number("beta_fast", 32.0) or 32.0,
+            "beta_slow": self.number("beta_slow", 1.0) or 1.0,
+        }
+        if self.values.get("attention_factor") is not None:
+            return settings | {"attention_factor": self.number("attention_factor")}
+        scales = [self.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+        if all(scales):
+            above, below = (0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+            return settings | {"attention_factor": above / below}
+        return settings
 
     def windows(self) -> list[int | None]:
         """Return the sliding window of each layer, None where a layer sees everything."""

@@ -16,7 +16,12 @@ from caramba.model import Model
 _ATTENTION_KEYS = frozenset(
     {"d_model", "n_heads", "n_kv_heads", "head_dim", "mode", "rope_base", "rope_scaling", "bias", "dropout"}
 )
-_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_SCALING_KEYS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
 
 
 def why_not_llama(spec: ModelSpec) -> str | None:
@@ -43,9 +48,6 @@ def why_not_llama(spec: ModelSpec) -> str | None:
         is_free = key in _ATTENTION_KEYS or key in LayerConfig.model_fields
         if not is_free and getattr(attention, key) != field.get_default(call_default_factory=True):
             return f"its attention has {key}={getattr(attention, key)}"
-    scaling = attention.rope_scaling
-    if scaling is not None and scaling.type not in ("llama3", "linear"):
-        return f"its rope_scaling is {scaling.type}"
     return None
 
 
@@ -65,7 +67,7 @@ def llama_config(spec: ModelSpec, *, max_positions: int, eos_id: int | None, dty
         "num_key_value_heads": dims.n_kv_heads,
         "head_dim": dims.qk,
         "hidden_act": "silu",
-        "max_position_embeddings": max_positions,
+        "max_position_embeddings": _positions(attention.rope_scaling, max_positions),
         "rms_norm_eps": final.eps,
         "rope_theta": attention.rope_base,
         "rope_scaling": _scaling(attention),
@@ -91,9 +93,21 @@ def llama_tensors(model: Model) -> dict[str, Tensor]:
     return {theirs: state[ours].detach().cpu() for ours, theirs in hf_names(model.spec).items()}
 
 
+def _positions(scaling: RopeScalingConfig | None, max_positions: int) -> int:
+    """Return the length for config.json; two scalings are defined by it.
+
+    Under `dynamic` it is where the frequencies begin to change, under `yarn` the length that they were scaled for.
+    """
+    if scaling is not None and scaling.type == "dynamic":
+        return scaling.original_max_position_embeddings
+    if scaling is not None and scaling.type == "yarn":
+        return round(scaling.factor * scaling.original_max_position_embeddings)
+    return max_positions
+
+
 def _scaling(attention: AttentionLayerConfig) -> dict[str, Any] | None:
     scaling: RopeScalingConfig | None = attention.rope_scaling
     if scaling is None:
         return None
-    keys = _LLAMA3_KEYS if scaling.type == "llama3" else ("factor",)
-    return {"rope_type": scaling.type, **{key: getattr(scaling, key) for key in keys}}
+    values = {key: getattr(scaling, key) for key in _SCALING_KEYS[scaling.type]}
+    return {"rope_type": scaling.type, **{key: value for key, value in values.items() if value is not None}}

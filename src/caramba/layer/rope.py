@@ -72,8 +72,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2]; returns [B, N, T, D] in at least float32.
     """
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (2, -1))
+    turned = torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), dim=-2)
+    # cos and sin are broadcast over both halves, so that a compiled kernel computes each once per element.
+    return (pairs * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).flatten(-2)
 
 
 class RotaryEmbedding(nn.Module):

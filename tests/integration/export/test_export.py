@@ -112,6 +112,30 @@ def tokens() -> torch.Tensor:
             },
             True,
         ),
+        (
+            {
+                **GQA,
+                "rope_scaling": {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 46},
+            },
+            True,
+        ),
+        (
+            {**GQA, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+            True,
+        ),
+        (
+            {
+                **GQA,
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 3.0,
+                    "original_max_position_embeddings": 16,
+                    "beta_fast": 8.0,
+                    "attention_factor": 1.5,
+                },
+            },
+            True,
+        ),
     ],
 )
 def test_plain_llama_is_a_stock_llama(tmp_path, attention, tied):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from caramba.config.cost import AttentionWork, Width, WidthError
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.layer import AttentionLayerConfig, LinearLayerConfig
+from caramba.config.layer import AttentionLayerConfig, LinearLayerConfig, RopeScalingConfig
 from caramba.config.node import parse_node
 
 
@@ -262,3 +262,39 @@ class TestOtherLayers:
     def test_a_wrong_width_names_the_fix(self, node, width, text):
         with pytest.raises(WidthError, match=text):
             parse_node(node).infer(width)
+
+
+class TestRopeScaling:
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            (
+                {"type": "linear", "beta_fast": 16.0},
+                "beta_fast belongs to type=yarn, got type=linear; remove it",
+            ),
+            ({"type": "llama3", "beta_slow": 2.0}, "beta_slow belongs to type=yarn, got type=llama3"),
+            ({"type": "dynamic", "attention_factor": 1.2}, "attention_factor belongs to type=yarn"),
+            (
+                {"type": "yarn", "low_freq_factor": 2.0},
+                "low_freq_factor belongs to type=llama3, got type=yarn",
+            ),
+            ({"type": "dynamic", "high_freq_factor": 8.0}, "high_freq_factor belongs to type=llama3"),
+            (
+                {"type": "linear", "original_max_position_embeddings": 64},
+                "original_max_position_embeddings belongs to type=llama3 and dynamic and yarn, got type=linear",
+            ),
+            ({"type": "yarn", "beta_fast": 1.0}, "beta_slow=1 must be below beta_fast=1"),
+            (
+                {"type": "llama3", "low_freq_factor": 4.0},
+                "low_freq_factor=4 must be below high_freq_factor=4",
+            ),
+        ],
+    )
+    def test_fields_of_another_type_are_refused_by_name(self, fields, message):
+        with pytest.raises(ValidationError, match=message):
+            RopeScalingConfig.model_validate({"factor": 2.0, **fields})
+
+    @pytest.mark.parametrize("kind", ["linear", "llama3", "dynamic", "yarn"])
+    def test_what_a_frozen_manifest_states_is_read_again(self, kind):
+        scaling = RopeScalingConfig.model_validate({"type": kind, "factor": 2.0})
+        assert RopeScalingConfig.model_validate(scaling.model_dump(mode="json")) == scaling

@@ -38,6 +38,10 @@ def test_llama_has_exactly_the_published_parameters():
     }
 
 
+def test_the_8b_preset_has_exactly_the_published_parameters():
+    assert model_cost(compose_model("llama31_8b")).params == 8_030_261_248
+
+
 def test_llama_block_is_one_sixteenth_of_the_stack():
     block, whole = model_cost(compose_model("llama_block")), model_cost(compose_model("llama32_1b"))
     assert 16 * (block.topology.params - 2048) == whole.topology.params - 2048

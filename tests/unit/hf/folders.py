@@ -30,6 +30,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16}
+MSCALE = {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8.0, "beta_slow": 2.0}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,14 +40,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama32_tied": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama32_3b_mqa": ("Llama", {"num_key_value_heads": 1, "head_dim": 16, "rope_parameters": LLAMA3}),
     "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 24}),
+    "llama_yarn_mscale": ("Llama", {"rope_parameters": YARN | MSCALE}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "tinyllama": ("Llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "num_hidden_layers": 3}),
     "smollm_tied": ("Llama", {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True}),
     "mistral_window": ("Mistral", {"sliding_window": 5}),
     "mistral_full": ("Mistral", {"sliding_window": None, "head_dim": 12}),
     "qwen2": ("Qwen2", {"rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": YARN, "max_position_embeddings": 64}),
     "qwen2_window": ("Qwen2", QWEN_WINDOW | {"num_hidden_layers": 3}),
     "qwen3": ("Qwen3", {"head_dim": 16, "rms_norm_eps": 1e-2}),
+    "qwen3_yarn": ("Qwen3", {"head_dim": 16, "rope_parameters": YARN | {"attention_factor": 1.25}}),
     "qwen3_window": ("Qwen3", QWEN_WINDOW | {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True}),
 }  # fmt: skip
 

@@ -74,6 +74,38 @@ def test_windows_split_the_depth() -> None:
     assert spec(model_type="mistral", sliding_window=None) == spec()
 
 
+def scaling(**changes: Any) -> dict[str, Any]:
+    """What a rope_scaling of config.json becomes, without the fields at their defaults."""
+    item = spec(**changes).topology.layers[0].layers[0].layers[1].rope_scaling
+    return item.model_dump(exclude_defaults=True)
+
+
+def test_scalings_of_longer_contexts() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert scaling(rope_scaling=yarn) == yarn
+    implied = {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": 32768,
+        "beta_fast": None,
+    }
+    assert scaling(rope_parameters=implied) == yarn  # 131072 / 32768
+    assert scaling(rope_scaling={"type": "yarn", "factor": 2.0}, max_position_embeddings=4096) == {
+        "type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 4096,
+    }
+    both = scaling(rope_scaling={**yarn, "mscale": 1.0, "mscale_all_dim": 1.0})
+    assert both == {**yarn, "attention_factor": 1.0}
+    # transformers takes the length from config.json itself, whatever else the scaling says.
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 7}
+    assert scaling(rope_scaling=dynamic, max_position_embeddings=2048) == {
+        "type": "dynamic",
+        "factor": 2.0,
+        "original_max_position_embeddings": 2048,
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -83,7 +115,10 @@ def test_windows_split_the_depth() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: AttentionLayer rotates whole heads"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu: SwiGLULayer computes silu"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_type=longrope is not read"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type=longrope is not read from config.json; expected default, linear, llama3, dynamic, yarn"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=false: RopeScalingConfig rounds"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 1.0}}, "beta_slow=1 must be below beta_fast=1"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "max_position_embeddings": None}, "max_position_embeddings: expected an integer"),
         ({"rope_scaling": {"type": "linear"}}, "factor: expected a number, got None"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ between kinds of layers"),
         ({"quantization_config": {"bits": 4}}, "the weights are quantised"),

@@ -1,12 +1,15 @@
-"""Every preset that can be built has the parameters and cache bytes of its plan."""
+"""Every preset that can be built has the parameters, cache bytes and work of its plan."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from tests.unit.cost.presets import PRESETS, compose_model
+from tests.unit.cost.presets import PRESETS, compose_model, shrunk_tree
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from caramba.cache import KVCacheKind
+from caramba.config.model import ModelConfig
 from caramba.cost import model_cost
 from caramba.model import build_model
 
@@ -19,6 +22,21 @@ def test_parameters_and_cache_equal_the_plan(preset: str) -> None:
     ctx = built.new_context(2, 64, KVCacheKind.BF16, static=True)
     assert ctx.bytes_per_token == cost.kv_bytes_per_token(KVCacheKind.BF16)
     assert ctx.nbytes() == 2 * cost.topology.kv_bytes(KVCacheKind.BF16, 64)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_work_of_a_decode_equals_the_plan(preset: str) -> None:
+    """At reduced size: FLOPs of the matrix products that decoding really does, one token at a time."""
+    model = ModelConfig.model_validate(shrunk_tree(preset))
+    cost = model_cost(model)
+    built = build_model(model, seed=0).eval()
+    assert sum(parameter.numel() for parameter in built.parameters()) == cost.params
+    ctx = built.new_context(1, 5)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        for token in range(5):
+            built(torch.tensor([[token]]), ctx)
+    assert counter.get_total_flops() == round(5 * cost.decode_flops_per_token(5))
+    assert ctx.used_bytes() == cost.topology.kv_bytes(KVCacheKind.FP32, 5)
 
 
 @pytest.mark.parametrize(
