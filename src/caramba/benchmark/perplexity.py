@@ -34,8 +34,9 @@ class CachedModel(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         chunk = self.config.cache_tail_tokens
+        batch, n_tokens = tokens.shape
         ctx = self.model.new_context(
-            *tokens.shape, self.kind, static=True, tail_tokens=chunk, hadamard=self.config.cache_hadamard
+            batch, n_tokens, self.kind, static=True, tail_tokens=chunk, hadamard=self.config.cache_hadamard
         )
         return torch.cat([self.model(part, ctx) for part in tokens.split(chunk, dim=1)], dim=1)
 
