@@ -45,3 +45,10 @@ def test_what_would_measure_nothing_is_refused_before_the_run(tmp_path: Path) ->
     assert done.returncode == 2
     assert "cache_kind=auto is not built yet: it comes with the inference work" in done.stderr + done.stdout
     assert not list(tmp_path.glob("runs/*/*"))
+
+
+def test_doctor_says_which_implementation_the_ops_run(tmp_path: Path) -> None:
+    done = caramba(["doctor"], tmp_path, tmp_path / "cache")
+    (line,) = (line for line in done.stdout.splitlines() if line.strip().startswith("kernels"))
+    assert "quantize" in line
+    assert "dequantize" in line
