@@ -20,7 +20,7 @@ import torch
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, open_corpus
-from caramba.distill import LanguageModelObjective, cross_entropy
+from caramba.distill import LanguageModelObjective, vocabulary_losses
 from caramba.launch.freeze import freeze
 from caramba.model import build_model
 from caramba.optim import build_optimizer, learning_rate
@@ -42,7 +42,7 @@ def bare_loop(manifest: Manifest, phase: PhaseConfig, data: PhaseData) -> tuple[
         x, y = next(batches)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(phase, step)
-        loss = cross_entropy(model(x), y)
+        loss = vocabulary_losses(model, model.hidden(x), y).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, phase.max_grad_norm or float("inf"))
         optimizer.step()

@@ -120,7 +120,7 @@ def substrate(data: dict[str, Any]) -> list[str]:
         f"{part['model']}, {part['batch']} x {part['tokens']} tokens, {part['precision']}, SDPA {part['sdpa']},"
         f" {'compiled' if part['compiled'] else 'eager'}; transformers {part['transformers']}, torch"
         f" {part['machine']['torch']}, {part['machine'].get('gpu', 'CPU')}; median (20% to 80%) of measurements in"
-        " turns:",
+        " turns. Both attend without a mask (`is_causal`):",
         "",
         "| | caramba, ms | LlamaForCausalLM, ms | ratio (must 1.0) |",
         "|---|---|---|---|",
@@ -136,11 +136,33 @@ def substrate(data: dict[str, Any]) -> list[str]:
     return lines
 
 
+def prepare(data: dict[str, Any]) -> list[str]:
+    """Speed of tokenising on one core, and peak memory over the amount of text."""
+    rows = [
+        f"| {run['text_mb']:,.0f} | {run['documents']:,} | {run['tokens']:,} | {run['wall_s']:.1f} |"
+        f" {run['cpu_s']:.1f} | {run['peak_mib']:.0f} |"
+        for run in data["runs"]
+    ]
+    return [
+        f"## Tokenising text on one core ({data['tokenizer']}; {data['text']})",
+        "",
+        "| text, MB | documents | tokens | wall, s | CPU, s | peak memory, MiB |",
+        "|---|---|---|---|---|---|",
+        *rows,
+        "",
+        f"**{data['mb_per_cpu_second']:.1f} MB a CPU second** (must: {data['must_mb_per_s']:g}), from the difference of"
+        " the two runs: start-up and training the BPE do not count, reading, splitting and writing do. Peak memory of"
+        f" the larger run over the smaller: {data['peak_ratio']:.2f}. Load average at the end:"
+        f" {data['load_average']:.1f}.",
+    ]
+
+
 SECTIONS = {
     "substrate": substrate,
     "lightning_overhead": lightning_overhead,
     "launch_times": launch_times,
     "first_light": first_light,
+    "prepare": prepare,
 }
 
 

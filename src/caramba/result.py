@@ -40,30 +40,90 @@ class BenchmarkResult:
 
 @dataclass(frozen=True)
 class Check:
-    """One threshold of a verification: `value` passes when at most `bound`; without a bound it is only recorded."""
+    """One threshold of a verification: `value` passes when at most `bound`; without a bound it is only recorded.
+
+    With `is_minimum` it passes when at least `bound`.
+    """
 
     name: str
     value: float
     bound: float | None
     unit: str = ""
+    is_minimum: bool = False
 
     @property
     def passed(self) -> bool:
-        return self.bound is None or self.value <= self.bound
+        if self.bound is None:
+            return True
+        return self.value >= self.bound if self.is_minimum else self.value <= self.bound
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one model said to a case: its answer, None when there is none in its text, and what it follows from.
+
+    `text` is what it wrote, of a generated answer; `logprobs` (nats) and `logprobs_per_token` are those of the choices.
+    """
+
+    model: str
+    answer: str | None
+    is_correct: bool
+    text: str | None = None
+    logprobs: tuple[float, ...] = ()
+    logprobs_per_token: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question of a verification with every model's answer.
+
+    `dropped_tokens` is how many tokens at the beginning of the prompt did not fit the context window.
+    """
+
+    id: str
+    kind: str
+    prompt: str
+    expected: str
+    answers: tuple[Answer, ...]
+    choices: tuple[str, ...] = ()
+    length_normalized: bool | None = None
+    dropped_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one verification of a run."""
+    """Outcome of one verification of a run, and the cases that it asked, if it asks any."""
 
     type: str
     run_id: str
     checks: tuple[Check, ...]
     fail_fast: bool = False
+    cases: tuple[Case, ...] = ()
 
     @property
     def passed(self) -> bool:
         return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class TransplantedLayer:
+    """What surgery made of one attention layer; widths are those that its cache stores per token, in elements.
+
+    `error` is the block output's relative root-mean-square error on held-out windows and `energy_kept` the variance
+    that the low-rank maps keep, where the method knows them; `frequencies` counts the distinct rotary frequencies.
+    """
+
+    name: str
+    layout: str
+    sem_dim: int
+    geo_dim: int
+    v_dim: int
+    cached: int
+    teacher_cached: int
+    energy_kept: float | None = None
+    error: float | None = None
+    beta: float | None = None
+    frequencies: int | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +136,8 @@ class TransplantReport:
     unmapped_teacher: tuple[str, ...]
     layer_errors: tuple[float, ...] = ()
     energy_kept: tuple[float, ...] = ()
+    layers: tuple[TransplantedLayer, ...] = ()
+    calibration_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def test_every_phase_runs_and_the_cache_is_the_latent_and_the_geometric_key(
         name: metrics[f"memory.{name}.kv_bytes_per_token_layer@seq=64,kind=fp16"]["value"]
         for name in ("teacher", "student")
     }
-    assert bytes_of == {"teacher": 2 * 128, "student": 2 * (24 + 8)}
+    assert bytes_of == {"teacher": 2 * 128, "student": 2 * (18 + 14)}
     assert metrics["latency.student.decode_ms@prompt=16,gen=4,batch=1"]["value"] > 0
     model, _ = load_pretrained(run / "checkpoints/global.safetensors")
     assert model.state_dict()["topology.layers.0.layers.0.layers.1.projection.v_up"].shape == (4, 24, 32)

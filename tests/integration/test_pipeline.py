@@ -18,6 +18,7 @@ STAGES = (
     "student",
     "student_transplant",
     "student_blockwise",
+    "student_drift",
     "student_global",
     "teacher_continued",
 )
@@ -99,9 +100,9 @@ def test_run_directory_holds_what_it_should(upcycled: Path) -> None:
     ):
         assert (upcycled / name).is_file(), name
     weights = {file.stem for file in (upcycled / "checkpoints").glob("*.safetensors")}
-    assert weights == {"pretrain", "transplant", "blockwise", "global", "teacher_continued"}
+    assert weights == {"pretrain", "transplant", "blockwise", "drift", "global", "teacher_continued"}
     rows = list(csv.DictReader((upcycled / "metrics.csv").open()))
-    assert {row["phase"] for row in rows} == {"pretrain", "blockwise", "global", "teacher_continued"}
+    assert {row["phase"] for row in rows} == {"pretrain", "blockwise", "drift", "global", "teacher_continued"}
     plan = json.loads((upcycled / "plan.json").read_text())
     assert all(item["decisions"]["device"]["reason"] for item in plan.values())
 
@@ -160,14 +161,20 @@ def test_a_failing_benchmark_loses_nothing_else(upcycled: Path, tmp_path: Path, 
         f"model.teacher.checkpoint={upcycled}",
     ]
     done = caramba(
-        [*words, *SMALL, *SMALL_TEACHER, "benchmark.benchmarks.0.config.dataset=/nowhere.npy", "verify=none"],
+        [
+            *words,
+            *SMALL,
+            *SMALL_TEACHER,
+            "benchmark.benchmarks.1.config.batch_sizes=[1000000000000]",
+            "verify=none",
+        ],
         tmp_path,
         cache,
     )
     assert done.returncode == 1, done.stdout + done.stderr
     report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
-    assert [item["id"] for item in report["failures"]] == ["perplexity"]
-    assert "/nowhere.npy" in report["failures"][0]["error"]
+    assert [item["id"] for item in report["failures"]] == ["latency"]
+    assert "memory" in report["failures"][0]["error"]
     assert "memory.student.kv_bytes_per_token@seq=64,kind=fp16" in report["metrics"]
 
 

@@ -17,6 +17,7 @@ WORDS = [
     *(
         "train.phases.pretrain.steps=28",
         "train.phases.blockwise.steps=12",
+        "train.phases.drift.steps=8",
         "train.phases.global.steps=12",
         "train.steps=null",
     ),
@@ -35,7 +36,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 def assert_same_weights(run: Path, whole: Path) -> None:
     names = {file.name for file in (whole / "checkpoints").glob("*.safetensors")}
     assert names == {file.name for file in (run / "checkpoints").glob("*.safetensors")}
-    assert len(names) >= 4
+    assert len(names) >= 5
     for name in names:
         ours, theirs = load_tensors(run / "checkpoints" / name), load_tensors(whole / "checkpoints" / name)
         assert ours.keys() == theirs.keys()
@@ -49,6 +50,7 @@ def assert_same_weights(run: Path, whole: Path) -> None:
     [
         "pretrain.state.pt",
         "blockwise.state.pt",
+        "drift.state.pt",
         "global.state.pt",
         "pretrain.safetensors",
         "global.safetensors",

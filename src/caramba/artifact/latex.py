@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from caramba.artifact.cases import asked
 from caramba.artifact.key import MetricKey, parse_key
 from caramba.artifact.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
 from caramba.artifact.style import byte_text, name_of
@@ -13,6 +15,7 @@ from caramba.artifact.summary import ratio_key, stage_bars
 from caramba.result import Metric, RunResult
 
 NOTHING = "--"
+LONGEST_ANSWER = 24
 
 _SPECIAL = {
     "\\": r"\textbackslash{}",
@@ -27,7 +30,7 @@ _HEADER = """\
 % Tables of run {name}. Needs \\usepackage{{booktabs}}.
 % Each row ends with the keys of its numbers in report.json's "metrics", in the order of the cells;
 % after a plus-minus stands the std of the same key, KEY#bound is the bound of that check under "verify",
-% and a dash stands for a cell without a number.
+% a key that begins with "transplant" is a path in report.json, and a dash stands for a cell without a number.
 """
 
 
@@ -47,7 +50,15 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
     tables = [
         _table("comparison", f"Teacher and student of {caption}.{where}{note}", COMPARISON_HEAD, compared),
         _table("stages", f"Held-out perplexity of {caption} by stage.{note}", STAGE_HEAD, _stages(metrics)),
+        _table("accuracy", f"Accuracy of {caption} by task.{note}", ACCURACY_HEAD, _accuracy(metrics)),
+        _table(
+            "transplant",
+            f"Surgery of {caption}, by attention layer.{note}",
+            TRANSPLANT_HEAD,
+            _transplant(result),
+        ),
         _table("verification", f"Verification of {caption}.{note}", VERIFY_HEAD, _verification(result)),
+        _table("cases", f"Cases of {caption}, correct answers in bold.{note}", CASE_HEAD, _cases(result)),
     ]
     present = [table for table in tables if table is not None]
     return "\n".join([_HEADER.format(name=_comment(result.name)), *present]) if present else None
@@ -55,16 +66,20 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
 
 COMPARISON_HEAD = ("Metric", "Teacher", "Student", "Change")
 STAGE_HEAD = ("Stage", "Perplexity", "Ratio to teacher")
-WORDS = frozenset(
-    {"Metric", "Stage", "Type", "Check", "Result"}
-)  # columns of words stand left, numbers right
+ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
+CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
+# Columns of words stand left, numbers right.
+WORDS = frozenset({"Metric", "Stage", "Task", "Type", "Check", "Result", *CASE_HEAD})
+TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
 
+MOST, LEAST = r"$\le$", r"$\ge$"
 DOWN, UP = r" $\downarrow$", r" $\uparrow$"
 # Family, field, words, direction that is better, unit.
 _COMPARED = (
     ("perplexity", "perplexity", "Perplexity", DOWN, ""),
     ("perplexity", "bits_per_byte", "Bits per byte", DOWN, ""),
+    ("accuracy", "mean", "Accuracy, mean over tasks", UP, ""),
     ("latency", "tok_s", "Throughput", UP, "tokens/s"),
     ("memory", "kv_bytes_per_token", "KV cache per token", DOWN, "bytes"),
     ("memory", "model_bytes", "Model size", "", ""),
@@ -134,6 +149,32 @@ def _stages(metrics: dict[str, Metric]) -> list[list[Cell]]:
     return rows
 
 
+def _transplant(result: RunResult) -> list[list[Cell]]:
+    """List what surgery kept of each converted layer; the error is the block output's, held out, relative RMS."""
+    rows: list[list[Cell]] = []
+    for index, layer in enumerate(result.transplant.layers if result.transplant is not None else ()):
+
+        def cell(field: str, value: float | None, index: int = index) -> Cell:
+            return (
+                Cell(NOTHING) if value is None else Cell(number(value), f"transplant.layers[{index}].{field}")
+            )
+
+        ratio = Cell(
+            rf"{layer.teacher_cached / layer.cached:.2f}$\times$", f"transplant.layers[{index}].cached"
+        )
+        rows.append(
+            [
+                Cell(str(index)),
+                cell("cached", layer.cached),
+                ratio,
+                cell("energy_kept", layer.energy_kept),
+                cell("error", layer.error),
+                cell("frequencies", layer.frequencies),
+            ]
+        )
+    return rows
+
+
 def _verification(result: RunResult) -> list[list[Cell]]:
     """List every check but those of single layers, which are no thresholds and stay in report.json."""
     rows: list[list[Cell]] = []
@@ -147,13 +188,51 @@ def _verification(result: RunResult) -> list[list[Cell]]:
             bound = (
                 Cell(NOTHING)
                 if check.bound is None
-                else Cell(rf"$\le$ {number(check.bound)}", f"{key}#bound")
+                else Cell(rf"{LEAST if check.is_minimum else MOST} {number(check.bound)}", f"{key}#bound")
             )
             outcome = "recorded" if check.bound is None else "passed" if check.passed else r"\textbf{failed}"
             rows.append(
                 [Cell(escape(verdict.type)), Cell(name), Cell(number(check.value), key), bound, Cell(outcome)]
             )
     return rows
+
+
+def _accuracy(metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List every score of every task that teacher or student has."""
+    found: dict[MetricKey, dict[str, Metric]] = {}
+    for metric in metrics.values():
+        key = parse_key(metric.key)
+        if key.family == "accuracy" and "task" in key.conditions and key.model in (TEACHER, STUDENT):
+            found.setdefault(replace(key, model=STUDENT), {})[key.model] = metric
+    rows: list[list[Cell]] = []
+    for key, models in found.items():
+        conditions = dict(key.conditions)
+        task = str(conditions.pop("task"))
+        words = key.field + (f" ({describe(conditions)})" if conditions else "")
+        ratio = metrics.get(MetricKey("ratio", None, key.field, key.conditions).format())
+        pair = [_measured_cell(models.get(TEACHER)), _measured_cell(models.get(STUDENT))]
+        rows.append([Cell(escape(task)), Cell(escape(words)), *pair, _ratio_cell(ratio)])
+    return rows
+
+
+def _cases(result: RunResult) -> list[list[Cell]]:
+    """List every case that was asked, with both answers; texts and log-probabilities are in eval_cases.csv."""
+    rows: list[list[Cell]] = []
+    for _, case in asked(result):
+        said = {answer.model: answer for answer in case.answers}
+        cells = [Cell(escape(case.id)), Cell(escape(case.kind)), Cell(_quoted(case.expected))]
+        for model in (TEACHER, STUDENT):
+            answer = said.get(model)
+            text = NOTHING if answer is None or answer.answer is None else _quoted(answer.answer)
+            cells.append(Cell(rf"\textbf{{{text}}}" if answer is not None and answer.is_correct else text))
+        rows.append(cells)
+    return rows
+
+
+def _quoted(text: str) -> str:
+    """Return the beginning of a text on one line, its spaces and line ends visible."""
+    shown = text if len(text) <= LONGEST_ANSWER else text[: LONGEST_ANSWER - 3] + "..."
+    return rf"\texttt{{{escape(json.dumps(shown, ensure_ascii=False)[1:-1])}}}"
 
 
 def _measured_cell(metric: Metric | None) -> Cell:

@@ -13,7 +13,15 @@ from caramba.result import Check, Metric, RunResult, Verdict
 TEACHER, STUDENT = "teacher", "student"
 
 # Rows of the stage table and bars of its plot, in order.
-STAGES = (TEACHER, "teacher_continued", "student_transplant", "student_blockwise", "student_global", STUDENT)
+STAGES = (
+    TEACHER,
+    "teacher_continued",
+    "student_transplant",
+    "student_blockwise",
+    "student_drift",
+    "student_global",
+    STUDENT,
+)
 
 # A count of tokens is the same for both models, so its ratio says nothing.
 NO_RATIO = frozenset({"unique_tokens"})

@@ -93,11 +93,13 @@ def _verify(result: RunResult) -> list[dict[str, Any]]:
                     "name": check.name,
                     "value": check.value,
                     "bound": check.bound,
+                    "is_minimum": check.is_minimum,
                     "unit": check.unit,
                     "passed": check.passed,
                 }
                 for key, check in zip(keys, verdict.checks, strict=True)
             ],
+            "cases": verdict.cases,
         }
         for verdict, keys in zip(result.verdicts, verdict_keys(result.verdicts), strict=True)
     ]

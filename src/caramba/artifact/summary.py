@@ -41,6 +41,10 @@ def draw_summary(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes |
             _pair(metrics, "memory", "kv_bytes_per_token"),
         ),
     ]
+    if any(bench.type == "accuracy" for bench in result.benchmarks):  # asked for, so its absence is told
+        panels.append(
+            ("accuracy", "accuracy", "mean over tasks (higher is better)", _pair(metrics, "accuracy", "mean"))
+        )
     drawn = [panel for panel in panels if panel[3]]
     omitted = [
         Omission(f"{FILE}: {name}", _reason(result, kind)) for name, kind, _, bars in panels if not bars

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from caramba.artifact.cases import FILE as CASES_FILE
+from caramba.artifact.cases import cases_csv
 from caramba.artifact.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
 from caramba.artifact.latex import build_tables
 from caramba.artifact.metrics import collect
@@ -11,11 +13,13 @@ from caramba.artifact.report import Omission, build_report
 from caramba.artifact.rows import missing_reason, to_csv
 from caramba.artifact.summary import FILE as SUMMARY_FILE
 from caramba.artifact.summary import draw_summary
+from caramba.artifact.transplant import CSV_FILE, PLOT_FILE, draw_transplant, transplant_csv
 from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
 from caramba.runs.files import sha256_of, write_json, write_whole
 
 REPORT_FILE, TABLES_FILE = "report.json", "tables.tex"
 CSV_KINDS = ("perplexity", "latency", "memory")
+ASKED_KINDS = ("accuracy",)  # their files are missed only where such a benchmark was asked for
 
 
 def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
@@ -54,6 +58,11 @@ def _contents(
         for kind in CSV_KINDS
         if contents[f"{kind}.csv"] is None
     ]
+    for kind in ASKED_KINDS:
+        contents[f"{kind}.csv"] = to_csv(result, kind)
+        if contents[f"{kind}.csv"] is None and any(bench.type == kind for bench in result.benchmarks):
+            omitted.append(Omission(f"{kind}.csv", missing_reason(result, kind)))
+    contents[CASES_FILE] = cases_csv(result)
     for name, draw in (
         (SUMMARY_FILE, draw_summary),
         (LATENCY_FILE, draw_latency),
@@ -61,6 +70,9 @@ def _contents(
     ):
         contents[name], missing = draw(result, metrics)
         omitted += missing
+    contents[CSV_FILE] = transplant_csv(result)
+    contents[PLOT_FILE], missing = draw_transplant(result)
+    omitted += missing
     contents[TABLES_FILE] = build_tables(result, metrics)
     if contents[TABLES_FILE] is None:
         omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))

@@ -1,28 +1,28 @@
-"""`caramba eval RUN --tasks A,B`: tasks of lm-evaluation-harness on a trained model."""
+"""`caramba eval RUN|DIR --tasks A,B`: tasks of lm-evaluation-harness on a trained model."""
 
-# pyright: reportMissingImports=false, reportArgumentType=false
-# The library is an optional extra, and its own annotations are loose.
+# pyright: reportMissingImports=false
+# The library is an optional extra.
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from caramba.config.names import nearest
+from caramba.benchmark.harness import run_harness, task_manager
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device
 
-OLDEST = (0, 4, 13)
-BOOTSTRAPS = 1000  # samples behind the standard error of metrics that have no formula for it
-USAGE = "caramba eval RUN --tasks A,B [--limit N] [--include-path DIR] [--which teacher|student]"
+USAGE = (
+    "caramba eval RUN|DIR --tasks A,B [--limit N] [--num-fewshot N] [--include-path DIR] [--which teacher|student] "
+    "[--tokenizer PATH] [--out FILE]"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,92 +38,31 @@ def evaluate(argv: list[str]) -> int:
     """
     words = _parse(argv)
     logger.quiet = words.quiet
-    _need_harness()
-    opened = open_model(words.run, role=words.which, device=choose_device(words.device))
-    results = run_tasks(
-        opened,
-        [task.strip() for task in words.tasks.split(",") if task.strip()],
-        limit=words.limit,
-        include_path=words.include_path,
+    tasks = [task.strip() for task in words.tasks.split(",") if task.strip()]
+    manager = task_manager(tasks, words.include_path, where="eval", option="--include-path")
+    opened = open_model(
+        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
+    )
+    results = run_harness(
+        opened.model,
+        need_tokenizer(opened, "eval"),
+        tasks,
+        manager,
+        max_length=words.max_length or opened.max_positions,
         batch_size=words.batch_size,
-        max_length=words.max_length,
+        limit=words.limit,
+        num_fewshot=words.num_fewshot,
     )
     from lm_eval.utils import make_table
 
     print(make_table(results))
-    if opened.run_dir is not None:
+    file = Path(words.out).expanduser() if words.out is not None else None
+    if file is None and opened.run_dir is not None:
         file = opened.run_dir / "evals" / f"{words.which}-{'+'.join(sorted(results['results']))[:80]}.json"
+    if file is not None:
         write_json(file, _record(opened, words, results))
         logger.path(str(file), "eval")
     return 0
-
-
-def run_tasks(
-    opened: OpenedModel,
-    tasks: list[str],
-    *,
-    limit: int | None = None,
-    include_path: str | None = None,
-    batch_size: int = 8,
-    max_length: int | None = None,
-) -> dict[str, Any]:
-    """Return what the harness reports for `tasks`, each a name, a group, or a pattern.
-
-    Raises:
-        ConfigError: no task of that name, with the nearest one, or a model without a tokenizer.
-    """
-    from lm_eval.evaluator import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
-    from caramba.benchmark.lm_eval import CarambaLM
-
-    if include_path is not None and not Path(include_path).is_dir():
-        raise ConfigError(
-            f"eval: --include-path {include_path} is not a folder; name one with task YAML files"
-        )
-    tokenizer = need_tokenizer(opened, "eval")
-    manager = _own_tasks(tasks, include_path) or TaskManager(include_path=include_path)
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown or not tasks:
-        name = unknown[0] if unknown else ""
-        raise ConfigError(
-            f"eval: no task is called {name!r}{nearest(name, manager.all_tasks) or ';'} add a folder of your own with "
-            "--include-path"
-        )
-    adapter = CarambaLM(
-        opened.model, tokenizer, max_length=max_length or opened.max_positions, batch_size=batch_size
-    )
-    results = simple_evaluate(
-        model=adapter,
-        tasks=manager.match_tasks(tasks),
-        task_manager=manager,
-        limit=limit,
-        log_samples=False,
-        bootstrap_iters=BOOTSTRAPS,
-    )
-    assert results is not None
-    return results
-
-
-def _need_harness() -> None:
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("eval: lm-evaluation-harness is not installed; pip install 'caramba[eval]'")
-    found = tuple(int(part) for part in version("lm_eval").split(".")[:3] if part.isdigit())
-    if found < OLDEST:
-        raise ConfigError(
-            f"eval: lm-evaluation-harness {version('lm_eval')} cannot be imported beside transformers 5; "
-            "pip install -U 'caramba[eval]'"
-        )
-
-
-def _own_tasks(tasks: list[str], include_path: str | None) -> Any:
-    """Return a manager of the user's folder alone when it has every task: indexing the harness's own takes a while."""
-    from lm_eval.tasks import TaskManager
-
-    if include_path is None:
-        return None
-    manager = TaskManager(include_path=include_path, include_defaults=False)
-    return manager if all(manager.match_tasks([task]) for task in tasks) else None
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -131,7 +70,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("run")
     parser.add_argument("--tasks", required=True)
     parser.add_argument("--limit", type=_positive)
+    parser.add_argument("--num-fewshot", type=_natural)
     parser.add_argument("--include-path")
+    parser.add_argument("--tokenizer")
+    parser.add_argument("--out")
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
     parser.add_argument("--batch-size", type=_positive, default=8)
     parser.add_argument("--max-length", type=_positive)
@@ -147,6 +89,10 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _natural(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
 def _record(opened: OpenedModel, words: argparse.Namespace, results: dict[str, Any]) -> dict[str, Any]:
     kept = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better", "n-samples")
     return {
@@ -155,6 +101,7 @@ def _record(opened: OpenedModel, words: argparse.Namespace, results: dict[str, A
         "labels": opened.labels,
         "tokenizer": opened.tokenizer.hash if opened.tokenizer is not None else None,
         "limit": words.limit,
+        "num_fewshot": words.num_fewshot,
         "max_length": words.max_length or opened.max_positions,
         "lm_eval": version("lm_eval"),
         **{key: _plain(results[key]) for key in kept if key in results},

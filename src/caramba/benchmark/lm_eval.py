@@ -24,8 +24,8 @@ MAX_NEW_TOKENS = 256
 class CarambaLM(TemplateLM):
     """Scores and continues text with one model in eval mode.
 
-    Empty contexts become the end mark, as the harness's own Hugging Face backend does for a model without a start mark;
-    long ones keep their last tokens.
+    As with the harness's own Hugging Face backend, text begins with the start mark where the tokenizer adds it, and
+    an empty context becomes the start mark, or the end mark where there is none. Long contexts keep their last tokens.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, *, max_length: int, batch_size: int = 1) -> None:
@@ -40,12 +40,22 @@ class CarambaLM(TemplateLM):
         return self.own_tokenizer.eos_id
 
     @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        tokenizer = self.own_tokenizer
+        return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+
+    @property
     def tokenizer_name(self) -> str:
         return self.own_tokenizer.name
 
-    def tok_encode(self, string: str, **kwargs: Any) -> list[int]:
-        """Return the ids of a text; no mark is added."""
-        return self.own_tokenizer.encode(string)
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Return the ids of a text, after the start mark where the tokenizer adds one and it is not refused."""
+        tokenizer = self.own_tokenizer
+        ids = tokenizer.encode(string)
+        if not tokenizer.adds_bos or tokenizer.bos_id is None or add_special_tokens is False:
+            return ids
+        return [tokenizer.bos_id, *ids]
 
     def _loglikelihood_tokens(self, requests: Sequence[Request], **kwargs: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests]

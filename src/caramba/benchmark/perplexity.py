@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import PerplexityBenchmarkConfig
-from caramba.data import TokenDataset, build_token_dataset, count_bytes
-from caramba.errors import CarambaError
+from caramba.data import IGNORED, TokenDataset, count_bytes, open_benchmark_text
+from caramba.errors import CarambaError, ConfigError
 from caramba.measure import WindowedNLL, spread_windows, windowed_nll
 from caramba.model import Model
 from caramba.result import Metric
@@ -25,6 +25,9 @@ class CachedModel(nn.Module):
     which becomes blocks.
 
     Shape: tokens [B, T] int64 to logits [B, T, V].
+
+    Raises:
+        ConfigError: windows whose documents are kept apart, which a cache cannot do.
     """
 
     def __init__(self, model: Model, config: PerplexityBenchmarkConfig) -> None:
@@ -32,7 +35,12 @@ class CachedModel(nn.Module):
         assert config.cache_kind is not None
         self.model, self.config, self.kind = model, config, config.cache_kind
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        if documents is not None:
+            raise ConfigError(
+                f"benchmark: cache_kind={self.kind} reads windows of one stream, and data.packing=best_fit keeps the "
+                "documents of a window apart; remove cache_kind, or use packing: concat or a dataset of its own"
+            )
         chunk = self.config.cache_tail_tokens
         batch, n_tokens = tokens.shape
         ctx = self.model.new_context(
@@ -49,14 +57,19 @@ def perplexity(
     `std` of nll is the standard error of its mean over windows; that of perplexity and bits per byte follows to first
     order. Bits per byte counts the bytes of exactly the tokens that were predicted. With `cache_kind` the metrics carry
     `kind=`, and every figure is that of reading through such a cache.
+
+    Raises:
+        DataError: the benchmark's own `dataset` does not fit the model.
     """
-    dataset = (
-        build_token_dataset(path=config.dataset, block_size=config.block_size)
-        if config.dataset
-        else subjects.windows(config.block_size)
-    )
+    token_bytes = subjects.token_bytes
+    if config.dataset:
+        text = open_benchmark_text(config.dataset)
+        text.check(subjects.vocab_size, config.block_size)
+        dataset, token_bytes = TokenDataset(text.tokens, config.block_size), text.token_bytes
+    else:
+        dataset = subjects.windows(config.block_size)
     wanted = config.num_batches * config.batch_size
-    text_bytes = None if config.dataset else predicted_bytes(dataset, wanted, subjects.token_bytes)
+    text_bytes = predicted_bytes(dataset, wanted, token_bytes)
     given = f"@kind={config.cache_kind}" if config.cache_kind else ""
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
@@ -114,7 +127,8 @@ def predicted_bytes(dataset: TokenDataset, wanted: int, token_bytes: np.ndarray 
     """Return the UTF-8 bytes of the targets in the measured windows; None when the tokenizer is not known."""
     if token_bytes is None:
         return None
-    return sum(count_bytes(dataset[index][1], token_bytes) for index in spread_windows(len(dataset), wanted))
+    targets = (dataset[index][1] for index in spread_windows(len(dataset), wanted))
+    return sum(count_bytes(y[y != IGNORED], token_bytes) for y in targets)
 
 
 def _or_none(value: float) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from caramba.data import TokenDataset
+from caramba.data import TokenDataset, Tokenizer
 from caramba.model import Model
 
 
@@ -17,7 +17,7 @@ class Subjects:
     """Models by name (teacher, student, or a stage such as student_blockwise), and what they are measured on.
 
     `windows` returns the held-out windows at a block size; `token_bytes` holds the UTF-8 bytes of each token id, when
-    the tokenizer is known.
+    the tokenizer is known; `max_length` is the longest sequence that the models trained on.
     """
 
     models: Mapping[str, Model]
@@ -25,3 +25,5 @@ class Subjects:
     token_bytes: np.ndarray | None
     vocab_size: int
     device: torch.device
+    tokenizer: Tokenizer | None = None
+    max_length: int = 2048

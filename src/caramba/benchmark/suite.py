@@ -8,11 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from caramba.benchmark.accuracy import accuracy
 from caramba.benchmark.latency import latency
 from caramba.benchmark.memory import memory
 from caramba.benchmark.perplexity import perplexity
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import (
+    AccuracyBenchmarkConfig,
     BenchmarkConfig,
     LatencyBenchmarkConfig,
     MemoryBenchmarkConfig,
@@ -50,8 +52,10 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
         return latency(config, subjects, bench.id)
     if isinstance(config, MemoryBenchmarkConfig):
         return memory(config, subjects, bench.id)
+    if isinstance(config, AccuracyBenchmarkConfig):
+        return accuracy(config, subjects, bench.id)
     raise ConfigError(
-        f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency or memory"
+        f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory or accuracy"
     )
 
 

@@ -43,7 +43,8 @@ _HOMES = {
         "TopologyConfig",
     ),
     "train": ("PhaseConfig",),
-    "verify": ("CompareVerifyConfig", "FidelityVerifyConfig", "VerifyConfig"),
+    "eval_cases": ("ChoiceLogprobCase", "EvalThresholds", "EvalVerifyConfig", "IntGreedyCase"),
+    "verify": ("CompareVerifyConfig", "FidelityVerifyConfig", "KVCacheVerifyConfig", "VerifyConfig"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 

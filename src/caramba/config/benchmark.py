@@ -18,7 +18,10 @@ OneCacheKind = Annotated[CacheKind | None, NOBODYS_CHOICE]
 
 
 class PerplexityBenchmarkConfig(Config):
-    """Mean NLL over disjoint held-out windows of `block_size` tokens; `dataset` overrides the run's data by path.
+    """Mean NLL over disjoint held-out windows of `block_size` tokens.
+
+    `dataset` is the path of other tokens to measure on: the validation split of a token folder (its train split when
+    it has no other), or a whole .npy or .tokens file, in windows of one stream.
 
     With `cache_kind` every window is read through a cache of that format in chunks of `cache_tail_tokens`, so that each
     token is predicted from what a decode would have stored by then: older tokens in that format, quantised by chunks,
@@ -76,14 +79,34 @@ class MemoryBenchmarkConfig(Config):
     )
 
 
-class PendingBenchmarkConfig(Config):
-    """`accuracy` and `generation` are known names whose benchmarks come with later work."""
+class AccuracyBenchmarkConfig(Config):
+    """Tasks of lm-evaluation-harness, which the extra `eval` installs; `include_path` adds a folder of own tasks.
 
-    type: Literal["accuracy", "generation"]
+    `tasks` are names, groups or patterns; `limit` takes the first so many documents of each. `max_length` is the number
+    of tokens that a model reads at most, by default what it trained on.
+    """
+
+    type: Literal["accuracy"]
+    tasks: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    limit: Positive | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    include_path: str | None = None
+    batch_size: Positive = 8
+    max_length: Positive | None = None
+
+
+class PendingBenchmarkConfig(Config):
+    """`generation` is a known name whose benchmark comes with later work."""
+
+    type: Literal["generation"]
 
 
 BenchmarkKind = Annotated[
-    PerplexityBenchmarkConfig | LatencyBenchmarkConfig | MemoryBenchmarkConfig | PendingBenchmarkConfig,
+    PerplexityBenchmarkConfig
+    | LatencyBenchmarkConfig
+    | MemoryBenchmarkConfig
+    | AccuracyBenchmarkConfig
+    | PendingBenchmarkConfig,
     Field(discriminator="type"),
 ]
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
-from caramba.config.layer import AttentionLayerConfig
-from caramba.config.manifest import Manifest, RunConfig
+from caramba.config.benchmark import (
+    LatencyBenchmarkConfig,
+    MemoryBenchmarkConfig,
+    PerplexityBenchmarkConfig,
+)
+from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
-from caramba.config.topology import NestedTopologyConfig, TopologyConfig
+from caramba.config.surgery import attention_configs, check_surgery
+from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
 from caramba.errors import ConfigError
 
 BYTE_VOCABULARY = 257  # 256 bytes and the end mark
@@ -26,6 +31,7 @@ def cross_check(manifest: Manifest) -> None:
             f"model.embedder.vocab_size={model.embedder.vocab_size} differs from model.teacher.manifest.embedder."
             f"vocab_size={teacher.embedder.vocab_size}; a student reads its teacher's tokens, so make them equal"
         )
+    check_surgery(model)
     for group in manifest.selected_groups():
         for run in group.runs:
             if run.verify and model.teacher is None:
@@ -34,6 +40,7 @@ def cross_check(manifest: Manifest) -> None:
                     "choose verify=none or a model with a teacher (model=tiny_dba)"
                 )
             _check_run(manifest, model, teacher, run)
+        _check_positions(group, {"student": model, "teacher": teacher})
 
 
 def check_vocabulary(manifest: Manifest) -> None:
@@ -81,15 +88,8 @@ def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, 
             f"run {run.id!r} trains the teacher, and model.teacher.manifest does not describe its network; "
             "add it, or remove the run and give model.teacher.checkpoint"
         )
-    for name, spec in (("model", model), ("model.teacher.manifest", teacher)):
-        most = spec.embedder.max_positions if spec is not None else None
-        if most is not None and phase.block_size > most:
-            raise ConfigError(
-                f"run {run.id!r}: block_size={phase.block_size} exceeds {name}.embedder.max_positions={most}; "
-                f"use {most} or fewer"
-            )
     if phase.phase in ("blockwise", "drift") and teacher is not None:
-        ours, theirs = count_attention(model.topology), count_attention(teacher.topology)
+        ours, theirs = len(attention_configs(model.topology)), len(attention_configs(teacher.topology))
         if ours != theirs:
             raise ConfigError(
                 f"run {run.id!r}: phase={phase.phase} pairs attention layers, and the student has {ours} while "
@@ -97,11 +97,36 @@ def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, 
             )
 
 
-def count_attention(node: Any) -> int:
-    """Count the attention layers of a topology that have weights of their own."""
-    if isinstance(node, AttentionLayerConfig):
-        return 1
-    if not isinstance(node, TopologyConfig):
-        return 0
-    count = sum(count_attention(child) for child in node.layers)
-    return count * node.repeat if isinstance(node, NestedTopologyConfig) else count
+def _check_positions(group: GroupConfig, specs: dict[str, ModelSpec | None]) -> None:
+    """Refuse sequences that are longer than the learned positions of a model that reads them."""
+    for owner, key, length, readers in _lengths(group):
+        for role in readers:
+            spec = specs[role]
+            most = spec.embedder.max_positions if spec is not None else None
+            if most is not None and length > most:
+                name = "model" if role == "student" else "model.teacher.manifest"
+                raise ConfigError(
+                    f"{owner}: {key}={length} exceeds {name}.embedder.max_positions={most}; use {most} or fewer, or a "
+                    "larger max_positions"
+                )
+
+
+def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...]]]:
+    """Yield (owner, key, longest sequence, which models read it) of everything in a group that runs a model."""
+    both = ("student", "teacher")
+    for run in group.runs:
+        if run.train is not None:
+            yield f"run {run.id!r}", "block_size", run.train.block_size, both
+        for check in run.verify:
+            if isinstance(check, CompareVerifyConfig | FidelityVerifyConfig):
+                yield f"run {run.id!r}: verify {check.type}", "block_size", check.block_size, both
+    for bench in group.benchmarks:
+        owner, config = f"benchmark {bench.id!r}", bench.config
+        if isinstance(config, PerplexityBenchmarkConfig):
+            yield owner, "block_size", config.block_size, bench.models
+        elif isinstance(config, LatencyBenchmarkConfig):
+            # The last generated token is not read again.
+            longest = max(config.prompt_lengths) + max(config.generation_lengths) - 1
+            yield owner, "longest of prompt_lengths + generation_lengths - 1", longest, bench.models
+        elif isinstance(config, MemoryBenchmarkConfig):
+            yield owner, "longest of sequence_lengths", max(config.sequence_lengths), bench.models

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config
 from caramba.config.layer import Positive
 
 
@@ -15,7 +15,9 @@ class DataConfig(Config):
 
     `tokenizer` is `bpe` (trained on the corpus, `vocab_size` entries) or `byte`; for `tokens`, `vocab_size` and
     `tokenizer_hash` are what the file must have been made with, when they are set. `packing` is `concat` (windows of
-    one long stream) or `best_fit` (windows of whole documents, which attention must keep apart).
+    one long stream) or `best_fit` (windows of whole documents, kept apart); `document_mask` keeps the documents of
+    concatenated windows apart as well. Apart means: no attention across them, positions from 0 in each, and no
+    first token predicted from the document before.
     """
 
     type: Literal["stdlib", "tokens"] = "stdlib"
@@ -27,9 +29,8 @@ class DataConfig(Config):
     val_path: str | None = None
     val_frac: Annotated[float, Field(gt=0, lt=1)] = 0.05
     max_bytes: Positive | None = None
-    packing: Annotated[
-        Literal["concat", "best_fit"], Later("attention that takes a document mask", "best_fit")
-    ] = "concat"
+    packing: Literal["concat", "best_fit"] = "concat"
+    document_mask: bool | None = None
 
     @model_validator(mode="after")
     def _rules(self) -> DataConfig:
@@ -53,4 +54,26 @@ class DataConfig(Config):
             raise ValueError(
                 f"a byte-level BPE needs vocab_size of at least 257 (256 bytes and the end mark), got {self.vocab_size}"
             )
+        self._check_documents()
         return self
+
+    def _check_documents(self) -> None:
+        if self.packing == "best_fit" and self.document_mask is False:
+            raise ValueError(
+                "packing=best_fit always keeps documents apart, got document_mask=False; leave it out"
+            )
+        if not self.keeps_documents_apart:
+            return
+        asked = "packing=best_fit" if self.packing == "best_fit" else "document_mask=True"
+        for name, path in (("path", self.path), ("val_path", self.val_path)):
+            if path is not None and path.endswith((".npy", ".tokens")):
+                raise ValueError(
+                    f"{asked} needs the places where documents begin, and {name}={path} is a flat file that does not "
+                    "hold them; give a token folder (caramba prepare text PATH --output FOLDER), or use "
+                    "packing=concat without document_mask"
+                )
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether attention, positions and targets stop at the end of a document."""
+        return self.packing == "best_fit" or bool(self.document_mask)

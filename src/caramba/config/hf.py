@@ -15,6 +15,7 @@ from caramba.config.plain import is_mapping, is_sequence, list_of, mapping_of
 from caramba.errors import CheckpointError
 
 CONFIG = "config.json"
+REMOTE_TYPE = "caramba"
 DERIVED = ("embedder", "topology", "head")
 
 # What transformers assumes for a key that a family's config.json leaves out.
@@ -69,12 +70,29 @@ def spec_of_folder(folder: Path) -> ModelSpec:
         CheckpointError: as for `read_hf_config` and `describe_hf`.
     """
     config = read_hf_config(folder)
+    if is_remote(config):
+        return _exported_spec(config, str(folder / CONFIG))
     try:
         return ModelSpec.model_validate(
             {"name": hf_name(folder), **describe_hf(config, str(folder / CONFIG))}
         )
     except ValueError as error:
         raise CheckpointError(f"{folder / CONFIG}: describes no valid network: {error}") from None
+
+
+def is_remote(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an export with modelling code of its own."""
+    return config.get("model_type") == REMOTE_TYPE
+
+
+def _exported_spec(config: Mapping[str, Any], where: str) -> ModelSpec:
+    spec = mapping_of(config.get("caramba")).get("spec")
+    if spec is None:
+        raise CheckpointError(f"{where}: does not say which network it is; export it again")
+    try:
+        return ModelSpec.model_validate(spec)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: describes no valid network: {error}") from None
 
 
 def hf_name(folder: Path) -> str:

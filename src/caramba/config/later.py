@@ -14,7 +14,6 @@ from caramba.config.benchmark import PendingBenchmarkConfig
 from caramba.config.manifest import Manifest
 from caramba.config.plain import is_sequence, list_of
 from caramba.config.source import Path, Source, placed, retrace, show_path
-from caramba.config.verify import PendingVerifyConfig
 from caramba.errors import ConfigError
 
 
@@ -37,8 +36,6 @@ def find_unbuilt(value: Any, path: Path = ()) -> Iterator[Unbuilt]:
             yield from find_unbuilt(item, (*path, index))
     if not isinstance(value, BaseModel):
         return
-    if isinstance(value, PendingVerifyConfig):
-        yield Unbuilt((*path, "type"), value.type, "the verification work")
     if isinstance(value, PendingBenchmarkConfig):
         yield Unbuilt((*path, "type"), value.type, "the benchmark work")
     for name, field in type(value).model_fields.items():

@@ -79,17 +79,26 @@ class TeacherConfig(Config):
 
 
 class SurgeryConfig(Config):
-    """How a student's attention is initialised from its teacher's."""
+    """How a student's attention is initialised from its teacher's.
 
-    method: Annotated[
-        Literal["dba", "weight_svd", "random", "copy"], Later("the surgery work", "dba", "copy")
-    ] = "weight_svd"
-    sem_dim: Annotated[Positive | None, Later("the surgery work")] = None
-    geo_dim: Annotated[Positive | None, Later("the surgery work")] = None
-    v_dim: Annotated[Positive | None, Later("the surgery work")] = None
-    layout: Annotated[Literal["per_head", "latent"] | None, Later("the surgery work")] = None
-    kv_budget_bytes: Annotated[Positive | None, Later("the surgery work")] = None
-    calibration_tokens: Annotated[Positive | None, Later("the surgery work")] = None
+    `sem_dim`, `geo_dim`, `v_dim` and `layout` are the one place where a preset states the cached widths: its attention
+    reads them. With `kv_budget_bytes`, bytes per token over all layers at 16 bits, the widths of each layer are chosen
+    by measured error instead, and those of the attention are only where the schema starts from.
+    """
+
+    method: Literal["dba", "weight_svd", "random", "copy"] = "dba"
+    sem_dim: Positive | None = None
+    geo_dim: Positive | None = None
+    v_dim: Positive | None = None
+    layout: Literal["per_head", "latent"] | None = None
+    kv_budget_bytes: Positive | None = Field(
+        default=None,
+        description="bytes of cache per token, all layers together, at 16 bits: widths by measured error",
+    )
+    calibration_tokens: Positive | None = Field(
+        default=None, description="tokens of the train split that statistics are taken over; default 262144"
+    )
+    exact_first_tokens: Annotated[int, Field(ge=0), Later("first tokens at full precision")] = 0
 
 
 class ModelConfig(ModelSpec):

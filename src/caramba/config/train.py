@@ -12,6 +12,11 @@ from caramba.config.layer import Positive
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
 NonNegative = Annotated[float, Field(ge=0.0)]
 PLANNING = "the runtime planning work"
+BLOCK_PHASES = ("blockwise", "drift")
+# What `lr: auto` stands for: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
+# that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
+AUTO_LR_WIDTH = 2048
+AUTO_LR = {"pretrain": (3e-4, 1.0), "blockwise": (2e-4, 1.0), "drift": (1e-4, 1.0), "global": (8e-5, 0.5)}
 
 
 def _compile_mode(value: Any) -> Any:
@@ -23,11 +28,35 @@ def _checkpointing(value: Any) -> Any:
 
 
 class ConvergenceConfig(Config):
-    """Stop training a block when its smoothed loss reaches `target`, or after `max_steps`."""
+    """Freeze a block once its smoothed loss has stayed at `target` or below for `patience` steps, or after `max_steps`.
+
+    A frozen block costs nothing more, and a phase whose blocks are all frozen ends early.
+    """
 
     target: Annotated[float, Field(gt=0)]
     patience: Positive = 50
     max_steps: Positive | None = None
+
+
+class LoraConfig(Config):
+    """Train low-rank updates W + (alpha / rank) B A of the linear layers that `targets` name; merged at the end.
+
+    A target is the last part of a module's name (`q_sem`, `out`, `down`); `all-linear` is every linear layer but the
+    head (Hu et al., 2021, arXiv:2106.09685).
+    """
+
+    rank: Positive = 16
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("all-linear",)
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+OWN_KEYS = {
+    "convergence": BLOCK_PHASES,
+    "schedule": BLOCK_PHASES,
+    "attention_kl": BLOCK_PHASES,
+    "lora": ("global",),
+}
 
 
 class PhaseConfig(Config):
@@ -45,17 +74,23 @@ class PhaseConfig(Config):
         "use_gradient_checkpointing": "activation_checkpointing",
     }
 
-    phase: Annotated[PhaseName, Later("the surgery work", "drift")]
+    phase: PhaseName
     trains: Literal["teacher", "student"] | None = None
     control: bool = Field(
         default=False,
         description="train the teacher further on the tokens of the student's phases, beside the comparison",
     )
-    objective: Annotated[Literal["ce", "kl", "mixed"], Later("the surgery work", "mixed")] = "ce"
+    objective: Literal["ce", "kl", "mixed"] = "ce"
+    kl_weight: Annotated[float, Field(gt=0, lt=1)] = Field(
+        default=0.5, description="share of the teacher's KL in objective=mixed; the rest is cross-entropy"
+    )
     steps: Positive
     batch_size: Annotated[Positive | Literal["auto"], Later(PLANNING, "auto")] = 16
     block_size: Positive = 256
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
+        default=3e-4,
+        description="auto: the published rate of the phase at width 2048, more for a narrower model",
+    )
     optimizer: Annotated[
         Literal["adamw", "sgd", "adafactor", "lion", "muon"],
         Later("the training speed work", "sgd", "adafactor", "lion", "muon"),
@@ -68,29 +103,43 @@ class PhaseConfig(Config):
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: NonNegative = 0.0
     gradient_accumulation_steps: Positive = 1
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        default=1.0, description="of all gradients together; in blockwise and drift of each block's own"
+    )
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None, description="save and evaluate an exponential moving average of the trained weights"
+    )
+    lora: LoraConfig | None = None
     temperature: Annotated[float, Field(gt=0)] = 1.0
     seed: int | None = None
     save_every: Positive | None = None
     eval_every: Positive | None = None
-    schedule: Annotated[Literal["concurrent", "sequential"], Later("the surgery work", "sequential")] = (
-        "concurrent"
+    schedule: Literal["concurrent", "sequential"] = "concurrent"
+    convergence: ConvergenceConfig | None = None
+    attention_kl: NonNegative = Field(
+        default=0.0, description="weight of KL(teacher || student) of attention probabilities"
     )
-    convergence: Annotated[ConvergenceConfig | None, Later("the surgery work")] = None
-    attention_kl: Annotated[NonNegative, Later("the surgery work")] = 0.0
-    cache_teacher_outputs: Annotated[bool, Later("the surgery work")] = False
+    attention_queries: Positive = Field(
+        default=64, description="queries per sequence that attention_kl samples"
+    )
+    vocab_chunk: Positive = Field(default=1024, description="tokens whose logits exist at one time")
+    cache_teacher_outputs: bool = False
+    teacher_cache_max_gb: Annotated[float, Field(gt=0)] = 20.0
+    teacher_top_k: Positive = Field(
+        default=64, description="logits per token that a cached global phase keeps"
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], Later(PLANNING, "bfloat16", "float16")
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Later(PLANNING, "float16"),
+        Field(description="of the computation; weights and optimiser are float32"),
     ] = "auto"
-    use_amp: Annotated[bool | Literal["auto"], Later(PLANNING, True)] = "auto"
-    amp_dtype: Annotated[Literal["auto", "bfloat16", "float16"], Later(PLANNING, "bfloat16", "float16")] = (
-        "auto"
-    )
+    use_amp: bool | Literal["auto"] = "auto"
+    amp_dtype: Annotated[Literal["auto", "bfloat16", "float16"], Later(PLANNING, "float16")] = "auto"
     compile_model: Annotated[
         bool | Literal["auto", "default", "reduce-overhead", "max-autotune"],
         BeforeValidator(_compile_mode),
-        Later(PLANNING, True, "auto", "default", "reduce-overhead", "max-autotune"),
+        Later(PLANNING, "auto", "reduce-overhead", "max-autotune"),
     ] = False
     activation_checkpointing: Annotated[
         Literal["none", "selective", "full"],
@@ -113,23 +162,49 @@ class PhaseConfig(Config):
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} exceeds steps={self.steps}; use {self.steps} or fewer"
             )
-        if self.convergence is not None and self.phase != "blockwise":
-            raise ValueError(f"convergence belongs to the blockwise phase, got phase={self.phase}; remove it")
-        if self.objective != "ce" and self.phase in ("pretrain", "blockwise"):
+        for key, phases in OWN_KEYS.items():
+            if getattr(self, key) != type(self).model_fields[key].default and self.phase not in phases:
+                raise ValueError(
+                    f"{key} belongs to phase={' or '.join(phases)}, got phase={self.phase}; remove it"
+                )
+        if self.objective != "ce" and self.phase != "global":
             raise ValueError(
                 f"phase={self.phase} has a loss of its own, got objective={self.objective}; remove it, or use global"
             )
+        if self.use_amp is False and self.dtype == "bfloat16":
+            raise ValueError(
+                "dtype=bfloat16 computes in bfloat16 under autocast with float32 weights, which use_amp=false "
+                "forbids; remove one of the two"
+            )
         if self.control and (self.phase != "pretrain" or self.trains == "student"):
             raise ValueError("a control trains the teacher further: use phase: pretrain, trains: teacher")
-        if self.temperature != 1.0 and self.objective != "kl":
+        if self.temperature != 1.0 and self.objective == "ce":
+            raise ValueError("temperature belongs to objective=kl or mixed, got objective=ce; remove it")
+        if self.kl_weight != 0.5 and self.objective != "mixed":
             raise ValueError(
-                f"temperature belongs to objective=kl, got objective={self.objective}; remove it"
+                f"kl_weight belongs to objective=mixed, got objective={self.objective}; remove it"
+            )
+        if self.cache_teacher_outputs and not self.reads_teacher:
+            raise ValueError(
+                f"phase={self.phase} with objective={self.objective} reads no teacher outputs; "
+                "remove cache_teacher_outputs, or use objective=kl or mixed"
             )
         if self.phase != "pretrain" and self.trains == "teacher":
             raise ValueError(
                 f"phase={self.phase} trains the student, got trains=teacher; only pretrain may train the teacher"
             )
         return self
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether each step needs the teacher's outputs."""
+        return self.phase in BLOCK_PHASES or self.objective != "ce"
+
+    def learning_rate_at(self, d_model: int) -> float:
+        """Return `lr`; `auto` is the phase's published rate at width 2048 times (2048 / d_model)^power, power 1 for
+        pretraining and blocks and 1/2 for a whole student."""
+        rate, power = AUTO_LR[self.phase]
+        return rate * (AUTO_LR_WIDTH / d_model) ** power if self.lr == "auto" else self.lr
 
     @property
     def tokens(self) -> int:

@@ -1,13 +1,13 @@
 """Estimates of a phase's memory and work. The rules are few and stated; a measurement always wins over them.
 
-Weights: 4 bytes each (2 under a 16-bit `dtype`), for every model that the phase holds.
-Gradients: the same bytes, for the parameters that train.
+Weights: 4 bytes each, for every model that the phase holds; 2 for a frozen teacher under 16-bit autocast.
+Gradients: 4 bytes, for the parameters that train.
 Optimiser: fp32 states of the parameters that train: two for AdamW, one for SGD with momentum, Lion and Muon,
     and none counted for Adafactor, whose factored moments are a row and a column per matrix.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
-    the teacher's input and output of it. A phase that matches the teacher's logits also holds one vocabulary
-    of them per token.
+    the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, in fp32: two
+    vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits.
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks.
 """
@@ -56,21 +56,23 @@ def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | 
         flops = 3.0 * trained.attention_flops_per_token(context)
     else:
         params = trained.params
-        kept = trained.activation_elements
+        kept = trained.activation_elements - 2 * trained.vocab_size
         flops = trained.training_flops_per_token(context)
-    held = trained.params
+    weights = trained.params * 4
+    vocabularies = 0 if blockwise else 2
     if phase.phase == "drift":
         flops += trained.topology.flops_per_token(context)
     if teacher is not None and runs_teacher(phase):
-        held += teacher.params
+        weights += teacher.params * _activation_bytes(phase)
+        vocabularies += 0 if blockwise else 1
         flops += teacher.topology.flops_per_token(context) if blockwise else teacher.flops_per_token(context)
-        kept += 0 if blockwise else teacher.vocab_size
     tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
     memory = MemoryEstimate(
-        weights_bytes=held * _weight_bytes(phase),
-        gradients_bytes=params * _weight_bytes(phase),
+        weights_bytes=weights,
+        gradients_bytes=params * 4,
         optimizer_bytes=params * 4 * OPTIMIZER_STATES[phase.optimizer],
-        activations_bytes=tokens * kept * _activation_bytes(phase),
+        activations_bytes=tokens * kept * _activation_bytes(phase)
+        + 4 * min(tokens, phase.vocab_chunk) * vocabularies * trained.vocab_size,
     )
     return PhaseEstimate(params, flops, memory)
 
@@ -80,9 +82,7 @@ def runs_teacher(phase: PhaseConfig) -> bool:
     return phase.phase in ("blockwise", "drift") or phase.objective in ("kl", "mixed")
 
 
-def _weight_bytes(phase: PhaseConfig) -> int:
-    return 2 if phase.dtype in ("bfloat16", "float16") else 4
-
-
 def _activation_bytes(phase: PhaseConfig) -> int:
-    return 2 if phase.use_amp is True else _weight_bytes(phase)
+    """Bytes of an activation, and of a frozen teacher's weight: 2 under 16-bit autocast, which `auto` leaves open."""
+    is_amp = phase.use_amp is True or (phase.use_amp == "auto" and phase.dtype in ("bfloat16", "float16"))
+    return 2 if is_amp else 4

@@ -179,7 +179,7 @@ def _stage(
         batch_size=phase.batch_size,
         accumulation=phase.gradient_accumulation_steps,
         block_size=phase.block_size,
-        lr=phase.lr,
+        lr=phase.learning_rate_at(manifest.model.embedder.d_model),
         tokens=tokens,
         total_flops=None if tokens is None or estimate is None else tokens * estimate.flops_per_token,
         estimate=estimate,

@@ -6,19 +6,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from caramba.data.benchmark_text import BenchmarkText, open_benchmark_text
     from caramba.data.corpus import Corpus, open_corpus
-    from caramba.data.dataset import NpyDataset, TokenDataset, TokensDataset, build_token_dataset
+    from caramba.data.dataset import IGNORED, NpyDataset, TokenDataset, TokensDataset, build_token_dataset
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
     from caramba.data.library import LibraryTokenizer, train_bpe
-    from caramba.data.packing import PackedDataset, pack_best_fit
-    from caramba.data.sampler import WindowSampler, epoch_permutation
+    from caramba.data.packing import DocumentDataset, PackedDataset, open_windows, pack_best_fit
+    from caramba.data.sampler import WindowSampler, count_targets, epoch_permutation
     from caramba.data.stream import TokenStream
     from caramba.data.tokenizer import ByteTokenizer, Tokenizer, count_bytes
     from caramba.data.tokenizer_files import load_tokenizer
 
 _HOMES = {
+    "BenchmarkText": "benchmark_text",
+    "open_benchmark_text": "benchmark_text",
     "Corpus": "corpus",
     "open_corpus": "corpus",
+    "IGNORED": "dataset",
     "NpyDataset": "dataset",
     "TokenDataset": "dataset",
     "TokensDataset": "dataset",
@@ -27,9 +31,12 @@ _HOMES = {
     "open_token_folder": "folder",
     "write_token_folder": "folder",
     "WindowSampler": "sampler",
+    "count_targets": "sampler",
     "epoch_permutation": "sampler",
     "LibraryTokenizer": "library",
+    "DocumentDataset": "packing",
     "PackedDataset": "packing",
+    "open_windows": "packing",
     "pack_best_fit": "packing",
     "TokenStream": "stream",
     "ByteTokenizer": "tokenizer",
@@ -40,8 +47,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "IGNORED",
+    "BenchmarkText",
     "ByteTokenizer",
     "Corpus",
+    "DocumentDataset",
     "LibraryTokenizer",
     "NpyDataset",
     "PackedDataset",
@@ -53,10 +63,13 @@ __all__ = [
     "WindowSampler",
     "build_token_dataset",
     "count_bytes",
+    "count_targets",
     "epoch_permutation",
     "load_tokenizer",
+    "open_benchmark_text",
     "open_corpus",
     "open_token_folder",
+    "open_windows",
     "pack_best_fit",
     "train_bpe",
     "write_token_folder",

@@ -52,6 +52,8 @@ class Corpus:
         folder: where the token files lie.
         max_ids: the largest id in train and in val.
         paths: the files of train and val, for messages.
+        packing: how windows are made of it, `concat` or `best_fit`.
+        documents: first token of each document of train and of val, int64; None unless they are kept apart.
     """
 
     train: Tokens
@@ -64,6 +66,8 @@ class Corpus:
     folder: Path
     max_ids: tuple[int, int]
     paths: tuple[Path, Path]
+    packing: str = "concat"
+    documents: tuple[np.ndarray, np.ndarray] | None = None
 
     def check(self, vocab_size: int, block_size: int) -> None:
         """Check that a model of `vocab_size` can read the tokens and that each split holds a window.
@@ -285,4 +289,16 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         folder=opened.path,
         max_ids=(train_max, val_max),
         paths=(train_path, val_path),
+        packing=config.packing,
+        documents=_documents(opened, int(train.size)) if config.keeps_documents_apart else None,
     )
+
+
+def _documents(opened: TokenFolder, train_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the document indexes of both splits; the end of a train split may be what is held out."""
+    starts = opened.documents("train")
+    if opened.val is not None:
+        return starts, opened.documents("val")
+    place = int(np.searchsorted(starts, train_size))
+    # The document that was cut goes on at the start of the held-out tokens.
+    return starts[:place], np.unique(np.append(0, starts[place:] - train_size))

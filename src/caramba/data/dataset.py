@@ -14,8 +14,10 @@ from caramba.data.stream import Tokens, TokenStream
 from caramba.data.token_file import open_token_file
 from caramba.errors import DataError
 
+IGNORED = -100  # a target that no loss counts; what torch's cross_entropy ignores by default
 
-class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+
+class TokenDataset(Dataset[tuple[torch.Tensor, ...]]):
     """Disjoint windows: item i is tokens[i b : i b + b] and its targets tokens[i b + 1 : i b + b + 1], b = block_size.
 
     Every target is predicted once: the last target of a window is the first input of the next. Only the window
@@ -50,7 +52,12 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __len__(self) -> int:
         return (self.tokens.size - 1) // self.block_size
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def window_targets(self) -> np.ndarray:
+        """Targets that count in each window, int64 [len(self)]: here all T."""
+        return np.broadcast_to(np.int64(self.block_size), len(self))
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         start = index * self.block_size

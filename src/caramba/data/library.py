@@ -72,11 +72,9 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._pieces is not None:
-            encoded = [self._pieces.encode(text) for text in texts]
-        else:
-            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-            encoded = [encoding.ids for encoding in found]
-        return [np.array([*ids, self.eos_id], dtype=np.int64) for ids in encoded]
+            return [self._pieces.encode(text, self.eos_id) for text in texts]
+        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array([*encoding.ids, self.eos_id], dtype=np.int64) for encoding in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         kept = [int(token) for token in ids]

@@ -1,4 +1,4 @@
-"""Windows of whole documents by best fit, with the document ids and positions that keep documents apart."""
+"""Windows whose documents stay apart: cut from the stream as it is, or packed with whole documents by best fit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from bisect import bisect_left, insort
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
+from caramba.data.corpus import Corpus
+from caramba.data.dataset import IGNORED, TokenDataset
 from caramba.data.stream import Tokens
 from caramba.errors import DataError
-
-IGNORED = -100  # the target of padding, which no loss counts
 
 
 def pack_best_fit(lengths: np.ndarray, block_size: int) -> list[list[tuple[int, int, int]]]:
@@ -61,8 +60,46 @@ def pack_best_fit(lengths: np.ndarray, block_size: int) -> list[list[tuple[int, 
     return windows
 
 
-class PackedDataset(Dataset[dict[str, torch.Tensor]]):
-    """Windows of `pack_best_fit`, each item with what attention and RoPE need to keep documents apart.
+class DocumentDataset(TokenDataset):
+    """`TokenDataset` whose windows keep the documents in them apart.
+
+    The first token of a document is not predicted from the last of the one before.
+
+    Args:
+        tokens: 1-D ids; every document ends with its end mark.
+        documents: first token of each document, as in a token folder's index.
+        block_size: T.
+
+    Shape: item: x, y and document ids, each int64 [T]. Ids number the documents of a window from 0; `y` is -100 at
+        the last token of a document.
+
+    Raises:
+        DataError: `documents` is not an increasing index into `tokens`.
+    """
+
+    def __init__(self, tokens: Tokens, documents: np.ndarray, block_size: int) -> None:
+        super().__init__(tokens, block_size)
+        self.starts = _checked(documents, tokens)
+
+    @property
+    def window_targets(self) -> np.ndarray:
+        ends = self.starts[1:] - 1  # where a first token would be predicted
+        lost = np.bincount(ends // self.block_size, minlength=len(self))[: len(self)]
+        return self.block_size - lost
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        x, y = super().__getitem__(index)
+        begin = index * self.block_size
+        lowest, highest = np.searchsorted(self.starts, (begin + 1, begin + self.block_size + 1))
+        firsts = self.starts[lowest:highest] - begin  # 1 to T: firsts that this window's targets reach
+        ids = np.zeros(self.block_size + 1, dtype=np.int64)
+        ids[firsts] = 1
+        y[torch.from_numpy(firsts - 1)] = IGNORED
+        return x, y, torch.from_numpy(ids[:-1].cumsum())
+
+
+class PackedDataset(TokenDataset):
+    """Windows of `pack_best_fit`, whose documents attention and positions keep apart.
 
     Args:
         tokens: 1-D ids; every document ends with its end mark.
@@ -70,43 +107,77 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         block_size: T.
         pad_id: the id of padding inputs, such as the end mark's.
 
-    Shape: `x`, `y`, `document_ids`, `positions`, each int64 [T]. `document_ids` numbers the runs of a window from 0,
-        -1 for padding; `positions` starts at 0 in every run; `y` is -100 for padding.
+    Shape: item: x, y and document ids, each int64 [T]. Ids number the runs of a window from 0, -1 is padding; `y` is
+        -100 for padding.
 
     Raises:
         DataError: `documents` is not an increasing index into `tokens`, or no document has two tokens.
     """
 
     def __init__(self, tokens: Tokens, documents: np.ndarray, block_size: int, pad_id: int) -> None:
-        starts = np.asarray(documents, dtype=np.int64)
-        lengths = np.diff(starts, append=tokens.size)
-        if starts.size == 0 or starts[0] != 0 or (lengths <= 0).any():
-            raise DataError(
-                f"{starts.size} documents over {tokens.size} tokens; expected first tokens that begin at 0 and"
-                " increase, as the document index of a token folder has them"
-            )
-        self.tokens, self.block_size, self.pad_id = tokens, block_size, pad_id
-        self.starts = starts
-        self.windows = pack_best_fit(lengths, block_size)
-        if not self.windows:
+        super().__init__(tokens, block_size)
+        starts = _checked(documents, tokens)
+        self.pad_id = pad_id
+        windows = pack_best_fit(np.diff(starts, append=tokens.size), block_size)
+        if not windows:
             raise DataError(f"{starts.size} documents of one token each hold nothing to predict")
+        runs = np.array([run for window in windows for run in window], dtype=np.int64)
+        self._firsts = starts[runs[:, 0]] + runs[:, 1]
+        self._counts = runs[:, 2]
+        self._ends = np.cumsum([len(window) for window in windows])
 
     def __len__(self) -> int:
-        return len(self.windows)
+        return self._ends.size
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+    @property
+    def window_targets(self) -> np.ndarray:
+        return np.diff(self._counts.cumsum()[self._ends - 1], prepend=0)
+
+    @property
+    def padding(self) -> float:
+        """Share of all positions that is padding."""
+        return 1.0 - float(self._counts.sum()) / (len(self) * self.block_size)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"window {index} of {len(self)}")
         x = np.full(self.block_size, self.pad_id, dtype=np.int64)
         y = np.full(self.block_size, IGNORED, dtype=np.int64)
-        document_ids = np.full(self.block_size, -1, dtype=np.int64)
-        positions = np.zeros(self.block_size, dtype=np.int64)
+        documents = np.full(self.block_size, -1, dtype=np.int64)
         place = 0
-        for number, (document, start, count) in enumerate(self.windows[index]):
-            first = int(self.starts[document]) + start
+        first_run = int(self._ends[index - 1]) if index else 0
+        for run in range(first_run, int(self._ends[index])):
+            first, count = int(self._firsts[run]), int(self._counts[run])
             ids = self.tokens[first : first + count + 1].astype(np.int64)
             here = slice(place, place + count)
             x[here], y[here] = ids[:-1], ids[1:]
-            document_ids[here] = number
-            positions[here] = np.arange(count)
+            documents[here] = run - first_run
             place += count
-        fields = {"x": x, "y": y, "document_ids": document_ids, "positions": positions}
-        return {name: torch.from_numpy(value) for name, value in fields.items()}
+        return torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(documents)
+
+
+def open_windows(corpus: Corpus, split: str, block_size: int) -> TokenDataset:
+    """Return the disjoint windows of the `train` or `val` split, packed as the corpus was asked for.
+
+    Raises:
+        DataError: the split does not hold one window.
+    """
+    side = ("train", "val").index(split)
+    tokens = (corpus.train, corpus.val)[side]
+    if corpus.documents is None:
+        return TokenDataset(tokens, block_size)
+    documents = corpus.documents[side]
+    if corpus.packing == "concat":
+        return DocumentDataset(tokens, documents, block_size)
+    assert corpus.tokenizer is not None  # only token folders have documents
+    return PackedDataset(tokens, documents, block_size, corpus.tokenizer.eos_id)
+
+
+def _checked(documents: np.ndarray, tokens: Tokens) -> np.ndarray:
+    starts = np.asarray(documents, dtype=np.int64)
+    if starts.size == 0 or starts[0] != 0 or (np.diff(starts, append=tokens.size) <= 0).any():
+        raise DataError(
+            f"{starts.size} documents over {tokens.size} tokens; expected first tokens that begin at 0 and"
+            " increase, as the document index of a token folder has them"
+        )
+    return starts

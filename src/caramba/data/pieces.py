@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 # Byte-level pre-tokenizers cut text by a pattern; these are the ones in wide use, as tokenizer.json spells them.
 GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 CL100K = (
@@ -15,6 +17,7 @@ CL100K = (
 )
 QWEN = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
 
+_IDS = np.dtype(np.uint32)
 _MOST_PIECES = 400_000  # about 100 MB of memory; text with more distinct pieces goes on without new ones
 
 
@@ -23,13 +26,15 @@ _OTHER = re.compile(r"[^\x00-\x7f]")
 _SAFE = re.compile(r"(?<=[!-~]) ")
 
 
-class _Memory(dict[str, tuple[int, ...]]):
+class _Memory(dict[str, bytes]):
+    """Ids of each piece as raw integers: joining bytes is several times quicker than chaining Python's integers."""
+
     def __init__(self, encode: Callable[[str], list[int]]) -> None:
         super().__init__()
         self._encode = encode
 
-    def __missing__(self, piece: str) -> tuple[int, ...]:
-        ids = tuple(self._encode(piece))  # tuples of integers cost the garbage collector nothing
+    def __missing__(self, piece: str) -> bytes:
+        ids = np.array(self._encode(piece), dtype=_IDS).tobytes()
         if len(self) < _MOST_PIECES and len(piece) <= 64:
             self[piece] = ids
         return ids
@@ -50,10 +55,12 @@ class PieceEncoder:
         self._find = pattern.findall
         self._memory = _Memory(encode)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`."""
+    def encode(self, text: str, end: int) -> np.ndarray:
+        """Return the ids of `text` and `end` after them, int64."""
         pieces = self._find(text) if text.isascii() else chain.from_iterable(self._mixed(text))
-        return list(chain.from_iterable(map(self._memory.__getitem__, pieces)))
+        last = np.array([end], dtype=_IDS).tobytes()
+        joined = b"".join(chain(map(self._memory.__getitem__, pieces), (last,)))
+        return np.frombuffer(joined, dtype=_IDS).astype(np.int64)
 
     def _mixed(self, text: str) -> Iterator[list[str]]:
         place = 0

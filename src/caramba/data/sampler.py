@@ -98,6 +98,23 @@ class WindowSampler(Sampler[list[int]]):
         self.start = self.position = int(state["position"])
 
 
+def count_targets(window_targets: np.ndarray, seed: int, start: int, samples: int) -> int:
+    """Count the targets in `samples` samples of the stream from `start` on, as `WindowSampler` yields them.
+
+    Args:
+        window_targets: targets that count in each window, int64 [n_windows].
+    """
+    n, end, total = len(window_targets), start + samples, 0
+    for epoch in range(start // n, -(-end // n)):
+        low, high = max(start - epoch * n, 0), min(end - epoch * n, n)
+        # A whole epoch needs no order, so a long run costs two permutations at most.
+        here = (
+            window_targets if high - low == n else window_targets[epoch_permutation(n, seed, epoch)[low:high]]
+        )
+        total += int(here.sum())
+    return total
+
+
 def epoch_permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the order of n windows in one epoch, int64 [n]: the argsort of n raw PCG64 draws seeded (seed, epoch).
 

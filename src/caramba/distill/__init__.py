@@ -1,28 +1,38 @@
 """Objectives, block schedule and teacher targets; nothing here knows Lightning."""
 
-from caramba.distill.blockwise import BlockwiseObjective, block_errors, relative_l1, tap_blocks
-from caramba.distill.objective import (
-    Backward,
-    Batch,
-    LanguageModelObjective,
-    Objective,
-    TeacherKLObjective,
-    cross_entropy,
-    teacher_kl,
-)
+from caramba.distill.block_loss import attention_kl, relative_l1
+from caramba.distill.block_targets import BlockTargets
+from caramba.distill.blockwise import BlockwiseObjective, block_errors
+from caramba.distill.language_model import LanguageModelObjective, TeacherLogitsObjective
+from caramba.distill.lora import Lora
+from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
+from caramba.distill.shard import BlockShard
+from caramba.distill.tap import replace_attention, tap_attention
+from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap, weights_hash
+from caramba.distill.vocabulary import TeacherRows, cross_entropy, teacher_kl, vocabulary_losses
 
 __all__ = [
     "Backward",
     "Batch",
     "BlockSchedule",
+    "BlockShard",
+    "BlockTargets",
     "BlockwiseObjective",
     "LanguageModelObjective",
+    "Lora",
     "Objective",
-    "TeacherKLObjective",
+    "TeacherCache",
+    "TeacherLogitsObjective",
+    "TeacherRows",
+    "attention_kl",
     "block_errors",
     "cross_entropy",
+    "refuse_over_cap",
     "relative_l1",
-    "tap_blocks",
+    "replace_attention",
+    "tap_attention",
     "teacher_kl",
+    "vocabulary_losses",
+    "weights_hash",
 ]

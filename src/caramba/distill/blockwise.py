@@ -1,92 +1,173 @@
-"""Concurrent blockwise distillation: one teacher pass trains every student attention on its own block.
+"""Blockwise distillation: one teacher pass trains every student attention on its own block.
 
-Each student attention gets the input that the teacher's attention of that block got, and is trained on what the teacher
-gave out. Its backward runs inside the teacher's forward and its graph is freed before the next block, so memory is that
-of one block, and the student's stack and head never run.
+Each student attention is trained on what the teacher's attention of that block gave out. Its backward runs inside the
+pass that feeds it and its graph is freed before the next block, so memory is that of one block. The teacher stops
+after the last block that trains; frozen blocks cost nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from caramba.distill.objective import Backward, Batch
-from caramba.layer import AttentionLayer
+from caramba.distill.block_loss import attention_kl, mean_abs, mean_l1
+from caramba.distill.block_targets import BlockTargets
+from caramba.distill.objective import Backward, Batch, Objective
+from caramba.distill.schedule import BlockSchedule
+from caramba.distill.shard import BlockShard
+from caramba.distill.tap import replace_attention
+from caramba.distill.teacher_cache import TeacherCache
+from caramba.layer import AttentionLayer, Documents
+from caramba.measure import documents_of
 from caramba.model import Model
 
 Pair = tuple[str, AttentionLayer, AttentionLayer]
-OnBlock = Callable[[str, AttentionLayer, Tensor, Tensor], None]
+BLOCK, RAW = "block", "l1"
 
 
-def relative_l1(predicted: Tensor, target: Tensor) -> Tensor:
-    """Scale-free L1: sum|o_s - o_t| / sum|o_t|, in fp32. Shape: both [B, T, M] -> []."""
-    predicted, target = predicted.float(), target.float()
-    return (predicted - target).abs().sum() / target.abs().sum().clamp_min(torch.finfo(torch.float32).tiny)
+@dataclass(frozen=True)
+class _Block:
+    """One application of a block: what the student and the teacher read, what the teacher gave, and documents."""
+
+    student_x: Tensor
+    teacher_x: Tensor
+    target: Tensor
+    documents: Tensor | None
+    apart: Documents | None
 
 
-@torch.no_grad()
-def tap_blocks(teacher: Model, pairs: Sequence[Pair], tokens: Tensor, on_block: OnBlock) -> None:
-    """Run the teacher without its head on tokens [B, T]; call on_block(name, student layer, input, output) per block.
+class BlockwiseObjective(Objective):
+    """Trains the attention layers of `model` on the teacher's blocks: sum|o_s - o_t| / sum|o_t| each, plus
+    `attention_weight` times KL(A_t || A_s) on `n_queries` sampled queries per sequence.
 
-    A teacher layer that runs several times (shared weights) calls once for each application.
+    `loss` is the mean over the blocks that train now, `block/NAME` each block's, `l1/NAME` its mean |o_s - o_t|.
+
+    Args:
+        schedule: which blocks train; None trains all, always.
+        on_student: blocks read the student's own hidden states (the drift phase) instead of the teacher's. The
+            student's stack then runs once, without gradients but in its attention layers.
+        cache: keeps the teacher's block inputs and outputs; None runs the teacher at every step.
+        shard: the blocks that this rank trains.
     """
 
-    def hook_of(name: str, student: AttentionLayer) -> Callable[..., None]:
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            on_block(name, student, inputs[0], output)
-
-        return hook
-
-    with ExitStack() as stack:
-        for name, source, target in pairs:
-            stack.callback(source.register_forward_hook(hook_of(name, target)).remove)
-        teacher.hidden(tokens)
-
-
-class BlockwiseObjective:
-    """Trains the attention layers of `model` on the teacher's blocks; `loss` is the mean over blocks."""
-
-    def __init__(self, model: Model, teacher: Model, pairs: Sequence[Pair]) -> None:
+    def __init__(
+        self,
+        model: Model,
+        teacher: Model,
+        pairs: Sequence[Pair],
+        *,
+        schedule: BlockSchedule | None = None,
+        on_student: bool = False,
+        attention_weight: float = 0.0,
+        n_queries: int = 64,
+        cache: TeacherCache | None = None,
+        shard: BlockShard | None = None,
+    ) -> None:
         self.model, self.teacher, self.pairs = model, teacher, tuple(pairs)
+        self.shard = shard or BlockShard([name for name, _, _ in pairs])
+        self.schedule, self.on_student = schedule, on_student
+        self.attention_weight, self.n_queries = attention_weight, n_queries
+        self.targets = BlockTargets(teacher, self.pairs, cache)
+        self._layers = {name: (source, target) for name, source, target in pairs}
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         return [
             (f"{name}.{key}", value)
             for name, _, layer in self.pairs
+            if name in self.shard.owned
             for key, value in layer.named_parameters()
         ]
 
-    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
-        def train(student: AttentionLayer, x: Tensor, target: Tensor) -> Tensor:
-            with torch.enable_grad():
-                loss = relative_l1(student(x), target)
-                backward(loss)
-            return loss.detach()
+    def clip_groups(self) -> list[list[nn.Parameter]]:
+        return [list(layer.parameters()) for name, _, layer in self.pairs if name in self.shard.owned]
 
-        return self._per_block(batch, train)
+    def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
+        return (step, steps) if self.schedule is None else self.schedule.span(step, steps)
+
+    def advance(self, losses: Mapping[str, Tensor]) -> None:
+        if self.schedule is None:
+            return
+        if self.schedule.needs_losses:  # reading losses waits for the device
+            self.schedule.advance({name: float(losses[f"{BLOCK}/{name}"]) for name in self.schedule.active()})
+        else:
+            self.schedule.advance()
+
+    @property
+    def is_done(self) -> bool:
+        return self.schedule is not None and self.schedule.is_done
+
+    def compilable(self) -> list[nn.Module]:
+        return [layer for _, source, target in self.pairs for layer in (source, target)]
+
+    def finish(self) -> None:
+        self.shard.gather({name: layer for name, _, layer in self.pairs})
+
+    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
+        names = self.shard.owned if self.schedule is None else self.schedule.active()
+        return self._losses(batch, [name for name in names if name in self.shard.owned], backward)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        return self._per_block(batch, lambda student, x, target: relative_l1(student(x), target))
+        return self._losses(batch, list(self.shard.owned), None)
 
-    def _per_block(
-        self, batch: Batch, loss_of: Callable[[AttentionLayer, Tensor, Tensor], Tensor]
-    ) -> dict[str, Tensor]:
-        losses: dict[str, list[Tensor]] = {}
+    def _losses(self, batch: Batch, names: Sequence[str], backward: Backward | None) -> dict[str, Tensor]:
+        found: dict[str, list[Tensor]] = {}
+        documents = documents_of(batch)
+        apart = None if documents is None else Documents.of(documents)
 
-        def on_block(name: str, student: AttentionLayer, x: Tensor, target: Tensor) -> None:
-            losses.setdefault(name, []).append(loss_of(student, x, target))
+        def train(name: str, student_x: Tensor, teacher_x: Tensor, target: Tensor) -> Tensor:
+            with torch.set_grad_enabled(backward is not None):
+                block = _Block(student_x.detach(), teacher_x, target, documents, apart)
+                output, losses = self._block(name, block)
+                if backward is not None:
+                    backward(losses[BLOCK])
+            for kind, loss in losses.items():
+                found.setdefault(f"{kind}/{name}", []).append(loss.detach())
+            return output.detach()
 
-        tap_blocks(self.teacher, self.pairs, batch[0], on_block)
-        blocks = {f"block/{name}": torch.stack(values).mean() for name, values in losses.items()}
-        return {"loss": torch.stack(list(blocks.values())).mean(), **blocks}
+        if self.on_student:
+            self._on_student(batch, names, train)
+        else:
+            self.targets.visit(batch, names, lambda name, x, target: train(name, x, x, target))
+        means = {key: torch.stack(values).mean() for key, values in found.items()}
+        blocks = [value for key, value in means.items() if key.startswith(f"{BLOCK}/")]
+        return {"loss": torch.stack(blocks).mean(), **means}
+
+    def _on_student(
+        self, batch: Batch, names: Sequence[str], train: Callable[[str, Tensor, Tensor, Tensor], Tensor]
+    ) -> None:
+        calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.targets.visit(
+            batch, names, lambda name, x, target: calls.setdefault(name, []).append((x, target))
+        )
+        students = [(name, self._layers[name][1]) for name in names]
+        replace_attention(
+            self.model,
+            students,
+            batch[0],
+            lambda name, _layer, x: train(name, x, *calls[name].pop(0)),
+            documents_of(batch),
+        )
+
+    def _block(self, name: str, block: _Block) -> tuple[Tensor, dict[str, Tensor]]:
+        source, student = self._layers[name]
+        output = student(block.student_x, block.apart)
+        raw = mean_l1(output, block.target, block.documents)
+        losses = {BLOCK: raw / mean_abs(block.target, block.documents), RAW: raw}
+        if self.attention_weight:
+            kl = attention_kl(source, student, block.teacher_x, block.student_x, self.n_queries, block.apart)
+            losses |= {BLOCK: losses[BLOCK] + self.attention_weight * kl, "attention_kl": kl}
+        return output, losses
 
 
 @torch.no_grad()
-def block_errors(teacher: Model, pairs: Sequence[Pair], tokens: Tensor) -> tuple[float, ...]:
+def block_errors(
+    teacher: Model, pairs: Sequence[Pair], tokens: Tensor, documents: Tensor | None = None
+) -> tuple[float, ...]:
     """Measure each block's relative L1 error on tokens [B, T], in the order of `pairs`."""
-    blocks = BlockwiseObjective(teacher, teacher, pairs).evaluate((tokens, tokens))
-    return tuple(float(blocks[f"block/{name}"]) for name, _, _ in pairs)
+    batch = (tokens, tokens) if documents is None else (tokens, tokens, documents)
+    blocks = BlockwiseObjective(teacher, teacher, pairs).evaluate(batch)
+    return tuple(float(blocks[f"{BLOCK}/{name}"]) for name, _, _ in pairs)

@@ -2,94 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from caramba.model import Model
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, ...]
+"""x and y [B, T] int64, y being IGNORED where nothing counts; then document ids [B, T] where documents are kept apart,
+and the samples' indices [B] where a phase keeps the teacher's outputs."""
 Backward = Callable[[Tensor], None]
 
 
-class Objective(Protocol):
+class Objective(ABC):
     """One step of training: call `backward` on one or more scalar losses, return detached scalars with a `loss`."""
 
     model: Model
 
+    @abstractmethod
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         """Return the named parameters of `model` that this objective trains."""
-        ...
 
+    @abstractmethod
     def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
-        """Run forward and backward on (x [B, T], y [B, T]) int64."""
-        ...
+        """Run forward and backward on x, y [B, T] int64."""
 
+    @abstractmethod
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        """Return the same scalars as `step` without gradients, in eval mode."""
-        ...
+        """Return the same scalars as `step` without gradients."""
 
+    def clip_groups(self) -> list[list[nn.Parameter]]:
+        """Return sets of parameters; each set's gradients are clipped by the norm of that set."""
+        return [[parameter for _, parameter in self.trainable()]]
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean next-token cross-entropy in nats, computed in fp32. Shape: logits [B, T, V], targets [B, T] -> []."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
+        """Return (step, steps) of the learning-rate schedule at optimiser step `step` of `steps`."""
+        return step, steps
 
+    def advance(self, losses: Mapping[str, Tensor]) -> None:  # noqa: B027 - most objectives keep no count
+        """Count one optimiser step that ended with the scalars `losses`."""
 
-def teacher_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student) in nats, mean over tokens, times temperature^2 (Hinton et al., 2015, arXiv:1503.02531).
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to train before the phase's last step."""
+        return False
 
-    Shape: both [B, T, V] -> []. Computed in fp32.
-    """
-    ours = F.log_softmax(student_logits.flatten(0, 1).float() / temperature, dim=-1)
-    theirs = F.log_softmax(teacher_logits.flatten(0, 1).float() / temperature, dim=-1)
-    return F.kl_div(ours, theirs, log_target=True, reduction="batchmean") * temperature**2
+    def compilable(self) -> list[nn.Module]:
+        """Return the modules whose forward torch.compile may replace while this objective trains."""
+        return []
 
-
-class LanguageModelObjective:
-    """Next-token cross-entropy of one model; trains all of its weights."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.model.named_parameters())
-
-    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
-        loss = cross_entropy(self.model(batch[0]), batch[1])
-        backward(loss)
-        return {"loss": loss.detach()}
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        return {"loss": cross_entropy(self.model(batch[0]), batch[1])}
-
-
-class TeacherKLObjective:
-    """KL of the student's next-token distribution to its teacher's; trains all of the student's weights."""
-
-    def __init__(self, model: Model, teacher: Model, temperature: float = 1.0) -> None:
-        self.model, self.teacher, self.temperature = model, teacher, temperature
-
-    def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        return list(self.model.named_parameters())
-
-    def _losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            targets = self.teacher(batch[0])
-        logits = self.model(batch[0])
-        loss = teacher_kl(logits, targets, self.temperature)
-        with torch.no_grad():
-            return loss, cross_entropy(logits, batch[1])
-
-    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
-        loss, ce = self._losses(batch)
-        backward(loss)
-        return {"loss": loss.detach(), "ce": ce}
-
-    @torch.no_grad()
-    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
-        loss, ce = self._losses(batch)
-        return {"loss": loss, "ce": ce}
+    def finish(self) -> None:  # noqa: B027 - most objectives have nothing to do
+        """Leave in `model` the plain weights that are saved. Called once, after the last step."""

@@ -10,6 +10,7 @@ from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
+from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, transplant_student, verify
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
@@ -47,6 +48,7 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     )
     append_event(folder, "group_started", group=group.name)
     session = Session.open(manifest, group, folder)
+    check_teacher_caches(session)
     failure: VerificationFailed | None = None
     try:
         trained = [item for item in group.runs if item.train is not None]
@@ -111,5 +113,5 @@ def collect(session: Session, run_dir: Path) -> RunResult:
         verdicts=tuple(verdict for record in records for verdict in record.verdicts),
         benchmarks=tuple(benchmarks),
         transplant=next((record.transplant for record in records if record.transplant), None),
-        labels=dict(session.labels),
+        labels={**session.labels, **session.data_labels()},
     )

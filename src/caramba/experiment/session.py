@@ -10,19 +10,29 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 
-from caramba.benchmark import Subjects, run_suite
+from caramba.benchmark import Subjects, check_accuracy, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
+from caramba.config.data import DataConfig
+from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.data import Corpus, TokenDataset, open_corpus
+from caramba.data import (
+    Corpus,
+    PackedDataset,
+    TokenDataset,
+    open_benchmark_text,
+    open_corpus,
+    open_windows,
+)
 from caramba.distill import Batch
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, DataError
 from caramba.experiment.ledger import Ledger
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import choose_device, is_main_process
+from caramba.verify import prepare
 
 
 @dataclass
@@ -38,6 +48,7 @@ class Session:
     teacher: Model | None = None
     student: Model | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    _windows: dict[tuple[str, int], TokenDataset] = field(default_factory=dict)
 
     @classmethod
     def open(cls, manifest: Manifest, group: GroupConfig, run_dir: Path) -> Session:
@@ -48,8 +59,11 @@ class Session:
         device = choose_device(manifest.device)
         reads_text = bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
         text = _open_text(manifest, group) if reads_text else None
+        if text is not None:
+            check_accuracy(group.benchmarks, text.tokenizer)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir))
         session._open_models()
+        session._check_questions()
         return session
 
     def _open_models(self) -> None:
@@ -69,6 +83,16 @@ class Session:
             self.student = self._load(model.checkpoint, "student", model, "model.checkpoint")
         elif self.teacher is None:
             self.student = build_model(model, seed=self.seed_of("student")).to(self.device)
+
+    def _check_questions(self) -> None:
+        """Refuse, before anything trains, cases of verify eval that could not be asked after it."""
+        specs: list[ModelSpec] = [self.manifest.model]
+        if self.teacher is not None:
+            specs.append(self.teacher.spec)
+        for run in self.group.runs:
+            for config in run.verify:
+                if isinstance(config, EvalVerifyConfig):
+                    prepare(config, self.corpus.tokenizer, specs)
 
     def trains(self, role: str) -> bool:
         """Return whether a run of this group trains the model of `role`; a control trains neither."""
@@ -110,6 +134,16 @@ class Session:
         if self.text is None:
             raise ConfigError(f"group {self.group.name!r} opens no data; give it runs or benchmarks")
         return self.text
+
+    def data_labels(self) -> dict[str, str]:
+        """Return what the group's text is: its name, fingerprint and tokenizer, and how documents become windows."""
+        if self.text is None:
+            return {}
+        labels = {"data": self.text.name, "data_fingerprint": self.text.fingerprint[:16]}
+        if self.text.tokenizer is not None:
+            labels["tokenizer"] = f"{self.text.tokenizer.name} ({self.text.tokenizer.hash[:8]})"
+        kept_apart = ", documents kept apart" if self.text.documents is not None else ""
+        return labels | {"packing": f"{self.text.packing}{kept_apart}"}
 
     @property
     def tokenizer_hash(self) -> str:
@@ -158,8 +192,16 @@ class Session:
         return [record.phase for record in self.ledger.records() if record.phase.trains != "none"]
 
     def windows(self, split: str, block_size: int) -> TokenDataset:
-        """Return the disjoint windows of `train` or `val`."""
-        return TokenDataset(self.corpus.train if split == "train" else self.corpus.val, block_size)
+        """Return the disjoint windows of `train` or `val`, made once: packing reads the whole document index."""
+        key = (split, block_size)
+        if key not in self._windows:
+            windows = self._windows[key] = open_windows(self.corpus, split, block_size)
+            if isinstance(windows, PackedDataset):
+                logger.info(
+                    f"{split} packed by best fit: {len(windows):,} windows of {block_size}, "
+                    f"{windows.padding:.2%} padding"
+                )
+        return self._windows[key]
 
     def training_windows(self, phase: PhaseConfig) -> TokenDataset | Subset[Batch]:
         """Return the windows that a phase trains on: all, or under debug=overfit those of the first batches."""
@@ -189,6 +231,8 @@ class Session:
             token_bytes=self.corpus.token_bytes,
             vocab_size=self.manifest.model.embedder.vocab_size,
             device=self.device,
+            tokenizer=self.corpus.tokenizer,
+            max_length=self._longest(),
         )
         results = run_suite(benchmarks, subjects)
         for result in results:
@@ -198,6 +242,14 @@ class Session:
                     family, name = key.rsplit(".", 1)[1], key.split(".")[1]
                     logger.benchmark_result(family, f"{name} {given}".rstrip(), metric.value, metric.unit)
         return results
+
+    def _longest(self) -> int:
+        """Return the longest sequence that the models can be asked to read: what learned positions allow, else what a
+        run trains on."""
+        models = [model.spec for model in (self.teacher, self.student) if model is not None]
+        learned = [spec.embedder.max_positions for spec in models if spec.embedder.max_positions is not None]
+        seen = [run.train.block_size for run in self.group.runs if run.train is not None]
+        return min(learned, default=max(seen, default=2048))
 
     def stage_row(self, row: str, model: Model) -> tuple[BenchmarkResult, ...]:
         """Measure the perplexity row that a stage adds to the tables, under the group's own perplexity benchmarks.
@@ -236,7 +288,29 @@ def _open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
     blocks = [run.train.block_size for run in group.runs if run.train] + [
         bench.config.block_size
         for bench in group.benchmarks
-        if isinstance(bench.config, PerplexityBenchmarkConfig)
+        if isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset
     ]
-    corpus.check(vocab_size=manifest.model.embedder.vocab_size, block_size=max(blocks, default=1))
+    vocab_size = manifest.model.embedder.vocab_size
+    corpus.check(vocab_size=vocab_size, block_size=max(blocks, default=1))
+    for bench in group.benchmarks:
+        if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset:
+            _check_dataset(bench.id, bench.config, group.data, corpus, vocab_size)
     return corpus
+
+
+def _check_dataset(
+    name: str, config: PerplexityBenchmarkConfig, data: DataConfig, corpus: Corpus, vocab_size: int
+) -> None:
+    """Refuse a benchmark's own data before anything is trained, not after."""
+    assert config.dataset is not None
+    try:
+        text = open_benchmark_text(config.dataset)
+        text.check(vocab_size, config.block_size, corpus.tokenizer)
+    except DataError as error:
+        raise DataError(f"benchmark {name!r}: dataset={config.dataset}: {error}") from None
+    trained_on = None if data.path is None else Path(data.path).expanduser()
+    if not text.is_held_out and trained_on is not None and text.path.samefile(trained_on):
+        raise DataError(
+            f"benchmark {name!r}: dataset={config.dataset} is what the run trains on, and it has no validation split; "
+            "leave dataset out to measure on the data that is held out of it"
+        )

@@ -5,29 +5,26 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from typing import Any
 
 import torch
-from torch import nn
 
 from caramba import upcycle
+from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.manifest import RunConfig
-from caramba.config.model import SurgeryConfig
+from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.distill import (
-    BlockSchedule,
-    BlockwiseObjective,
-    LanguageModelObjective,
-    Objective,
-    TeacherKLObjective,
-    block_errors,
-)
+from caramba.distill import BlockSchedule, BlockwiseObjective, block_errors
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
+from caramba.experiment.objectives import build_objective, frozen
 from caramba.experiment.session import Session
-from caramba.model import Model, build_model
+from caramba.measure import batches
+from caramba.model import build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
+from caramba.runs.files import home
 from caramba.runtime import is_main_process, plan
 from caramba.train import (
     BenchmarkArtifacts,
@@ -54,14 +51,21 @@ def transplant_student(session: Session) -> None:
     surgery = config.surgery or SurgeryConfig()
     logger.subheader(f"transplant: {surgery.method}")
     began = time.perf_counter()
-    teacher = session.model_of("teacher")
-    student = build_model(config, seed=session.seed_of("student")).to(session.device)
-    report = upcycle.transplant(teacher, student, surgery)
+    # Surgery computes in float64, which MPS does not have.
+    device = torch.device("cpu") if session.device.type == "mps" else session.device
+    teacher = session.model_of("teacher").to(device)
+    calibration = calibrate(session, surgery) if surgery.method in upcycle.CALIBRATED else None
+    spec: ModelSpec = config
+    if surgery.kv_budget_bytes is not None and calibration is not None:
+        spec = upcycle.fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
+    student = build_model(spec, seed=session.seed_of("student")).to(device)
+    report = upcycle.transplant(teacher, student, surgery, calibration)
+    teacher.to(session.device)
+    student.to(session.device)
     windows = session.windows("train", _error_block(session))
-    tokens = torch.stack([windows[index][0] for index in range(min(ERROR_WINDOWS, len(windows)))]).to(
-        session.device
-    )
-    errors = block_errors(teacher, upcycle.pair_attention(teacher, student), tokens)
+    batch = next(batches(windows, range(min(ERROR_WINDOWS, len(windows))), ERROR_WINDOWS))
+    x, _, *documents = (part.to(session.device) for part in batch)
+    errors = block_errors(teacher, upcycle.pair_attention(teacher, student), x, *documents)
     session.student = student.eval()
     session.save(student, TRANSPLANT, "student")
     rows = session.stage_row("student_transplant", student)
@@ -76,6 +80,32 @@ def transplant_student(session: Session) -> None:
         details={"mean_block_error": sum(errors) / len(errors)},
     )
     session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
+
+
+def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
+    """Measure the teacher on windows of the train split.
+
+    They are as long as those of the group's runs, else of its perplexity benchmarks, and at most 2048 tokens.
+    The evaluation split shares no position with it. Statistics are kept under CARAMBA_HOME.
+    """
+    blocks = [run.train.block_size for run in session.group.runs if run.train is not None]
+    blocks = blocks or [
+        bench.config.block_size
+        for bench in session.group.benchmarks
+        if isinstance(bench.config, PerplexityBenchmarkConfig)
+    ]
+    windows = session.windows(
+        "train", min(max(blocks, default=upcycle.LONGEST_WINDOW), upcycle.LONGEST_WINDOW)
+    )
+    chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
+    text = upcycle.CalibrationText(
+        torch.stack([windows[index][0] for index in chosen]),
+        torch.stack([windows[index][0] for index in held]),
+    )
+    logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
+    return upcycle.calibrate(
+        frozen(session.model_of("teacher")), text, cache=home() / "surgery", progress=logger.info
+    )
 
 
 def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
@@ -119,15 +149,17 @@ def hold(verdicts: tuple[Verdict, ...]) -> None:
         for item in verdict.checks:
             text = f"verify {verdict.type} {item.name}: {item.value:.4g}"
             if item.bound is not None:
-                (logger.success if item.passed else logger.warning)(f"{text} (at most {item.bound:.4g})")
+                side = "at least" if item.is_minimum else "at most"
+                (logger.success if item.passed else logger.warning)(f"{text} ({side} {item.bound:.4g})")
             elif "_layer" not in item.name:
                 logger.info(text)
         if verdict.fail_fast and not verdict.passed:
             failed = next(item for item in verdict.checks if not item.passed)
+            relation, other = ("is below", "lower") if failed.is_minimum else ("exceeds", "raise")
             raise VerificationFailed(
                 f"verify {verdict.type} after {verdict.run_id}: {failed.name}={failed.value:.4g} "
-                f"exceeds {failed.bound:.4g}; "
-                "train longer, raise the bound, or set fail_fast: false"
+                f"{relation} {failed.bound:.4g}; "
+                f"train longer, {other} the bound, or set fail_fast: false"
             )
 
 
@@ -136,17 +168,25 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
         model = copy.deepcopy(model)
-    decided = plan(phase, device=session.manifest.device, kernels=session.manifest.kernels, name=run.id)
+    decided = plan(
+        phase,
+        device=session.manifest.device,
+        kernels=session.manifest.kernels,
+        name=run.id,
+        d_model=model.spec.embedder.d_model,
+    )
+    phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))
-    objective = build_objective(session, phase, model.to(session.device))
+    objective = build_objective(session, phase, decided, model.to(session.device))
+    schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
     logger.subheader(
         f"{run.id}: {phase.phase} of the {'teacher (control)' if phase.control else phase.trains}, {phase.steps} steps"
     )
     verdicts: list[Verdict] = []
     rows: list[BenchmarkResult] = []
     callbacks = []
-    if isinstance(objective, BlockwiseObjective):
-        callbacks.append(BlockwiseDistillation(BlockSchedule()))
+    if schedule is not None:
+        callbacks.append(BlockwiseDistillation(schedule))
     if verifies:
         callbacks.append(Verification(lambda: verdicts.extend(verify(session, run))))
     if row := _row_name(session, run, phase):
@@ -171,15 +211,20 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
         callbacks=callbacks,
     )
     model.requires_grad_(True).eval().to(session.device)
+    if outcome.steps < phase.steps:
+        logger.info(
+            f"{run.id}: ended after {outcome.steps} of {phase.steps} steps: every block has converged"
+        )
     result = PhaseResult(
         id=run.id,
         phase=phase.phase,
         trains=role,
         steps=outcome.steps,
-        tokens=phase.tokens,
+        tokens=outcome.tokens,
         seconds=outcome.seconds,
         checkpoint=_relative(session, run.id),
         loss=outcome.loss,
+        details=_details(phase, schedule),
     )
     append_event(
         session.run_dir,
@@ -192,14 +237,10 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     return StageRecord(result, tuple(verdicts), tuple(rows))
 
 
-def build_objective(session: Session, phase: PhaseConfig, model: Model) -> Objective:
-    """Return what a phase minimises on `model`."""
-    if phase.phase == "blockwise":
-        teacher = frozen(session.model_of("teacher"))
-        return BlockwiseObjective(model, teacher, upcycle.pair_attention(teacher, model))
-    if phase.objective == "kl":
-        return TeacherKLObjective(model, frozen(session.model_of("teacher")), phase.temperature)
-    return LanguageModelObjective(model)
+def _details(phase: PhaseConfig, schedule: BlockSchedule | None) -> dict[str, Any]:
+    if schedule is None:
+        return {}
+    return {"steps_planned": phase.steps, "blocks": schedule.summary()}
 
 
 def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
@@ -207,14 +248,14 @@ def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
     session.move_to(session.device)  # Lightning leaves a trained model on the CPU
     teacher, student = session.model_of("teacher"), session.model_of("student")
     return check(
-        run.verify, teacher.eval(), student.eval(), session.windows, run_id=run.id, device=session.device
+        run.verify,
+        teacher.eval(),
+        student.eval(),
+        session.windows,
+        run_id=run.id,
+        device=session.device,
+        tokenizer=session.corpus.tokenizer,
     )
-
-
-def frozen(model: nn.Module) -> Model:
-    """Return the model in eval mode without gradients."""
-    assert isinstance(model, Model)
-    return model.eval().requires_grad_(False)
 
 
 def _row_name(session: Session, run: RunConfig, phase: PhaseConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""`caramba export RUN --format FORMAT --out DIR`."""
+"""`caramba export RUN --format FORMAT --out DIR [--dtype DTYPE]`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.export.precision import check_dtype
 from caramba.export.write import FORMATS, check_format, check_out, export_model
 from caramba.infer.opened import open_model
 
@@ -20,12 +21,14 @@ def export(argv: list[str]) -> int:
     """Run the command and return the exit status.
 
     Raises:
-        ConfigError: a missing or unknown argument, an unknown run, or a folder that is not empty.
+        ConfigError: a missing or unknown argument, an unknown run, a folder that is not empty, or weights that
+            `--dtype` cannot hold.
     """
     parser = _Parser(prog="caramba export", add_help=False, allow_abbrev=False)
     parser.add_argument("run")
     parser.add_argument("--format", default="hf")
     parser.add_argument("--out", required=True)
+    parser.add_argument("--dtype")
     parser.add_argument("--which", default="student", choices=("teacher", "student"))
     parser.add_argument("--force", action="store_true")
     parser.add_argument("--quiet", action="store_true")
@@ -34,9 +37,10 @@ def export(argv: list[str]) -> int:
     logger.quiet = words.quiet
     folder = Path(words.out)
     check_format(words.format)
+    dtype = None if words.dtype is None else check_dtype(words.dtype)
     check_out(folder.expanduser(), force=words.force)
     opened = open_model(words.run, role=words.which)
-    done = export_model(opened, folder, format=words.format, role=words.which, force=words.force)
+    done = export_model(opened, folder, format=words.format, role=words.which, force=words.force, dtype=dtype)
     for note in done.notes:
         logger.info(note)
     size = sum((done.folder / name).stat().st_size for name in done.files)

@@ -57,58 +57,87 @@ def build_node(config: View) -> nn.Module:
     return NODES[config.type](config)
 
 
+class Rows:
+    """Sequences of a batch that begin after equally much padding; `index` [b] is their places, None all of them."""
+
+    def __init__(self, padding: int, index: Tensor | None = None) -> None:
+        self.padding = padding
+        self.index = index
+        self.context: Context | None = None
+
+    def position(self) -> int:
+        """Return the columns of the batch that are cached, padding included."""
+        return 0 if self.context is None else self.padding + self.context.position
+
+
 class CarambaCache(Cache):
     """The key/value cache of one batch: exactly the streams that each attention layer stores, nothing else.
 
-    `max_tokens` allocates the buffers at once for that many; otherwise they grow with the sequence.
+    Sequences that padding on the left makes equally long are cached apart, by length and without their padding, so each
+    sees what it would see alone. `max_tokens` allocates the buffers at once for that many columns; otherwise they grow.
     """
 
     def __init__(self, max_tokens: int | None = None) -> None:
         super().__init__(layers=[])
         self.max_tokens = max_tokens
-        self.context: Context | None = None
+        self.rows: list[Rows] = []
 
-    def open(self, model: Model, batch_size: int, dtype: torch.dtype) -> Context:
-        """Return the context of a batch, made for it at its first forward."""
-        if self.context is None:
-            limit, is_static = self.max_tokens or UNBOUNDED_TOKENS, self.max_tokens is not None
-            self.context = model.new_context(batch_size, limit, KVCacheKind(KINDS[dtype]), static=is_static)
-        return self.context
+    def open(self, model: Model, rows: list[Rows], batch_size: int, dtype: torch.dtype) -> None:
+        """Make the contexts of a batch, at its first forward."""
+        for part in rows:
+            limit, is_static = (self.max_tokens or UNBOUNDED_TOKENS), self.max_tokens is not None
+            size = batch_size if part.index is None else len(part.index)
+            part.context = model.new_context(
+                size, limit - part.padding, KVCacheKind(KINDS[dtype]), static=is_static
+            )
+        self.rows = rows
+
+    @property
+    def contexts(self) -> list[Context]:
+        return [part.context for part in self.rows if part.context is not None]
 
     @property
     def is_compileable(self) -> bool:
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens that are cached per sequence."""
-        return 0 if self.context is None else self.context.position
+        """Return the columns of the batch that are cached, padding included."""
+        return self.rows[0].position() if self.rows else 0
 
     def get_max_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens that fit, -1 when there is no limit."""
+        """Return the columns that fit, -1 when there is no limit."""
         return self.max_tokens or -1
 
     def allocated_bytes(self) -> int:
         """Return the bytes of all buffers."""
-        return 0 if self.context is None else self.context.nbytes()
+        return sum(context.nbytes() for context in self.contexts)
 
     def used_bytes(self) -> int:
         """Return the bytes that the cached tokens take."""
-        return 0 if self.context is None else self.context.used_bytes()
+        return sum(context.used_bytes() for context in self.contexts)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Give each sequence the past of the one that it goes on from."""
-        if self.context is not None:
-            self.context.select(beam_idx)
+        """Give each sequence the past of the one that it goes on from, which is as long."""
+        beam_idx = beam_idx.long()
+        for part in self.rows:
+            chosen = beam_idx
+            if part.index is not None:
+                places = torch.full_like(beam_idx, -1)
+                places[part.index] = torch.arange(len(part.index), device=beam_idx.device)
+                chosen = places[beam_idx[part.index]]
+                if bool((chosen < 0).any()):
+                    raise ValueError("CarambaForCausalLM: a sequence goes on from one of another length")
+            if part.context is not None:
+                part.context.select(chosen)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is given as transformers does, negative."""
-        if self.context is not None:
-            self.context.truncate(self.context.position - abs(tokens_to_remove))
+        for context in self.contexts:
+            context.truncate(context.position - abs(tokens_to_remove))
 
     def reset(self) -> None:
-        """Forget everything."""
-        if self.context is not None:
-            self.context.truncate(0)
+        """Forget everything; the next batch may be padded differently."""
+        self.rows = []
 
 
 class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
@@ -155,8 +184,11 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
 
         `labels` [B, T] adds the mean loss of predicting each from what is before it, -100 excepted.
 
+        Prompts of different lengths are padded on the left, with their attention_mask: each is then scored and
+        continued as it would be alone. Logits at padding mean nothing.
+
         Raises:
-            ValueError: no tokens, padding on the left, or positions other than 0, 1, 2, … after the cached ones.
+            ValueError: no tokens, padding elsewhere, or positions other than 0, 1, 2, … of the tokens.
         """
         if input_ids is None or inputs_embeds is not None:
             raise ValueError("CarambaForCausalLM: takes input_ids, and not inputs_embeds")
@@ -165,38 +197,90 @@ class CarambaForCausalLM(PreTrainedModel, GenerationMixin):
         is_cached = past_key_values is not None or (
             use_cache and not torch.is_grad_enabled() and not self.training
         )
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if seen == 0:
-            self._check_places(attention_mask, position_ids, input_ids, is_cached)
-        if is_cached:
-            past_key_values = CarambaCache() if past_key_values is None else past_key_values
-            context = past_key_values.open(self.model, input_ids.shape[0], self.dtype)
-            hidden = self.model.hidden(input_ids, context)
+        if past_key_values is not None and past_key_values.get_seq_length() > 0:
+            rows, skip = past_key_values.rows, False
+            self._check_continuation(attention_mask, input_ids, rows)
         else:
-            hidden = self.model.hidden(input_ids)
+            rows, skip = self._rows(attention_mask, position_ids, input_ids, is_cached), True
+            if is_cached:
+                past_key_values = CarambaCache() if past_key_values is None else past_key_values
+                past_key_values.open(self.model, rows, input_ids.shape[0], self.dtype)
+        hidden = self._hidden(input_ids, rows, skip)
         logits = self.model.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+            targets = labels[:, 1:]
+            if attention_mask is not None and rows[0].index is not None:  # nothing is predicted from padding
+                targets = targets.masked_fill(attention_mask[:, :-1] == 0, -100)
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), targets.flatten())
         if return_dict is False:
             return tuple(item for item in (loss, logits, past_key_values) if item is not None)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)  # pyright: ignore[reportArgumentType]
 
-    def _check_places(
+    def _hidden(self, tokens: Tensor, rows: list[Rows], skip: bool) -> Tensor:
+        """Run each part of a batch without its padding. Shape: [B, T] to [B, T, M], zero at padding."""
+        if rows[0].index is None:
+            return self.model.hidden(tokens, rows[0].context)
+        out = None
+        for part in rows:
+            start = part.padding if skip else 0
+            found = self.model.hidden(tokens[part.index][:, start:], part.context)
+            if out is None:
+                out = found.new_zeros(*tokens.shape, found.shape[-1])
+            out[part.index, start:] = found
+        assert out is not None
+        return out
+
+    def _rows(
         self, mask: Tensor | None, positions: Tensor | None, tokens: Tensor, is_cached: bool
-    ) -> None:
-        if mask is not None and mask.shape == tokens.shape and not bool(mask.all()):
-            is_right = bool((mask.long().diff(dim=1) <= 0).all())
-            if is_cached or not is_right:
+    ) -> list[Rows]:
+        """Part a batch by the padding on its left."""
+        rows = [Rows(0)]
+        steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        is_token = torch.ones_like(tokens, dtype=torch.bool)
+        if mask is not None:
+            if mask.shape != tokens.shape:
                 raise ValueError(
-                    "CarambaForCausalLM: got padding that tokens would attend to; give prompts of one length, or one "
-                    "prompt at a time (without a cache, padding on the right is fine)"
+                    f"CarambaForCausalLM: attention_mask is {list(mask.shape)}, expected that of input_ids, "
+                    f"{list(tokens.shape)}"
                 )
+            is_token = mask != 0
+        if not bool(is_token.all()):
+            change = is_token.long().diff(dim=1)
+            is_left, is_right = bool((change >= 0).all()), bool((change <= 0).all())
+            if not bool(is_token.any(dim=1).all()):
+                raise ValueError("CarambaForCausalLM: a sequence of the batch is padding alone; leave it out")
+            if not is_left and (is_cached or not is_right):
+                raise ValueError(
+                    "CarambaForCausalLM: got padding that tokens would attend to; pad prompts on the left, with "
+                    "padding_side='left' of the tokenizer (without a cache, padding on the right is fine)"
+                )
+            if is_left:
+                padding = (~is_token).sum(dim=1)
+                steps = steps - padding[:, None]
+                sizes = padding.unique().tolist()
+                rows = [Rows(size, (padding == size).nonzero().flatten()) for size in sizes]
+        if positions is not None and not torch.equal(
+            positions.expand_as(tokens)[is_token], steps[is_token].to(positions.dtype)
+        ):
+            raise ValueError("CarambaForCausalLM: position_ids are 0, 1, 2, … of the tokens; leave them out")
+        return rows
+
+    def _check_continuation(self, mask: Tensor | None, tokens: Tensor, rows: list[Rows]) -> None:
+        """Refuse a mask that hides what is cached or what comes now."""
+        if mask is None:
             return
-        if positions is not None:
-            expected = torch.arange(tokens.shape[1], device=positions.device)
-            if not torch.equal(positions, expected.expand_as(positions)):
-                raise ValueError("CarambaForCausalLM: position_ids are 0, 1, 2, …; leave them out")
+        columns = rows[0].position() + tokens.shape[1]
+        padding = torch.zeros(tokens.shape[0], dtype=torch.long, device=mask.device)
+        for part in rows:
+            if part.index is not None:
+                padding[part.index] = part.padding
+        expected = torch.arange(columns, device=mask.device) >= padding[:, None]
+        if not torch.equal(mask != 0, expected):
+            raise ValueError(
+                "CarambaForCausalLM: attention_mask differs from that of the cached tokens, or hides new ones; give it "
+                "over cached and new tokens, or leave it out"
+            )
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

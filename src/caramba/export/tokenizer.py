@@ -18,7 +18,7 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, max_positions: int) -
     definition = (
         json.dumps(_byte_definition()) if isinstance(tokenizer, ByteTokenizer) else tokenizer.definition
     )
-    end = _end_mark(tokenizer, json.loads(definition))
+    end = _mark(tokenizer.eos_id, json.loads(definition))
     write_whole(folder / "tokenizer.json", definition)
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -28,15 +28,18 @@ def write_tokenizer(folder: Path, tokenizer: Tokenizer, *, max_positions: int) -
         "eos_token": end,
         "pad_token": end,
     }
+    start = _mark(tokenizer.bos_id, json.loads(definition)) if tokenizer.bos_id is not None else None
+    if start is not None:
+        config |= {"bos_token": start, "add_bos_token": tokenizer.adds_bos}
     write_json(folder / "tokenizer_config.json", config)
     return ["tokenizer.json", "tokenizer_config.json"]
 
 
-def _end_mark(tokenizer: Tokenizer, definition: dict[str, Any]) -> str:
+def _mark(index: int, definition: dict[str, Any]) -> str:
     added = {item["id"]: item["content"] for item in definition.get("added_tokens", [])}
-    if tokenizer.eos_id in added:
-        return added[tokenizer.eos_id]
-    return {index: token for token, index in definition["model"]["vocab"].items()}[tokenizer.eos_id]
+    if index in added:
+        return added[index]
+    return {number: token for token, number in definition["model"]["vocab"].items()}[index]
 
 
 def _byte_definition() -> dict[str, Any]:

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from caramba.checkpoint import save_tensors
 from caramba.checkpoint.formats import write_model_file
+from caramba.config.hf import is_hf_folder
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.export.llama import llama_config, llama_tensors, why_not_llama
+from caramba.export.precision import in_dtype
 from caramba.export.remote import remote_code, remote_config, remote_tensors
 from caramba.export.tokenizer import write_tokenizer
 from caramba.infer.opened import OpenedModel
@@ -74,12 +77,22 @@ def check_out(folder: Path, *, force: bool) -> None:
 
 
 def export_model(
-    opened: OpenedModel, folder: Path, *, format: str, role: str, force: bool = False
+    opened: OpenedModel,
+    folder: Path,
+    *,
+    format: str,
+    role: str,
+    force: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Exported:
     """Write a model into `folder`, which appears complete or not at all.
 
+    Args:
+        dtype: of the weights that are written; None keeps that of the model in memory.
+
     Raises:
-        ConfigError: an unknown format, or a folder that is not empty without `force`.
+        ConfigError: an unknown format, a folder that is not empty without `force`, or a weight that `dtype` cannot
+            hold.
     """
     check_format(format)
     folder = folder.expanduser().absolute()
@@ -90,7 +103,9 @@ def export_model(
     ) as temporary:
         part = Path(temporary)
         architecture, notes = (
-            _write_hf(opened, part, role) if format == "hf" else _write_own(opened, part, format, role)
+            _write_hf(opened, part, role, dtype)
+            if format == "hf"
+            else _write_own(opened, part, format, role, dtype)
         )
         files = tuple(sorted(file.name for file in part.iterdir()))
         folder.mkdir(exist_ok=True)
@@ -99,14 +114,14 @@ def export_model(
     return Exported(folder, files, architecture, tuple(notes))
 
 
-def _write_hf(opened: OpenedModel, part: Path, role: str) -> tuple[str, list[str]]:
+def _write_hf(opened: OpenedModel, part: Path, role: str, dtype: torch.dtype | None) -> tuple[str, list[str]]:
     model = opened.model
     reason = why_not_llama(model.spec)
     eos_id = opened.tokenizer.eos_id if opened.tokenizer is not None else None
     facts: dict[str, Any] = {
         "max_positions": opened.max_positions,
         "eos_id": eos_id,
-        "dtype": _dtype(model.state_dict()),
+        "dtype": str(dtype or _dtype(model.state_dict())).removeprefix("torch."),
     }
     notes: list[str] = []
     if reason is None:
@@ -117,14 +132,17 @@ def _write_hf(opened: OpenedModel, part: Path, role: str) -> tuple[str, list[str
         for name, text in remote_code(model.spec).items():
             write_whole(part / name, text)
     config["caramba"] = {"role": role, "name": model.spec.name, "labels": opened.labels}
-    save_tensors(part / "model.safetensors", tensors, {"format": "pt"})
+    if reason is not None:  # what transformers reads beside it holds derived widths too
+        config["caramba"]["spec"] = spec_of(model.spec).model_dump(mode="json")
+    config["torch_dtype"] = config["dtype"]  # the name of the key before transformers 5
+    save_tensors(part / "model.safetensors", in_dtype(tensors, dtype), {"format": "pt"})
     _write_companions(opened, part, config, notes)
     write_json(part / "config.json", config)
     return config["architectures"][0], notes
 
 
 def _write_companions(opened: OpenedModel, part: Path, config: dict[str, Any], notes: list[str]) -> None:
-    source = opened.path if opened.path.is_dir() else None
+    source = opened.path if is_hf_folder(opened.path) else None
     if source is not None:
         for name in _COMPANIONS:
             if (source / name).is_file():
@@ -141,7 +159,9 @@ def _write_companions(opened: OpenedModel, part: Path, config: dict[str, Any], n
         notes.append("no tokenizer: the data does not say which one made its tokens")
 
 
-def _write_own(opened: OpenedModel, part: Path, format: str, role: str) -> tuple[str, list[str]]:
+def _write_own(
+    opened: OpenedModel, part: Path, format: str, role: str, dtype: torch.dtype | None
+) -> tuple[str, list[str]]:
     spec = spec_of(opened.model.spec)
     metadata = {
         "format": "caramba-1",
@@ -153,13 +173,11 @@ def _write_own(opened: OpenedModel, part: Path, format: str, role: str) -> tuple
     }
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in opened.model.state_dict().items()}
     target = {"safetensors": part / "model.safetensors", "ckpt": part / "model.ckpt", "dcp": part}[format]
-    write_model_file(target, tensors, metadata)
+    write_model_file(target, in_dtype(tensors, dtype), metadata)
     if format != "dcp":
         write_json(part / "spec.json", spec.model_dump(mode="json"))
     return "caramba", []
 
 
-def _dtype(state: dict[str, Tensor]) -> str:
-    return str(next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())).removeprefix(
-        "torch."
-    )
+def _dtype(state: dict[str, Tensor]) -> torch.dtype:
+    return next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,18 +10,24 @@ from typing import Literal
 import torch
 
 from caramba.checkpoint import read_metadata
+from caramba.checkpoint.formats import is_dcp
+from caramba.config.hf import is_hf_folder, read_hf_config
 from caramba.config.manifest import Manifest
-from caramba.data import Tokenizer, open_corpus
-from caramba.errors import CheckpointError, ConfigError
+from caramba.data import Tokenizer, load_tokenizer, open_corpus
+from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model import Model, find_checkpoint, load_pretrained
-from caramba.runs import read_manifest, resolve_run
+from caramba.model.pretrained import EXPORTED
+from caramba.runs import MANIFEST, read_manifest, resolve_run
 
 Role = Literal["teacher", "student"]
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A trained model in eval mode and where it came from; of a bare weights file there is no run and no tokenizer."""
+    """A trained model in eval mode and where it came from.
+
+    Of a file or folder of weights there is no run; `context` is then the longest sequence that its config.json states.
+    """
 
     model: Model
     path: Path
@@ -28,32 +35,56 @@ class OpenedModel:
     run_dir: Path | None = None
     manifest: Manifest | None = None
     tokenizer: Tokenizer | None = None
+    context: int | None = None
 
     @property
     def max_positions(self) -> int:
         """Longest sequence that the model is known for: what learned positions allow, else what it trained on."""
-        learned = self.model.spec.embedder.max_positions
-        if learned is not None:
-            return learned
+        stated = self.model.spec.embedder.max_positions or self.context
+        if stated is not None:
+            return stated
         groups = self.manifest.selected_groups() if self.manifest is not None else ()
         seen = [run.train.block_size for group in groups for run in group.runs if run.train is not None]
         return max(seen, default=2048)
 
 
 def open_model(
-    text: str, *, role: Role = "student", device: torch.device | str = "cpu", with_tokenizer: bool = True
+    text: str,
+    *,
+    role: Role = "student",
+    device: torch.device | str = "cpu",
+    with_tokenizer: bool = True,
+    tokenizer: str | None = None,
 ) -> OpenedModel:
-    """Load the model of `role` from a run (a directory, a name, or `latest`) or from a weights file.
+    """Load the model of `role` from a run (a directory, a name, or `latest`), a weights file, an export, or a Hugging
+    Face folder.
+
+    Args:
+        with_tokenizer: whether to open the tokenizer: that of the run's data, or of the folder where it has one.
+        tokenizer: another that takes its place: `byte`, a folder, or a file.
 
     Raises:
         ConfigError: no such run.
         CheckpointError: nothing there holds weights of that role.
-        DataError: the run's data, which holds its tokenizer, cannot be opened.
+        DataError: the run's data, which holds its tokenizer, cannot be opened, or the tokenizer does not fit.
     """
+    opened = _open(text, role, device, with_tokenizer and tokenizer is None)
+    if tokenizer is None:
+        return opened
+    chosen, entries = load_tokenizer(tokenizer), opened.model.spec.embedder.vocab_size
+    if chosen.vocab_size > entries:
+        raise DataError(
+            f"--tokenizer {tokenizer}: has {chosen.vocab_size} entries, the model of {opened.path} {entries}; name the "
+            "tokenizer that it was trained with"
+        )
+    return dataclasses.replace(opened, tokenizer=chosen)
+
+
+def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: bool) -> OpenedModel:
     path = Path(text).expanduser()
-    if path.is_file() and path.name != "manifest.json":
-        model, labels = load_pretrained(path, device=device, where="RUN")
-        return OpenedModel(model, path, labels)
+    is_weights = path.is_file() and path.name != MANIFEST
+    if is_weights or (path.is_dir() and not (path / MANIFEST).is_file() and _holds_model(path)):
+        return _open_weights(find_checkpoint(path, role=role), device, with_tokenizer)
     run_dir = resolve_run(text)
     manifest = read_manifest(run_dir)
     group = manifest.selected_groups()[-1]
@@ -69,6 +100,19 @@ def open_model(
     return OpenedModel(model, weights, labels, run_dir, manifest, tokenizer)
 
 
+def _holds_model(folder: Path) -> bool:
+    return is_hf_folder(folder) or is_dcp(folder) or any((folder / name).is_file() for name in EXPORTED)
+
+
+def _open_weights(place: Path, device: torch.device | str, with_tokenizer: bool) -> OpenedModel:
+    model, labels = load_pretrained(place, device=device, where="RUN")
+    if not is_hf_folder(place):
+        return OpenedModel(model, place, labels)
+    tokenizer = load_tokenizer(place) if with_tokenizer and (place / "tokenizer.json").is_file() else None
+    context = read_hf_config(place).get("max_position_embeddings")
+    return OpenedModel(model, place, labels, tokenizer=tokenizer, context=context)
+
+
 def need_tokenizer(opened: OpenedModel, what: str) -> Tokenizer:
     """Return the tokenizer.
 
@@ -78,7 +122,7 @@ def need_tokenizer(opened: OpenedModel, what: str) -> Tokenizer:
     if opened.tokenizer is None:
         raise ConfigError(
             f"{what}: {opened.path} comes without a tokenizer (a bare token file or weights file does not name one); "
-            "use a run whose data is a token folder or stdlib"
+            "use a run whose data is a token folder or stdlib, or a folder with tokenizer.json"
         )
     return opened.tokenizer
 

@@ -25,12 +25,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "resume": ("RUN", "go on with an interrupted run (a run directory, runs/NAME, or latest)"),
     "export": (
-        "RUN --out DIR [--format hf|safetensors|ckpt|dcp] [--which teacher|student] [--force]",
+        "RUN --out DIR [--format hf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] [--which teacher|student] "
+        "[--force]",
         "write a trained model for other programs; hf loads with transformers",
     ),
     "eval": (
-        "RUN --tasks A,B [--limit N] [--include-path DIR] [--which teacher|student]",
-        "evaluate a trained model on tasks of lm-evaluation-harness",
+        "RUN|DIR --tasks A,B [--limit N] [--num-fewshot N] [--include-path DIR] [--which teacher|student] "
+        "[--tokenizer PATH] [--out FILE]",
+        "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness",
     ),
     "doctor": ("", "check this machine: packages, devices, memory, folders"),
     "prepare": (

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from caramba.checkpoint.folder import weight_files
 from caramba.checkpoint.hub import HUB_ID, hub_cache, hub_folder
+from caramba.config.benchmark import AccuracyBenchmarkConfig
 from caramba.config.crosscheck import cross_check
+from caramba.config.extras import need_harness
 from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.errors import CheckpointError, ConfigError
@@ -52,6 +54,23 @@ def check_weights(manifest: Manifest) -> Manifest:
     checked = manifest.model_copy(update={"model": model.model_copy(update=update)})
     cross_check(checked)
     return checked
+
+
+def check_extras(manifest: Manifest) -> None:
+    """Check that what a manifest's accuracy benchmarks need beside the model is here: the extra, and their folders.
+
+    Raises:
+        ConfigError: naming the benchmark, and the extra or the folder.
+    """
+    for group in manifest.selected_groups():
+        for bench in group.benchmarks:
+            if isinstance(bench.config, AccuracyBenchmarkConfig):
+                where, folder = f"benchmarks.{bench.id} (accuracy)", bench.config.include_path
+                need_harness(where)
+                if folder is not None and not Path(folder).is_dir():
+                    raise ConfigError(
+                        f"{where}: include_path={folder} is not a folder; name one with task YAML files"
+                    )
 
 
 def _describes_itself(file: Path) -> bool:

@@ -11,7 +11,7 @@ from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
-from caramba.launch.preflight import check_weights
+from caramba.launch.preflight import check_extras, check_weights
 from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run, unfinished_run
 
 MISTAKE = 2
@@ -29,6 +29,7 @@ def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Fr
     manifest = check_weights(frozen.manifest)
     frozen.check_vocabulary()
     frozen.refuse_unbuilt()
+    check_extras(manifest)
     return manifest, frozen
 
 

@@ -1,6 +1,7 @@
 """Layers: one torch module per file, each built from its config and called as layer(x, ctx=None)."""
 
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.documents import Documents
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
 from caramba.layer.layer_norm import LayerNormLayer
@@ -15,6 +16,7 @@ __all__ = [
     "AttentionLayer",
     "CausalScore",
     "DecoupledProjection",
+    "Documents",
     "DropoutLayer",
     "LatentProjection",
     "LayerNormLayer",

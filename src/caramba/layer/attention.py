@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from caramba.cache import Context
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.errors import ConfigError
+from caramba.layer.documents import Documents
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
 from caramba.layer.score import CausalScore, Null
@@ -39,7 +40,8 @@ class AttentionLayer(nn.Module):
     `score`.
 
     With a context the layer's streams join its cache and the queries see every token cached so far; the first
-    token's position is `ctx.position`. Without one the sequence starts at position 0.
+    token's position is `ctx.position`. Without one the sequence starts at position 0. `Documents` in its place keep
+    the documents of a row apart: each is attended to as if it were alone.
 
     `null_attn` adds one learned key and value per key/value head, `null_k` [K*Dqk] and `null_v` [K*Dv]. Every
     query sees them beside its tokens: before the first token, outside any window, and in each chunk of a decode.
@@ -77,11 +79,15 @@ class AttentionLayer(nn.Module):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
-        q, streams = self.projection(x, 0 if ctx is None else ctx.position)
-        if ctx is not None:
-            streams = ctx.next_cache().append(streams)
-        heads = self.projection.attend(q, streams, self.score, self._null())
+    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
+        if isinstance(ctx, Documents):
+            q, streams = self.projection(x, ctx.positions)
+        else:
+            q, streams = self.projection(x, 0 if ctx is None else ctx.position)
+            if ctx is not None:
+                streams = ctx.next_cache().append(streams)
+        first = ctx.first if isinstance(ctx, Documents) else None
+        heads = self.projection.attend(q, streams, self.score, self._null(), first)
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def _null(self) -> Null:

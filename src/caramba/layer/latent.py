@@ -81,7 +81,7 @@ class LatentProjection(GatedProjection):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, offset: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
         q, c, k_geo = split_heads(self.q(x), self.dims.n_heads), self.c(x), split_heads(self.k_geo(x), 1)
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         if self.rope is not None:
@@ -91,17 +91,24 @@ class LatentProjection(GatedProjection):
         return q, {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
 
     def attend(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, null: Null = None
+        self,
+        q: Tensor,
+        streams: Mapping[str, Tensor],
+        score: CausalScore,
+        null: Null = None,
+        first: Tensor | None = None,
     ) -> Tensor:
         """Return what each head reads, [B, H, T, D], in the form that takes fewer FLOPs."""
         n_queries, n_keys = q.shape[2], streams["c"].shape[2]
         if score.window is not None:
             n_keys = min(n_keys, score.window + n_queries - 1)
         if expands(n_queries, n_keys, self.dims.v, self.query_dim):
-            return self.attend_expanded(q, streams, score)
-        return self.attend_absorbed(q, streams, score)
+            return self.attend_expanded(q, streams, score, first)
+        return self.attend_absorbed(q, streams, score, first)
 
-    def attend_expanded(self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore) -> Tensor:
+    def attend_expanded(
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, first: Tensor | None = None
+    ) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
         n_keys = streams["c"].shape[2]
         if score.window is not None:
@@ -113,9 +120,11 @@ class LatentProjection(GatedProjection):
             rows = {"c": self.null_c.expand(1, 1, 1, -1), "k_geo": self.null_geo.expand(1, 1, 1, -1)}
             null_k, null_v = self.keys_values(rows)
             null = null_k.flatten(), null_v.flatten()
-        return score(q, k, v, null)
+        return score(q, k, v, null, first)
 
-    def attend_absorbed(self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore) -> Tensor:
+    def attend_absorbed(
+        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, first: Tensor | None = None
+    ) -> Tensor:
         """Attend with queries [q_h A_h, q_geo] to the one key [c, k_geo] and the one value c.
 
         A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
@@ -132,7 +141,7 @@ class LatentProjection(GatedProjection):
         key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
         key = key.to(q.dtype)
         value = key if has_one_width else key[..., : self.dims.v]
-        read = score(torch.cat((mapped, q_geo), dim=-1), key, value, null)
+        read = score(torch.cat((mapped, q_geo), dim=-1), key, value, null, first)
         return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

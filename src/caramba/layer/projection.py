@@ -30,7 +30,7 @@ class Projection(nn.Module):
 
     A projection is a callable (x [B, T, M], offset) -> (q [B, H, T, Dq], streams): q carries every scale and
     gate, applied in fp32 before the cast, so that the score op's own scale is 1; streams are the tensors to
-    cache, by name, keys after RoPE. `offset` is the position of the first token.
+    cache, by name, keys after RoPE. `offset` is the position of the first token, or of every token, [B, T].
     """
 
     rope: RotaryEmbedding | None
@@ -53,10 +53,15 @@ class Projection(nn.Module):
         raise NotImplementedError
 
     def attend(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, null: Null = None
+        self,
+        q: Tensor,
+        streams: Mapping[str, Tensor],
+        score: CausalScore,
+        null: Null = None,
+        first: Tensor | None = None,
     ) -> Tensor:
-        """Return what each head reads from all tokens stored, [B, H, T, value_dim]."""
-        return score(q, *self.keys_values(streams), null)
+        """Return what each head reads from all tokens stored, [B, H, T, value_dim]; `first` as in the score op."""
+        return score(q, *self.keys_values(streams), null, first)
 
     def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
@@ -84,7 +89,7 @@ class StandardProjection(Projection):
             RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
         )
 
-    def forward(self, x: Tensor, offset: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
         q = self.q_norm(split_heads(self.q(x), self.dims.n_heads))
         k = self.k_norm(split_heads(self.k(x), self.dims.n_kv_heads))
         v = split_heads(self.v(x), self.dims.n_kv_heads)
@@ -166,7 +171,7 @@ class DecoupledProjection(GatedProjection):
             RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
         )
 
-    def forward(self, x: Tensor, offset: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
         sem = self.q_sem(x)
         q_sem = self.q_sem_norm(split_heads(sem, heads))
@@ -178,7 +183,7 @@ class DecoupledProjection(GatedProjection):
             cos, sin = self.rope(offset, x.shape[1], x.device)
             k_geo = rotate(k_geo, cos, sin)
             repeats = heads // kv_heads
-            q_geo = rotate(q_geo, cos.repeat_interleave(repeats, 0), sin.repeat_interleave(repeats, 0))
+            q_geo = rotate(q_geo, cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3))
         if self.rope_sem is not None:
             cos, sin = self.rope_sem(offset, x.shape[1], x.device)
             q_sem, k_sem = rotate(q_sem, cos, sin), rotate(k_sem, cos, sin)

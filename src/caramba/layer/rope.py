@@ -70,7 +70,8 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate pair p, made of features p and p + D/2, by its angle: the rotate-half convention.
 
-    Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2]; returns [B, N, T, D] in at least float32.
+    Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2] or [B, N or 1, T, D/2]; returns [B, N, T, D] in at least
+    float32.
     """
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (2, -1))
     turned = torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), dim=-2)
@@ -93,7 +94,8 @@ class RotaryEmbedding(nn.Module):
     the original length run in one forward, and a forward that goes on from a cache past it is refused.
 
     Raises:
-        ConfigError: a `dynamic` forward that starts behind cached tokens and ends beyond the original length.
+        ConfigError: a `dynamic` forward that starts behind cached tokens, or holds several documents, and is longer
+        than the original length.
 
     Reference: Emozilla, 2023 (dynamic NTK), as in transformers.
     """
@@ -115,17 +117,32 @@ class RotaryEmbedding(nn.Module):
         frequencies = rope_frequencies(width, base, scaling).expand(n_groups, -1).clone()
         self.register_buffer("inv_freq", frequencies, persistent=explicit)
 
-    def forward(self, offset: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2]
-        float32."""
-        positions = torch.arange(offset, offset + n_tokens, dtype=torch.float32, device=device)
+    def forward(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2] float32.
+
+        An `offset` [B, T] gives every token's own position, and cos and sin of [B, G, T, D/2].
+        """
         frequencies = self.inv_freq.to(device)
-        if self.dynamic is not None and offset + n_tokens > self.dynamic.original_max_position_embeddings:
-            frequencies = frequencies * self._stretch(self.dynamic, offset, n_tokens, device)
-        angles = positions[:, None] * frequencies[:, None, :]
+        if isinstance(offset, Tensor):
+            self._refuse_documents(n_tokens)
+            angles = offset.to(torch.float32)[:, None, :, None] * frequencies[:, None, :]
+        else:
+            positions = torch.arange(offset, offset + n_tokens, dtype=torch.float32, device=device)
+            if self.dynamic is not None and offset + n_tokens > self.dynamic.original_max_position_embeddings:
+                frequencies = frequencies * self._stretch(self.dynamic, offset, n_tokens, device)
+            angles = positions[:, None] * frequencies[:, None, :]
         if self.attention_factor == 1.0:
             return angles.cos(), angles.sin()
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+    def _refuse_documents(self, n_tokens: int) -> None:
+        if self.dynamic is None or n_tokens <= self.dynamic.original_max_position_embeddings:
+            return
+        raise ConfigError(
+            f"rope_scaling: type=dynamic: rows of {n_tokens} tokens with documents kept apart exceed "
+            f"original_max_position_embeddings={self.dynamic.original_max_position_embeddings}, and each document "
+            "would need frequencies of its own; use a block_size within it, or type: yarn"
+        )
 
     def _stretch(
         self, scaling: RopeScalingConfig, offset: int, n_tokens: int, device: torch.device

@@ -24,7 +24,8 @@ class CausalScore(nn.Module):
 
     Shape: q [B, H, T, Dqk], k [B, K, S, Dqk], v [B, K, S, Dv], returns [B, H, T, Dv] in q's dtype; k and v
     may come in another dtype, that of a cache. `null`, when given, is a key [K*Dqk] and a value [K*Dv] that
-    belong to no position: every query sees them, whatever its window.
+    belong to no position: every query sees them, whatever its window. `first`, when given, is the first key that
+    each query may see, int64 [B, T] (see `Documents`), and then S = T.
     """
 
     def __init__(self, window: int | None = None, dropout: float = 0.0, q_chunk: int | None = None) -> None:
@@ -33,43 +34,53 @@ class CausalScore(nn.Module):
         self.dropout = dropout
         self.q_chunk = q_chunk
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, null: Null = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, null: Null = None, first: Tensor | None = None
+    ) -> Tensor:
         n_queries, n_keys = q.shape[2], k.shape[2]
-        if self.q_chunk is None or n_queries <= self.q_chunk:
-            return self._chunk(q, k, v, null)
+        size = self.q_chunk
+        if size is None or n_queries <= size:
+            return self._chunk(q, k, v, null, first)
         before = n_keys - n_queries
-        ends = [min(start + self.q_chunk, n_queries) for start in range(0, n_queries, self.q_chunk)]
-        chunks = zip(q.split(self.q_chunk, dim=2), ends, strict=True)
-        return torch.cat(
-            [self._chunk(x, k[:, :, : before + end], v[:, :, : before + end], null) for x, end in chunks],
-            dim=2,
-        )
+        outputs = []
+        for start in range(0, n_queries, size):
+            end = min(start + size, n_queries)
+            lowest = None if first is None else first[:, start:end]
+            seen = before + end
+            outputs.append(self._chunk(q[:, :, start:end], k[:, :, :seen], v[:, :, :seen], null, lowest))
+        return torch.cat(outputs, dim=2)
 
-    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, null: Null) -> Tensor:
+    def _chunk(self, q: Tensor, k: Tensor, v: Tensor, null: Null, first: Tensor | None) -> Tensor:
         n_queries, n_keys = q.shape[2], k.shape[2]
         if self.window is not None and n_keys > self.window + n_queries - 1:
             # Keys that even the first query no longer sees.
-            n_keys = self.window + n_queries - 1
+            left_out = n_keys - (self.window + n_queries - 1)
+            n_keys -= left_out
             k, v = k[:, :, -n_keys:], v[:, :, -n_keys:]
+            first = None if first is None else first - left_out
         k, v = k.to(q.dtype), v.to(q.dtype)
         if null is not None:
             k, v = _prepend(null[0], k), _prepend(null[1], v)
         dropout = self.dropout if self.training else 0.0
-        if n_queries == 1:
+        if n_queries == 1 and first is None:
             return _attend_single(q, k, v, dropout)
-        return _attend(q, k, v, self._mask(n_queries, n_keys, null is not None, q.device), dropout)
+        return _attend(q, k, v, self._mask(n_queries, n_keys, null is not None, first, q.device), dropout)
 
-    def _mask(self, n_queries: int, n_keys: int, has_null: bool, device: torch.device) -> Tensor | None:
+    def _mask(
+        self, n_queries: int, n_keys: int, has_null: bool, first: Tensor | None, device: torch.device
+    ) -> Tensor | None:
         """Return which keys each query sees, [T, S], or None where plain causality says it all.
 
-        The null key stands first: [T, 1 + S].
+        With `first` it is [B, 1, T, S]. The null key stands first: [..., 1 + S].
         """
         window = n_keys if self.window is None else self.window
-        if n_queries == n_keys and window >= n_keys and not has_null:
+        if n_queries == n_keys and window >= n_keys and not has_null and first is None:
             return None
         last = torch.arange(n_keys - n_queries, n_keys, device=device)[:, None]
         keys = torch.arange(n_keys, device=device)
         mask = (keys <= last) & (keys > last - window)
+        if first is not None:
+            mask = (mask & (keys >= first[:, :, None]))[:, None]
         return F.pad(mask, (1, 0), value=True) if has_null else mask
 
     def extra_repr(self) -> str:

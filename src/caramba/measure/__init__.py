@@ -1,6 +1,23 @@
 """What several stages count in one way."""
 
 from caramba.measure.allocation import AllocationMeter
-from caramba.measure.nll import WindowedNLL, Windows, batches, spread_windows, windowed_nll
+from caramba.measure.nll import (
+    WindowedNLL,
+    Windows,
+    batches,
+    documents_of,
+    samples_of,
+    spread_windows,
+    windowed_nll,
+)
 
-__all__ = ["AllocationMeter", "WindowedNLL", "Windows", "batches", "spread_windows", "windowed_nll"]
+__all__ = [
+    "AllocationMeter",
+    "WindowedNLL",
+    "Windows",
+    "batches",
+    "documents_of",
+    "samples_of",
+    "spread_windows",
+    "windowed_nll",
+]

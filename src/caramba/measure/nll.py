@@ -11,20 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from caramba.data import IGNORED
 from caramba.errors import DataError
 
 
 class Windows(Protocol):
-    """Disjoint windows of tokens: item i is (x [T], y [T]) int64, y shifted by one."""
+    """Disjoint windows of tokens: item i is (x [T], y [T]) int64, y shifted by one and -100 where nothing counts.
+
+    Where documents are kept apart it has their ids [T] too, -1 for padding.
+    """
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> tuple[Tensor, Tensor]: ...
+    def __getitem__(self, index: int, /) -> tuple[Tensor, ...]: ...
 
 
 @dataclass(frozen=True)
 class WindowedNLL:
-    """NLL in nats of `tokens` distinct targets, and each window's mean, from which the standard error follows."""
+    """NLL in nats of `tokens` distinct targets, and each window's mean, from which the standard error follows.
+
+    Only targets that count are in it: neither padding nor the first token of a document after another.
+    """
 
     total: float
     tokens: int
@@ -54,11 +61,21 @@ def spread_windows(available: int, wanted: int) -> list[int]:
     return [index * available // count for index in range(count)] if count else []
 
 
-def batches(dataset: Windows, indices: Sequence[int], size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (x, y) of shape [b, T], b <= size, for the given windows in order."""
+def batches(dataset: Windows, indices: Sequence[int], size: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yield what the windows hold, (x, y) or (x, y, document ids) of shape [b, T], b <= size, in order."""
     for start in range(0, len(indices), size):
         items = [dataset[index] for index in indices[start : start + size]]
-        yield torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+        yield tuple(torch.stack(parts) for parts in zip(*items, strict=True))
+
+
+def documents_of(batch: Sequence[Tensor]) -> Tensor | None:
+    """Return the document ids [B, T] of a batch, -1 for padding; None when its documents are not kept apart."""
+    return next((part for part in batch[2:] if part.dim() == 2), None)
+
+
+def samples_of(batch: Sequence[Tensor]) -> Tensor | None:
+    """Return the samples' indices [B] of a batch that carries them."""
+    return next((part for part in batch[2:] if part.dim() == 1), None)
 
 
 @torch.inference_mode()
@@ -72,7 +89,7 @@ def windowed_nll(
 ) -> WindowedNLL:
     """Measure the NLL of `model` on up to `windows` disjoint windows of `dataset`, spread over all of it.
 
-    Shape: each item is (x [T], y [T]) int64, y shifted by one. Losses are summed in float64.
+    Shape: items as in `Windows`. Losses are summed in float64.
 
     Raises:
         DataError: the dataset has no window.
@@ -86,15 +103,18 @@ def windowed_nll(
     model.eval()
     means: list[float] = []
     total, tokens = 0.0, 0
-    for x, y in batches(dataset, indices, batch_size):
-        logits = model(x.to(device)).float()
+    for batch in batches(dataset, indices, batch_size):
+        x, y, *_ = (part.to(device) for part in batch)
+        documents = documents_of(batch)
+        logits = model(x) if documents is None else model(x, documents=documents.to(device))
         losses = (
-            F.cross_entropy(logits.flatten(0, 1), y.to(device).flatten(), reduction="none")
+            F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none", ignore_index=IGNORED)
             .view(y.shape)
             .double()
         )
-        means += losses.mean(dim=1).tolist()
+        counts = (y != IGNORED).sum(dim=1)
+        means += (losses.sum(dim=1) / counts)[counts > 0].tolist()
         total += losses.sum().item()
-        tokens += y.numel()
+        tokens += int(counts.sum())
     model.train(was_training)
     return WindowedNLL(total, tokens, tuple(means))

@@ -20,8 +20,8 @@ class Embedder(nn.Module):
         self.token = nn.Embedding(config.vocab_size, config.d_model)
         self.position = nn.Embedding(config.max_positions, config.d_model) if config.max_positions else None
 
-    def forward(self, tokens: Tensor, offset: int = 0) -> Tensor:
-        """Embed tokens whose first position is `offset`.
+    def forward(self, tokens: Tensor, offset: int | Tensor = 0) -> Tensor:
+        """Embed tokens whose first position is `offset`, or whose positions are `offset` [B, T].
 
         Raises:
             ConfigError: a position at or above max_positions.
@@ -29,10 +29,12 @@ class Embedder(nn.Module):
         features = self.token(tokens)
         if self.position is None:
             return features
-        end = offset + tokens.shape[1]
+        end = tokens.shape[1] if isinstance(offset, Tensor) else offset + tokens.shape[1]
         if end > self.position.num_embeddings:
             raise ConfigError(
                 f"embedder: the sequence reaches {end} tokens, max_positions={self.position.num_embeddings}; "
                 "use shorter sequences or a larger max_positions"
             )
+        if isinstance(offset, Tensor):
+            return features + self.position(offset)
         return features + self.position(torch.arange(offset, end, device=tokens.device))

@@ -9,6 +9,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.documents import Documents
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
 from caramba.topology.base import attention_applications
@@ -22,6 +23,10 @@ class Model(nn.Module):
     the sequences that `ctx` holds and adds them to it: the logits equal those of one forward over everything,
     in whatever chunks the tokens come.
 
+    `documents` [B, T] int64 keeps the documents of packed rows apart: neighbours with equal ids are of one document,
+    attention stays inside it, and its positions count from 0. Each document's logits equal those of a forward over it
+    alone.
+
     Shape: tokens [B, T] int64 to logits [B, T, V].
     """
 
@@ -32,22 +37,31 @@ class Model(nn.Module):
         self.topology = build_node(spec.topology)
         self.head = build_head(spec)
 
-    def forward(self, tokens: Tensor, ctx: Context | None = None) -> Tensor:
-        return self.logits(self.hidden(tokens, ctx))
+    def forward(self, tokens: Tensor, ctx: Context | None = None, documents: Tensor | None = None) -> Tensor:
+        return self.logits(self.hidden(tokens, ctx, documents))
 
-    def hidden(self, tokens: Tensor, ctx: Context | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, ctx: Context | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the topology's output, what the head reads.
 
         Shape: tokens [B, T] int64 to [B, T, M].
 
         Raises:
-            ConfigError: tokens that are not [B, T] with T above 0, or a context made for another model or
-            batch.
+            ConfigError: tokens that are not [B, T] with T above 0, a context made for another model or batch, or
+            documents of another shape or beside a context.
         """
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ConfigError(
                 f"model: tokens have shape {tuple(tokens.shape)}, expected [B, T] with T at least 1"
             )
+        if documents is not None:
+            if ctx is not None or documents.shape != tokens.shape:
+                raise ConfigError(
+                    f"model: documents have shape {tuple(documents.shape)} beside tokens {tuple(tokens.shape)}"
+                    f"{'' if ctx is None else ' and a context'}; expected the shape of the tokens and no context: a "
+                    "cache holds one document per row"
+                )
+            apart = Documents.of(documents)
+            return self.topology(self.embedder(tokens, apart.positions), apart)
         if ctx is None:
             return self.topology(self.embedder(tokens))
         ctx.begin()

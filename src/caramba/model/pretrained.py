@@ -9,14 +9,16 @@ import torch
 
 from caramba.checkpoint import load_into, read_metadata, save_tensors, stored_tensors, stream_into
 from caramba.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
-from caramba.config.hf import is_hf_folder
+from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_folder
 from caramba.config.model import ModelSpec
 from caramba.errors import CheckpointError, DataError
 from caramba.model.build import build_model
 from caramba.model.hf_folder import load_hf_folder, loaded_folder
 from caramba.model.model import Model
+from caramba.model.remote_folder import load_remote_folder
 from caramba.runs import MANIFEST
 
+EXPORTED = ("model.safetensors", "model.ckpt")  # in a folder of `caramba export --format safetensors|ckpt`
 SPEC_KEYS = ("type", "name", "embedder", "topology", "head")
 
 
@@ -62,7 +64,12 @@ def load_pretrained(
         DataError: the weights were trained on text of another tokenizer than `tokenizer_hash`.
     """
     if path.is_dir() and not is_dcp(path):
-        return load_hf_folder(path, expected=expected, device=device, where=where), {}
+        config = read_hf_config(path)
+        labels = config.get("caramba", {}).get("labels", {})
+        if not is_remote(config):
+            return load_hf_folder(path, expected=expected, device=device, where=where), labels
+        _check_shape(spec_of_folder(path), expected, path, where)
+        return load_remote_folder(path, device=device, where=where), labels
     metadata = read_model_metadata(path)
     if "spec" not in metadata:
         raise CheckpointError(
@@ -70,11 +77,7 @@ def load_pretrained(
             "or the Hugging Face folder that it lies in, with its config.json"
         )
     spec = ModelSpec.model_validate(json.loads(metadata["spec"]))
-    if expected is not None and _shape(spec) != _shape(expected):
-        raise CheckpointError(
-            f"{where}: {path} holds another network than the manifest describes; "
-            "remove the manifest's description of it, or name the checkpoint that belongs to it"
-        )
+    _check_shape(spec, expected, path, where)
     trained_on = metadata.get("tokenizer_hash", "")
     if trained_on and tokenizer_hash and trained_on != tokenizer_hash:
         raise DataError(
@@ -91,7 +94,7 @@ def load_pretrained(
 
 
 def find_checkpoint(place: Path, *, role: str) -> Path:
-    """Return the weights of `role` in a run directory, or the file or Hugging Face folder itself.
+    """Return the weights of `role` in a run directory, or the file, export or Hugging Face folder itself.
 
     Of a run: its last phase of that role, else the folder that its model of that role was read from, else the last
     phase, else any folder that it read.
@@ -101,6 +104,10 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
     """
     if place.is_file() or is_dcp(place) or (is_hf_folder(place) and not (place / MANIFEST).is_file()):
         return place
+    if not (place / MANIFEST).is_file():
+        own = next((place / name for name in EXPORTED if (place / name).is_file()), None)
+        if own is not None:
+            return own
     saved = [*place.glob("checkpoints/*.safetensors"), *place.glob("groups/*/checkpoints/*.safetensors")]
     files = sorted(saved, key=lambda file: file.stat().st_mtime)
     files = [file for file in files if read_metadata(file).get("role") != "control"]
@@ -113,6 +120,14 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
             "or a Hugging Face folder"
         )
     return found
+
+
+def _check_shape(spec: ModelSpec, expected: ModelSpec | None, path: Path, where: str) -> None:
+    if expected is not None and _shape(spec) != _shape(expected):
+        raise CheckpointError(
+            f"{where}: {path} holds another network than the manifest describes; "
+            "remove the manifest's description of it, or name the checkpoint that belongs to it"
+        )
 
 
 def _shape(spec: ModelSpec) -> dict[str, object]:

@@ -1,6 +1,7 @@
-"""Optimisers and learning-rate schedules."""
+"""Optimisers, learning-rate schedules and averages of weights."""
 
 from caramba.optim.adamw import build_optimizer
+from caramba.optim.average import WeightAverage
 from caramba.optim.schedule import learning_rate
 
-__all__ = ["build_optimizer", "learning_rate"]
+__all__ = ["WeightAverage", "build_optimizer", "learning_rate"]

@@ -15,6 +15,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfi
 
     Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101.
     """
+    assert phase.lr != "auto", "lr is settled for the model's width before a phase starts"
     decayed: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for name, parameter in named:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from caramba.config.train import PhaseConfig
+from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, PhaseConfig
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
 from caramba.runtime.device import choose_device, device_facts
@@ -35,12 +35,15 @@ class RuntimePlan:
     decisions: dict[str, Decision]
 
     def value(self, name: str) -> Any:
-        """Return the chosen value of `device`, `dtype`, `threads`, `compile_model`, `batch_size` or `kernels`."""
+        """Return the chosen value of a decision: `device`, `dtype`, `precision`, `lr`, `threads`, `compile_model`, …"""
         return self.decisions[name].value
 
 
-def plan(phase: PhaseConfig, *, device: str, kernels: str, name: str) -> RuntimePlan:
-    """Decide how a phase runs here. Nothing is measured yet: every decision says what fixed it."""
+def plan(
+    phase: PhaseConfig, *, device: str, kernels: str, name: str, d_model: int = AUTO_LR_WIDTH
+) -> RuntimePlan:
+    """Decide how a phase of a model of width `d_model` runs here. Nothing is measured yet: every decision says what
+    fixed it."""
     chosen = choose_device(phase.device or device)
     facts = device_facts(chosen)
     asked = phase.device or device
@@ -49,12 +52,13 @@ def plan(phase: PhaseConfig, *, device: str, kernels: str, name: str) -> Runtime
             chosen.type,
             "the manifest" if asked != "auto" else "auto: the first of cuda, mps, cpu that is here",
         ),
-        "dtype": Decision(
-            "float32",
+        "lr": Decision(
+            phase.learning_rate_at(d_model),
             "the manifest"
-            if phase.dtype != "auto"
-            else "auto: fp32 until precision is planned by measurement",
+            if phase.lr != "auto"
+            else f"auto: {AUTO_LR[phase.phase][0]:g} times ({AUTO_LR_WIDTH}/{d_model})^{AUTO_LR[phase.phase][1]:g}",
         ),
+        **_precision(phase, chosen),
         "threads": Decision(facts["threads"], "torch's default; frozen in the run, since sums depend on it"),
         "batch_size": Decision(phase.batch_size, "the manifest"),
         "compile_model": Decision(phase.compile_model, "the manifest"),
@@ -64,6 +68,36 @@ def plan(phase: PhaseConfig, *, device: str, kernels: str, name: str) -> Runtime
     }
     key = json.dumps([facts, phase.model_dump(mode="json")], sort_keys=True, default=str)
     return RuntimePlan(name, hashlib.sha256(key.encode()).hexdigest(), facts, decisions)
+
+
+def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:
+    """Return `dtype`, what matrix products are computed in, and Lightning's name of the `precision`.
+
+    Weights, gradients and optimiser state are float32 either way. Nothing is measured: bfloat16 has float32's range,
+    so it needs no loss scaling, and tensor cores compute it several times faster.
+    """
+    is_amp, reason = _uses_bfloat16(phase, device)
+    return {
+        "dtype": Decision("bfloat16" if is_amp else "float32", reason),
+        "precision": Decision(
+            "bf16-mixed" if is_amp else "32-true",
+            "autocast over float32 weights; a frozen teacher is held in bfloat16"
+            if is_amp
+            else "all in float32",
+        ),
+    }
+
+
+def _uses_bfloat16(phase: PhaseConfig, device: torch.device) -> tuple[bool, str]:
+    if isinstance(phase.use_amp, bool):
+        return bool(phase.use_amp), f"the manifest: use_amp={str(phase.use_amp).lower()}"
+    if phase.dtype != "auto":
+        return phase.dtype == "bfloat16", f"the manifest: dtype={phase.dtype}"
+    if device.type != "cuda":
+        return False, f"auto: float32 on {device.type}, where bfloat16 is not faster everywhere"
+    if not torch.cuda.is_bf16_supported(including_emulation=False):
+        return False, "auto: this GPU has no bfloat16"
+    return True, "auto: bfloat16 on a GPU that has it"
 
 
 def apply_threads(run_plan: Path) -> None:

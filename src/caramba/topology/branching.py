@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context
+from caramba.layer.documents import Documents
 from caramba.topology.base import Topology
 
 
@@ -15,5 +16,5 @@ class BranchingTopology(Topology):
     Shape: [..., M] to [..., M_1 + ... + M_N].
     """
 
-    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
         return torch.cat([layer(x, ctx) for layer in self.layers], dim=-1)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from caramba.cache import Context
 from caramba.config.topology import CyclicTopologyConfig
+from caramba.layer.documents import Documents
 from caramba.topology.base import Topology
 
 
@@ -21,7 +22,7 @@ class CyclicTopology(Topology):
         super().__init__(config)
         self.passes = config.n_cycles
 
-    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
         for _ in range(self.passes):
             x = self.run(x, ctx)
         return x

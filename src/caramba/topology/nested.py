@@ -6,6 +6,7 @@ from torch import Tensor
 
 from caramba.cache import Context
 from caramba.config.topology import NestedTopologyConfig
+from caramba.layer.documents import Documents
 from caramba.topology.base import Topology
 from caramba.topology.build import build_nodes
 
@@ -23,5 +24,5 @@ class NestedTopology(Topology):
         for _ in range(config.repeat - 1):
             self.layers.extend(build_nodes(config.layers))
 
-    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
         return self.run(x, ctx)

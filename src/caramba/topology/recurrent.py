@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caramba.cache import Context
 from caramba.config.topology import RecurrentTopologyConfig
+from caramba.layer.documents import Documents
 from caramba.topology.base import Topology
 
 
@@ -22,7 +23,7 @@ class RecurrentTopology(Topology):
         super().__init__(config)
         self.passes = config.steps
 
-    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
         state = torch.zeros_like(x)
         for _ in range(self.passes):
             state = self.run(state + x, ctx)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from caramba.cache import Context
+from caramba.layer.documents import Documents
 from caramba.topology.base import Topology
 
 
@@ -16,5 +17,5 @@ class ResidualTopology(Topology):
     Reference: He et al., 2015, arXiv:1512.03385.
     """
 
-    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
         return x + self.run(x, ctx)

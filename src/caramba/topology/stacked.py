@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from caramba.cache import Context
+from caramba.layer.documents import Documents
 from caramba.topology.base import Topology
 
 
@@ -14,5 +15,5 @@ class StackedTopology(Topology):
     Shape: whatever the nodes make of [B, T, M].
     """
 
-    def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
         return self.run(x, ctx)

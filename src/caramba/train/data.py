@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch.utils.data import DataLoader, Subset
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, WindowSampler
@@ -14,10 +16,25 @@ from caramba.runtime import get_rank, get_world_size
 VALIDATION_WINDOWS = 64
 
 
+class IndexedWindows(Dataset[tuple[Tensor | int, ...]]):
+    """Windows with their own index as the last item, by which a teacher's outputs are kept."""
+
+    def __init__(self, windows: TokenDataset | Subset[Batch]) -> None:
+        self.windows = windows
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor | int, ...]:
+        return *self.windows[index], index
+
+
 def train_loader(
     dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, *, seed: int, start: int, pin: bool
 ) -> DataLoader:
     """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
+
+    With `cache_teacher_outputs` a batch also holds the samples' indices [batch_size].
 
     Raises:
         DataError: the dataset has no window of `block_size` tokens.
@@ -31,7 +48,16 @@ def train_loader(
     sampler = WindowSampler(
         len(dataset), phase.batch_size, seed=seed, start=start, rank=get_rank(), world_size=get_world_size()
     )
-    return DataLoader(dataset, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
+    windows = IndexedWindows(dataset) if phase.cache_teacher_outputs else dataset
+    return DataLoader(windows, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
+
+
+def targets_per_window(dataset: TokenDataset | Subset[Batch]) -> np.ndarray:
+    """Return how many targets count in each window, int64 [n_windows]: padding does not."""
+    if isinstance(dataset, Subset):
+        assert isinstance(dataset.dataset, TokenDataset)
+        return dataset.dataset.window_targets[np.asarray(dataset.indices)]
+    return dataset.window_targets
 
 
 def validation_loader(dataset: TokenDataset, phase: PhaseConfig) -> DataLoader:

@@ -12,16 +12,18 @@ from torchmetrics import MeanMetric
 from torchmetrics.aggregation import RunningMean
 
 from caramba.config.train import PhaseConfig
+from caramba.data import IGNORED
 from caramba.distill import Batch, Objective
 from caramba.errors import CarambaError
-from caramba.optim import build_optimizer, learning_rate
+from caramba.optim import WeightAverage, build_optimizer, learning_rate
 
 
 class CarambaModule(pl.LightningModule):
     """One phase of training. Optimisation is manual, because a blockwise step runs one backward per block.
 
     Only the trained model is a submodule: a teacher is neither saved nor moved nor seen by the optimiser. Gradients of
-    `gradient_accumulation_steps` micro-batches are averaged, clipped by their global norm, then stepped.
+    `gradient_accumulation_steps` micro-batches are averaged, clipped by the norm of each of the objective's groups,
+    then stepped. `has_converged` ends the phase before its last step.
     """
 
     def __init__(self, objective: Objective, phase: PhaseConfig, *, log_every: int = 10) -> None:
@@ -32,6 +34,7 @@ class CarambaModule(pl.LightningModule):
         self.phase = phase
         self.log_every = log_every
         self.micro_steps = 0
+        self.average: WeightAverage | None = None
         self.train_loss = RunningMean(window=50, nan_strategy="disable")
         self.val_loss = MeanMetric(nan_strategy="disable")
 
@@ -40,7 +43,14 @@ class CarambaModule(pl.LightningModule):
         chosen = {id(parameter) for _, parameter in trained}
         for parameter in self.model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
+        if self.phase.ema_decay is not None:
+            self.average = WeightAverage(trained, self.phase.ema_decay)
         return build_optimizer(trained, self.phase)
+
+    @property
+    def has_converged(self) -> bool:
+        """Whether the objective has nothing left to train, before the last step."""
+        return self.objective.is_done
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         losses = self.objective.step(batch, self._backward)
@@ -49,6 +59,7 @@ class CarambaModule(pl.LightningModule):
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
             losses["grad_norm"] = self._step()
+            self.objective.advance(losses)
         return losses
 
     def _backward(self, loss: Tensor) -> None:
@@ -57,18 +68,27 @@ class CarambaModule(pl.LightningModule):
     def _step(self) -> Tensor:
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
-        rate = learning_rate(self.phase, self.global_step)
+        rate = learning_rate(self.phase, *self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        limit = self.phase.max_grad_norm
-        norm = torch.nn.utils.clip_grad_norm_(parameters, float("inf") if limit is None else limit)
+        limit = float("inf") if self.phase.max_grad_norm is None else self.phase.max_grad_norm
+        groups = self.objective.clip_groups()
+        norms = [torch.nn.utils.clip_grad_norm_(parameters, limit) for parameters in groups]
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return norm
+        if self.average is not None:
+            self.average.update()
+        return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+    def finish(self) -> None:
+        """Turn the trained weights into those that are saved: their average if one is kept, merged and gathered."""
+        if self.average is not None:
+            self.average.copy_to_weights()
+        self.objective.finish()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=batch[0].shape[0])
+        counted = (batch[1] != IGNORED).sum()
+        self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=counted)
 
     def on_validation_epoch_end(self) -> None:
         self.record({"val_loss": float(self.val_loss.compute())})
@@ -88,7 +108,7 @@ class CarambaModule(pl.LightningModule):
             if not bool(torch.isfinite(parameter).all()):
                 raise CarambaError(
                     f"{self.phase.phase}: {name} is not finite at step {self.global_step}: training has diverged; "
-                    f"lower lr (now {self.phase.lr:g}), lengthen warmup_steps, or lower max_grad_norm"
+                    f"lower lr (now {self.phase.lr}), lengthen warmup_steps, or lower max_grad_norm"
                 )
 
     def record(self, values: dict[str, float]) -> None:
@@ -105,9 +125,19 @@ class CarambaModule(pl.LightningModule):
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state_all()
         checkpoint["rng"] = state
+        if self.average is not None:
+            checkpoint["average"] = self.average.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng: dict[str, Any] | None = checkpoint["rng"]
+        self._average_state: dict[str, Any] | None = checkpoint.get("average")
+
+    def on_train_start(self) -> None:
+        state, self._average_state = getattr(self, "_average_state", None), None
+        if (
+            state is not None and self.average is not None
+        ):  # made by configure_optimizers, after the state was read
+            self.average.load_state_dict(state)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         rng, self._rng = getattr(self, "_rng", None), None

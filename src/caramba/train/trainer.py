@@ -17,21 +17,25 @@ from torch.utils.data import Subset
 from caramba.checkpoint import load_training_state
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
-from caramba.data import TokenDataset
+from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
 from caramba.runtime import RuntimePlan
-from caramba.train.callbacks import Checkpointing, RuntimePlanning, ThroughputProgress
+from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
 from caramba.train.checkpoint_io import WholeCheckpointIO
-from caramba.train.data import train_loader, validation_loader
+from caramba.train.data import targets_per_window, train_loader, validation_loader
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 
 
 @dataclass(frozen=True)
 class FitOutcome:
-    """What a phase's training ended with; `resumed_from` is the step at which this process took over."""
+    """What a phase's training ended with; `resumed_from` is the step at which this process took over.
+
+    `tokens` are the targets that were trained on, padding left out.
+    """
 
     steps: int
+    tokens: int
     seconds: float
     loss: float
     resumed_from: int
@@ -58,7 +62,7 @@ def fit(
     save_final: Callable[[], None],
     callbacks: Sequence[Callback] = (),
 ) -> FitOutcome:
-    """Train `objective` for `phase.steps` optimiser steps, from the last saved state if there is one.
+    """Train `objective` for `phase.steps` optimiser steps or until it has converged, from the last saved state if any.
 
     Args:
         save_final: writes the phase's final weights; called as soon as the last step is done.
@@ -72,18 +76,20 @@ def fit(
     module = CarambaModule(objective, phase)
     position = _saved_step(state)
     per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
+    targets = targets_per_window(data.train)
+    tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
     trainer = pl.Trainer(
         accelerator=plan.value("device"),
         devices=1,
+        precision=plan.value("precision"),
         max_steps=phase.steps,
         max_epochs=-1,
         logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase),
         callbacks=[
             Checkpointing(state, phase.save_every, save_final),
-            RuntimePlanning(plan, run_dir, per_step * phase.block_size),
-            ThroughputProgress(
-                plan.phase, phase.steps, per_step * phase.block_size, manifest.settings.instrument
-            ),
+            RuntimePlanning(plan, run_dir, tokens_per_step),
+            ThroughputProgress(plan.phase, phase.steps, tokens_per_step, manifest.settings.instrument),
+            *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
             *callbacks,
         ],
         plugins=[WholeCheckpointIO()],
@@ -110,7 +116,9 @@ def fit(
         )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
         raise KeyboardInterrupt from stop
-    return FitOutcome(trainer.global_step, time.perf_counter() - began, module.running_loss(), position)
+    steps = trainer.global_step
+    tokens = count_targets(targets, data.seed, data.start, steps * per_step)
+    return FitOutcome(steps, tokens, time.perf_counter() - began, module.running_loss(), position)
 
 
 def state_path(run_dir: Path, phase: str) -> Path:

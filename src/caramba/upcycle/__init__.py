@@ -1,6 +1,26 @@
 """Surgery: a student's weights from its teacher's."""
 
-from caramba.upcycle.transplant import METHODS, pair_attention, transplant
+from caramba.upcycle.budget import allocate, fit_widths
+from caramba.upcycle.calibration import (
+    LONGEST_WINDOW,
+    Calibration,
+    CalibrationText,
+    calibrate,
+    choose_windows,
+)
+from caramba.upcycle.transplant import CALIBRATED, pair_attention, transplant
 from caramba.upcycle.weight_svd import weight_svd
 
-__all__ = ["METHODS", "pair_attention", "transplant", "weight_svd"]
+__all__ = [
+    "CALIBRATED",
+    "LONGEST_WINDOW",
+    "Calibration",
+    "CalibrationText",
+    "allocate",
+    "calibrate",
+    "choose_windows",
+    "fit_widths",
+    "pair_attention",
+    "transplant",
+    "weight_svd",
+]

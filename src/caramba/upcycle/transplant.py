@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
 
 import torch
 
 from caramba.config.model import SurgeryConfig
+from caramba.config.surgery import check_pair
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model
-from caramba.result import TransplantReport
+from caramba.result import TransplantedLayer, TransplantReport
+from caramba.upcycle.calibration import Calibration
+from caramba.upcycle.copy_heads import copy_heads
+from caramba.upcycle.dba import convert, describe
+from caramba.upcycle.statistics import weight_statistics
 from caramba.upcycle.weight_svd import weight_svd
 
-Method = Callable[[AttentionLayer, AttentionLayer], float]
-
-
-def keep_random(teacher: AttentionLayer, student: AttentionLayer) -> float:
-    """Leave the student's attention at its random initialisation: the control that shows what surgery is worth."""
-    return 0.0
-
-
-METHODS: dict[str, Method] = {"weight_svd": weight_svd, "random": keep_random}
+CALIBRATED = ("dba",)  # methods that need the teacher's activations
 
 
 def pair_attention(teacher: Model, student: Model) -> list[tuple[str, AttentionLayer, AttentionLayer]]:
@@ -39,47 +36,80 @@ def pair_attention(teacher: Model, student: Model) -> list[tuple[str, AttentionL
 
 
 @torch.no_grad()
-def transplant(teacher: Model, student: Model, surgery: SurgeryConfig) -> TransplantReport:
+def transplant(
+    teacher: Model, student: Model, surgery: SurgeryConfig, calibration: Calibration | None = None
+) -> TransplantReport:
     """Initialise `student` from `teacher` in place and account for every weight of both.
 
     Weights outside converted attention are copied by name. An attention layer whose config equals its teacher's is
-    copied too; the others go through `surgery.method`.
+    copied too; the others go through `surgery.method`. `dba` reads the teacher's `calibration`.
 
     Raises:
-        ConfigError: a weight of the student has no counterpart, or the models do not pair.
+        ConfigError: a weight of the student has no counterpart, the models do not pair, a part is not mapped by the
+            method, or calibration is missing. Nothing is changed then.
     """
-    converted: dict[str, tuple[AttentionLayer, AttentionLayer]] = {}
-    teacher_names = {id(layer): name for name, layer in teacher.attention_layers()}
-    taken: set[str] = set()
-    for name, source, target in pair_attention(teacher, student):
-        if source.config != target.config:
-            converted[name] = (source, target)
-            taken.add(teacher_names[id(source)] + ".")
-    theirs, ours = teacher.state_dict(), student.state_dict()
-    copied, initialised = [], []
-    for key, tensor in ours.items():
-        if any(key.startswith(name + ".") for name in converted):
-            initialised.append(key)
-            continue
-        source_tensor = theirs.get(key)
-        if source_tensor is None or source_tensor.shape != tensor.shape:
-            found = "nothing of that name" if source_tensor is None else f"shape {tuple(source_tensor.shape)}"
-            raise ConfigError(
-                f"model: the student's {key} has shape {tuple(tensor.shape)}, its teacher has {found}; "
-                "outside attention a student's layers are its teacher's"
-            )
-        tensor.copy_(source_tensor)
-        copied.append(key)
-    energies = [METHODS[surgery.method](source, target) for source, target in converted.values()]
-    unmapped = [
-        key for key in theirs if key not in copied and not any(key.startswith(prefix) for prefix in taken)
+    pairs = pair_attention(teacher, student)
+    converted = [(name, source, target) for name, source, target in pairs if source.config != target.config]
+    for _, source, target in converted:
+        check_pair(source.config, target.config, surgery.model_copy(update={"kv_budget_bytes": None}))
+    if converted and surgery.method in CALIBRATED and calibration is None:
+        raise ConfigError(
+            f"surgery.method={surgery.method}: needs the teacher's calibration, and none was made"
+        )
+    copied, initialised = _copy_shared(teacher, student, {name for name, _, _ in converted})
+    taken = {
+        name + "."
+        for name, layer in teacher.attention_layers()
+        if any(layer is pair[1] for pair in converted)
+    }
+    layers = [
+        dataclasses.replace(_convert(surgery.method, source, target, calibration), name=name)
+        for name, source, target in converted
     ]
-    if surgery.method == "random":
-        unmapped += [key for key in theirs if any(key.startswith(prefix) for prefix in taken)]
+    is_taken = surgery.method != "random"
     return TransplantReport(
         method=surgery.method,
         copied=tuple(copied),
         initialised=tuple(initialised),
-        unmapped_teacher=tuple(unmapped),
-        energy_kept=tuple(energies),
+        unmapped_teacher=tuple(
+            key
+            for key in teacher.state_dict()
+            if key not in copied and not (is_taken and key.startswith(tuple(taken)))
+        ),
+        energy_kept=tuple(layer.energy_kept for layer in layers if layer.energy_kept is not None),
+        layers=tuple(layers),
+        calibration_tokens=calibration.n_tokens if calibration is not None else 0,
     )
+
+
+def _convert(
+    method: str, source: AttentionLayer, target: AttentionLayer, calibration: Calibration | None
+) -> TransplantedLayer:
+    if method == "dba":
+        assert calibration is not None
+        return convert(source, target, *calibration.of(source))
+    if method == "copy":
+        return copy_heads(source, target)
+    if method == "weight_svd" and target.config.layout == "latent":
+        return convert(source, target, weight_statistics(source), None)
+    energy = weight_svd(source, target) if method == "weight_svd" else 0.0
+    return describe(target.config, source.config, energy_kept=energy)
+
+
+def _copy_shared(teacher: Model, student: Model, converted: set[str]) -> tuple[list[str], list[str]]:
+    """Copy by name every weight outside the converted layers; return the names of the copied and of the others."""
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    prefixes = tuple(name + "." for name in converted)
+    initialised = [key for key in ours if key.startswith(prefixes)] if prefixes else []
+    copied = [key for key in ours if key not in set(initialised)]
+    for key in copied:
+        source, tensor = theirs.get(key), ours[key]
+        if source is None or source.shape != tensor.shape:
+            found = "nothing of that name" if source is None else f"shape {tuple(source.shape)}"
+            raise ConfigError(
+                f"model: the student's {key} has shape {tuple(tensor.shape)}, its teacher has {found}; "
+                "outside attention a student's layers are its teacher's"
+            )
+    for key in copied:
+        ours[key].copy_(theirs[key])
+    return copied, initialised

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, DecoupledProjection, StandardProjection
 
 
@@ -70,12 +69,7 @@ def select_pairs(q: Tensor, k: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
-    """Initialise a decoupled `per_head` student layer from a standard or GQA teacher layer; return the energy kept.
-
-    Raises:
-        ConfigError: the layers' heads differ, or the teacher has a feature that this method does not map.
-    """
-    _check(teacher, student)
+    """Initialise a decoupled `per_head` student layer from a standard or GQA teacher layer; return the energy kept."""
     t, s = teacher.dims, student.dims
     group, width = t.n_heads // t.n_kv_heads, t.qk
     source, target = teacher.projection, student.projection
@@ -91,6 +85,7 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
     by_name = {name: size for name, _, size in s.streams}
     sem, geo, v = by_name["k_sem"], by_name["k_geo"], by_name["v"]
     fold = (s.qk / width) ** 0.5  # teacher scores carry width^-1/2, the student's carry (sem + geo)^-1/2
+    turned = source.rope.attention_factor**2  # the semantic path has no rotary table to carry it
     pairs = width // 2
     out = {name: [] for name in ("q_sem", "q_geo", "k_sem", "k_geo", "v", "o", "inv_freq")}
     energies = []
@@ -106,7 +101,7 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
         keys = low_rank(w_k[head][rest], torch.einsum("grm,gsm->rs", q_rest, q_rest), sem)
         values = low_rank(w_v[head], torch.einsum("mgd,mge->de", w_o[:, head], w_o[:, head]), v)
         out["k_sem"].append(keys.cached)
-        out["q_sem"].append(torch.einsum("rs,gsm->grm", keys.counterpart, q_rest) * fold)
+        out["q_sem"].append(torch.einsum("rs,gsm->grm", keys.counterpart, q_rest) * (fold * turned))
         out["k_geo"].append(w_k[head][rows])
         out["q_geo"].append(w_q[head][:, rows] * fold)
         out["v"].append(values.cached)
@@ -119,35 +114,3 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
     student.out.weight.copy_(torch.stack(out["o"], dim=1).reshape(student.out.weight.shape))
     target.rope.inv_freq.copy_(torch.stack(out["inv_freq"]))
     return sum(energies) / len(energies)
-
-
-def _check(teacher: AttentionLayer, student: AttentionLayer) -> None:
-    t, s = teacher.config, student.config
-    where = "surgery.method=weight_svd"
-    if t.mode not in ("standard", "gqa") or not (t.rope_enabled and s.rope_enabled):
-        raise ConfigError(
-            f"{where}: maps standard or gqa attention with RoPE, got mode={t.mode} rope_enabled={t.rope_enabled}"
-        )
-    if s.mode != "decoupled" or s.layout != "per_head":
-        raise ConfigError(
-            f"{where}: builds mode=decoupled layout=per_head, got mode={s.mode} layout={s.layout}"
-        )
-    pair = (teacher.dims.n_heads, teacher.dims.n_kv_heads), (student.dims.n_heads, student.dims.n_kv_heads)
-    if pair[0] != pair[1]:
-        raise ConfigError(
-            f"{where}: the student has (heads, kv heads) {pair[1]}, the teacher {pair[0]}; make them equal"
-        )
-    if student.dims.rope > teacher.dims.qk:
-        raise ConfigError(
-            f"{where}: geo_dim asks {student.dims.rope} rotary dims a head of a teacher with {teacher.dims.qk}"
-        )
-    for config, role in ((t, "teacher"), (s, "student")):
-        for name in ("bias", "qk_norm", "learned_temperature", "tie_qk"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"{where}: the {role}'s {name} is not mapped by this method; set {name}: false"
-                )
-    if t.local_window != s.local_window:
-        raise ConfigError(
-            f"{where}: local_window is {s.local_window} in the student, {t.local_window} in the teacher; use one"
-        )

@@ -1,5 +1,5 @@
-"""Is the student its teacher? Thresholded checks on held-out text."""
+"""Is the student its teacher? Thresholded checks on held-out text, on questions, and of cache bytes."""
 
-from caramba.verify.check import check
+from caramba.verify.check import check, prepare
 
-__all__ = ["check"]
+__all__ = ["check", "prepare"]

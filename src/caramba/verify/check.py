@@ -7,13 +7,17 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from caramba.config.eval_cases import EvalVerifyConfig
+from caramba.config.model import ModelSpec
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, VerifyConfig
-from caramba.data import TokenDataset
+from caramba.data import TokenDataset, Tokenizer, load_tokenizer
 from caramba.errors import ConfigError, VerificationFailed
 from caramba.model import Model
-from caramba.result import Verdict
+from caramba.result import Case, Verdict
 from caramba.verify.compare import compare
 from caramba.verify.fidelity import fidelity
+from caramba.verify.kvcache import kvcache
+from caramba.verify.questions import STUDENT, TEACHER, EncodedCase, ask, encode_cases
 
 OpenWindows = Callable[[str, int], TokenDataset]
 
@@ -26,29 +30,59 @@ def check(
     *,
     run_id: str,
     device: torch.device,
+    tokenizer: Tokenizer | None = None,
 ) -> tuple[Verdict, ...]:
     """Run each verification in order. Thresholds are held by the caller, once every verdict is recorded.
 
     Args:
         windows: returns the windows of split `train` or `val` at a block size.
+        tokenizer: that of the run's data, which eval asks with unless it names another.
 
     Raises:
-        ConfigError: a verification that is not built yet.
+        ConfigError: an eval that does not fit the models (see `prepare`).
         VerificationFailed: a difference that is not a number.
     """
     verdicts = []
     for config in configs:
+        cases: tuple[Case, ...] = ()
         if isinstance(config, CompareVerifyConfig):
             checks = compare(teacher, student, windows("val", config.block_size), config, device)
         elif isinstance(config, FidelityVerifyConfig):
             split = "val" if config.split == "auto" else config.split
             checks = fidelity(teacher, student, windows(split, config.block_size), config, device)
+        elif isinstance(config, EvalVerifyConfig):
+            chosen, encoded = prepare(config, tokenizer, (teacher.spec, student.spec))
+            checks, cases = ask(config, encoded, {TEACHER: teacher, STUDENT: student}, chosen)
         else:
-            raise ConfigError(f"verify: type={config.type!r} is not built yet; use compare or fidelity")
+            checks = kvcache(teacher, student, config)
         for item in checks:
             if not math.isfinite(item.value):
                 raise VerificationFailed(
                     f"verify {config.type} after {run_id}: {item.name} is {item.value}; the student diverged, lower lr"
                 )
-        verdicts.append(Verdict(config.type, run_id, checks, getattr(config, "fail_fast", False)))
+        verdicts.append(Verdict(config.type, run_id, checks, config.fail_fast, cases))
     return tuple(verdicts)
+
+
+def prepare(
+    config: EvalVerifyConfig, tokenizer: Tokenizer | None, specs: Sequence[ModelSpec]
+) -> tuple[Tokenizer, tuple[EncodedCase, ...]]:
+    """Return the tokenizer of an eval and its cases as token ids; without a model, so before a run trains.
+
+    Raises:
+        ConfigError: no tokenizer, or cases that do not fit what the models read.
+        DataError: the named tokenizer cannot be read.
+    """
+    chosen = load_tokenizer(config.tokenizer) if config.tokenizer is not None else tokenizer
+    if chosen is None:
+        raise ConfigError(
+            "verify eval: the run's data does not say which tokenizer made it; set tokenizer to `byte`, a folder with "
+            "tokenizer.json, or a tokenizer file, or use a token folder (caramba prepare)"
+        )
+    learned = [spec.embedder.max_positions for spec in specs if spec.embedder.max_positions is not None]
+    return chosen, encode_cases(
+        config,
+        chosen,
+        vocab_size=min(spec.embedder.vocab_size for spec in specs),
+        max_positions=min(learned, default=None),
+    )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from caramba.config.verify import CompareVerifyConfig
 from caramba.layer import AttentionLayer
-from caramba.measure import Windows, batches, spread_windows
+from caramba.measure import Windows, batches, documents_of, spread_windows
 from caramba.model import Model, Trace
 from caramba.result import Check
 
@@ -44,20 +44,23 @@ def compare(
     """Run both models on the same held-out batches; each on its own hidden states, so errors accumulate with depth.
 
     `attention_mean_l1` is the largest of the layers' means: one bad layer is not hidden by good ones.
-    Shape: attention outputs [B, T, M], logits [B, T, V].
+    Padding is left out. Shape: attention outputs [B, T, M], logits [B, T, V].
     """
     indices = spread_windows(len(dataset), config.batches * config.batch_size)
     layers: list[_L1] = []
     logits = _L1()
-    for x, _ in batches(dataset, indices, config.batch_size):
+    for batch in batches(dataset, indices, config.batch_size):
+        x, documents = batch[0].to(device), documents_of(batch)
+        documents = None if documents is None else documents.to(device)
+        counted = ... if documents is None else documents >= 0
         with Trace(teacher, predicate=_is_attention) as ours:
-            reference = teacher(x.to(device))
+            reference = teacher(x, documents=documents)
         with Trace(student, predicate=_is_attention) as theirs:
-            found = student(x.to(device))
-        logits.add(found, reference)
+            found = student(x, documents=documents)
+        logits.add(found[counted], reference[counted])
         layers = layers or [_L1() for _ in ours.outputs]
         for layer, a, b in zip(layers, theirs.outputs, ours.outputs, strict=True):
-            layer.add(a, b)
+            layer.add(a[counted], b[counted])
     checks = [
         Check("attention_mean_l1", max(layer.mean for layer in layers), config.attention.max_mean_l1),
         Check("attention_max_l1", max(layer.largest for layer in layers), config.attention.max_max_l1),

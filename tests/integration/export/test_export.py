@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors import safe_open
 
+from caramba.checkpoint import load_tensors
+from caramba.checkpoint.formats import read_model_tensors
 from caramba.cli import main
 from caramba.data import train_bpe
-from caramba.infer import greedy
+from caramba.infer import greedy, open_model
 from caramba.model import load_pretrained
 from tests.integration.export.samples import (
     DBA,
@@ -221,18 +225,117 @@ def test_the_cache_holds_what_dba_stores_and_no_more(tmp_path):
     assert model.new_context(1, 1, static=True).bytes_per_token == 2 * 4 * elements  # two layers of fp32
 
 
+def padded(prompts: list[torch.Tensor], fill: int = 9) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts [T_i] padded on the left to one length, with their mask."""
+    width = max(map(len, prompts))
+    rows = [torch.cat((torch.full((width - len(row),), fill), row)) for row in prompts]
+    mask = [(torch.arange(width) >= width - len(row)).long() for row in prompts]
+    return torch.stack(rows), torch.stack(mask)
+
+
+def test_prompts_padded_on_the_left_are_scored_and_continued_as_each_alone(tmp_path):
+    """Greedy, beams, with and without a cache; two of the prompts are equally long and share one."""
+    model = loud(REMOTE["dba"])
+    folder = exported(tmp_path, make_run(tmp_path, model))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    prompts = [tokens()[0, :length] for length in (5, 12)] + [tokens()[1, :5], tokens()[1, :1]]
+    batch, mask = padded(prompts)
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.no_grad():
+        logits = theirs(batch, attention_mask=mask).logits
+        plain = theirs(batch, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(logits, plain, atol=TOLERANCE, rtol=0)
+        for row, prompt in zip(logits, prompts, strict=True):
+            expected = model(prompt[None])[0]
+            torch.testing.assert_close(row[-len(prompt) :], expected, atol=TOLERANCE, rtol=0)
+        done = theirs.generate(batch, attention_mask=mask, return_dict_in_generate=True, **options)
+        uncached = theirs.generate(batch, attention_mask=mask, use_cache=False, **options)
+        beams = theirs.generate(batch, attention_mask=mask, num_beams=3, **options)
+        for at, prompt in enumerate(prompts):
+            alone = greedy(model, prompt[None], 8)[0, -8:]
+            assert torch.equal(done.sequences[at, -8:], alone)
+            assert torch.equal(uncached[at, -8:], alone)
+            assert torch.equal(beams[at, -8:], theirs.generate(prompt[None], num_beams=3, **options)[0, -8:])
+    stored = sum(len(prompt) + 7 for prompt in prompts)  # padding is not cached, nor the last new token
+    per_token = model.new_context(1, 1, static=True).bytes_per_token
+    assert done.past_key_values.used_bytes() == stored * per_token
+    labels = batch.masked_fill(mask == 0, -100)
+    loss = theirs.train()(batch, attention_mask=mask, labels=labels).loss
+    each = [F.cross_entropy(model(row[None])[0, :-1], row[1:], reduction="sum") for row in prompts]
+    torch.testing.assert_close(loss, sum(each) / sum(len(row) - 1 for row in prompts), atol=1e-5, rtol=0)
+
+
 def test_padding_that_tokens_would_see_is_refused(tmp_path):
     folder = exported(tmp_path, make_run(tmp_path, loud(REMOTE["dba"])))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-    mask = torch.ones(2, 40, dtype=torch.long)
-    mask[0, :3] = 0
-    with torch.no_grad(), pytest.raises(ValueError, match="prompts of one length"):
-        theirs(tokens(), attention_mask=mask)
+    hole, left = torch.ones(2, 40, dtype=torch.long), torch.ones(2, 40, dtype=torch.long)
+    hole[0, 3:5], left[0, :3] = 0, 0
+    places = torch.arange(40).expand(2, 40)
     with torch.no_grad():
-        right = theirs(tokens(), attention_mask=mask.flip(1), use_cache=False).logits
+        for mask, text in (
+            (hole, "pad prompts on the left"),
+            (left.flip(1), "pad prompts on the left"),
+            (0 * left, "padding alone"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                theirs(tokens(), attention_mask=mask)
+        with pytest.raises(ValueError, match="position_ids are"):
+            theirs(tokens(), attention_mask=left, position_ids=places)
+        with pytest.raises(ValueError, match=r"attention_mask is \[2, 39\]"):
+            theirs(tokens(), attention_mask=left[:, 1:])
+        past = theirs(tokens()).past_key_values
+        with pytest.raises(ValueError, match="differs from that of the cached"):
+            theirs(tokens()[:, :1], attention_mask=torch.cat((left, left[:, -1:]), 1), past_key_values=past)
+        right = theirs(tokens(), attention_mask=left.flip(1), use_cache=False).logits
         torch.testing.assert_close(right, theirs(tokens(), use_cache=False).logits)
     with pytest.raises(ValueError, match="cache_implementation"):
         theirs.generate(tokens(), max_new_tokens=2, cache_implementation="static")
+
+
+@pytest.mark.parametrize("name", ["dba", "llama"])
+@pytest.mark.parametrize(("word", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_folders_hold_what_they_say(tmp_path, name, word, dtype):
+    model = loud(transformer(GQA) if name == "llama" else REMOTE[name])
+    folder = exported(tmp_path, make_run(tmp_path, model), "--dtype", word)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == str(dtype).removeprefix("torch.")
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        found = {key: file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118
+    assert {kind for key, kind in found.items() if not key.endswith("inv_freq")} == {dtype}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    assert theirs.dtype == dtype
+    with torch.no_grad():  # buffers, RoPE's frequencies, are not rounded
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+    with torch.no_grad():
+        whole = theirs.float()(tokens(), use_cache=False).logits
+        torch.testing.assert_close(whole, model(tokens()), atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(
+            load_pretrained(folder)[0](tokens()), model(tokens()), atol=TOLERANCE, rtol=0
+        )
+    half = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    new = half.generate(tokens(), max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert new.shape == (2, 43)
+
+
+def test_a_folder_that_was_exported_is_opened_with_its_tokenizer(tmp_path):
+    model = loud(REMOTE["every topology"])
+    folder = exported(tmp_path, make_run(tmp_path, model, block_size=48))
+    opened = open_model(str(folder))
+    assert opened.model.spec == model.spec
+    assert opened.labels == {"proxy": "untrained"}
+    assert opened.max_positions == 48
+    assert opened.tokenizer.encode("the cat") == list(b"the cat")
+    with torch.no_grad():
+        torch.testing.assert_close(opened.model(tokens()), model(tokens()))
+    again = tmp_path / "again"
+    assert main(["export", str(folder), "--out", str(again)]) == 0
+    assert (
+        load_tensors(again / "model.safetensors").keys() == load_tensors(folder / "model.safetensors").keys()
+    )
+    assert main(["export", str(folder), "--format", "safetensors", "--out", str(tmp_path / "own")]) == 0
+    bare = open_model(str(tmp_path / "own"), tokenizer="byte")
+    assert bare.tokenizer.vocab_size == 257
 
 
 def test_a_bpe_tokenizer_gives_the_same_ids_and_text(tmp_path):
@@ -247,6 +350,28 @@ def test_a_bpe_tokenizer_gives_the_same_ids_and_text(tmp_path):
         assert ids == tokenizer.encode(text)
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == tokenizer.eos_id
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt", ""])
+def test_own_formats_take_a_dtype_and_refuse_what_it_cannot_hold(tmp_path, capsys, name):
+    model = loud(REMOTE["dba"])
+    run = make_run(tmp_path, model)
+    format = {"model.safetensors": "safetensors", "model.ckpt": "ckpt", "": "dcp"}[name]
+    folder = exported(tmp_path, run, "--format", format, "--dtype", "bf16")
+    found = read_model_tensors(folder / name)
+    assert {found[key].dtype for key, _ in model.named_parameters()} == {torch.bfloat16}
+    back, _ = load_pretrained(folder / name)
+    for key, tensor in model.named_parameters():
+        assert torch.equal(back.state_dict()[key], tensor.bfloat16().float()), key
+    for key, tensor in model.named_buffers():  # RoPE's frequencies are not rounded
+        assert torch.equal(back.state_dict()[key], tensor), key
+    with torch.no_grad():
+        model.embedder.token.weight[3, 2] = 1e6
+    run = make_run(tmp_path, model)
+    words = ["export", str(run), "--format", format, "--dtype", "fp16", "--out", str(tmp_path / "x")]
+    assert main(words) == 2
+    assert "embedder.token.weight holds 1e+06, and the largest number of float16" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
@@ -283,6 +408,7 @@ def test_a_folder_index_that_could_run_code_is_refused(tmp_path, capsys):
         (["--format", "hff", "--out", "x"], "did you mean 'hf'"),
         (["--format", "hf"], "--out"),
         (["--out", "full"], "not empty"),
+        (["--out", "x", "--dtype", "b16"], "did you mean 'bf16'"),
         (["--out", "x", "--which", "nobody"], "invalid choice"),
         (["--out", "x", "--which", "teacher"], "has no teacher"),
         (["--out", "x", "--colour"], "unrecognized arguments"),

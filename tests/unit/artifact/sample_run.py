@@ -5,7 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from caramba.result import BenchmarkResult, Check, Metric, PhaseResult, RunResult, TransplantReport, Verdict
+from caramba.result import (
+    BenchmarkResult,
+    Check,
+    Metric,
+    PhaseResult,
+    RunResult,
+    TransplantedLayer,
+    TransplantReport,
+    Verdict,
+)
 
 STAGE_NLL = {
     "teacher": 2.301,
@@ -142,7 +151,24 @@ def make_result() -> RunResult:
         phases=phases,
         verdicts=(compare, fidelity),
         benchmarks=(perplexity_benchmark(), latency_benchmark(), memory_benchmark()),
-        transplant=TransplantReport("weight_svd", ("a.weight",), ("b.gate",), (), (0.1, 0.2), (0.97, 0.95)),
+        transplant=TransplantReport(
+            "weight_svd",
+            ("a.weight",),
+            ("b.gate",),
+            (),
+            (0.1, 0.2),
+            (0.97, 0.95),
+            transplanted_layers(),
+            32768,
+        ),
+    )
+
+
+def transplanted_layers() -> tuple[TransplantedLayer, ...]:
+    """Return one latent layer whose error was measured, and one pooled layer of which only the widths are known."""
+    return (
+        TransplantedLayer("topology.a", "latent", 24, 8, 0, 32, 128, 0.97, 0.281, 0.5, 4),
+        TransplantedLayer("topology.b", "gqa", 0, 32, 32, 64, 128),
     )
 
 

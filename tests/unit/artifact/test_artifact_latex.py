@@ -33,7 +33,12 @@ def rows_of(tables: str) -> list[tuple[list[str], list[str]]]:
 def test_every_number_is_followed_by_its_metric_key(result: RunResult) -> None:
     metrics = collect(result)
     rows = rows_of(tables_of(result))
-    assert len(rows) == 5 + 5 + 6
+    transplant = {
+        f"transplant.layers[0].{name}" for name in ("cached", "energy_kept", "error", "frequencies")
+    }
+    assert len(rows) == 5 + 5 + 2 + 6
+    assert transplant <= {key for _, keys in rows for key in keys}
+    rows = [(cells, keys) for cells, keys in rows if not any(key.startswith("transplant.") for key in keys)]
     for cells, keys in rows:
         assert len(cells) == len(keys)
         for cell, key in zip(cells, keys, strict=True):
@@ -63,10 +68,10 @@ def test_the_tables_say_what_was_measured(result: RunResult) -> None:
 
 
 def test_a_table_without_rows_is_left_out(result: RunResult) -> None:
-    tables = tables_of(dataclasses.replace(result, benchmarks=()))
+    tables = tables_of(dataclasses.replace(result, benchmarks=(), transplant=None))
     assert tables.count(r"\begin{table}") == 1
     assert "tab:caramba-verification" in tables
-    assert build_tables(dataclasses.replace(result, benchmarks=(), verdicts=()), {}) is None
+    assert build_tables(dataclasses.replace(result, benchmarks=(), verdicts=(), transplant=None), {}) is None
 
 
 def test_specials_are_escaped() -> None:

@@ -27,6 +27,8 @@ FILES = [
     "summary.png",
     "latency_vs_context.png",
     "memory_scaling.png",
+    "transplant.csv",
+    "transplant.png",
     "tables.tex",
 ]
 
@@ -78,6 +80,7 @@ def test_the_report_holds_the_run(result: RunResult, written: Path) -> None:
         "name": "logits_mean_l1",
         "value": 0.613,
         "bound": 0.5,
+        "is_minimum": False,
         "unit": "",
         "passed": False,
     }
@@ -125,12 +128,22 @@ def test_a_run_without_any_measurement_leaves_a_report_alone(result: RunResult, 
     (tmp_path / "artifacts").mkdir()
     for stale in FILES:
         (tmp_path / "artifacts" / stale).write_text("of an earlier call")
-    index = write(dataclasses.replace(result, benchmarks=(), verdicts=()), tmp_path)
+    index = write(dataclasses.replace(result, benchmarks=(), verdicts=(), transplant=None), tmp_path)
     assert [entry.path for entry in index.entries] == ["report.json"]
     assert [path.name for path in (tmp_path / "artifacts").iterdir()] == ["report.json"]
     reasons = {item["name"]: item["reason"] for item in report_of(tmp_path)["omitted"]}
     assert set(reasons) == set(FILES)
     assert reasons["memory_scaling.png"] == "no memory benchmark ran"
+
+
+def test_every_transplanted_layer_is_a_row_of_csv_and_table(written: Path) -> None:
+    rows = list(csv.DictReader((written / "artifacts" / "transplant.csv").open()))
+    assert [row["name"] for row in rows] == ["topology.a", "topology.b"]
+    assert [row["kv_ratio"] for row in rows] == ["4.0", "2.0"]
+    assert (rows[0]["error"], rows[0]["block_relative_l1"], rows[1]["error"]) == ("0.281", "0.1", "")
+    table = (written / "artifacts" / "tables.tex").read_text()
+    assert r"    0 & 32 & 4.00$\times$ & 0.9700 & 0.2810 & 4 \\ % - | transplant.layers[0].cached" in table
+    assert r"    1 & 64 & 2.00$\times$ & -- & -- & -- \\" in table
 
 
 def test_the_kv_panel_is_left_out_when_only_quantised_caches_were_measured(
@@ -188,7 +201,7 @@ def test_a_proxy_teacher_is_named_everywhere(result: RunResult, written: Path, t
         dataclasses.replace(result, labels={"proxy": "the real $1 weights were out of reach"}), tmp_path
     )
     assert report_of(tmp_path)["labels"] == {"proxy": "the real $1 weights were out of reach"}
-    assert (tmp_path / "artifacts/tables.tex").read_text().count(r"Proxy teacher: the real \$1 weights") == 3
+    assert (tmp_path / "artifacts/tables.tex").read_text().count(r"Proxy teacher: the real \$1 weights") == 4
     plain = {item["path"]: item["sha256"] for item in report_of(written)["artifacts"]}
     noted = {entry.path: entry.sha256 for entry in index.entries}
     assert all(noted[name] != plain[name] for name in FILES if name.endswith(".png"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from model_specs import ATTENTION, VOCAB, block, spec, transformer
@@ -125,3 +127,21 @@ def test_autocast_trains(name: str) -> None:
     logits.float().logsumexp(-1).sum().backward()
     torch.testing.assert_close(logits.float(), expected, rtol=0.05, atol=0.01)
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_documents_equal_the_cpu(name: str, compiled: bool) -> None:
+    """The masked backends of the device, over rows of documents and padding: values and gradients."""
+    model = build_model(transformer(name), seed=0)
+    on_gpu = copy.deepcopy(model).cuda()
+    ids = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 2, -1], [5] * 9])
+    expected = model.double()(TOKENS, documents=ids)
+    run = torch.compile(on_gpu) if compiled else on_gpu
+    out = run(TOKENS.cuda(), documents=ids.cuda())
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=1e-4, atol=1e-4)
+    expected.square().sum().backward()
+    out.square().sum().backward()
+    for ours, theirs in zip(on_gpu.parameters(), model.parameters(), strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.double().cpu(), theirs.grad, rtol=1e-3, atol=1e-3)

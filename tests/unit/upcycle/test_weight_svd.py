@@ -69,7 +69,7 @@ TOKENS = torch.randint(40, (3, 17), generator=torch.Generator().manual_seed(1))
 
 def test_full_geometric_width_reproduces_the_teacher(teacher: Model) -> None:
     student = build_model(student_spec(KV, KV * DIM, KV * DIM), seed=9).eval()
-    report = transplant(teacher, student, SurgeryConfig())
+    report = transplant(teacher, student, SurgeryConfig(method="weight_svd"))
     torch.testing.assert_close(student(TOKENS), teacher(TOKENS), atol=1e-4, rtol=1e-4)
     assert report.energy_kept == pytest.approx([1.0, 1.0])
 
@@ -84,7 +84,7 @@ def test_semantic_width_is_exact_without_rotation() -> None:
         for weight in (layer.projection.q.weight, layer.projection.k.weight):
             weight.data.view(-1, DIM, M)[:, [0, DIM // 2]] *= 3
     student = build_model(student_spec(KV * (DIM - 2), KV * 2, KV * DIM, rope_base=base), seed=9).eval()
-    transplant(teacher, student, SurgeryConfig())
+    transplant(teacher, student, SurgeryConfig(method="weight_svd"))
     assert student.attention_layers()[0][1].projection.rope.inv_freq.flatten().tolist() == [1.0] * KV
     torch.testing.assert_close(student(TOKENS), teacher(TOKENS), atol=1e-3, rtol=1e-3)
 
@@ -129,7 +129,7 @@ def test_pairs_are_chosen_by_both_norms() -> None:
 
 def test_every_weight_is_accounted_for(teacher: Model) -> None:
     student = build_model(student_spec(4, 8, 8), seed=9)
-    report = transplant(teacher, student, SurgeryConfig())
+    report = transplant(teacher, student, SurgeryConfig(method="weight_svd"))
     assert set(report.copied) | set(report.initialised) == set(student.state_dict())
     assert not set(report.copied) & set(report.initialised)
     assert report.unmapped_teacher == ()
@@ -140,16 +140,20 @@ def test_every_weight_is_accounted_for(teacher: Model) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"n_heads": 8}, r"\(heads, kv heads\) \(8, 2\), the teacher \(4, 2\)"),
+        ({"n_heads": 8}, r"\(d_model, heads\) \(32, 8\), the teacher \(32, 4\)"),
         ({"bias": True}, "the student's bias is not mapped"),
         ({"local_window": 4}, "local_window is 4 in the student, None in the teacher"),
     ],
 )
 def test_what_cannot_be_mapped_is_refused(teacher: Model, change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        transplant(teacher, build_model(student_spec(4, 8, 8, **change), seed=9), SurgeryConfig())
+        transplant(
+            teacher, build_model(student_spec(4, 8, 8, **change), seed=9), SurgeryConfig(method="weight_svd")
+        )
 
 
 def test_more_rotary_width_than_the_teacher_has_is_refused(teacher: Model) -> None:
-    with pytest.raises(ConfigError, match="geo_dim asks 16 rotary dims a head of a teacher with 8"):
-        transplant(teacher, build_model(student_spec(4, 32, 8), seed=9), SurgeryConfig())
+    with pytest.raises(
+        ConfigError, match="geo_dim=32 is wider than the teacher, which has 16; use at most 16"
+    ):
+        transplant(teacher, build_model(student_spec(4, 32, 8), seed=9), SurgeryConfig(method="weight_svd"))

@@ -2,6 +2,7 @@
 
 from caramba.train.callbacks.blockwise import BlockwiseDistillation
 from caramba.train.callbacks.checkpointing import Checkpointing
+from caramba.train.callbacks.compiling import Compilation
 from caramba.train.callbacks.planning import RuntimePlanning
 from caramba.train.callbacks.progress import ThroughputProgress
 from caramba.train.callbacks.stage import BenchmarkArtifacts, Verification
@@ -10,6 +11,7 @@ __all__ = [
     "BenchmarkArtifacts",
     "BlockwiseDistillation",
     "Checkpointing",
+    "Compilation",
     "RuntimePlanning",
     "ThroughputProgress",
     "Verification",

@@ -1,4 +1,4 @@
-"""Blockwise distillation as seen by Lightning: when the blocks' losses are recorded."""
+"""Blockwise distillation as seen by Lightning: when the schedule is logged and saved, and that it may end the phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from caramba.distill import BlockSchedule
 
 
 class BlockwiseDistillation(pl.Callback):
-    """Feeds each block's loss to the BlockSchedule at logging steps, and logs the smoothed values."""
+    """Logs the BlockSchedule's smoothed losses, keeps its state with the training state, stops when it is done.
+
+    The objective itself advances the schedule, within the step, so that whatever saves after it saves the same.
+    """
 
     def __init__(self, schedule: BlockSchedule) -> None:
         self.schedule = schedule
@@ -18,12 +21,13 @@ class BlockwiseDistillation(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step % pl_module.log_every or pl_module.micro_steps:
+        if pl_module.micro_steps:
             return
-        self.schedule.record(
-            {key: float(value) for key, value in outputs.items() if key.startswith("block/")}
-        )
-        pl_module.record({f"smoothed_{key}": value for key, value in self.schedule.smoothed().items()})
+        if trainer.global_step % pl_module.log_every == 0:
+            smoothed = self.schedule.smoothed()
+            pl_module.record({f"smoothed_block/{name}": value for name, value in smoothed.items()})
+        if self.schedule.is_done:
+            trainer.should_stop = True
 
     def state_dict(self) -> dict[str, Any]:
         return self.schedule.state_dict()

@@ -25,11 +25,14 @@ class Checkpointing(pl.Callback):
     ) -> None:
         at_step_end = pl_module.micro_steps == 0
         is_due = self.save_every and trainer.global_step % self.save_every == 0
-        if is_due and at_step_end and trainer.global_step < trainer.max_steps:
+        is_last = trainer.global_step >= trainer.max_steps or pl_module.has_converged
+        if is_due and at_step_end and not is_last:
             pl_module.refuse_divergence()
             trainer.save_checkpoint(self.state_path)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         pl_module.refuse_divergence()
-        if trainer.global_step >= trainer.max_steps and trainer.is_global_zero:
-            self.save_final()
+        if trainer.global_step >= trainer.max_steps or pl_module.has_converged:
+            pl_module.finish()
+            if trainer.is_global_zero:
+                self.save_final()

@@ -1,0 +1,234 @@
+"""What surgery can do, decided from the schemas alone: refused before any work, with the nearest possible."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from caramba.config.attention import AttentionLayerConfig, AttentionMode
+from caramba.config.model import ModelConfig, SurgeryConfig
+from caramba.config.topology import NestedTopologyConfig, TopologyConfig
+from caramba.errors import ConfigError
+
+BYTES_PER_ELEMENT = 2  # budgets are stated at 16 bits
+_TEACHER_PARTS = {
+    "qk_norm": "it normalises each key by its own length, which no linear map gives",
+    "null_attn": "the student has no place for the null key's logit",
+    "learned_temperature": "it is not mapped",
+}
+_STUDENT_PARTS = ("qk_norm", "null_attn", "tie_qk", "rope_semantic")
+
+
+def attention_configs(node: Any) -> list[AttentionLayerConfig]:
+    """Return the attention layers of a topology with weights of their own, in the order in which they first run."""
+    if isinstance(node, AttentionLayerConfig):
+        return [node]
+    if not isinstance(node, TopologyConfig):
+        return []
+    found = [config for child in node.layers for config in attention_configs(child)]
+    return found * node.repeat if isinstance(node, NestedTopologyConfig) else found
+
+
+def check_surgery(model: ModelConfig) -> None:
+    """Check that a model's surgery can be done, as far as its teacher is described.
+
+    Raises:
+        ConfigError: widths that contradict the attention's, a part that no method maps, or an impossible budget.
+    """
+    if model.teacher is None:
+        return
+    surgery = model.surgery or SurgeryConfig()
+    ours = attention_configs(model.topology)
+    _check_stated_widths(surgery, ours)
+    if model.teacher.manifest is None:
+        return
+    theirs = attention_configs(model.teacher.manifest.topology)
+    if len(theirs) != len(ours):
+        raise ConfigError(
+            f"model.topology: the student has {len(ours)} attention layers, its teacher {len(theirs)}; make them equal"
+        )
+    for teacher, student in zip(theirs, ours, strict=True):
+        if teacher != student:
+            check_pair(teacher, student, surgery)
+    if surgery.kv_budget_bytes is not None:
+        _check_budget(surgery, theirs, ours)
+
+
+def check_pair(teacher: AttentionLayerConfig, student: AttentionLayerConfig, surgery: SurgeryConfig) -> None:
+    """Check that `surgery.method` can make this student layer from this teacher layer.
+
+    Raises:
+        ConfigError: naming the part that is not mapped and what to change.
+    """
+    if surgery.method == "random":
+        return
+    where = f"surgery.method={surgery.method}"
+    if teacher.mode is AttentionMode.DECOUPLED:
+        raise ConfigError(
+            f"{where}: starts from standard, gqa or bottleneck attention, got a decoupled teacher"
+        )
+    _check_shapes(where, teacher, student)
+    if surgery.method == "copy":
+        _check_copy(where, teacher, student)
+        return
+    _check_parts(where, teacher, student)
+    if surgery.method == "weight_svd" and student.layout == "per_head":
+        for config, role in ((teacher, "teacher"), (student, "student")):
+            if config.bias:
+                raise ConfigError(
+                    f"{where}: the {role}'s bias is not mapped by this method; set bias: false, or use method: dba"
+                )
+    if surgery.kv_budget_bytes is None:
+        _check_widths(where, teacher, student)
+
+
+def _check_shapes(where: str, teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
+    if (student.d_model, student.n_heads) != (teacher.d_model, teacher.n_heads):
+        raise ConfigError(
+            f"{where}: the student has (d_model, heads) {(student.d_model, student.n_heads)}, the teacher "
+            f"{(teacher.d_model, teacher.n_heads)}; make them equal"
+        )
+    if student.local_window != teacher.local_window:
+        raise ConfigError(
+            f"{where}: local_window is {student.local_window} in the student, {teacher.local_window} in the teacher; "
+            "use one"
+        )
+
+
+def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
+    if student.mode is not AttentionMode.DECOUPLED:
+        raise ConfigError(
+            f"{where}: builds mode=decoupled, got mode={student.mode}; for fewer key/value heads use method: copy"
+        )
+    if not teacher.rope_enabled or not student.rope_enabled:
+        role = "student" if teacher.rope_enabled else "teacher"
+        raise ConfigError(f"{where}: splits keys by what RoPE turns, and the {role} has rope_enabled: false")
+    if teacher.rope_scaling is not None and teacher.rope_scaling.type == "dynamic":
+        raise ConfigError(
+            f"{where}: the teacher's rope_scaling type=dynamic changes its frequencies with the length, and the "
+            "student stores the ones it keeps; use a teacher with llama3, linear or yarn"
+        )
+    for name, reason in _TEACHER_PARTS.items():
+        if getattr(teacher, name):
+            raise ConfigError(f"{where}: the teacher's {name} cannot be transplanted: {reason}")
+    for name in _STUDENT_PARTS:
+        if getattr(student, name):
+            raise ConfigError(
+                f"{where}: the student's {name} is not what its teacher computes; set {name}: false"
+            )
+    is_latent = student.layout == "latent"
+    if is_latent and student.query_dim != teacher.dims().qk:
+        raise ConfigError(
+            f"{where}: the latent student's queries are {student.query_dim} wide, the teacher's {teacher.dims().qk}; "
+            f"set head_dim: {teacher.dims().qk}"
+        )
+    if not is_latent and student.dims().n_kv_heads != teacher.dims().n_kv_heads:
+        raise ConfigError(
+            f"{where}: layout=per_head: the student has {student.dims().n_kv_heads} key/value heads, the teacher "
+            f"{teacher.dims().n_kv_heads}; make them equal"
+        )
+    holds = student.bias is True or (teacher.bias == "qkv" and student.bias == "qkv")
+    if teacher.bias and not (holds or (is_latent and student.bias)):
+        raise ConfigError(
+            f"{where}: the teacher's projections have biases (bias: {teacher.bias}) and the student has bias: "
+            f"{student.bias}; set the student's bias: {teacher.bias}"
+        )
+
+
+def _check_widths(where: str, teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
+    dims = teacher.dims()
+    keys, values = dims.n_kv_heads * dims.qk, dims.n_kv_heads * dims.v
+    most = {"sem_dim": keys, "geo_dim": keys, "v_dim": values}
+    if student.layout == "latent":
+        most = {"sem_dim": keys + values, "geo_dim": keys}
+    for name, limit in most.items():
+        width = getattr(student, name) or 0
+        if width > limit:
+            raise ConfigError(
+                f"{where}: {name}={width} is wider than the teacher, which has {limit}; use at most {limit}"
+            )
+
+
+def _check_copy(where: str, teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
+    if student.mode is AttentionMode.DECOUPLED:
+        raise ConfigError(
+            f"{where}: pools key/value heads, and decoupled attention has parts that no pooled head fills; give the "
+            "student mode: gqa with fewer n_kv_heads, or use method: dba"
+        )
+    ours, theirs = student.dims(), teacher.dims()
+    if theirs.n_kv_heads % ours.n_kv_heads:
+        divisors = [n for n in range(1, theirs.n_kv_heads + 1) if theirs.n_kv_heads % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - ours.n_kv_heads))
+        raise ConfigError(
+            f"{where}: n_kv_heads={ours.n_kv_heads} does not divide the teacher's {theirs.n_kv_heads}; the nearest "
+            f"possible is {nearest}"
+        )
+    for name in (
+        "bias",
+        "qk_norm",
+        "rope_enabled",
+        "rope_base",
+        "rope_scaling",
+        "null_attn",
+        "learned_temperature",
+    ):
+        if getattr(student, name) != getattr(teacher, name):
+            raise ConfigError(f"{where}: {name} differs between student and teacher; make it the teacher's")
+    if (ours.qk, ours.v) != (theirs.qk, theirs.v):
+        raise ConfigError(
+            f"{where}: heads are {ours.qk} wide in the student, {theirs.qk} in the teacher; set head_dim"
+        )
+
+
+def _check_stated_widths(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:
+    """The widths that `surgery` states are those of the attention; a budget chooses its own."""
+    if surgery.kv_budget_bytes is not None:
+        return
+    for config in ours:
+        for name in ("layout", "sem_dim", "geo_dim", "v_dim"):
+            stated, found = getattr(surgery, name), getattr(config, name)
+            if config.mode is AttentionMode.DECOUPLED and stated is not None and stated != found:
+                raise ConfigError(
+                    f"model.surgery.{name}={stated}, and an attention layer of the student has {name}={found}; write "
+                    f"{name}: ${{model.surgery.{name}}} in the attention, or remove it from surgery"
+                )
+
+
+def least_elements(config: AttentionLayerConfig) -> int:
+    """Return the fewest elements that a decoupled layer can cache per token: one rotary pair and width 1 elsewhere."""
+    kv_heads = config.dims().n_kv_heads
+    return 3 if config.layout == "latent" else 4 * kv_heads
+
+
+def _check_budget(
+    surgery: SurgeryConfig, theirs: list[AttentionLayerConfig], ours: list[AttentionLayerConfig]
+) -> None:
+    where = f"surgery.kv_budget_bytes={surgery.kv_budget_bytes}"
+    budget = surgery.kv_budget_bytes or 0
+    if surgery.method != "dba":
+        raise ConfigError(
+            f"{where}: widths are chosen by the measured error of method: dba, got {surgery.method}"
+        )
+    fixed = [config.mode for config in ours if config.mode is not AttentionMode.DECOUPLED]
+    if fixed:
+        raise ConfigError(
+            f"{where}: widths are chosen for decoupled attention, and a layer has mode={fixed[0]}"
+        )
+    layout = surgery.layout
+    other = next((config.layout for config in ours if layout is not None and config.layout != layout), None)
+    if other is not None:
+        raise ConfigError(
+            f"model.surgery.layout={layout}, and an attention layer of the student has layout={other}; write "
+            "layout: ${model.surgery.layout} in the attention, or remove it from surgery"
+        )
+    least = BYTES_PER_ELEMENT * sum(least_elements(config) for config in ours)
+    most = BYTES_PER_ELEMENT * sum(config.dims().cached for config in theirs)
+    if not least <= budget <= most:
+        word = (
+            "below one rotary pair and one direction in each layer"
+            if budget < least
+            else "more than the teacher's"
+        )
+        raise ConfigError(
+            f"{where} (bytes per token over all {len(ours)} layers at 16 bits) is {word}; the nearest possible is "
+            f"{least if budget < least else most}"
+        )

@@ -1,0 +1,106 @@
+"""How far a student's attention is from its teacher's on the same input: outputs, and where it looks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from caramba.layer import AttentionLayer, Documents
+
+
+def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Mean of |o_s - o_t| in at least fp32; padding, of document -1, is left out.
+
+    Shape: both [B, T, M], documents [B, T] -> [].
+    """
+    return _mean((_wide(predicted) - _wide(target)).abs(), documents)
+
+
+def relative_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Scale-free L1: sum|o_s - o_t| / sum|o_t|, in at least fp32; padding, of document -1, is left out.
+
+    Shape: both [B, T, M], documents [B, T] -> [].
+    """
+    return mean_l1(predicted, target, documents) / mean_abs(target, documents)
+
+
+def mean_abs(target: Tensor, documents: Tensor | None = None) -> Tensor:
+    """Mean of |o_t|, at least the smallest positive number. Shape: [B, T, M] -> []."""
+    wide = _wide(target)
+    return _mean(wide.abs(), documents).clamp_min(torch.finfo(wide.dtype).tiny)
+
+
+def _mean(x: Tensor, documents: Tensor | None) -> Tensor:
+    if documents is None:
+        return x.mean()
+    counted = (documents >= 0)[..., None]
+    return (x * counted).sum() / (counted.sum() * x.shape[-1]).clamp_min(1)
+
+
+def attention_kl(
+    teacher: AttentionLayer,
+    student: AttentionLayer,
+    teacher_x: Tensor,
+    student_x: Tensor,
+    n_queries: int,
+    documents: Documents | None = None,
+) -> Tensor:
+    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and sampled queries.
+
+    `n_queries` positions per sequence are drawn without repetition from torch's CPU generator, which a run seeds and
+    saves; scores are [B, H, n, S] at most, never [T, S]. Layers of the same number of query heads are compared head
+    by head.
+
+    Shape: both inputs [B, T, M] -> [].
+    """
+    batch, length, _ = student_x.shape
+    rows = torch.stack([torch.randperm(length)[:n_queries] for _ in range(batch)]).to(student_x.device)
+    with torch.no_grad():
+        log_p = attention_log_probabilities(teacher, teacher_x, rows, documents)
+    log_q = attention_log_probabilities(student, student_x, rows, documents)
+    log_p, log_q = _without_null(teacher, log_p), _without_null(student, log_q)
+    # What a mask hides is -inf, of which neither a difference nor a gradient may be taken.
+    seen = (log_p > float("-inf")) & (log_q > float("-inf"))
+    difference = log_p.masked_fill(~seen, 0.0) - log_q.masked_fill(~seen, 0.0)
+    per_query = (log_p.exp() * difference).sum(-1)
+    return per_query.mean()
+
+
+def attention_log_probabilities(
+    layer: AttentionLayer, x: Tensor, rows: Tensor, documents: Documents | None = None
+) -> Tensor:
+    """Log-probabilities of attention from the queries at `rows`, in at least fp32; a null key stands first.
+
+    Shape: x [B, T, M], rows int64 [B, n] -> [B, H, n, T], or [B, H, n, 1 + T] with a null key.
+    """
+    q, streams = layer.projection(x, 0 if documents is None else documents.positions)
+    k, _ = layer.projection.keys_values(streams)
+    groups, length = q.shape[1] // k.shape[1], x.shape[1]
+    picked = q.gather(2, rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
+    picked = picked.unflatten(1, (k.shape[1], groups))
+    scores = _wide(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
+    places = torch.arange(length, device=x.device)
+    window = length if layer.score.window is None else layer.score.window
+    last = rows[:, None, :, None]
+    hidden = (places > last) | (places <= last - window)
+    if documents is not None:
+        hidden = hidden | (places < documents.first.gather(1, rows)[:, None, :, None])
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if layer.null_k is not None:
+        null = layer.null_k.to(picked.dtype).view(k.shape[1], -1)
+        null_scores = _wide(torch.einsum("bkgnd,kd->bkgn", picked, null)).flatten(1, 2)
+        scores = torch.cat((null_scores[..., None], scores), dim=-1)
+    return F.log_softmax(scores, dim=-1)
+
+
+def _without_null(layer: AttentionLayer, log_probabilities: Tensor) -> Tensor:
+    """Return the log-probabilities of the tokens, given that the null key was not chosen."""
+    if layer.null_k is None:
+        return log_probabilities
+    tokens = log_probabilities[..., 1:]
+    return tokens - tokens.logsumexp(-1, keepdim=True)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,126 @@
+"""Objectives on the model's next-token distribution: the data, the teacher's distribution, or both."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from caramba.distill.lora import Lora
+from caramba.distill.objective import Backward, Batch, Objective
+from caramba.distill.teacher_cache import TeacherCache
+from caramba.distill.vocabulary import RowsOf, TeacherRows, VocabularyLosses, vocabulary_losses
+from caramba.measure import documents_of, samples_of
+from caramba.model import Model
+
+
+class LanguageModelObjective(Objective):
+    """Next-token cross-entropy of one model; trains all of its weights, or the low-rank updates of `lora`."""
+
+    def __init__(self, model: Model, *, chunk: int = 1024, lora: Lora | None = None) -> None:
+        self.model, self.chunk, self.lora = model, chunk, lora
+
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.model.named_parameters()) if self.lora is None else self.lora.parameters()
+
+    def compilable(self) -> list[nn.Module]:
+        return [self.model.topology]
+
+    def finish(self) -> None:
+        if self.lora is not None:
+            self.lora.merge()
+
+    def losses(self, batch: Batch) -> VocabularyLosses:
+        """Return the losses on a batch, with gradients unless they are off."""
+        hidden = self.model.hidden(batch[0], documents=documents_of(batch))
+        return vocabulary_losses(self.model, hidden, batch[1], chunk=self.chunk)
+
+    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
+        losses = self.losses(batch)
+        backward(losses.loss)
+        return _scalars(losses)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> dict[str, Tensor]:
+        return _scalars(self.losses(batch))
+
+
+class TeacherLogitsObjective(LanguageModelObjective):
+    """w T^2 KL(teacher || student) + (1 - w) CE of next-token distributions; `kl_weight` w = 1 is KL alone.
+
+    With a cache the `top_k` likeliest logits of the teacher are kept per sample and the teacher runs once for each;
+    the remaining mass counts as one entry.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        teacher: Model,
+        *,
+        kl_weight: float = 1.0,
+        temperature: float = 1.0,
+        chunk: int = 1024,
+        lora: Lora | None = None,
+        cache: TeacherCache | None = None,
+        top_k: int = 64,
+    ) -> None:
+        super().__init__(model, chunk=chunk, lora=lora)
+        self.teacher, self.kl_weight, self.temperature = teacher, kl_weight, temperature
+        self.cache, self.top_k = cache, top_k
+
+    def compilable(self) -> list[nn.Module]:
+        return [self.model.topology, self.teacher.topology]
+
+    def losses(self, batch: Batch) -> VocabularyLosses:
+        return vocabulary_losses(
+            self.model,
+            self.model.hidden(batch[0], documents=documents_of(batch)),
+            batch[1],
+            rows=self._rows(batch),
+            kl_weight=self.kl_weight,
+            temperature=self.temperature,
+            chunk=self.chunk,
+        )
+
+    @torch.no_grad()
+    def _rows(self, batch: Batch) -> RowsOf:
+        tokens, documents, samples = batch[0], documents_of(batch), samples_of(batch)
+        if self.cache is None or samples is None:  # held-out batches carry no index
+            return partial(self._live_rows, self.teacher.hidden(tokens, documents=documents).flatten(0, 1))
+        kept = self.cache.fetch(
+            samples,
+            lambda rows: self._top_rows(tokens[rows], None if documents is None else documents[rows]),
+        )
+        log_p, index = kept["log_p"].flatten(0, 1), kept["index"].flatten(0, 1)
+        return lambda start, stop: TeacherRows(log_p[start:stop], index[start:stop].long())
+
+    def _live_rows(self, hidden: Tensor, start: int, stop: int) -> TeacherRows:
+        logits = self.teacher.logits(hidden[start:stop])
+        return TeacherRows(
+            F.log_softmax(
+                logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature, dim=-1
+            )
+        )
+
+    def _top_rows(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
+        hidden = self.teacher.hidden(tokens, documents=documents).flatten(0, 1)
+        found = [
+            self._live_rows(hidden, start, min(start + self.chunk, len(hidden))).log_p.topk(
+                self.top_k, dim=-1
+            )
+            for start in range(0, len(hidden), self.chunk)
+        ]
+        shape = (*tokens.shape, self.top_k)
+        return {
+            "log_p": torch.cat([top.values for top in found]).view(shape),
+            "index": torch.cat([top.indices for top in found]).view(shape).int(),
+        }
+
+
+def _scalars(losses: VocabularyLosses) -> dict[str, Tensor]:
+    named = {"loss": losses.loss.detach()}
+    if losses.kl is not None:
+        named |= {"ce": losses.ce, "kl": losses.kl}
+    return named

@@ -1,0 +1,190 @@
+"""Losses over the vocabulary, in chunks of tokens: the logits of a whole batch never exist at one time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from caramba.data import IGNORED
+from caramba.model import Model
+
+
+@dataclass(frozen=True)
+class TeacherRows:
+    """A teacher's log-probabilities of some tokens, at the temperature of the loss.
+
+    Attributes:
+        log_p: [N, V], or [N, k] of the k likeliest entries.
+        index: int64 [N, k], which entries these are; None when they are all, in order.
+    """
+
+    log_p: Tensor
+    index: Tensor | None = None
+
+
+RowsOf = Callable[[int, int], TeacherRows]
+
+
+@dataclass(frozen=True)
+class VocabularyLosses:
+    """Means over the tokens that count: what is minimised, and its parts (`kl` without a teacher is None)."""
+
+    loss: Tensor
+    ce: Tensor
+    kl: Tensor | None = None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean next-token cross-entropy in nats, in at least fp32; targets of -100 do not count.
+
+    Shape: logits [..., V], targets [...] -> [].
+    """
+    kept = (targets != IGNORED).sum().clamp_min(1)
+    return _cross_entropies(_wide(logits.flatten(0, -2)), targets.flatten()).sum() / kept
+
+
+def teacher_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """KL(teacher || student) in nats, mean over tokens, times temperature^2 (Hinton et al., 2015, arXiv:1503.02531).
+
+    Shape: both [..., V] -> []. Computed in at least fp32.
+    """
+    theirs = F.log_softmax(_wide(teacher_logits.flatten(0, -2)) / temperature, dim=-1)
+    return _divergences(_wide(student_logits.flatten(0, -2)), TeacherRows(theirs), temperature).mean()
+
+
+def vocabulary_losses(
+    model: Model,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    rows: RowsOf | None = None,
+    kl_weight: float = 0.0,
+    temperature: float = 1.0,
+    chunk: int = 1024,
+) -> VocabularyLosses:
+    """Losses of the head on features: (1 - w) CE + w T^2 KL(teacher || student), means over tokens that count.
+
+    Gradients are made chunk by chunk in the forward, so that beside [chunk, V] only the gradients of the features and
+    of the head's own weights are kept.
+
+    Args:
+        hidden: features before the head.
+        targets: next tokens; -100 does not count.
+        rows: gives the teacher's rows start to stop of the flattened tokens; None when there is no teacher.
+        kl_weight: w.
+
+    Shape: hidden [B, T, M], targets [B, T] -> [] each.
+    """
+    part = _Part(model, targets.flatten(), rows, kl_weight, temperature, chunk)
+    weights = list(model.head.parameters()) or [
+        model.embedder.token.weight
+    ]  # a tied head has none of its own
+    loss, ce, kl = _ChunkedLosses.apply(part, hidden.flatten(0, 1), *weights)  # type: ignore[misc]
+    return VocabularyLosses(loss, ce, None if rows is None else kl)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What a chunk's losses are made of, besides tensors that take gradients."""
+
+    model: Model
+    targets: Tensor
+    rows: RowsOf | None
+    kl_weight: float
+    temperature: float
+    chunk: int
+
+    def sums(self, hidden: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return sums over tokens start to stop: what is minimised, CE and KL."""
+        targets = self.targets[start:stop]
+        logits = _wide(self.model.logits(hidden))
+        weighs_ce = self.kl_weight < 1.0
+        with torch.set_grad_enabled(weighs_ce and torch.is_grad_enabled()):
+            ce = _cross_entropies(logits, targets).sum()
+        if self.rows is None:
+            return ce, ce, torch.zeros_like(ce)
+        with torch.no_grad():
+            rows = self.rows(start, stop)
+        counts = targets != IGNORED
+        kl = torch.where(counts, _divergences(logits, rows, self.temperature), 0.0).sum()
+        loss = self.kl_weight * kl + (1.0 - self.kl_weight) * ce if weighs_ce else kl
+        return loss, ce, kl
+
+
+class _ChunkedLosses(torch.autograd.Function):
+    """Runs the head and the losses chunk by chunk; its backward scales the gradients that the forward kept."""
+
+    @staticmethod
+    def forward(ctx: Any, part: _Part, hidden: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wanted = ctx.needs_input_grad[1:]
+        kept = (part.targets != IGNORED).sum().clamp_min(1)
+        sums: list[Tensor] = []
+        hidden_grad = torch.zeros_like(hidden) if wanted[0] else None
+        grads: list[Tensor | None] = [
+            torch.zeros_like(weight) if want else None
+            for weight, want in zip(weights, wanted[1:], strict=True)
+        ]
+        for start in range(0, len(hidden), part.chunk):
+            stop = min(start + part.chunk, len(hidden))
+            with torch.set_grad_enabled(any(wanted)):
+                piece = hidden[start:stop].detach().requires_grad_(bool(wanted[0]))
+                losses = part.sums(piece, start, stop)
+            if any(wanted):
+                inputs = [tensor for tensor, want in zip((piece, *weights), wanted, strict=True) if want]
+                found = iter(torch.autograd.grad(losses[0], inputs, allow_unused=True))
+                if hidden_grad is not None:
+                    hidden_grad[start:stop] = next(found)
+                _add(grads, found)
+            sums.append(torch.stack([loss.detach() for loss in losses]))
+        means = torch.stack(sums).sum(0) / kept
+        ctx.grads = [None if grad is None else grad.div_(kept) for grad in (hidden_grad, *grads)]
+        loss, ce, kl = means.unbind()
+        loss, ce, kl = loss.clone(), ce.clone(), kl.clone()
+        ctx.mark_non_differentiable(ce, kl)
+        return loss, ce, kl
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        scale = upstream[0]
+        grads, ctx.grads = ctx.grads, None
+        return None, *(None if grad is None else grad.mul_(scale) for grad in grads)
+
+
+def _add(grads: Sequence[Tensor | None], found: Any) -> None:
+    for total in grads:
+        if total is not None:
+            grad = next(found)
+            if grad is not None:
+                total.add_(grad)
+
+
+def _cross_entropies(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+
+
+def _divergences(logits: Tensor, rows: TeacherRows, temperature: float) -> Tensor:
+    """KL(teacher || student) of each token, times temperature^2. Of a teacher's k likeliest entries all others count
+    as one, which bounds the KL over the vocabulary from below and equals it at k = V.
+
+    Shape: logits [N, V] -> [N].
+    """
+    log_q = F.log_softmax(logits / temperature, dim=-1)
+    log_p = rows.log_p.to(log_q.dtype)
+    if rows.index is None:
+        return (log_p.exp() * (log_p - log_q)).sum(-1) * temperature**2
+    known = log_q.gather(-1, rows.index)
+    divergence = (log_p.exp() * (log_p - known)).sum(-1)
+    if rows.index.shape[-1] < logits.shape[-1]:
+        rest_p = (1.0 - log_p.exp().sum(-1)).clamp_min(torch.finfo(log_q.dtype).tiny)
+        rest_q = log_q.scatter(-1, rows.index, float("-inf")).logsumexp(-1)
+        divergence = divergence + rest_p * (rest_p.log() - rest_q)
+    return divergence * temperature**2
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,136 @@
+"""What each phase minimises, built from its config: objective, block schedule, teacher's outputs, low-rank updates."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import nn
+
+from caramba import upcycle
+from caramba.config.surgery import attention_configs
+from caramba.config.train import BLOCK_PHASES, PhaseConfig
+from caramba.distill import (
+    BlockSchedule,
+    BlockShard,
+    BlockwiseObjective,
+    LanguageModelObjective,
+    Lora,
+    Objective,
+    TeacherCache,
+    TeacherLogitsObjective,
+    refuse_over_cap,
+    weights_hash,
+)
+from caramba.experiment.session import Session
+from caramba.model import Model
+from caramba.runtime import RuntimePlan, get_world_size, plan
+
+
+def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model) -> Objective:
+    """Return what a phase minimises on `model`."""
+    if phase.phase in BLOCK_PHASES:
+        return _blockwise(session, phase, decided, model)
+    lora = phase.lora and Lora(
+        model,
+        rank=phase.lora.rank,
+        alpha=phase.lora.alpha,
+        targets=phase.lora.targets,
+        dropout=phase.lora.dropout,
+    )
+    if phase.objective == "ce":
+        return LanguageModelObjective(model, chunk=phase.vocab_chunk, lora=lora)
+    teacher = frozen_teacher(session, decided)
+    top_k = min(phase.teacher_top_k, model.spec.embedder.vocab_size)
+    return TeacherLogitsObjective(
+        model,
+        teacher,
+        kl_weight=1.0 if phase.objective == "kl" else phase.kl_weight,
+        temperature=phase.temperature,
+        chunk=phase.vocab_chunk,
+        lora=lora,
+        cache=_cache(session, phase, decided, top_k=top_k, temperature=phase.temperature),
+        top_k=top_k,
+    )
+
+
+def _blockwise(
+    session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model
+) -> BlockwiseObjective:
+    teacher = frozen_teacher(session, decided)
+    pairs = upcycle.pair_attention(teacher, model)
+    shard = BlockShard([name for name, _, _ in pairs])
+    return BlockwiseObjective(
+        model,
+        teacher,
+        pairs,
+        schedule=BlockSchedule(
+            shard.owned,
+            steps=phase.steps,
+            is_sequential=phase.schedule == "sequential",
+            convergence=phase.convergence,
+        ),
+        on_student=phase.phase == "drift",
+        attention_weight=phase.attention_kl,
+        n_queries=phase.attention_queries,
+        cache=_cache(session, phase, decided),
+        shard=shard,
+    )
+
+
+def frozen(model: nn.Module) -> Model:
+    """Return the model in eval mode without gradients."""
+    assert isinstance(model, Model)
+    return model.eval().requires_grad_(False)
+
+
+def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
+    """Return the teacher of a phase: the session's, or under bfloat16 autocast a copy held in bfloat16."""
+    teacher = frozen(session.model_of("teacher"))
+    return copy.deepcopy(teacher).to(torch.bfloat16) if decided.value("dtype") == "bfloat16" else teacher
+
+
+def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: object) -> TeacherCache | None:
+    if not phase.cache_teacher_outputs:
+        return None
+    return TeacherCache(
+        {
+            "teacher": weights_hash(session.model_of("teacher")),
+            "data": session.corpus.fingerprint,
+            "packing": [session.corpus.packing, session.group.data.keeps_documents_apart],
+            "split": "train",
+            "block_size": phase.block_size,
+            "dtype": decided.value("dtype"),
+            "outputs": "attention" if phase.phase in BLOCK_PHASES else "logits",
+            **key,
+        }
+    )
+
+
+def check_teacher_caches(session: Session) -> None:
+    """Say what every phase that keeps its teacher's outputs will write, before anything is trained.
+
+    Raises:
+        ConfigError: a phase would write more than its teacher_cache_max_gb.
+    """
+    for run in session.group.runs:
+        phase = run.train
+        if phase is None or not phase.cache_teacher_outputs or run.id in session.ledger:
+            continue
+        decided = plan(phase, device=session.manifest.device, kernels=session.manifest.kernels, name=run.id)
+        assert isinstance(phase.batch_size, int)
+        reads = phase.steps * phase.batch_size * phase.gradient_accumulation_steps * get_world_size()
+        samples = min(reads, len(session.training_windows(phase)))
+        refuse_over_cap(run.id, samples, _sample_bytes(session, phase, decided), phase.teacher_cache_max_gb)
+
+
+def _sample_bytes(session: Session, phase: PhaseConfig, decided: RuntimePlan) -> int:
+    """Bytes of one sample's file: inputs and outputs of every attention layer, or k logits and their entries."""
+    spec = session.manifest.model
+    if phase.phase not in BLOCK_PHASES:
+        return phase.block_size * min(phase.teacher_top_k, spec.embedder.vocab_size) * (4 + 4)
+    width = 2 if decided.value("dtype") == "bfloat16" else 4
+    return math.prod(
+        (len(attention_configs(spec.topology)), 2, phase.block_size, spec.embedder.d_model, width)
+    )

@@ -1,0 +1,35 @@
+"""Compilation as seen by Lightning: compiled code runs while a phase trains, and at no other time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+
+class Compilation(pl.Callback):
+    """Replaces the forward of modules by a compiled one for the time of training.
+
+    Only `forward` is replaced, so hooks on a module run outside its compiled code, and its state has the same names.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = tuple(modules)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for module in self.modules:
+            module.forward = torch.compile(module.forward)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._restore()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        for module in self.modules:
+            module.__dict__.pop("forward", None)

@@ -1,0 +1,110 @@
+"""Calibration of a teacher, kept on disk: a second surgery with another budget reads what the first one measured."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from caramba.checkpoint import load_tensors, save_tensors
+from caramba.errors import ConfigError
+from caramba.layer import AttentionLayer
+from caramba.model import Model
+from caramba.upcycle.held_out import HeldOut, capture
+from caramba.upcycle.statistics import LayerStatistics, collect_statistics, pack, unpack
+
+CALIBRATION_TOKENS = 262_144
+LONGEST_WINDOW = 2048
+HELD_OUT_TOKENS = 4096
+ROTATION_WINDOWS = 32
+_VERSION = "1"  # raise when the same inputs start to give other statistics
+
+
+@dataclass(frozen=True)
+class CalibrationText:
+    """Disjoint windows of the train split: `windows` [N, T] to calibrate on, `held_out` [n, T] to choose by."""
+
+    windows: Tensor
+    held_out: Tensor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the teacher's attention layers gave, in execution order, by the layers themselves."""
+
+    layers: tuple[tuple[str, AttentionLayer], ...]
+    statistics: tuple[LayerStatistics, ...]
+    held_out: tuple[HeldOut, ...]
+    n_tokens: int
+
+    def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, HeldOut]:
+        """Return the statistics and the held-out activations of a teacher layer."""
+        index = next(index for index, (_, known) in enumerate(self.layers) if known is layer)
+        return self.statistics[index], self.held_out[index]
+
+
+def choose_windows(n_windows: int, block_size: int, tokens: int | None) -> tuple[list[int], list[int]]:
+    """Return the indices of calibration and held-out windows, spread evenly over the `n_windows` there are.
+
+    About HELD_OUT_TOKENS are held out, at most a fifth of what there is; no window is in both.
+
+    Raises:
+        ConfigError: there are fewer than two windows.
+    """
+    if n_windows < 2:
+        raise ConfigError(
+            f"surgery: the train split has {n_windows} window of {block_size} tokens, and calibration needs one to "
+            "measure on and one to choose by; use more data or a smaller block_size"
+        )
+    held = max(1, min(HELD_OUT_TOKENS // block_size, n_windows // 5))
+    wanted = max(1, -(-(tokens or CALIBRATION_TOKENS) // block_size))
+    total = min(n_windows, held + wanted)
+    spread = [index * n_windows // total for index in range(total)]
+    chosen = {index * total // held for index in range(held)}
+    return (
+        [window for index, window in enumerate(spread) if index not in chosen],
+        [window for index, window in enumerate(spread) if index in chosen],
+    )
+
+
+def calibrate(
+    teacher: Model,
+    text: CalibrationText,
+    *,
+    cache: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Calibration:
+    """Measure the teacher's attention layers on `text`, or read from the folder `cache` what was measured before.
+
+    Raises:
+        CarambaError: a layer gave a value that is not finite.
+    """
+    layers = tuple(teacher.attention_layers())
+    device = teacher.embedder.token.weight.device
+    path = None if cache is None else cache / f"{calibration_key(teacher, text.windows)}.safetensors"
+    if path is not None and path.is_file():
+        statistics = unpack(load_tensors(path, device))
+        if progress is not None:
+            progress(f"calibration: read from {path}")
+    else:
+        statistics = collect_statistics(
+            teacher, layers, text.windows, rotation_windows=ROTATION_WINDOWS, progress=progress
+        )
+        if path is not None:
+            save_tensors(path, {name: tensor.cpu() for name, tensor in pack(statistics).items()})
+    held_out = capture(teacher, layers, text.held_out)
+    return Calibration(layers, tuple(statistics), tuple(held_out), text.windows.numel())
+
+
+def calibration_key(teacher: Model, windows: Tensor) -> str:
+    """Return a SHA-256 over the teacher's description and weights, the calibration tokens and the settings."""
+    digest = hashlib.sha256(f"{_VERSION} {ROTATION_WINDOWS} {teacher.spec.topology!r}".encode())
+    for name, tensor in sorted({**teacher.state_dict(), "windows": windows}.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        plain = tensor.detach().cpu().contiguous().flatten()
+        digest.update(memoryview(plain.view(torch.uint8).numpy()))
+    return digest.hexdigest()

@@ -1,0 +1,138 @@
+"""What a layer's maps cost in its own block's output, on windows that calibration did not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from caramba.layer import AttentionLayer
+from caramba.layer.rope import rotate
+from caramba.layer.score import CausalScore
+from caramba.model import Model
+from caramba.upcycle.latent import LatentMaps
+from caramba.upcycle.per_head import PerHeadMaps
+from caramba.upcycle.statistics import batches, standard_projection, unrotated
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """One layer on held-out windows [N, T]: its queries, keys and values before RoPE, its output without bias.
+
+    Shape: q [N, H, T, D], k and v [N, K, T, .], output [N, T, M].
+    """
+
+    layer: AttentionLayer
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    output: Tensor
+
+    def relative(self, found: Tensor) -> float:
+        """Return |found - output| / |output|, in the root mean square, of an output without bias."""
+        return float((found - self.output).pow(2).sum().sqrt() / self.output.pow(2).sum().sqrt())
+
+
+@torch.no_grad()
+def capture(teacher: Model, layers: Sequence[tuple[str, AttentionLayer]], windows: Tensor) -> list[HeldOut]:
+    """Run the teacher on token windows [N, T] and keep what each named layer saw, in at least fp32.
+
+    Memory: about 4 N T (2 M + H D + 2 K D) bytes a layer.
+    """
+    inputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
+    outputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
+
+    def at(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
+        def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            assert isinstance(layer, AttentionLayer)
+            inputs[name].append(args[0])
+            outputs[name].append(wide(output) - (0 if layer.out.bias is None else layer.out.bias))
+
+        return hook
+
+    device = teacher.embedder.token.weight.device
+    with ExitStack() as stack:
+        for name, layer in layers:
+            stack.callback(layer.register_forward_hook(at(name)).remove)
+        for batch in batches(windows):
+            teacher.hidden(batch.to(device))
+    found = []
+    for name, layer in layers:
+        q, k, v = unrotated(layer, torch.cat(inputs.pop(name)))
+        output = torch.cat(outputs.pop(name))
+        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output))
+    return found
+
+
+@torch.no_grad()
+def latent_output(held: HeldOut, maps: LatentMaps) -> Tensor:
+    """Return the block output, without bias, of a latent layer with these maps, [N, T, M]."""
+    layer = held.layer
+    dims, dtype = layer.dims, held.q.dtype
+    group = dims.n_heads // dims.n_kv_heads
+
+    def per_head(map_: Tensor) -> Tensor:
+        return map_.to(dtype).repeat_interleave(group, 0)
+
+    rope = standard_projection(layer).rope
+    assert rope is not None
+    q_sem = held.q @ per_head(maps.query)
+    q_geo = held.q @ per_head(maps.geometry.query)
+    keys, values = (x.transpose(1, 2).flatten(2) for x in (held.k, held.v))
+    c = (torch.cat((keys, values), -1) - maps.mean.to(dtype)) @ maps.latent.to(dtype)
+    k_geo = (keys @ maps.geometry.key.to(dtype))[:, None]
+    cos, sin = _table(held, rope.inv_freq[:, maps.geometry.pairs], rope.attention_factor)
+    q = torch.cat((q_sem, rotate(q_geo, cos, sin)), -1) * dims.qk**-0.5
+    k = torch.cat((c[:, None], rotate(k_geo, cos, sin)), -1)
+    out = _score(layer)(q, k, c[:, None]) @ per_head(maps.value)
+    n = dims.n_kv_heads * dims.qk
+    mean = maps.mean[n:].to(dtype).unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(group, 0)
+    return _project(layer, out + mean[:, None])
+
+
+@torch.no_grad()
+def per_head_output(held: HeldOut, maps: PerHeadMaps) -> Tensor:
+    """Return the block output, without bias, of a per-head layer with these maps, [N, T, M]."""
+    layer = held.layer
+    dims, dtype = layer.dims, held.q.dtype
+    group = dims.n_heads // dims.n_kv_heads
+    rope = standard_projection(layer).rope
+    assert rope is not None
+    rows, factor = maps.rows, rope.attention_factor
+    cos, sin = _table(held, rope.inv_freq[0][maps.pairs], factor)
+
+    def kept(x: Tensor, at: Tensor) -> Tensor:
+        return x.gather(-1, at[None, :, None].expand(x.shape[0], -1, x.shape[2], -1))
+
+    readers = maps.query.to(dtype).repeat_interleave(group, 0)
+    q_geo = rotate(
+        kept(held.q, rows.repeat_interleave(group, 0)),
+        cos.repeat_interleave(group, 0),
+        sin.repeat_interleave(group, 0),
+    )
+    q = torch.cat((held.q @ readers * factor**2, q_geo), -1) * dims.qk**-0.5
+    k = torch.cat((held.k @ maps.key.to(dtype), rotate(kept(held.k, rows), cos, sin)), -1)
+    out = _score(layer)(q, k, held.v @ maps.value.to(dtype))
+    out = out @ maps.expansion.to(dtype).repeat_interleave(group, 0)
+    return _project(layer, out + maps.constant.to(dtype).repeat_interleave(group, 0)[:, None])
+
+
+def wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _table(held: HeldOut, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    positions = torch.arange(held.q.shape[2], dtype=torch.float32, device=held.q.device)
+    angles = positions[:, None] * frequencies.to(held.q.device)[:, None, :]
+    return angles.cos() * factor, angles.sin() * factor
+
+
+def _score(layer: AttentionLayer) -> CausalScore:
+    return CausalScore(layer.config.local_window)
+
+
+def _project(layer: AttentionLayer, heads: Tensor) -> Tensor:
+    return heads.transpose(1, 2).flatten(2) @ layer.out.weight.to(heads.dtype).T

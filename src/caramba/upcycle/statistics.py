@@ -1,0 +1,223 @@
+"""Calibration: one streaming pass of the teacher, and what surgery needs to know of each of its attention layers.
+
+Per layer, over the tokens of the calibration windows, in float64 on the model's device: the second moment of the joint
+vector y = [k; v] before RoPE, its mean, the second moment of every query head, and the attention-weighted mean rotation
+rho = E_attention[exp(i theta (t - u))]. Everything later follows from these; no activation is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+from caramba.errors import CarambaError
+from caramba.layer import AttentionLayer, StandardProjection
+from caramba.layer.projection import split_heads
+from caramba.layer.rope import rotate
+from caramba.model import Model
+
+QUERY_CHUNK = 256
+BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Moments of one attention layer's projections; H query heads in K groups of key/value heads, P = D / 2 pairs.
+
+    Attributes:
+        moment: E[y y^T] of y = [k; v], each head by head, [K (D + Dv), K (D + Dv)] float64.
+        mean: E[y], [K (D + Dv)] float64.
+        queries: E[q q^T] of each query head, [H, D, D] float64.
+        rotation: the attention-weighted mean rotation of each key/value head and pair, [K, P] complex128.
+    """
+
+    moment: Tensor
+    mean: Tensor
+    queries: Tensor
+    rotation: Tensor
+
+    @property
+    def covariance(self) -> Tensor:
+        """E[(y - E y)(y - E y)^T]."""
+        return self.moment - torch.outer(self.mean, self.mean)
+
+
+def standard_projection(layer: AttentionLayer) -> StandardProjection:
+    """Return a teacher layer's projection, which the checks before any work have found to be a standard one."""
+    projection = layer.projection
+    if not isinstance(projection, StandardProjection) or projection.rope is None:
+        raise TypeError(f"surgery reads standard attention with RoPE, got {type(projection).__name__}")
+    return projection
+
+
+def unrotated(layer: AttentionLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [B, H, T, D], k [B, K, T, D] and v [B, K, T, Dv] of the features x [B, T, M], before RoPE and scale."""
+    projection, dims = standard_projection(layer), layer.dims
+    return (
+        split_heads(projection.q(x), dims.n_heads),
+        split_heads(projection.k(x), dims.n_kv_heads),
+        split_heads(projection.v(x), dims.n_kv_heads),
+    )
+
+
+@torch.no_grad()
+def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor:
+    """Sum the teacher's attention-weighted rotations exp(i theta_p (t - u)) over sequences, queries and keys.
+
+    Attention is computed from QUERY_CHUNK queries at a time, with the layer's own window and rotary table.
+
+    Shape: q [B, H, T, D], k [B, K, T, D] unrotated -> [H, P] complex128.
+    """
+    projection = standard_projection(layer)
+    rope = projection.rope
+    assert rope is not None
+    n_tokens, group = q.shape[2], q.shape[1] // k.shape[1]
+    cos, sin = rope(0, n_tokens, q.device)
+    turned = rotate(k, cos, sin).repeat_interleave(group, dim=1)
+    queries = rotate(q, cos, sin) * layer.dims.qk**-0.5
+    cos, sin = (table[0].to(turned.dtype) / rope.attention_factor for table in (cos, sin))
+    window = layer.config.local_window or n_tokens
+    positions = torch.arange(n_tokens, device=q.device)
+    total = torch.zeros(q.shape[1], cos.shape[1], dtype=torch.complex128, device=q.device)
+    for start in range(0, n_tokens, QUERY_CHUNK):
+        stop = min(start + QUERY_CHUNK, n_tokens)
+        first = max(0, start - window + 1)
+        rows, columns = positions[start:stop, None], positions[None, first:stop]
+        hidden = (columns > rows) | (columns <= rows - window)
+        scores = queries[:, :, start:stop] @ turned[:, :, first:stop].transpose(-1, -2)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        even, odd = weights @ cos[first:stop], weights @ sin[first:stop]
+        real = (even * cos[start:stop] + odd * sin[start:stop]).double().sum((0, 2))
+        imaginary = (even * sin[start:stop] - odd * cos[start:stop]).double().sum((0, 2))
+        total += torch.complex(real, imaginary)
+    return total
+
+
+class _Accumulator:
+    """The running sums of one layer."""
+
+    def __init__(self, layer: AttentionLayer) -> None:
+        dims, device = layer.dims, layer.out.weight.device
+        width = dims.n_kv_heads * (dims.qk + dims.v)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.layer = layer
+        self.moment, self.sum = zeros(width, width), zeros(width)
+        self.queries = zeros(dims.n_heads, dims.qk, dims.qk)
+        self.rotation = zeros(dims.n_heads, dims.qk // 2, dtype=torch.complex128)
+        self.n_tokens = 0
+        self.n_rotated = 0
+
+    def add(self, x: Tensor, rotates: bool) -> bool:
+        """Add the features of some sequences [B, T, M]; return whether what they gave is finite."""
+        q, k, v = unrotated(self.layer, x)
+        joint = (
+            torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1).flatten(0, 1).double()
+        )
+        self.moment += joint.T @ joint
+        self.sum += joint.sum(0)
+        wide = q.transpose(0, 1).flatten(1, 2).double()
+        self.queries += wide.transpose(1, 2) @ wide
+        self.n_tokens += joint.shape[0]
+        if rotates:
+            self.rotation += mean_rotation(self.layer, q, k)
+            self.n_rotated += x.shape[0] * x.shape[1]
+        sums = self.sum.sum() + self.moment.diagonal().sum() + self.queries.sum() + self.rotation.abs().sum()
+        return bool(torch.isfinite(sums))
+
+    def hook(self, where: str, *, rotates: bool) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        """Return a forward pre-hook that adds what the layer is given."""
+
+        def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if not self.add(inputs[0], rotates):
+                raise CarambaError(
+                    f"surgery: calibration of {where} gave values that are not finite; look at the teacher's weights "
+                    "(a damaged or half-precision checkpoint), or use other calibration data"
+                )
+
+        return add
+
+    def finish(self) -> LayerStatistics:
+        kv_heads = self.layer.dims.n_kv_heads
+        rotation = self.rotation.unflatten(0, (kv_heads, -1)).mean(1) / self.n_rotated
+        n = self.n_tokens
+        return LayerStatistics(self.moment / n, self.sum / n, self.queries / n, rotation)
+
+
+def batches(windows: Tensor, batch_tokens: int = BATCH_TOKENS) -> Iterator[Tensor]:
+    """Split token windows [N, T] into batches of about `batch_tokens` tokens."""
+    yield from windows.split(max(1, batch_tokens // windows.shape[1]))
+
+
+@torch.no_grad()
+def collect_statistics(
+    teacher: Model,
+    layers: Sequence[tuple[str, AttentionLayer]],
+    windows: Tensor,
+    *,
+    rotation_windows: int = 32,
+    progress: Callable[[str], None] | None = None,
+) -> list[LayerStatistics]:
+    """Run the teacher once over token windows [N, T] and return the statistics of the named layers.
+
+    The mean rotation comes from the first `rotation_windows` of them. Memory is one batch's activations and the
+    accumulators: 8 (K (D + Dv))^2 bytes a layer, and as much again for the batch's joint vector.
+
+    Raises:
+        CarambaError: a layer gave a value that is not finite; the message names layer and batch.
+    """
+    sums = [_Accumulator(layer) for _, layer in layers]
+    seen = 0
+    device = teacher.embedder.token.weight.device
+    for index, batch in enumerate(batches(windows)):
+        with ExitStack() as stack:
+            for (name, layer), total in zip(layers, sums, strict=True):
+                hook = total.hook(f"{name}: batch {index}", rotates=seen < rotation_windows)
+                stack.callback(layer.register_forward_pre_hook(hook).remove)
+            teacher.hidden(batch.to(device))
+        seen += batch.shape[0]
+        if progress is not None and (index + 1) % 8 == 0:
+            progress(f"calibration: {seen} of {len(windows)} windows")
+    return [total.finish() for total in sums]
+
+
+def weight_statistics(layer: AttentionLayer) -> LayerStatistics:
+    """Return the statistics that white, centred features would give: moments from the weights alone.
+
+    The rotation is the identity, for no attention is known.
+    """
+    projection, dims = standard_projection(layer), layer.dims
+    joint = torch.cat((projection.k.weight, projection.v.weight)).double()
+    queries = projection.q.weight.double().unflatten(0, (dims.n_heads, dims.qk))
+    rotation = torch.ones(dims.n_kv_heads, dims.qk // 2, dtype=torch.complex128, device=joint.device)
+    return LayerStatistics(
+        joint @ joint.T, joint.new_zeros(len(joint)), queries @ queries.transpose(1, 2), rotation
+    )
+
+
+def pack(statistics: Sequence[LayerStatistics]) -> dict[str, Tensor]:
+    """Return the statistics as named real tensors, for a file."""
+    tensors: dict[str, Tensor] = {}
+    for index, item in enumerate(statistics):
+        for field in fields(item):
+            value = getattr(item, field.name)
+            tensors[f"{index}.{field.name}"] = torch.view_as_real(value) if value.is_complex() else value
+    return tensors
+
+
+def unpack(tensors: dict[str, Tensor]) -> list[LayerStatistics]:
+    """Return what `pack` was given."""
+    names = [field.name for field in fields(LayerStatistics)]
+    layers = range(len(tensors) // len(names))
+    found = []
+    for index in layers:
+        values = {name: tensors[f"{index}.{name}"] for name in names}
+        values["rotation"] = torch.view_as_complex(values["rotation"].contiguous())
+        found.append(LayerStatistics(**values))
+    return found

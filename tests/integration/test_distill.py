@@ -1,0 +1,214 @@
+"""Distillation from the command line: converged blocks, teacher outputs on disk, low-rank updates, averages, bfloat16."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from caramba.checkpoint import load_tensors
+from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
+
+SMOKE = ("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """Return a run that trained a teacher and transplanted a student."""
+    folder = tmp_path_factory.mktemp("teacher")
+    done = caramba([*SMOKE, "train.phases.pretrain.steps=30"], folder, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return only_run(folder)
+
+
+def words_of(teacher: Path, *words: str) -> list[str]:
+    return [*SMOKE, f"model.teacher.checkpoint={teacher}", *words]
+
+
+def launch(words: Sequence[str], folder: Path, cache: Path) -> tuple[Path, str]:
+    done = caramba(words, folder, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return only_run(folder), done.stdout
+
+
+def stage(run: Path, name: str) -> dict[str, Any]:
+    (file,) = run.glob(f"stages/*-{name}.json")
+    phase = json.loads(file.read_text())["phase"]
+    assert isinstance(phase, dict)
+    return phase
+
+
+def decisions(run: Path, name: str) -> dict[str, Any]:
+    found = json.loads((run / "plan.json").read_text())[name]["decisions"]
+    assert isinstance(found, dict)
+    return found
+
+
+def test_converged_blocks_end_the_phase_early_and_the_record_says_so(
+    teacher: Path, tmp_path: Path, cache: Path
+) -> None:
+    words = (
+        "train=blockwise",
+        "train.steps=null",
+        "train.phases.blockwise.steps=40",
+        "train.phases.drift.steps=4",
+    )
+    limits = "+train.phases.blockwise.convergence={target: 0.0001, patience: 2, max_steps: 6}"
+    run, printed = launch(words_of(teacher, *words, limits, "train.save_every=3"), tmp_path, cache)
+    assert "blockwise: ended after 6 of 40 steps: every block has converged" in printed
+    record = stage(run, "blockwise")
+    assert (record["steps"], record["tokens"]) == (6, 6 * 2 * 64)
+    assert record["details"]["steps_planned"] == 40
+    blocks = record["details"]["blocks"]
+    assert [(block["steps"], block["ended"]) for block in blocks.values()] == [(6, "max_steps")] * 4
+    assert stage(run, "drift")["steps"] == 4, "the run goes on with the next phase"
+
+
+def test_sequential_blocks_change_one_after_another(teacher: Path, tmp_path: Path, cache: Path) -> None:
+    words = ("train=blockwise", "train.steps=8", "train.schedule=sequential", "train.attention_kl=0.1")
+    run, _ = launch(words_of(teacher, *words), tmp_path, cache)
+    blocks = stage(run, "blockwise")["details"]["blocks"]
+    assert [block["steps"] for block in blocks.values()] == [2, 2, 2, 2]
+    before = load_tensors(run / "checkpoints/transplant.safetensors")
+    after = load_tensors(run / "checkpoints/blockwise.safetensors")
+    for block in blocks:
+        key = f"{block}.out.weight"
+        assert not torch.equal(before[key], after[key])
+
+
+def test_teacher_outputs_are_kept_reused_and_capped(teacher: Path, tmp_path: Path, cache: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(cache, home)
+    phases = ("blockwise", "drift")
+    cached = [f"train.phases.{phase}.cache_teacher_outputs=true" for phase in phases]
+    folders = [tmp_path / name for name in ("plain", "first", "second", "capped")]
+    for folder in folders:
+        folder.mkdir()
+    words = words_of(teacher, "train=blockwise")
+    plain, _ = launch(words, folders[0], home)
+    first, printed = launch([*words, *cached], folders[1], home)
+    # 4 layers x 2 tensors x 64 tokens x 128 features x 4 bytes, 3 steps of 2 samples
+    assert "blockwise: teacher outputs of 6 samples take 0.00 GB on disk" in printed
+    stored = {file: file.stat().st_mtime_ns for file in home.rglob("*.targets")}
+    assert len(stored) == 12, "two phases of six samples; the stream goes on, so none is read twice"
+    assert {file.stat().st_size // 1000 for file in stored} == {262}
+    second, _ = launch([*words, *cached], folders[2], home)
+    assert {file: file.stat().st_mtime_ns for file in home.rglob("*.targets")} == stored
+    for name in ("blockwise", "drift"):
+        weights = [load_tensors(run / f"checkpoints/{name}.safetensors") for run in (plain, first, second)]
+        for key, value in weights[0].items():
+            torch.testing.assert_close(weights[1][key], value, rtol=1e-4, atol=1e-6)
+            assert torch.equal(weights[1][key], weights[2][key])
+    capped = caramba([*words, *cached, "train.teacher_cache_max_gb=0.001"], folders[3], home)
+    assert capped.returncode == 2, capped.stdout + capped.stderr
+    assert "over teacher_cache_max_gb=0.001" in capped.stderr
+    assert not list(folders[3].rglob("*.safetensors")), "refused before anything is transplanted"
+
+
+def test_kept_logits_low_rank_updates_and_an_average_survive_a_kill(
+    teacher: Path, tmp_path: Path, cache: Path
+) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(cache, home)
+    words = words_of(
+        teacher,
+        "train=finetune",
+        "train.steps=12",
+        "train.save_every=4",
+        "train.phases.global.objective=mixed",
+        "+train.phases.global.kl_weight=0.7",
+        "+train.phases.global.temperature=2.0",
+        "+train.phases.global.cache_teacher_outputs=true",
+        "+train.phases.global.lora={rank: 2, dropout: 0.1}",
+        "+train.phases.global.ema_decay=0.9",
+        "+train.phases.global.vocab_chunk=50",
+        "settings.instrument=none",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    run, _ = launch(words, whole, home)
+    status = interrupt_when("runs/*/*/checkpoints/global.state.pt", words, killed, home, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    done = caramba(["resume", str(only_run(killed))], killed, home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = load_tensors(only_run(killed) / "checkpoints/global.safetensors")
+    theirs = load_tensors(run / "checkpoints/global.safetensors")
+    assert ours.keys() == theirs.keys() == load_tensors(run / "checkpoints/transplant.safetensors").keys()
+    assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    state = stage(run, "global")
+    assert state["steps"] == 12
+    rows = (run / "metrics.csv").read_text().splitlines()
+    assert {"loss", "kl", "ce"} <= set(rows[0].split(","))
+
+
+def test_blocks_in_turn_survive_a_kill_with_their_schedule(
+    teacher: Path, tmp_path: Path, cache: Path
+) -> None:
+    limits = "+train.phases.blockwise.convergence={target: 0.2, patience: 3, max_steps: 6}"
+    words = words_of(
+        teacher,
+        *(
+            "train=blockwise",
+            "train.steps=20",
+            "train.phases.drift.steps=4",
+            "train.schedule=sequential",
+            limits,
+        ),
+        *("train.save_every=5", "train.accumulate=2", "+train.phases.blockwise.attention_kl=0.1"),
+        "settings.instrument=none",
+    )
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    run, _ = launch(words, whole, cache)
+    status = interrupt_when("runs/*/*/checkpoints/blockwise.state.pt", words, killed, cache, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    done = caramba(["resume", str(only_run(killed))], killed, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (stage(item, "blockwise") for item in (run, only_run(killed)))
+    assert first["details"] == second["details"]
+    assert first["steps"] == second["steps"] == sum(b["steps"] for b in first["details"]["blocks"].values())
+    for name in ("blockwise", "drift"):
+        ours, theirs = (
+            load_tensors(item / f"checkpoints/{name}.safetensors") for item in (run, only_run(killed))
+        )
+        assert not [key for key in ours if not torch.equal(ours[key], theirs[key])]
+
+
+def losses_of(teacher: Path, folder: Path, cache: Path, *words: str) -> tuple[Path, list[float]]:
+    phases = "+train.phases={global: {objective: kl, lr: auto}}"
+    run, _ = launch(words_of(teacher, "train=blockwise", phases, *words), folder, cache)
+    return run, [stage(run, phase)["loss"] for phase in ("blockwise", "drift", "global")]
+
+
+def test_bfloat16_trains_over_float32_weights(teacher: Path, tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "plain").mkdir()
+    run, plain = losses_of(teacher, tmp_path / "plain", cache)
+    assert decisions(run, "global")["precision"]["value"] == "32-true"
+    assert decisions(run, "blockwise")["lr"]["value"] == pytest.approx(3.2e-3)
+    (tmp_path / "amp").mkdir()
+    run, amp = losses_of(teacher, tmp_path / "amp", cache, "train.use_amp=true", "train.amp_dtype=bfloat16")
+    assert decisions(run, "global")["precision"]["value"] == "bf16-mixed"
+    weights = load_tensors(run / "checkpoints/global.safetensors")
+    assert {value.dtype for value in weights.values()} == {torch.float32}
+    # Two rounded models that agree to a few hundredths of a nat differ by their rounding.
+    assert amp == pytest.approx(plain, rel=0.05, abs=5e-3)
+    assert amp != plain
+
+
+@pytest.mark.slow
+def test_compiled_code_agrees(teacher: Path, tmp_path: Path, cache: Path) -> None:
+    folders = [tmp_path / name for name in ("plain", "compiled")]
+    for folder in folders:
+        folder.mkdir()
+    _, plain = losses_of(teacher, folders[0], cache)
+    run, compiled = losses_of(teacher, folders[1], cache, "train.compile=true")
+    assert decisions(run, "global")["compile_model"]["value"] is True
+    assert compiled == pytest.approx(plain, rel=1e-3)

@@ -1,0 +1,94 @@
+"""Documents kept apart through the real trainer: prepared text, two ways to pack it, and a kill in between."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.integration.commands import caramba, interrupt_when, only_run
+from tests.integration.test_resume import assert_same_weights
+
+VOCAB = 400
+WORDS = [
+    *("experiment=smoke", "verify=default", "settings.instrument=none", "train.save_every=4"),
+    *(f"model.embedder.vocab_size={VOCAB}", f"model.teacher.manifest.embedder.vocab_size={VOCAB}"),
+    *("train.phases.pretrain.steps=12", "train.steps=null", "train.eval_every=6"),
+    *("train.phases.blockwise.steps=8", "train.phases.global.steps=8"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+    """Tokens of 300 short documents, made by the command."""
+    place = tmp_path_factory.mktemp("text")
+    for number in range(300):
+        words = " ".join(f"w{(number * 7 + i) % 53}" for i in range(5 + number % 90))
+        (place / f"{number:03d}.txt").write_text(f"document {number}: {words}\n")
+    made = place / "tokens"
+    words = [
+        "prepare",
+        "text",
+        str(place),
+        "--train-bpe",
+        str(VOCAB),
+        "--val-frac",
+        "0.2",
+        "--output",
+        str(made),
+    ]
+    done = caramba(words, place, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return made
+
+
+@pytest.mark.parametrize("words", [["data.packing=best_fit"], ["data.document_mask=true"]])
+def test_documents_kept_apart_train_and_resume_bit_equal(
+    words: list[str], folder: Path, tmp_path: Path, cache: Path
+) -> None:
+    command = [*WORDS, "data=tokens", f"data.path={folder}", *words]
+    first, second = tmp_path / "whole", tmp_path / "killed"
+    first.mkdir()
+    second.mkdir()
+    done = caramba(command, first, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    whole = only_run(first)
+    status = interrupt_when("runs/*/*/checkpoints/pretrain.state.pt", command, second, cache, signal.SIGKILL)
+    assert status == -signal.SIGKILL
+    assert caramba(["resume", str(only_run(second))], second, cache).returncode == 0
+    assert_same_weights(only_run(second), whole)
+
+    report = json.loads((whole / "artifacts/report.json").read_text())
+    meta = json.loads((folder / "meta.json").read_text())
+    assert report["labels"]["data"] == "tokens"
+    assert "documents kept apart" in report["labels"]["packing"]
+    pretrain = next(phase for phase in report["phases"] if phase["id"] == "pretrain")
+    assert 0.8 * 12 * 2 * 64 < pretrain["tokens"] < 12 * 2 * 64, "padding and first tokens are no targets"
+    row = report["metrics"]
+    assert row["perplexity.student.bits_per_byte"]["value"] < 8
+    assert row["perplexity.student.unique_tokens"]["value"] <= meta["splits"]["val"]["tokens"]
+
+
+def test_a_prepared_folder_is_a_benchmark_of_its_own(folder: Path, tmp_path: Path, cache: Path) -> None:
+    words = [*WORDS, "train=none", "model=tiny", "verify=none", "data=tokens", f"data.path={folder}"]
+    words = [word for word in words if ".teacher." not in word and "train." not in word]
+    dataset = "benchmark.benchmarks.0.config.dataset="
+    done = caramba([*words, dataset + str(folder)], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
+    assert report["metrics"]["perplexity.student.bits_per_byte"]["value"] > 0
+
+    np.save(tmp_path / "other.npy", np.arange(VOCAB + 100, dtype=np.uint16))
+    done = caramba([*words, f"{dataset}{tmp_path}/other.npy"], tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"tokens reach id {VOCAB + 99}, the model has vocab_size={VOCAB}" in done.stderr
+    assert "benchmark 'perplexity'" in done.stderr
+
+
+def test_a_flat_file_has_no_documents(tmp_path: Path, cache: Path) -> None:
+    done = caramba(["data=tokens", "data.path=x.npy", "data.packing=best_fit"], tmp_path, cache)
+    assert done.returncode == 2
+    assert "path=x.npy is a flat file" in " ".join(done.stderr.split())

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from caramba.config.crosscheck import cross_check
+from caramba.config.manifest import Manifest
+from caramba.errors import ConfigError
+
+POSITIONS = 32
+NORM = {"type": "RMSNormLayer", "d_model": 8}
+
+
+def network(max_positions: int | None) -> dict[str, Any]:
+    learned = {"type": "token_position", "max_positions": max_positions} if max_positions else {}
+    return {
+        "embedder": {"vocab_size": 300, "d_model": 8, **learned},
+        "topology": {"type": "StackedTopology", "layers": [NORM]},
+    }
+
+
+def manifest(
+    group: dict[str, Any], student: int | None = POSITIONS, teacher: int | None = POSITIONS
+) -> Manifest:
+    model = {**network(student), "teacher": {"manifest": network(teacher)}}
+    data = {"type": "stdlib", "tokenizer": "byte"}
+    return Manifest.model_validate(
+        {"name": "x", "model": model, "groups": [{"name": "g", "data": data, **group}]}
+    )
+
+
+def run(block_size: int, /, **verify: Any) -> dict[str, Any]:
+    train = {"phase": "global", "steps": 1, "batch_size": 1, "block_size": block_size}
+    return {"runs": [{"id": "r", "train": train, "verify": [verify] if verify else []}]}
+
+
+def bench(models: tuple[str, ...] = ("teacher", "student"), **config: Any) -> dict[str, Any]:
+    return {"benchmarks": [{"id": "b", "models": models, "config": config}]}
+
+
+LATENCY = {"type": "latency", "generation_lengths": [3]}
+
+
+@pytest.mark.parametrize(
+    ("fits", "exceeds", "message"),
+    [
+        (run(32), run(33), "run 'r': block_size=33 exceeds model.embedder.max_positions=32"),
+        (
+            run(8, type="compare", block_size=32),
+            run(8, type="compare", block_size=33),
+            "verify compare: block_size=33 exceeds model.embedder",
+        ),
+        (
+            run(8, type="fidelity", block_size=32),
+            run(8, type="fidelity", block_size=40),
+            "verify fidelity: block_size=40",
+        ),
+        (
+            bench(type="perplexity", block_size=32),
+            bench(type="perplexity", block_size=33),
+            "benchmark 'b': block_size=33",
+        ),
+        (
+            bench(**LATENCY, prompt_lengths=[4, 30]),
+            bench(**LATENCY, prompt_lengths=[4, 31]),
+            r"generation_lengths - 1=33 exceeds",
+        ),
+        (
+            bench(type="memory", sequence_lengths=[32]),
+            bench(type="memory", sequence_lengths=[8, 64]),
+            "sequence_lengths=64 exceeds",
+        ),
+        (
+            bench(("teacher",), type="perplexity", block_size=32),
+            bench(("teacher",), type="perplexity", block_size=33),
+            "exceeds model.teacher.manifest.embedder.max_positions=32",
+        ),
+    ],
+)
+def test_learned_positions_bound_every_sequence(
+    fits: dict[str, Any], exceeds: dict[str, Any], message: str
+) -> None:
+    cross_check(manifest(fits))
+    with pytest.raises(ConfigError, match=message):
+        cross_check(manifest(exceeds))
+    cross_check(manifest(exceeds, student=None, teacher=None))
+
+
+def test_only_the_models_that_a_benchmark_reads_are_bound() -> None:
+    only_teacher = bench(("teacher",), type="perplexity", block_size=64)
+    cross_check(manifest(only_teacher, teacher=None))
+    with pytest.raises(ConfigError, match=r"model\.teacher\.manifest"):
+        cross_check(manifest(only_teacher, student=None))
