@@ -24,6 +24,7 @@ import torch
 
 from caramba.distill import BlockSchedule, BlockwiseObjective, relative_l1, tap_attention
 from caramba.launch.freeze import freeze
+from caramba.layer import attention_backends
 from caramba.model import Trace, build_model
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device, synchronize
@@ -102,7 +103,7 @@ def main() -> None:
         "naive, a step of each block": lambda: [naive(place) for place in range(len(names))],
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
         for repeat in range(args.repeats + 2):  # the first two warm up
             for name, run in variants.items():
                 synchronize(device)

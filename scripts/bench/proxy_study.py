@@ -18,6 +18,7 @@ from proxy_measure import agreement, held_out, ratio_with_interval, recall_by_de
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec, SurgeryConfig
+from caramba.layer import attention_backends
 from caramba.model import Model, build_model, init_weights
 from caramba.runs.files import write_json
 from caramba.upcycle import Calibration, CalibrationText, calibrate, fit_widths, transplant
@@ -147,6 +148,9 @@ class Study:
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def attention(self) -> AbstractContextManager:
+        return attention_backends(self.device)
 
     def compiled(self, module: Any) -> Any:
         return torch.compile(module) if self.device.type == "cuda" else module

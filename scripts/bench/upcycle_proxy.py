@@ -162,7 +162,7 @@ class Compiled:
         for module in modules:
             if self.study.device.type == "cuda" and id(module) not in self.done:
                 self.done.add(id(module))
-                module.compile()
+                module.forward = torch.compile(module.forward)  # hooks stay outside compiled code
 
 
 def train(
@@ -345,13 +345,14 @@ def main() -> int:
     options = parser.parse_args()
     clock = Clock(options.seconds)
     study = Study(options.state, options.size)
-    if options.stage == "teacher":
-        return 0 if train_teacher(study, clock) else 3
-    if options.stage == "surgery":
-        untrained_students(study)
-        return 0
-    if options.stage == "distil":
-        return 0 if distil(study, clock) else 3
+    with study.attention():
+        if options.stage == "teacher":
+            return 0 if train_teacher(study, clock) else 3
+        if options.stage == "surgery":
+            untrained_students(study)
+            return 0
+        if options.stage == "distil":
+            return 0 if distil(study, clock) else 3
     collect(study, options.out)
     return 0
 
