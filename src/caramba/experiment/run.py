@@ -14,6 +14,7 @@ from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import transplant_student
+from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
@@ -52,12 +53,13 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     check_teacher_caches(session)
     failure: VerificationFailed | None = None
     try:
-        for item in group.runs:
-            if item.train is not None:
-                train_run(session, item, is_last=item is last_trained(group))
-            elif item.verify:
-                verify_run(session, item)
-        finish(session)
+        with attention_backends(session.device):
+            for item in group.runs:
+                if item.train is not None:
+                    train_run(session, item, is_last=item is last_trained(group))
+                elif item.verify:
+                    verify_run(session, item)
+            finish(session)
     except VerificationFailed as error:
         failure = error
     result = collect(session, run_dir)
