@@ -17,7 +17,7 @@ from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
-from caramba.runtime import apply_threads
+from caramba.runtime import apply_threads, refuse_unconnected_ranks
 
 FINAL, VERIFY = "final", "verify"
 
@@ -31,6 +31,7 @@ def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
     Raises:
         VerificationFailed: a check with fail_fast did not pass; artifacts of all that ran are written first.
     """
+    refuse_unconnected_ranks()
     groups = manifest.selected_groups()
     if len(groups) == 1:
         return (run_group(manifest, groups[0], run_dir, run_dir),)
