@@ -212,3 +212,22 @@ def test_compiled_code_agrees(teacher: Path, tmp_path: Path, cache: Path) -> Non
     run, compiled = losses_of(teacher, folders[1], cache, "train.compile=true")
     assert decisions(run, "global")["compile_model"]["value"] is True
     assert compiled == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.surgery.kv_budget_bytes=10"], "the nearest possible is 24"),
+        (["model.surgery.kv_budget_bytes=200", "model.surgery.method=weight_svd"], "measured error of method: dba"),
+        (["model.topology.layers.0.layers.1.layers.1.d_ff=256"], "outside attention a student's layers"),
+    ],
+)  # fmt: skip
+def test_a_teacher_that_only_its_run_describes_is_checked_before_any_work(
+    words: list[str], message: str, teacher: Path, tmp_path: Path, cache: Path
+) -> None:
+    manifest = ["model=tiny_dba_latent", "model.teacher.manifest=null", "train=blockwise"]
+    common = [word for word in SMOKE if "teacher" not in word]
+    done = caramba([*common, *manifest, f"model.teacher.checkpoint={teacher}", *words], tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in " ".join((done.stdout + done.stderr).split())
+    assert "calibration:" not in done.stdout

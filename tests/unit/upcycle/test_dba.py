@@ -17,7 +17,14 @@ from caramba.distill import block_errors
 from caramba.errors import CarambaError, ConfigError
 from caramba.layer.rope import rotate
 from caramba.model import Model, build_model
-from caramba.upcycle import Calibration, CalibrationText, calibrate, pair_attention, transplant
+from caramba.upcycle import (
+    Calibration,
+    CalibrationText,
+    calibrate,
+    check_models,
+    pair_attention,
+    transplant,
+)
 from caramba.upcycle.algebra import key_moments, select_geometry
 from caramba.upcycle.dba import split_keys
 from caramba.upcycle.held_out import latent_output, per_head_output
@@ -259,3 +266,23 @@ def test_what_cannot_be_mapped_is_refused(
 
 def _attention(model: ModelSpec) -> AttentionLayerConfig:
     return attention_configs(model.topology)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eps": 1e-3}, r"topology.layers.0.layers.0.layers.0 has eps=0.001, its teacher's 1e-05"),
+        ({"d_ff": 40}, r"layers.1.layers.1.\w+.weight has shape .* its teacher has shape"),
+    ],
+)
+def test_other_layers_that_differ_are_refused_without_weights(
+    change: dict[str, object], message: str, teacher: Model
+) -> None:
+    described = latent_spec(8, 4).model_dump(mode="json")
+    for residual in described["topology"]["layers"][0]["layers"]:
+        for node in residual["layers"]:
+            node.update({key: value for key, value in change.items() if key in node})
+    student = build_model(ModelSpec.model_validate(described), device="meta")
+    with pytest.raises(ConfigError, match=message):
+        check_models(teacher, student, DBA)
+    check_models(teacher, build_model(latent_spec(8, 4), device="meta"), DBA)
