@@ -58,7 +58,7 @@ def transplant_student(session: Session) -> None:
     spec: ModelSpec = config
     if surgery.kv_budget_bytes is not None and calibration is not None:
         spec = upcycle.fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
-    student = build_model(spec, seed=session.seed_of("student")).to(device)
+    student = build_model(spec, seed=session.seed_of("student")).to(device).eval()
     report = upcycle.transplant(teacher, student, surgery, calibration)
     teacher.to(session.device)
     student.to(session.device)
@@ -66,7 +66,7 @@ def transplant_student(session: Session) -> None:
     batch = next(batches(windows, range(min(ERROR_WINDOWS, len(windows))), ERROR_WINDOWS))
     x, _, *documents = (part.to(session.device) for part in batch)
     errors = block_errors(teacher, upcycle.pair_attention(teacher, student), x, *documents)
-    session.student = student.eval()
+    session.student = student
     session.save(student, TRANSPLANT, "student")
     rows = session.stage_row("student_transplant", student)
     phase = PhaseResult(
