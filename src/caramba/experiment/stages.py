@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import build_objective, frozen
 from caramba.experiment.session import Session
-from caramba.measure import batches
+from caramba.measure import Windows, batches, documents_of
 from caramba.model import build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
@@ -98,14 +99,18 @@ def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
         "train", min(max(blocks, default=upcycle.LONGEST_WINDOW), upcycle.LONGEST_WINDOW)
     )
     chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
-    text = upcycle.CalibrationText(
-        torch.stack([windows[index][0] for index in chosen]),
-        torch.stack([windows[index][0] for index in held]),
-    )
+    (measured, documents), (by, held_documents) = (_stacked(windows, places) for places in (chosen, held))
+    text = upcycle.CalibrationText(measured, by, documents, held_documents)
     logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
     return upcycle.calibrate(
         frozen(session.model_of("teacher")), text, cache=home() / "surgery", progress=logger.info
     )
+
+
+def _stacked(windows: Windows, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the tokens of windows and, where documents are kept apart, their ids, each [n, T]."""
+    parts = [torch.stack(part) for part in zip(*(windows[index] for index in indices), strict=True)]
+    return parts[0], documents_of(tuple(parts))
 
 
 def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:

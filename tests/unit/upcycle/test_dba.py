@@ -27,10 +27,10 @@ from caramba.upcycle import (
 )
 from caramba.upcycle.algebra import key_moments, select_geometry
 from caramba.upcycle.dba import split_keys
-from caramba.upcycle.held_out import latent_output, per_head_output
+from caramba.upcycle.held_out import capture, latent_output, per_head_output
 from caramba.upcycle.latent import latent_maps
 from caramba.upcycle.per_head import per_head_maps
-from caramba.upcycle.statistics import mean_rotation, unrotated
+from caramba.upcycle.statistics import collect_statistics, mean_rotation, unrotated
 from tests.unit.upcycle.models import (
     DIM,
     KV,
@@ -286,3 +286,30 @@ def test_other_layers_that_differ_are_refused_without_weights(
     with pytest.raises(ConfigError, match=message):
         check_models(teacher, student, DBA)
     check_models(teacher, build_model(latent_spec(8, 4), device="meta"), DBA)
+
+
+def test_documents_are_measured_apart_and_padding_not_at_all(teacher: Model) -> None:
+    ids = torch.tensor([[0] * 9 + [1] * 5 + [-1] * 4])
+    row = tokens(1, 18, 4)
+    layers = teacher.attention_layers()
+    alone = [row[:, :9], row[:, 9:14]]
+    packed = collect_statistics(teacher, layers, row, documents=ids)
+    parts = [collect_statistics(teacher, layers, part) for part in alone]
+    for index, found in enumerate(packed):
+        for name in ("moment", "mean", "queries", "rotation"):
+            first, second = (getattr(part[index], name) for part in parts)
+            torch.testing.assert_close(getattr(found, name), (9 * first + 5 * second) / 14, msg=name)
+    held = capture(teacher, layers, row, ids)
+    singles = [capture(teacher, layers, part) for part in alone]
+    for index, (_, layer) in enumerate(layers):
+        state = packed[index]
+        latent = latent_maps(layer, state, split_keys(layer, state, 4), state.queries, 6, 1.0)
+        per_head = per_head_maps(layer, state, state.queries, (3, 2, 4), centres_values=True)
+        for output, maps in ((latent_output, latent), (per_head_output, per_head)):
+            found = output(held[index], maps)  # type: ignore[arg-type]
+            each = [single[index] for single in singles]
+            apart = [output(one, maps) for one in each]  # type: ignore[arg-type]
+            torch.testing.assert_close(found[:, :14], torch.cat(apart, 1))
+            off = sum(float((mine - one.output).pow(2).sum()) for mine, one in zip(apart, each, strict=True))
+            whole = sum(float(one.output.pow(2).sum()) for one in each)
+            assert held[index].relative(found) == pytest.approx((off / whole) ** 0.5)
