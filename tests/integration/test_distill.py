@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import pytest
 import torch
 
 from caramba.checkpoint import load_tensors
+from caramba.cli import main
+from caramba.distill import Objective
+from caramba.experiment import stages
+from caramba.experiment.objectives import build_objective
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
 
 SMOKE = ("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER)
@@ -198,9 +203,28 @@ def test_bfloat16_trains_over_float32_weights(teacher: Path, tmp_path: Path, cac
     assert decisions(run, "global")["precision"]["value"] == "bf16-mixed"
     weights = load_tensors(run / "checkpoints/global.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    # Two rounded models that agree to a few hundredths of a nat differ by their rounding.
-    assert amp == pytest.approx(plain, rel=0.05, abs=5e-3)
+    # Rounding turns the sign of small gradients, and AdamW's first steps are nearly signs: three of them, not more.
+    assert amp == pytest.approx(plain, rel=0.15, abs=5e-3)
     assert amp != plain
+
+
+def test_a_phase_begins_without_what_the_last_one_held(
+    teacher: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Objective]] = []
+    alive: list[int] = []
+
+    def build(*args: Any) -> Objective:
+        alive.append(sum(objective() is not None for objective in seen))
+        objective = build_objective(*args)
+        seen.append(weakref.ref(objective))
+        return objective
+
+    monkeypatch.setattr(stages, "build_objective", build)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARAMBA_HOME", str(cache))
+    assert main(["launch", *words_of(teacher, "train=blockwise")]) == 0
+    assert alive == [0, 0]
 
 
 @pytest.mark.slow
