@@ -58,11 +58,15 @@ def capture(
     """
     inputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
     outputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
+    kept_apart: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
+    ids: Tensor | None = None
 
     def at(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             assert isinstance(layer, AttentionLayer)
             inputs[name].append(args[0])
+            if ids is not None:
+                kept_apart[name].append(ids)
             outputs[name].append(wide(output) - (0 if layer.out.bias is None else layer.out.bias))
 
         return hook
@@ -73,12 +77,12 @@ def capture(
             stack.callback(layer.register_forward_hook(at(name)).remove)
         for batch, ids in batches(windows, documents, device):
             teacher.hidden(batch, documents=ids)
-    kept_apart = None if documents is None else documents.to(device)
     found = []
     for name, layer in layers:
         q, k, v = unrotated(layer, torch.cat(inputs.pop(name)))
         output = torch.cat(outputs.pop(name))
-        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output, kept_apart))
+        seen = torch.cat(kept_apart[name]) if documents is not None else None
+        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output, seen))
     return found
 
 

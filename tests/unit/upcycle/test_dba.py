@@ -36,6 +36,7 @@ from tests.unit.upcycle.models import (
     KV,
     calibrated,
     latent_spec,
+    loud,
     make_teacher,
     per_head_spec,
     spec,
@@ -313,3 +314,17 @@ def test_documents_are_measured_apart_and_padding_not_at_all(teacher: Model) -> 
             off = sum(float((mine - one.output).pow(2).sum()) for mine, one in zip(apart, each, strict=True))
             whole = sum(float(one.output.pow(2).sum()) for one in each)
             assert held[index].relative(found) == pytest.approx((off / whole) ** 0.5)
+
+
+def test_a_layer_that_runs_twice_is_measured_twice() -> None:
+    described = spec(1).model_dump(mode="json")
+    block = described["topology"]["layers"][0]["layers"]
+    described["topology"]["layers"][0] = {"type": "CyclicTopology", "n_cycles": 2, "layers": block}
+    twice = loud(build_model(ModelSpec.model_validate(described), seed=3)).double().eval()
+    ids = torch.tensor([[0] * 6 + [1] * 4 + [-1] * 2]).expand(3, -1)
+    (held,) = capture(twice, twice.attention_layers(), tokens(3, 12, 4), ids)
+    state = collect_statistics(twice, twice.attention_layers(), tokens(3, 12, 4), documents=ids)[0]
+    assert held.output.shape[0] == 6
+    geometry = split_keys(held.layer, state, FULL)
+    maps = latent_maps(held.layer, state, geometry, state.queries, 2 * FULL, 1.0)
+    assert held.relative(latent_output(held, maps)) < 1e-6
