@@ -17,6 +17,7 @@ from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
+from caramba.data import refuse_overlap
 from caramba.distill import BlockSchedule, BlockwiseObjective, block_errors
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
@@ -100,6 +101,7 @@ def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
         "train", min(max(blocks, default=upcycle.LONGEST_WINDOW), upcycle.LONGEST_WINDOW)
     )
     chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
+    refuse_overlap(session.corpus, windows, [*chosen, *held], what="surgery: calibration")
     (measured, documents), (by, held_documents) = (_stacked(windows, places) for places in (chosen, held))
     text = upcycle.CalibrationText(measured, by, documents, held_documents)
     logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
