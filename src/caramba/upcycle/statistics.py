@@ -161,11 +161,16 @@ class _Accumulator:
         return LayerStatistics(self.moment / n, self.sum / n, self.queries / n, rotation)
 
 
+def batch_size(windows: Tensor) -> int:
+    """Return how many of the windows [N, T] make about BATCH_TOKENS tokens."""
+    return max(1, BATCH_TOKENS // windows.shape[1])
+
+
 def batches(
-    windows: Tensor, documents: Tensor | None, device: torch.device, batch_tokens: int = BATCH_TOKENS
+    windows: Tensor, documents: Tensor | None, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Split token windows and their document ids [N, T] into batches of about `batch_tokens` tokens, on `device`."""
-    size = max(1, batch_tokens // windows.shape[1])
+    """Split token windows and their document ids, each [N, T], into batches on `device`."""
+    size = batch_size(windows)
     for start in range(0, len(windows), size):
         ids = None if documents is None else documents[start : start + size].to(device)
         yield windows[start : start + size].to(device), ids
@@ -185,19 +190,22 @@ def collect_statistics(
 
     `documents` [N, T] are kept apart, as in `Model`, and padding, of document -1, is left out.
 
-    The mean rotation comes from the first `rotation_windows` of them. Memory is one batch's activations and the
-    accumulators: 8 (K (D + Dv))^2 bytes a layer, and as much again for the batch's joint vector.
+    The mean rotation comes from about `rotation_windows` of them, spread evenly: text changes along a corpus. Memory is
+    one batch's activations and the accumulators: 8 (K (D + Dv))^2 bytes a layer, and as much again for the batch's
+    joint vector.
 
     Raises:
         CarambaError: a layer gave a value that is not finite; the message names layer and batch.
     """
     sums = [_Accumulator(layer) for _, layer in layers]
-    seen = 0
+    seen, size = 0, batch_size(windows)
+    n_batches, wanted = -(-len(windows) // size), -(-rotation_windows // size)
     device = teacher.embedder.token.weight.device
     for index, (batch, ids) in enumerate(batches(windows, documents, device)):
+        rotates = index * wanted % n_batches < wanted
         with ExitStack() as stack:
             for (name, layer), total in zip(layers, sums, strict=True):
-                hook = total.hook(f"{name}: batch {index}", rotates=seen < rotation_windows, documents=ids)
+                hook = total.hook(f"{name}: batch {index}", rotates=rotates, documents=ids)
                 stack.callback(layer.register_forward_pre_hook(hook).remove)
             teacher.hidden(batch, documents=ids)
         seen += batch.shape[0]

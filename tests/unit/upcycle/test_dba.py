@@ -25,6 +25,7 @@ from caramba.upcycle import (
     pair_attention,
     transplant,
 )
+from caramba.upcycle import statistics as statistics_module
 from caramba.upcycle.algebra import key_moments, select_geometry
 from caramba.upcycle.dba import split_keys
 from caramba.upcycle.held_out import capture, latent_output, per_head_output
@@ -328,3 +329,14 @@ def test_a_layer_that_runs_twice_is_measured_twice() -> None:
     geometry = split_keys(held.layer, state, FULL)
     maps = latent_maps(held.layer, state, geometry, state.queries, 2 * FULL, 1.0)
     assert held.relative(latent_output(held, maps)) < 1e-6
+
+
+def test_rotations_come_from_windows_spread_over_the_text(
+    teacher: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics_module, "BATCH_TOKENS", 12)  # one window a batch
+    windows, layers = tokens(9, 12, 4), teacher.attention_layers()
+    found = collect_statistics(teacher, layers, windows, rotation_windows=3)
+    from_these = collect_statistics(teacher, layers, windows[[0, 3, 6]])
+    for mine, other in zip(found, from_these, strict=True):
+        torch.testing.assert_close(mine.rotation, other.rotation)
