@@ -12,7 +12,7 @@ from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
-from caramba.experiment.stages import hold, train_run, transplant_student, verify
+from caramba.experiment.stages import check_calibration, hold, train_run, transplant_student, verify
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
@@ -49,6 +49,7 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     )
     append_event(folder, "group_started", group=group.name)
     session = Session.open(manifest, group, folder)
+    check_calibration(session)
     check_teacher_caches(session)
     failure: VerificationFailed | None = None
     try:

@@ -87,16 +87,23 @@ class Session:
         elif self.teacher is None:
             self.student = build_model(model, seed=self.seed_of("student")).to(self.device)
 
+    @property
+    def makes_student(self) -> bool:
+        """Whether surgery makes the student that the group trains first or measures, from the teacher it has."""
+        phases = [run.train.phase for run in self.group.runs if run.train and run.train.trains == "student"]
+        is_made = phases[0] != "pretrain" if phases else bool(self.group.benchmarks)
+        return self.teacher is not None and self.student is None and is_made
+
     def _check_surgery(self) -> None:
         """Refuse a student that cannot be made from its teacher before anything is measured or trained.
 
         A teacher read from a run describes itself only here; one in the manifest has been checked but for its shapes.
         """
         model = self.manifest.model
-        phases = [run.train.phase for run in self.group.runs if run.train and run.train.trains == "student"]
-        is_made = phases[0] != "pretrain" if phases else bool(self.group.benchmarks)
-        if self.teacher is None or self.student is not None or model.teacher is None or not is_made:
+        if not self.makes_student:
             return
+        assert self.teacher is not None
+        assert model.teacher is not None
         known = model.teacher.model_copy(update={"manifest": self.teacher.spec})
         check_surgery(model.model_copy(update={"teacher": known}))
         upcycle.check_models(

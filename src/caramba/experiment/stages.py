@@ -17,7 +17,7 @@ from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.data import refuse_overlap
+from caramba.data import TokenDataset, refuse_overlap
 from caramba.distill import BlockSchedule, BlockwiseObjective, block_errors
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
@@ -85,11 +85,25 @@ def transplant_student(session: Session) -> None:
     session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
 
 
-def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
-    """Measure the teacher on windows of the train split.
+def check_calibration(session: Session) -> None:
+    """Refuse text that surgery could not calibrate on before anything is trained.
+
+    Raises:
+        ConfigError: there are fewer than two windows.
+        DataError: a document of the calibration text is in the evaluation split too.
+    """
+    surgery = session.manifest.model.surgery or SurgeryConfig()
+    if session.makes_student and TRANSPLANT not in session.ledger and surgery.method in upcycle.CALIBRATED:
+        calibration_windows(session, surgery)
+
+
+def calibration_windows(
+    session: Session, surgery: SurgeryConfig
+) -> tuple[TokenDataset, list[int], list[int]]:
+    """Return windows of the train split, those to calibrate on and those to hold out, disjoint.
 
     They are as long as those of the group's runs, else of its perplexity benchmarks, and at most 2048 tokens.
-    The evaluation split shares no position with it. Statistics are kept under CARAMBA_HOME.
+    The evaluation split shares no position and no document with them.
     """
     blocks = [run.train.block_size for run in session.group.runs if run.train is not None]
     blocks = blocks or [
@@ -102,6 +116,12 @@ def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
     )
     chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
     refuse_overlap(session.corpus, windows, [*chosen, *held], what="surgery: calibration")
+    return windows, chosen, held
+
+
+def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
+    """Measure the teacher on windows of the train split. Statistics are kept under CARAMBA_HOME."""
+    windows, chosen, held = calibration_windows(session, surgery)
     (measured, documents), (by, held_documents) = (_stacked(windows, places) for places in (chosen, held))
     text = upcycle.CalibrationText(measured, by, documents, held_documents)
     logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
