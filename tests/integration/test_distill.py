@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import pytest
 import torch
 
 from caramba.checkpoint import load_tensors
+from caramba.cli import main
+from caramba.distill import Objective
+from caramba.experiment import stages
+from caramba.experiment.objectives import build_objective
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
 
 SMOKE = ("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER)
@@ -198,9 +203,28 @@ def test_bfloat16_trains_over_float32_weights(teacher: Path, tmp_path: Path, cac
     assert decisions(run, "global")["precision"]["value"] == "bf16-mixed"
     weights = load_tensors(run / "checkpoints/global.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.float32}
-    # Two rounded models that agree to a few hundredths of a nat differ by their rounding.
-    assert amp == pytest.approx(plain, rel=0.05, abs=5e-3)
+    # Rounding turns the sign of small gradients, and AdamW's first steps are nearly signs: three of them, not more.
+    assert amp == pytest.approx(plain, rel=0.15, abs=5e-3)
     assert amp != plain
+
+
+def test_a_phase_begins_without_what_the_last_one_held(
+    teacher: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[weakref.ref[Objective]] = []
+    alive: list[int] = []
+
+    def build(*args: Any) -> Objective:
+        alive.append(sum(objective() is not None for objective in seen))
+        objective = build_objective(*args)
+        seen.append(weakref.ref(objective))
+        return objective
+
+    monkeypatch.setattr(stages, "build_objective", build)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARAMBA_HOME", str(cache))
+    assert main(["launch", *words_of(teacher, "train=blockwise")]) == 0
+    assert alive == [0, 0]
 
 
 @pytest.mark.slow
@@ -212,3 +236,22 @@ def test_compiled_code_agrees(teacher: Path, tmp_path: Path, cache: Path) -> Non
     run, compiled = losses_of(teacher, folders[1], cache, "train.compile=true")
     assert decisions(run, "global")["compile_model"]["value"] is True
     assert compiled == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.surgery.kv_budget_bytes=10"], "the nearest possible is 24"),
+        (["model.surgery.kv_budget_bytes=200", "model.surgery.method=weight_svd"], "measured error of method: dba"),
+        (["model.topology.layers.0.layers.1.layers.1.d_ff=256"], "outside attention a student's layers"),
+    ],
+)  # fmt: skip
+def test_a_teacher_that_only_its_run_describes_is_checked_before_any_work(
+    words: list[str], message: str, teacher: Path, tmp_path: Path, cache: Path
+) -> None:
+    manifest = ["model=tiny_dba_latent", "model.teacher.manifest=null", "train=blockwise"]
+    common = [word for word in SMOKE if "teacher" not in word]
+    done = caramba([*common, *manifest, f"model.teacher.checkpoint={teacher}", *words], tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in " ".join((done.stdout + done.stderr).split())
+    assert "calibration:" not in done.stdout

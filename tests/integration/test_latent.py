@@ -25,7 +25,7 @@ def test_every_phase_runs_and_the_cache_is_the_latent_and_the_geometric_key(
     assert bytes_of == {"teacher": 2 * 128, "student": 2 * (18 + 14)}
     assert metrics["latency.student.decode_ms@prompt=16,gen=4,batch=1"]["value"] > 0
     model, _ = load_pretrained(run / "checkpoints/global.safetensors")
-    assert model.state_dict()["topology.layers.0.layers.0.layers.1.projection.v_up"].shape == (4, 24, 32)
+    assert model.state_dict()["topology.layers.0.layers.0.layers.1.projection.v_up"].shape == (4, 18, 32)
 
 
 def test_it_trains_from_scratch_as_per_head_decoupled_attention_does(tmp_path: Path, cache: Path) -> None:

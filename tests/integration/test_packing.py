@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caramba.data import train_bpe, write_token_folder
 from tests.integration.commands import caramba, interrupt_when, only_run
 from tests.integration.test_resume import assert_same_weights
 
@@ -92,3 +93,19 @@ def test_a_flat_file_has_no_documents(tmp_path: Path, cache: Path) -> None:
     done = caramba(["data=tokens", "data.path=x.npy", "data.packing=best_fit"], tmp_path, cache)
     assert done.returncode == 2
     assert "path=x.npy is a flat file" in " ".join(done.stderr.split())
+
+
+def test_calibration_text_that_is_held_out_too_is_refused_before_training(
+    tmp_path: Path, cache: Path
+) -> None:
+    texts = [
+        f"document {number}: " + " ".join(f"w{i % 53}" for i in range(number, number + 99))
+        for number in range(90)
+    ]
+    splits = {"train": texts, "val": [f"other {text}" for text in texts[:40]] + texts[3:4]}
+    write_token_folder(tmp_path / "tokens", splits, train_bpe(texts, VOCAB), {"corpus": "test"})
+    words = [*WORDS, "data=tokens", f"data.path={tmp_path}/tokens", "data.packing=best_fit"]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "is also in the evaluation split, at token" in done.stderr
+    assert "pretrain of the teacher" not in done.stdout

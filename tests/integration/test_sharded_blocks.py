@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from caramba.distill import BlockSchedule, BlockShard, BlockwiseObjective
+from caramba.distill import BlockSchedule, BlockShard, BlockwiseObjective, block_errors
 from caramba.model import Model, build_model
 from caramba.upcycle import pair_attention
 from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
@@ -42,7 +42,12 @@ def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     student, owned, with_gradient = trained(None)
-    torch.save({"state": student.state_dict(), "owned": owned, "grads": with_gradient}, f"{folder}/{rank}.pt")
+    teacher = build_model(spec(), seed=1).eval()
+    errors = block_errors(teacher, pair_attention(teacher, student), TOKENS)
+    torch.save(
+        {"errors": errors, "state": student.state_dict(), "owned": owned, "grads": with_gradient},
+        f"{folder}/{rank}.pt",
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -54,6 +59,7 @@ def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:
     ends = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert [end["owned"] for end in ends] == [names[:1], names[1:]]
     assert [end["grads"] for end in ends] == [every // 2, every // 2], "no gradient of another's blocks"
+    assert ends[0]["errors"] == ends[1]["errors"], "every rank measures all blocks"
     untouched = build_model(student_spec(4, 8, 8), seed=2).state_dict()
     for key, value in alone.state_dict().items():
         for end in ends:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from caramba.data.dataset import IGNORED, NpyDataset, TokenDataset, TokensDataset, build_token_dataset
     from caramba.data.folder import TokenFolder, open_token_folder, write_token_folder
     from caramba.data.library import LibraryTokenizer, train_bpe
+    from caramba.data.overlap import refuse_overlap
     from caramba.data.packing import DocumentDataset, PackedDataset, open_windows, pack_best_fit
     from caramba.data.sampler import WindowSampler, count_targets, epoch_permutation
     from caramba.data.stream import TokenStream
@@ -30,6 +31,7 @@ _HOMES = {
     "TokenFolder": "folder",
     "open_token_folder": "folder",
     "write_token_folder": "folder",
+    "refuse_overlap": "overlap",
     "WindowSampler": "sampler",
     "count_targets": "sampler",
     "epoch_permutation": "sampler",
@@ -71,6 +73,7 @@ __all__ = [
     "open_token_folder",
     "open_windows",
     "pack_best_fit",
+    "refuse_overlap",
     "train_bpe",
     "write_token_folder",
 ]

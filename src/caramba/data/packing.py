@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -81,6 +82,14 @@ class DocumentDataset(TokenDataset):
         super().__init__(tokens, block_size)
         self.starts = _checked(documents, tokens)
 
+    def documents_of(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the first tokens of the documents that windows read, ascending, int64."""
+        begins = np.asarray(indices, dtype=np.int64) * self.block_size
+        lowest = np.searchsorted(self.starts, begins, side="right") - 1
+        highest = np.searchsorted(self.starts, begins + self.block_size)
+        found = [self.starts[low:high] for low, high in zip(lowest, highest, strict=True)]
+        return np.unique(np.concatenate(found))
+
     @property
     def window_targets(self) -> np.ndarray:
         ends = self.starts[1:] - 1  # where a first token would be predicted
@@ -116,7 +125,7 @@ class PackedDataset(TokenDataset):
 
     def __init__(self, tokens: Tokens, documents: np.ndarray, block_size: int, pad_id: int) -> None:
         super().__init__(tokens, block_size)
-        starts = _checked(documents, tokens)
+        starts = self.starts = _checked(documents, tokens)
         self.pad_id = pad_id
         windows = pack_best_fit(np.diff(starts, append=tokens.size), block_size)
         if not windows:
@@ -128,6 +137,12 @@ class PackedDataset(TokenDataset):
 
     def __len__(self) -> int:
         return self._ends.size
+
+    def documents_of(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the first tokens of the documents that windows read, ascending, int64."""
+        runs = [np.arange(self._ends[index - 1] if index else 0, self._ends[index]) for index in indices]
+        firsts = self._firsts[np.concatenate(runs)]
+        return np.unique(self.starts[np.searchsorted(self.starts, firsts, side="right") - 1])
 
     @property
     def window_targets(self) -> np.ndarray:

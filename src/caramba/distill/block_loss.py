@@ -54,14 +54,16 @@ def attention_kl(
     student_x: Tensor,
     n_queries: int,
     documents: Documents | None = None,
+    counted: Tensor | None = None,
 ) -> Tensor:
-    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and sampled queries.
+    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and sampled queries; of
+    these only the `counted` ones, which padding is not.
 
     `n_queries` positions per sequence are drawn without repetition from torch's CPU generator, which a run seeds and
     saves; scores are [B, H, n, S] at most, never [T, S]. Layers of the same number of query heads are compared head
     by head.
 
-    Shape: both inputs [B, T, M] -> [].
+    Shape: both inputs [B, T, M], counted bool [B, T] -> [].
     """
     batch, length, _ = student_x.shape
     rows = torch.stack([torch.randperm(length)[:n_queries] for _ in range(batch)]).to(student_x.device)
@@ -73,7 +75,10 @@ def attention_kl(
     seen = (log_p > float("-inf")) & (log_q > float("-inf"))
     difference = log_p.masked_fill(~seen, 0.0) - log_q.masked_fill(~seen, 0.0)
     per_query = (log_p.exp() * difference).sum(-1)
-    return per_query.mean()
+    if counted is None:
+        return per_query.mean()
+    kept = counted.gather(1, rows)[:, None]
+    return (per_query * kept).sum() / (kept.sum() * per_query.shape[1]).clamp_min(1)
 
 
 def attention_log_probabilities(

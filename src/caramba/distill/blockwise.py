@@ -160,7 +160,10 @@ class BlockwiseObjective(Objective):
         raw, size = self.distance(output, block.target, block.documents)
         losses = {BLOCK: raw / size, RAW: raw}
         if self.attention_weight:
-            kl = attention_kl(source, student, block.teacher_x, block.student_x, self.n_queries, block.apart)
+            counted = None if block.documents is None else block.documents >= 0
+            kl = attention_kl(
+                source, student, block.teacher_x, block.student_x, self.n_queries, block.apart, counted
+            )
             losses |= {BLOCK: losses[BLOCK] + self.attention_weight * kl, "attention_kl": kl}
         return output, losses
 
@@ -169,7 +172,8 @@ class BlockwiseObjective(Objective):
 def block_errors(
     teacher: Model, pairs: Sequence[Pair], tokens: Tensor, documents: Tensor | None = None
 ) -> tuple[float, ...]:
-    """Measure each block's relative L1 error on tokens [B, T], in the order of `pairs`."""
+    """Measure each block's relative L1 error on tokens [B, T], in the order of `pairs`, on every rank alike."""
     batch = (tokens, tokens) if documents is None else (tokens, tokens, documents)
-    blocks = BlockwiseObjective(teacher, teacher, pairs).evaluate(batch)
+    everything = BlockShard([name for name, _, _ in pairs], rank=0, world_size=1)
+    blocks = BlockwiseObjective(teacher, teacher, pairs, shard=everything).evaluate(batch)
     return tuple(float(blocks[f"{BLOCK}/{name}"]) for name, _, _ in pairs)

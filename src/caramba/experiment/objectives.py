@@ -88,7 +88,14 @@ def frozen(model: nn.Module) -> Model:
 def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
     """Return the teacher of a phase: the session's, or under bfloat16 autocast a copy held in bfloat16."""
     teacher = frozen(session.model_of("teacher"))
-    return copy.deepcopy(teacher).to(torch.bfloat16) if decided.value("dtype") == "bfloat16" else teacher
+    if decided.value("dtype") != "bfloat16":
+        return teacher
+    # The copy takes these in place of its parameters, so that no second set of float32 weights is ever allocated.
+    memo: dict[int, object] = {
+        id(value): nn.Parameter(value.to(torch.bfloat16), requires_grad=False)
+        for value in teacher.parameters()
+    }
+    return copy.deepcopy(teacher, memo).to(torch.bfloat16)
 
 
 def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: object) -> TeacherCache | None:

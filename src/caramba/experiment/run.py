@@ -13,13 +13,13 @@ from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
-from caramba.experiment.surgery import transplant_student
+from caramba.experiment.surgery import check_calibration, transplant_student
 from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
-from caramba.runtime import apply_threads
+from caramba.runtime import apply_threads, refuse_unconnected_ranks
 
 FINAL, VERIFY = "final", "verify"
 
@@ -33,6 +33,7 @@ def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
     Raises:
         VerificationFailed: a check with fail_fast did not pass; artifacts of all that ran are written first.
     """
+    refuse_unconnected_ranks()
     groups = manifest.selected_groups()
     if len(groups) == 1:
         return (run_group(manifest, groups[0], run_dir, run_dir),)
@@ -50,6 +51,7 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     )
     append_event(folder, "group_started", group=group.name)
     session = Session.open(manifest, group, folder)
+    check_calibration(session)
     check_teacher_caches(session)
     failure: VerificationFailed | None = None
     try:

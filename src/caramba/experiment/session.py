@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 
+from caramba import upcycle
 from caramba.benchmark import Subjects, check_accuracy, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
-from caramba.config.model import ModelSpec
+from caramba.config.model import ModelSpec, SurgeryConfig
+from caramba.config.surgery import check_surgery
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
@@ -56,6 +58,7 @@ class Session:
             check_accuracy(group.benchmarks, text.tokenizer)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir))
         session._open_models()
+        session._check_surgery()
         session._check_questions()
         return session
 
@@ -76,6 +79,29 @@ class Session:
             self.student = self._load(model.checkpoint, "student", model, "model.checkpoint")
         elif self.teacher is None:
             self.student = build_model(model, seed=self.seed_of("student")).to(self.device)
+
+    @property
+    def makes_student(self) -> bool:
+        """Whether surgery makes the student that the group trains first or measures, from the teacher it has."""
+        phases = [run.train.phase for run in self.group.runs if run.train and run.train.trains == "student"]
+        is_made = phases[0] != "pretrain" if phases else bool(self.group.benchmarks)
+        return self.teacher is not None and self.student is None and is_made
+
+    def _check_surgery(self) -> None:
+        """Refuse a student that cannot be made from its teacher before anything is measured or trained.
+
+        A teacher read from a run describes itself only here; one in the manifest has been checked but for its shapes.
+        """
+        model = self.manifest.model
+        if not self.makes_student:
+            return
+        assert self.teacher is not None
+        assert model.teacher is not None
+        known = model.teacher.model_copy(update={"manifest": self.teacher.spec})
+        check_surgery(model.model_copy(update={"teacher": known}))
+        upcycle.check_models(
+            self.teacher, build_model(model, device="meta"), model.surgery or SurgeryConfig()
+        )
 
     def _check_questions(self) -> None:
         """Refuse, before anything trains, cases of verify eval that could not be asked after it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import torch
@@ -87,6 +88,8 @@ def hold(verdicts: tuple[Verdict, ...]) -> None:
 
 
 def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool) -> StageRecord:
+    # Trainer and module refer to each other: without this the last phase's teacher copy and optimiser state stay.
+    gc.collect()
     torch.manual_seed(phase.seed if phase.seed is not None else run.seed)
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is

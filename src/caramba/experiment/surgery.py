@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -11,11 +12,12 @@ from caramba import upcycle
 from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.console import logger
+from caramba.data import TokenDataset, refuse_overlap
 from caramba.distill import block_errors
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import frozen
 from caramba.experiment.session import Session
-from caramba.measure import batches
+from caramba.measure import Windows, batches, documents_of
 from caramba.model import build_model
 from caramba.result import PhaseResult
 from caramba.runs.files import home
@@ -42,7 +44,7 @@ def transplant_student(session: Session) -> None:
     spec: ModelSpec = config
     if surgery.kv_budget_bytes is not None and calibration is not None:
         spec = upcycle.fit_widths(teacher, config, calibration, surgery.kv_budget_bytes)
-    student = build_model(spec, seed=session.seed_of("student")).to(device)
+    student = build_model(spec, seed=session.seed_of("student")).to(device).eval()
     report = upcycle.transplant(teacher, student, surgery, calibration)
     teacher.to(session.device)
     student.to(session.device)
@@ -50,7 +52,7 @@ def transplant_student(session: Session) -> None:
     batch = next(batches(windows, range(min(ERROR_WINDOWS, len(windows))), ERROR_WINDOWS))
     x, _, *documents = (part.to(session.device) for part in batch)
     errors = block_errors(teacher, upcycle.pair_attention(teacher, student), x, *documents)
-    session.student = student.eval()
+    session.student = student
     session.save(student, TRANSPLANT, "student")
     rows = session.stage_row("student_transplant", student)
     phase = PhaseResult(
@@ -66,11 +68,25 @@ def transplant_student(session: Session) -> None:
     session.ledger.add(StageRecord(phase, (), rows, dataclasses.replace(report, layer_errors=errors)))
 
 
-def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
-    """Measure the teacher on windows of the train split.
+def check_calibration(session: Session) -> None:
+    """Refuse text that surgery could not calibrate on before anything is trained.
+
+    Raises:
+        ConfigError: there are fewer than two windows.
+        DataError: a document of the calibration text is in the evaluation split too.
+    """
+    surgery = session.manifest.model.surgery or SurgeryConfig()
+    if session.makes_student and TRANSPLANT not in session.ledger and surgery.method in upcycle.CALIBRATED:
+        calibration_windows(session, surgery)
+
+
+def calibration_windows(
+    session: Session, surgery: SurgeryConfig
+) -> tuple[TokenDataset, list[int], list[int]]:
+    """Return windows of the train split, those to calibrate on and those to hold out, disjoint.
 
     They are as long as those of the group's runs, else of its perplexity benchmarks, and at most 2048 tokens.
-    The evaluation split shares no position with it. Statistics are kept under CARAMBA_HOME.
+    The evaluation split shares no position and no document with them.
     """
     blocks = [run.train.block_size for run in session.group.runs if run.train is not None]
     blocks = blocks or [
@@ -82,14 +98,25 @@ def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
         "train", min(max(blocks, default=upcycle.LONGEST_WINDOW), upcycle.LONGEST_WINDOW)
     )
     chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
-    text = upcycle.CalibrationText(
-        torch.stack([windows[index][0] for index in chosen]),
-        torch.stack([windows[index][0] for index in held]),
-    )
+    refuse_overlap(session.corpus, windows, [*chosen, *held], what="surgery: calibration")
+    return windows, chosen, held
+
+
+def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
+    """Measure the teacher on windows of the train split. Statistics are kept under CARAMBA_HOME."""
+    windows, chosen, held = calibration_windows(session, surgery)
+    (measured, documents), (by, held_documents) = (_stacked(windows, places) for places in (chosen, held))
+    text = upcycle.CalibrationText(measured, by, documents, held_documents)
     logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
     return upcycle.calibrate(
         frozen(session.model_of("teacher")), text, cache=home() / "surgery", progress=logger.info
     )
+
+
+def _stacked(windows: Windows, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the tokens of windows and, where documents are kept apart, their ids, each [n, T]."""
+    parts = [torch.stack(part) for part in zip(*(windows[index] for index in indices), strict=True)]
+    return parts[0], documents_of(tuple(parts))
 
 
 def _error_block(session: Session) -> int:

@@ -8,7 +8,7 @@ from caramba.upcycle.calibration import (
     calibrate,
     choose_windows,
 )
-from caramba.upcycle.transplant import CALIBRATED, pair_attention, transplant
+from caramba.upcycle.transplant import CALIBRATED, check_models, pair_attention, transplant
 from caramba.upcycle.weight_svd import weight_svd
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "CalibrationText",
     "allocate",
     "calibrate",
+    "check_models",
     "choose_windows",
     "fit_widths",
     "pair_attention",

@@ -21,15 +21,18 @@ CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048
 HELD_OUT_TOKENS = 4096
 ROTATION_WINDOWS = 32
-_VERSION = "1"  # raise when the same inputs start to give other statistics
+_VERSION = "2"  # raise when the same inputs start to give other statistics
 
 
 @dataclass(frozen=True)
 class CalibrationText:
-    """Disjoint windows of the train split: `windows` [N, T] to calibrate on, `held_out` [n, T] to choose by."""
+    """Disjoint windows of the train split: `windows` [N, T] to calibrate on, `held_out` [n, T] to choose by; and the
+    documents of each, where documents are kept apart."""
 
     windows: Tensor
     held_out: Tensor
+    documents: Tensor | None = None
+    held_out_documents: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -85,25 +88,34 @@ def calibrate(
     """
     layers = tuple(teacher.attention_layers())
     device = teacher.embedder.token.weight.device
-    path = None if cache is None else cache / f"{calibration_key(teacher, text.windows)}.safetensors"
+    path = None if cache is None else cache / f"{calibration_key(teacher, text)}.safetensors"
     if path is not None and path.is_file():
         statistics = unpack(load_tensors(path, device))
         if progress is not None:
             progress(f"calibration: read from {path}")
     else:
         statistics = collect_statistics(
-            teacher, layers, text.windows, rotation_windows=ROTATION_WINDOWS, progress=progress
+            teacher,
+            layers,
+            text.windows,
+            documents=text.documents,
+            rotation_windows=ROTATION_WINDOWS,
+            progress=progress,
         )
         if path is not None:
             save_tensors(path, {name: tensor.cpu() for name, tensor in pack(statistics).items()})
-    held_out = capture(teacher, layers, text.held_out)
-    return Calibration(layers, tuple(statistics), tuple(held_out), text.windows.numel())
+    held_out = capture(teacher, layers, text.held_out, text.held_out_documents)
+    counted = text.windows.numel() if text.documents is None else int((text.documents >= 0).sum())
+    return Calibration(layers, tuple(statistics), tuple(held_out), counted)
 
 
-def calibration_key(teacher: Model, windows: Tensor) -> str:
-    """Return a SHA-256 over the teacher's description and weights, the calibration tokens and the settings."""
+def calibration_key(teacher: Model, text: CalibrationText) -> str:
+    """Return a SHA-256 over the teacher's description and weights, the calibration text and the settings."""
     digest = hashlib.sha256(f"{_VERSION} {ROTATION_WINDOWS} {teacher.spec.topology!r}".encode())
-    for name, tensor in sorted({**teacher.state_dict(), "windows": windows}.items()):
+    named = {**teacher.state_dict(), "windows": text.windows}
+    if text.documents is not None:
+        named["documents"] = text.documents
+    for name, tensor in sorted(named.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         plain = tensor.detach().cpu().contiguous().flatten()
         digest.update(memoryview(plain.view(torch.uint8).numpy()))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from caramba.layer import AttentionLayer
+from caramba.layer import AttentionLayer, Documents
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
@@ -20,9 +20,10 @@ from caramba.upcycle.statistics import batches, standard_projection, unrotated
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One layer on held-out windows [N, T]: its queries, keys and values before RoPE, its output without bias.
+    """One layer on held-out windows [N, T]: its queries, keys and values before RoPE, its output without bias, and
+    the documents that are kept apart, of which padding has the id -1.
 
-    Shape: q [N, H, T, D], k and v [N, K, T, .], output [N, T, M].
+    Shape: q [N, H, T, D], k and v [N, K, T, .], output [N, T, M], documents [N, T].
     """
 
     layer: AttentionLayer
@@ -30,25 +31,42 @@ class HeldOut:
     k: Tensor
     v: Tensor
     output: Tensor
+    documents: Tensor | None = None
 
     def relative(self, found: Tensor) -> float:
-        """Return |found - output| / |output|, in the root mean square, of an output without bias."""
-        return float((found - self.output).pow(2).sum().sqrt() / self.output.pow(2).sum().sqrt())
+        """Return |found - output| / |output|, in the root mean square, of an output without bias or padding."""
+        counted = ... if self.documents is None else self.documents >= 0
+        wanted = self.output[counted]
+        return float((found[counted] - wanted).pow(2).sum().sqrt() / wanted.pow(2).sum().sqrt())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with the layer's window, within documents. Shape: [N, H, T, D], [N, K, T, D] and [N, K, T, Dv]."""
+        first = None if self.documents is None else Documents.of(self.documents).first
+        return CausalScore(self.layer.config.local_window)(q, k, v, None, first)
 
 
 @torch.no_grad()
-def capture(teacher: Model, layers: Sequence[tuple[str, AttentionLayer]], windows: Tensor) -> list[HeldOut]:
+def capture(
+    teacher: Model,
+    layers: Sequence[tuple[str, AttentionLayer]],
+    windows: Tensor,
+    documents: Tensor | None = None,
+) -> list[HeldOut]:
     """Run the teacher on token windows [N, T] and keep what each named layer saw, in at least fp32.
 
     Memory: about 4 N T (2 M + H D + 2 K D) bytes a layer.
     """
     inputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
     outputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
+    kept_apart: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
+    ids: Tensor | None = None
 
     def at(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             assert isinstance(layer, AttentionLayer)
             inputs[name].append(args[0])
+            if ids is not None:
+                kept_apart[name].append(ids)
             outputs[name].append(wide(output) - (0 if layer.out.bias is None else layer.out.bias))
 
         return hook
@@ -57,13 +75,14 @@ def capture(teacher: Model, layers: Sequence[tuple[str, AttentionLayer]], window
     with ExitStack() as stack:
         for name, layer in layers:
             stack.callback(layer.register_forward_hook(at(name)).remove)
-        for batch in batches(windows):
-            teacher.hidden(batch.to(device))
+        for batch, ids in batches(windows, documents, device):
+            teacher.hidden(batch, documents=ids)
     found = []
     for name, layer in layers:
         q, k, v = unrotated(layer, torch.cat(inputs.pop(name)))
         output = torch.cat(outputs.pop(name))
-        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output))
+        seen = torch.cat(kept_apart[name]) if documents is not None else None
+        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output, seen))
     return found
 
 
@@ -87,7 +106,7 @@ def latent_output(held: HeldOut, maps: LatentMaps) -> Tensor:
     cos, sin = _table(held, rope.inv_freq[:, maps.geometry.pairs], rope.attention_factor)
     q = torch.cat((q_sem, rotate(q_geo, cos, sin)), -1) * dims.qk**-0.5
     k = torch.cat((c[:, None], rotate(k_geo, cos, sin)), -1)
-    out = _score(layer)(q, k, c[:, None]) @ per_head(maps.value)
+    out = held.attend(q, k, c[:, None]) @ per_head(maps.value)
     n = dims.n_kv_heads * dims.qk
     mean = maps.mean[n:].to(dtype).unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(group, 0)
     return _project(layer, out + mean[:, None])
@@ -115,7 +134,7 @@ def per_head_output(held: HeldOut, maps: PerHeadMaps) -> Tensor:
     )
     q = torch.cat((held.q @ readers * factor**2, q_geo), -1) * dims.qk**-0.5
     k = torch.cat((held.k @ maps.key.to(dtype), rotate(kept(held.k, rows), cos, sin)), -1)
-    out = _score(layer)(q, k, held.v @ maps.value.to(dtype))
+    out = held.attend(q, k, held.v @ maps.value.to(dtype))
     out = out @ maps.expansion.to(dtype).repeat_interleave(group, 0)
     return _project(layer, out + maps.constant.to(dtype).repeat_interleave(group, 0)[:, None])
 
@@ -128,10 +147,6 @@ def _table(held: HeldOut, frequencies: Tensor, factor: float) -> tuple[Tensor, T
     positions = torch.arange(held.q.shape[2], dtype=torch.float32, device=held.q.device)
     angles = positions[:, None] * frequencies.to(held.q.device)[:, None, :]
     return angles.cos() * factor, angles.sin() * factor
-
-
-def _score(layer: AttentionLayer) -> CausalScore:
-    return CausalScore(layer.config.local_window)
 
 
 def _project(layer: AttentionLayer, heads: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.errors import CarambaError
-from caramba.layer import AttentionLayer, StandardProjection
+from caramba.layer import AttentionLayer, Documents, StandardProjection
 from caramba.layer.projection import split_heads
 from caramba.layer.rope import rotate
 from caramba.model import Model
@@ -65,12 +65,13 @@ def unrotated(layer: AttentionLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor:
+def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor, documents: Tensor | None = None) -> Tensor:
     """Sum the teacher's attention-weighted rotations exp(i theta_p (t - u)) over sequences, queries and keys.
 
-    Attention is computed from QUERY_CHUNK queries at a time, with the layer's own window and rotary table.
+    Attention is computed from QUERY_CHUNK queries at a time, with the layer's own window and rotary table, within
+    documents where these are kept apart; queries of padding, of document -1, do not count.
 
-    Shape: q [B, H, T, D], k [B, K, T, D] unrotated -> [H, P] complex128.
+    Shape: q [B, H, T, D], k [B, K, T, D] unrotated, documents [B, T] -> [H, P] complex128.
     """
     projection = standard_projection(layer)
     rope = projection.rope
@@ -82,14 +83,19 @@ def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor) -> Tensor:
     cos, sin = (table[0].to(turned.dtype) / rope.attention_factor for table in (cos, sin))
     window = layer.config.local_window or n_tokens
     positions = torch.arange(n_tokens, device=q.device)
+    seen_from = None if documents is None else Documents.of(documents).first[:, None, :, None]
+    counted = None if documents is None else (documents >= 0)[:, None, :, None]
     total = torch.zeros(q.shape[1], cos.shape[1], dtype=torch.complex128, device=q.device)
     for start in range(0, n_tokens, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, n_tokens)
         first = max(0, start - window + 1)
         rows, columns = positions[start:stop, None], positions[None, first:stop]
         hidden = (columns > rows) | (columns <= rows - window)
+        if seen_from is not None:
+            hidden = hidden | (columns < seen_from[:, :, start:stop])
         scores = queries[:, :, start:stop] @ turned[:, :, first:stop].transpose(-1, -2)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        weights = weights if counted is None else weights * counted[:, :, start:stop]
         even, odd = weights @ cos[first:stop], weights @ sin[first:stop]
         real = (even * cos[start:stop] + odd * sin[start:stop]).double().sum((0, 2))
         imaginary = (even * sin[start:stop] - odd * cos[start:stop]).double().sum((0, 2))
@@ -114,28 +120,33 @@ class _Accumulator:
         self.n_tokens = 0
         self.n_rotated = 0
 
-    def add(self, x: Tensor, rotates: bool) -> bool:
-        """Add the features of some sequences [B, T, M]; return whether what they gave is finite."""
+    def add(self, x: Tensor, rotates: bool, documents: Tensor | None = None) -> bool:
+        """Add the features of some sequences [B, T, M] but padding; return whether what they gave is finite."""
         q, k, v = unrotated(self.layer, x)
+        counted = slice(None) if documents is None else documents.flatten() >= 0
         joint = (
-            torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1).flatten(0, 1).double()
+            torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1)
+            .flatten(0, 1)[counted]
+            .double()
         )
         self.moment += joint.T @ joint
         self.sum += joint.sum(0)
-        wide = q.transpose(0, 1).flatten(1, 2).double()
+        wide = q.transpose(0, 1).flatten(1, 2)[:, counted].double()
         self.queries += wide.transpose(1, 2) @ wide
         self.n_tokens += joint.shape[0]
         if rotates:
-            self.rotation += mean_rotation(self.layer, q, k)
-            self.n_rotated += x.shape[0] * x.shape[1]
+            self.rotation += mean_rotation(self.layer, q, k, documents)
+            self.n_rotated += joint.shape[0]
         sums = self.sum.sum() + self.moment.diagonal().sum() + self.queries.sum() + self.rotation.abs().sum()
         return bool(torch.isfinite(sums))
 
-    def hook(self, where: str, *, rotates: bool) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def hook(
+        self, where: str, *, rotates: bool, documents: Tensor | None
+    ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         """Return a forward pre-hook that adds what the layer is given."""
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if not self.add(inputs[0], rotates):
+            if not self.add(inputs[0], rotates, documents):
                 raise CarambaError(
                     f"surgery: calibration of {where} gave values that are not finite; look at the teacher's weights "
                     "(a damaged or half-precision checkpoint), or use other calibration data"
@@ -150,9 +161,19 @@ class _Accumulator:
         return LayerStatistics(self.moment / n, self.sum / n, self.queries / n, rotation)
 
 
-def batches(windows: Tensor, batch_tokens: int = BATCH_TOKENS) -> Iterator[Tensor]:
-    """Split token windows [N, T] into batches of about `batch_tokens` tokens."""
-    yield from windows.split(max(1, batch_tokens // windows.shape[1]))
+def batch_size(windows: Tensor) -> int:
+    """Return how many of the windows [N, T] make about BATCH_TOKENS tokens."""
+    return max(1, BATCH_TOKENS // windows.shape[1])
+
+
+def batches(
+    windows: Tensor, documents: Tensor | None, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Split token windows and their document ids, each [N, T], into batches on `device`."""
+    size = batch_size(windows)
+    for start in range(0, len(windows), size):
+        ids = None if documents is None else documents[start : start + size].to(device)
+        yield windows[start : start + size].to(device), ids
 
 
 @torch.no_grad()
@@ -161,26 +182,32 @@ def collect_statistics(
     layers: Sequence[tuple[str, AttentionLayer]],
     windows: Tensor,
     *,
+    documents: Tensor | None = None,
     rotation_windows: int = 32,
     progress: Callable[[str], None] | None = None,
 ) -> list[LayerStatistics]:
     """Run the teacher once over token windows [N, T] and return the statistics of the named layers.
 
-    The mean rotation comes from the first `rotation_windows` of them. Memory is one batch's activations and the
-    accumulators: 8 (K (D + Dv))^2 bytes a layer, and as much again for the batch's joint vector.
+    `documents` [N, T] are kept apart, as in `Model`, and padding, of document -1, is left out.
+
+    The mean rotation comes from about `rotation_windows` of them, spread evenly: text changes along a corpus. Memory is
+    one batch's activations and the accumulators: 8 (K (D + Dv))^2 bytes a layer, and as much again for the batch's
+    joint vector.
 
     Raises:
         CarambaError: a layer gave a value that is not finite; the message names layer and batch.
     """
     sums = [_Accumulator(layer) for _, layer in layers]
-    seen = 0
+    seen, size = 0, batch_size(windows)
+    n_batches, wanted = -(-len(windows) // size), -(-rotation_windows // size)
     device = teacher.embedder.token.weight.device
-    for index, batch in enumerate(batches(windows)):
+    for index, (batch, ids) in enumerate(batches(windows, documents, device)):
+        rotates = index * wanted % n_batches < wanted
         with ExitStack() as stack:
             for (name, layer), total in zip(layers, sums, strict=True):
-                hook = total.hook(f"{name}: batch {index}", rotates=seen < rotation_windows)
+                hook = total.hook(f"{name}: batch {index}", rotates=rotates, documents=ids)
                 stack.callback(layer.register_forward_pre_hook(hook).remove)
-            teacher.hidden(batch.to(device))
+            teacher.hidden(batch, documents=ids)
         seen += batch.shape[0]
         if progress is not None and (index + 1) % 8 == 0:
             progress(f"calibration: {seen} of {len(windows)} windows")

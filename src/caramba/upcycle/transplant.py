@@ -35,6 +35,26 @@ def pair_attention(teacher: Model, student: Model) -> list[tuple[str, AttentionL
     return [(name, source, target) for (_, source), (name, target) in zip(theirs, ours, strict=True)]
 
 
+def check_models(teacher: Model, student: Model, surgery: SurgeryConfig) -> None:
+    """Check, without touching a weight, that `transplant` can make this student; it may be on the meta device.
+
+    Raises:
+        ConfigError: the models do not pair, a part is not mapped by the method, or a weight has no counterpart.
+    """
+    _check_shared(teacher, student, set(_converted(teacher, student, surgery)))
+
+
+def _converted(
+    teacher: Model, student: Model, surgery: SurgeryConfig
+) -> dict[str, tuple[AttentionLayer, AttentionLayer]]:
+    """Return the attention layers that the method has to make, by the student's names."""
+    pairs = pair_attention(teacher, student)
+    found = {name: (source, target) for name, source, target in pairs if source.config != target.config}
+    for source, target in found.values():
+        check_pair(source.config, target.config, surgery)
+    return found
+
+
 @torch.no_grad()
 def transplant(
     teacher: Model, student: Model, surgery: SurgeryConfig, calibration: Calibration | None = None
@@ -48,23 +68,18 @@ def transplant(
         ConfigError: a weight of the student has no counterpart, the models do not pair, a part is not mapped by the
             method, or calibration is missing. Nothing is changed then.
     """
-    pairs = pair_attention(teacher, student)
-    converted = [(name, source, target) for name, source, target in pairs if source.config != target.config]
-    for _, source, target in converted:
-        check_pair(source.config, target.config, surgery.model_copy(update={"kv_budget_bytes": None}))
+    chosen = surgery.model_copy(update={"kv_budget_bytes": None})  # by now every width is a layer's own
+    converted = _converted(teacher, student, chosen)
     if converted and surgery.method in CALIBRATED and calibration is None:
         raise ConfigError(
             f"surgery.method={surgery.method}: needs the teacher's calibration, and none was made"
         )
-    copied, initialised = _copy_shared(teacher, student, {name for name, _, _ in converted})
-    taken = {
-        name + "."
-        for name, layer in teacher.attention_layers()
-        if any(layer is pair[1] for pair in converted)
-    }
+    copied, initialised = _copy_shared(teacher, student, set(converted))
+    sources = {id(source) for source, _ in converted.values()}
+    taken = {name + "." for name, layer in teacher.attention_layers() if id(layer) in sources}
     layers = [
         dataclasses.replace(_convert(surgery.method, source, target, calibration), name=name)
-        for name, source, target in converted
+        for name, (source, target) in converted.items()
     ]
     is_taken = surgery.method != "random"
     return TransplantReport(
@@ -98,9 +113,18 @@ def _convert(
 
 def _copy_shared(teacher: Model, student: Model, converted: set[str]) -> tuple[list[str], list[str]]:
     """Copy by name every weight outside the converted layers; return the names of the copied and of the others."""
+    copied, initialised = _check_shared(teacher, student, converted)
+    theirs, ours = teacher.state_dict(), student.state_dict()
+    for key in copied:
+        ours[key].copy_(theirs[key])
+    return copied, initialised
+
+
+def _check_shared(teacher: Model, student: Model, converted: set[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the weights to copy, each of which the teacher has in that shape, and of the others."""
     theirs, ours = teacher.state_dict(), student.state_dict()
     prefixes = tuple(name + "." for name in converted)
-    initialised = [key for key in ours if key.startswith(prefixes)] if prefixes else []
+    initialised = [key for key in ours if key.startswith(prefixes)]
     copied = [key for key in ours if key not in set(initialised)]
     for key in copied:
         source, tensor = theirs.get(key), ours[key]
@@ -110,6 +134,12 @@ def _copy_shared(teacher: Model, student: Model, converted: set[str]) -> tuple[l
                 f"model: the student's {key} has shape {tuple(tensor.shape)}, its teacher has {found}; "
                 "outside attention a student's layers are its teacher's"
             )
-    for key in copied:
-        ours[key].copy_(theirs[key])
+    modules = dict(teacher.named_modules())
+    for name, module in student.named_modules():
+        wanted, found = getattr(modules.get(name), "eps", None), getattr(module, "eps", None)
+        if not name.startswith(prefixes) and wanted != found:
+            raise ConfigError(
+                f"model: the student's {name} has eps={found}, its teacher's {wanted}; "
+                "outside attention a student's layers are its teacher's"
+            )
     return copied, initialised

@@ -86,6 +86,7 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
     sem, geo, v = by_name["k_sem"], by_name["k_geo"], by_name["v"]
     fold = (s.qk / width) ** 0.5  # teacher scores carry width^-1/2, the student's carry (sem + geo)^-1/2
     turned = source.rope.attention_factor**2  # the semantic path has no rotary table to carry it
+    turned_again = turned / target.rope.attention_factor**2  # what the student's own table does not carry
     pairs = width // 2
     out = {name: [] for name in ("q_sem", "q_geo", "k_sem", "k_geo", "v", "o", "inv_freq")}
     energies = []
@@ -103,7 +104,7 @@ def weight_svd(teacher: AttentionLayer, student: AttentionLayer) -> float:
         out["k_sem"].append(keys.cached)
         out["q_sem"].append(torch.einsum("rs,gsm->grm", keys.counterpart, q_rest) * (fold * turned))
         out["k_geo"].append(w_k[head][rows])
-        out["q_geo"].append(w_q[head][:, rows] * fold)
+        out["q_geo"].append(w_q[head][:, rows] * (fold * turned_again))
         out["v"].append(values.cached)
         out["o"].append(torch.einsum("mgd,rd->mgr", w_o[:, head], values.counterpart))
         out["inv_freq"].append(frequencies[chosen])

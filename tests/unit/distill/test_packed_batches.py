@@ -14,7 +14,7 @@ from caramba.distill import (
     TeacherLogitsObjective,
     block_errors,
 )
-from caramba.distill.block_loss import attention_log_probabilities
+from caramba.distill.block_loss import attention_kl, attention_log_probabilities
 from caramba.distill.tap import tap_attention
 from caramba.layer import Documents
 from caramba.measure import batches, windowed_nll
@@ -115,6 +115,22 @@ def test_attention_is_compared_within_documents() -> None:
         alone = attention_log_probabilities(each, x[:, 3:], rows[:, :4])
         torch.testing.assert_close(together[:, :, 3:, 3:], alone)
         assert bool((together[:, :, 3:, :3] == float("-inf")).all())
+
+
+def test_attention_of_padding_does_not_count() -> None:
+    teacher = build_model(spec(), seed=1).eval().requires_grad_(False)
+    _, source, layer = pair_attention(teacher, build_model(student_spec(4, 8, 8), seed=2))[0]
+    x = torch.randn(1, 9, source.config.d_model, generator=torch.Generator().manual_seed(0)) * 4
+    ids = torch.tensor([[0, 0, 0, 0, 0, -1, -1, -1, -1]])
+    padded = attention_kl(source, layer, x, x, 9, Documents.of(ids), ids >= 0)
+    torch.testing.assert_close(padded, attention_kl(source, layer, x[:, :5], x[:, :5], 5))
+    # The objective passes on what is padding.
+    one = [("one", source, layer)]
+    ours = BlockwiseObjective(teacher, teacher, one, attention_weight=1.0, n_queries=9)
+    tokens = torch.arange(9)[None]
+    with_padding = ours.evaluate((tokens, tokens, ids))["attention_kl/one"]
+    alone = ours.evaluate((tokens[:, :5], tokens[:, :5]))["attention_kl/one"]
+    torch.testing.assert_close(with_padding, alone)
 
 
 def test_held_out_loss_counts_each_documents_targets_once() -> None:

@@ -17,18 +17,27 @@ from caramba.distill import block_errors
 from caramba.errors import CarambaError, ConfigError
 from caramba.layer.rope import rotate
 from caramba.model import Model, build_model
-from caramba.upcycle import Calibration, CalibrationText, calibrate, pair_attention, transplant
+from caramba.upcycle import (
+    Calibration,
+    CalibrationText,
+    calibrate,
+    check_models,
+    pair_attention,
+    transplant,
+)
+from caramba.upcycle import statistics as statistics_module
 from caramba.upcycle.algebra import key_moments, select_geometry
 from caramba.upcycle.dba import split_keys
-from caramba.upcycle.held_out import latent_output, per_head_output
+from caramba.upcycle.held_out import capture, latent_output, per_head_output
 from caramba.upcycle.latent import latent_maps
 from caramba.upcycle.per_head import per_head_maps
-from caramba.upcycle.statistics import mean_rotation, unrotated
+from caramba.upcycle.statistics import collect_statistics, mean_rotation, unrotated
 from tests.unit.upcycle.models import (
     DIM,
     KV,
     calibrated,
     latent_spec,
+    loud,
     make_teacher,
     per_head_spec,
     spec,
@@ -259,3 +268,75 @@ def test_what_cannot_be_mapped_is_refused(
 
 def _attention(model: ModelSpec) -> AttentionLayerConfig:
     return attention_configs(model.topology)[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"eps": 1e-3}, r"topology.layers.0.layers.0.layers.0 has eps=0.001, its teacher's 1e-05"),
+        ({"d_ff": 40}, r"layers.1.layers.1.\w+.weight has shape .* its teacher has shape"),
+    ],
+)
+def test_other_layers_that_differ_are_refused_without_weights(
+    change: dict[str, object], message: str, teacher: Model
+) -> None:
+    described = latent_spec(8, 4).model_dump(mode="json")
+    for residual in described["topology"]["layers"][0]["layers"]:
+        for node in residual["layers"]:
+            node.update({key: value for key, value in change.items() if key in node})
+    student = build_model(ModelSpec.model_validate(described), device="meta")
+    with pytest.raises(ConfigError, match=message):
+        check_models(teacher, student, DBA)
+    check_models(teacher, build_model(latent_spec(8, 4), device="meta"), DBA)
+
+
+def test_documents_are_measured_apart_and_padding_not_at_all(teacher: Model) -> None:
+    ids = torch.tensor([[0] * 9 + [1] * 5 + [-1] * 4])
+    row = tokens(1, 18, 4)
+    layers = teacher.attention_layers()
+    alone = [row[:, :9], row[:, 9:14]]
+    packed = collect_statistics(teacher, layers, row, documents=ids)
+    parts = [collect_statistics(teacher, layers, part) for part in alone]
+    for index, found in enumerate(packed):
+        for name in ("moment", "mean", "queries", "rotation"):
+            first, second = (getattr(part[index], name) for part in parts)
+            torch.testing.assert_close(getattr(found, name), (9 * first + 5 * second) / 14, msg=name)
+    held = capture(teacher, layers, row, ids)
+    singles = [capture(teacher, layers, part) for part in alone]
+    for index, (_, layer) in enumerate(layers):
+        state = packed[index]
+        latent = latent_maps(layer, state, split_keys(layer, state, 4), state.queries, 6, 1.0)
+        per_head = per_head_maps(layer, state, state.queries, (3, 2, 4), centres_values=True)
+        for output, maps in ((latent_output, latent), (per_head_output, per_head)):
+            found = output(held[index], maps)  # type: ignore[arg-type]
+            each = [single[index] for single in singles]
+            apart = [output(one, maps) for one in each]  # type: ignore[arg-type]
+            torch.testing.assert_close(found[:, :14], torch.cat(apart, 1))
+            off = sum(float((mine - one.output).pow(2).sum()) for mine, one in zip(apart, each, strict=True))
+            whole = sum(float(one.output.pow(2).sum()) for one in each)
+            assert held[index].relative(found) == pytest.approx((off / whole) ** 0.5)
+
+
+def test_a_layer_that_runs_twice_is_measured_twice() -> None:
+    described = spec(1).model_dump(mode="json")
+    block = described["topology"]["layers"][0]["layers"]
+    described["topology"]["layers"][0] = {"type": "CyclicTopology", "n_cycles": 2, "layers": block}
+    twice = loud(build_model(ModelSpec.model_validate(described), seed=3)).double().eval()
+    ids = torch.tensor([[0] * 6 + [1] * 4 + [-1] * 2]).expand(3, -1)
+    (held,) = capture(twice, twice.attention_layers(), tokens(3, 12, 4), ids)
+    state = collect_statistics(twice, twice.attention_layers(), tokens(3, 12, 4), documents=ids)[0]
+    assert held.output.shape[0] == 6
+    geometry = split_keys(held.layer, state, FULL)
+    maps = latent_maps(held.layer, state, geometry, state.queries, 2 * FULL, 1.0)
+    assert held.relative(latent_output(held, maps)) < 1e-6
+
+
+def test_rotations_come_from_windows_spread_over_the_text(
+    teacher: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statistics_module, "BATCH_TOKENS", 12)  # one window a batch
+    windows, layers = tokens(9, 12, 4), teacher.attention_layers()
+    found = collect_statistics(teacher, layers, windows, rotation_windows=3)
+    from_these = collect_statistics(teacher, layers, windows[[0, 3, 6]])
+    for mine, other in zip(found, from_these, strict=True):
+        torch.testing.assert_close(mine.rotation, other.rotation)

@@ -74,6 +74,15 @@ def test_full_geometric_width_reproduces_the_teacher(teacher: Model) -> None:
     assert report.energy_kept == pytest.approx([1.0, 1.0])
 
 
+def test_the_teachers_rotary_factor_is_kept_whatever_the_students_table() -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    teacher = loud(build_model(spec(rope_scaling=yarn), seed=3)).double().eval()
+    for scaling in (yarn, None):
+        student = build_model(student_spec(2, 16, 16, rope_scaling=scaling), seed=9).double().eval()
+        transplant(teacher, student, SurgeryConfig(method="weight_svd"))
+        torch.testing.assert_close(student(TOKENS), teacher(TOKENS), rtol=1e-5, atol=1e-5)
+
+
 def test_semantic_width_is_exact_without_rotation() -> None:
     base = 1e30  # every frequency but the first is 0, so un-rotating the others changes nothing
     teacher = loud(build_model(spec(rope_base=base), seed=3)).eval()
