@@ -67,6 +67,26 @@ class AccuracyBenchmarkConfig(Config):
     max_length: Positive | None = None
 
 
+ControlName = Literal["copy", "weight_svd", "random", "teacher_continued"]
+
+
+class ControlsBenchmarkConfig(Config):
+    """What else the same teacher and the same cache bytes give, beside the student, on held-out windows.
+
+    `copy` pools key/value heads, `weight_svd` and `random` have the student's widths, `teacher_continued` is the phase
+    with `control: true`; each of `cache_kinds` is the teacher itself read through a cache of that kind. With `distil`
+    the students among them also go through the student's phases: the same tokens in the same order, the same seed.
+    """
+
+    type: Literal["controls"]
+    controls: tuple[ControlName, ...] = ("copy", "weight_svd", "random", "teacher_continued")
+    cache_kinds: Annotated[tuple[CacheKind, ...], Later("the kernel and cache work", *QUANTISED)] = ()
+    distil: bool = False
+    block_size: Positive = 256
+    batch_size: Positive = 8
+    num_batches: Positive = 32
+
+
 class PendingBenchmarkConfig(Config):
     """`generation` is a known name whose benchmark comes with later work."""
 
@@ -78,6 +98,7 @@ BenchmarkKind = Annotated[
     | LatencyBenchmarkConfig
     | MemoryBenchmarkConfig
     | AccuracyBenchmarkConfig
+    | ControlsBenchmarkConfig
     | PendingBenchmarkConfig,
     Field(discriminator="type"),
 ]

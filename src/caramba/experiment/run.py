@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 from caramba import artifact
+from caramba.config.benchmark import ControlsBenchmarkConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
+from caramba.experiment.controls import measure_controls
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
@@ -75,11 +77,18 @@ def finish(session: Session) -> None:
         done = [phase for phase in session.phases() if phase.trains == role and not phase.skipped]
         if done:
             session.reload(done[-1].id, role)
+    controls = [
+        bench for bench in session.group.benchmarks if isinstance(bench.config, ControlsBenchmarkConfig)
+    ]
     if FINAL not in session.ledger:
         named = (("teacher", session.teacher), ("student", session.student))
         models = {name: model.eval() for name, model in named if model is not None}
-        benchmarks = session.measure(session.group.benchmarks, models)
+        benchmarks = session.measure(
+            [bench for bench in session.group.benchmarks if bench not in controls], models
+        )
         session.ledger.add(StageRecord(_unphased(FINAL), benchmarks=benchmarks))
+    for bench in controls:
+        measure_controls(session, bench)
     last = last_trained(session.group)
     if VERIFY not in session.ledger and last is not None and last.verify:
         session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, last)))

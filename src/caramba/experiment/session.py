@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Subset
 
 from caramba.benchmark import Subjects, check_accuracy, run_suite
-from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
+from caramba.config.benchmark import BenchmarkConfig, ControlsBenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
@@ -282,7 +282,8 @@ def _open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
     blocks = [run.train.block_size for run in group.runs if run.train] + [
         bench.config.block_size
         for bench in group.benchmarks
-        if isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset
+        if (isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset)
+        or isinstance(bench.config, ControlsBenchmarkConfig)
     ]
     vocab_size = manifest.model.embedder.vocab_size
     corpus.check(vocab_size=vocab_size, block_size=max(blocks, default=1))
