@@ -19,6 +19,7 @@ from caramba.artifact.style import (
 from caramba.result import RunResult
 
 KIND, PLOT_FILE = "controls", "controls.png"
+_LINE = 12.0  # points between two names
 _WIDE = 3.0  # above this spread a linear axis hides the good rows
 
 
@@ -57,12 +58,11 @@ def draw_controls(result: RunResult) -> bytes | None:
                 [y],
                 yerr=error,
                 marker="o" if is_ours else "s",
-                markerfacecolor="white" if row["tokens"] == 0 else None,
+                markerfacecolor="white" if row["tokens"] == 0 else COLOURS.get(name, OTHER_COLOUR),
                 color=COLOURS.get(name, OTHER_COLOUR),
                 linestyle="none",
                 capsize=3,
             )
-            axes.annotate(name_of(name), (x, y), xytext=(7, 4), textcoords="offset points", fontsize=9)
         values = [row["ppl_ratio"] for row in rows]
         if max(values) / min(values) > _WIDE:
             log10_axis(axes)
@@ -70,7 +70,26 @@ def draw_controls(result: RunResult) -> bytes | None:
             left=0.8 * min(row["kv_ratio"] for row in rows), right=1.35 * max(r["kv_ratio"] for r in rows)
         )
         label_ticks(axes.yaxis, short_number)
+        _name_points(axes, rows)
         axes.set_xlabel("KV ratio: 16-bit teacher's bytes per token over the row's (right is smaller)")
         axes.set_ylabel("perplexity over the teacher's (lower is better)")
         axes.set_title("Controls at matched bytes; hollow: not trained further", loc="left")
         return to_png(figure, result.labels)
+
+
+def _name_points(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Write each row's name beside its point, those of one column far enough apart to be read."""
+    axes.figure.draw_without_rendering()  # settles the layout, so that places are known
+    to_points = 72 / axes.figure.dpi
+    columns: dict[float, float] = {}
+    for row in sorted(rows, key=lambda item: item["ppl_ratio"]):
+        column, height = axes.transData.transform((row["kv_ratio"], row["ppl_ratio"])) * to_points
+        place = max(height, columns.get(round(column), height - _LINE) + _LINE)
+        columns[round(column)] = place
+        axes.annotate(
+            name_of(row["model"]),
+            (row["kv_ratio"], row["ppl_ratio"]),
+            xytext=(8, place - height - 3),
+            textcoords="offset points",
+            fontsize=9,
+        )

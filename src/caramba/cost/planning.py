@@ -187,7 +187,8 @@ def _stage(
 
 def _stage_note(manifest: Manifest, phase: PhaseConfig, trains: str, teacher: ModelCost | None) -> str:
     config, notes = manifest.model.teacher, list[str]()
-    if trains == "teacher" and config is not None and config.checkpoint is not None:
+    has_weights = config is not None and config.checkpoint is not None
+    if trains == "teacher" and has_weights and not phase.control:
         notes.append(f"skipped: the teacher comes from {config.checkpoint}")
     if trains == "student" and runs_teacher(phase) and teacher is None:
         notes.append("the teacher is not counted: it is not described here")
