@@ -81,10 +81,11 @@ def _name_points(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Write each row's name beside its point, those of one column far enough apart to be read."""
     axes.figure.draw_without_rendering()  # settles the layout, so that places are known
     to_points = 72 / axes.figure.dpi
-    columns: dict[float, float] = {}
+    columns: dict[int, float] = {}
     for row in sorted(rows, key=lambda item: item["ppl_ratio"]):
-        column, height = axes.transData.transform((row["kv_ratio"], row["ppl_ratio"])) * to_points
-        place = max(height, columns.get(round(column), height - _LINE) + _LINE)
+        at: Any = axes.transData.transform((row["kv_ratio"], row["ppl_ratio"]))
+        column, height = float(at[0]), float(at[1]) * to_points
+        place = max(height, columns.get(round(column), float("-inf")) + _LINE)
         columns[round(column)] = place
         axes.annotate(
             name_of(row["model"]),

@@ -57,6 +57,12 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
             CONTROL_HEAD,
             _controls(result, metrics),
         ),
+        _table(
+            "variants",
+            f"Attentions of {caption} from scratch.{note}",
+            VARIANT_HEAD,
+            _variants(result, metrics),
+        ),
         _table("accuracy", f"Accuracy of {caption} by task.{note}", ACCURACY_HEAD, _accuracy(metrics)),
         _table(
             "transplant",
@@ -74,6 +80,7 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
 COMPARISON_HEAD = ("Metric", "Teacher", "Student", "Change")
 STAGE_HEAD = ("Stage", "Perplexity", "Ratio to teacher")
 ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
+VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per token")
 CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
 CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
 # Columns of words stand left, numbers right.
@@ -219,6 +226,25 @@ def _controls(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]
             _ratio_cell(found["ppl_ratio"]),
         )
         rows.append([Cell(escape(name_of(row["model"]))), Cell(number(row["tokens"])), *cells.values()])
+    return rows
+
+
+def _variants(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the runs with `exp`; bytes are those counted from cache tensors."""
+    columns = [
+        headline(metrics, family, field)
+        for family, field in (
+            ("perplexity", "perplexity"),
+            ("perplexity", "bits_per_byte"),
+            ("memory", "kv_bytes_per_token"),
+        )
+    ]
+    rows: list[list[Cell]] = []
+    for phase in result.phases:
+        if phase.trains == "variant":
+            name = phase.details["row"]
+            measured = [_measured_cell(found.get(name)) for found in columns]
+            rows.append([Cell(escape(phase.id)), Cell(number(phase.details["params"])), *measured])
     return rows
 
 

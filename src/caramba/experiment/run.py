@@ -15,6 +15,7 @@ from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, transplant_student, verify
+from caramba.experiment.variants import train_variant
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
@@ -55,7 +56,10 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     try:
         trained = [item for item in group.runs if item.train is not None]
         for item in trained:
-            train_run(session, item, is_last=item is last_trained(group))
+            if item.exp is not None:
+                train_variant(session, item)
+            else:
+                train_run(session, item, is_last=item is last_trained(group))
         finish(session)
     except VerificationFailed as error:
         failure = error
@@ -71,6 +75,8 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
 
 def finish(session: Session) -> None:
     """Benchmark and verify what the phases saved: models are read back from disk, no training state is held."""
+    if session.has_only_variants:
+        return
     if session.student is None and (session.trains("student") or session.group.benchmarks):
         transplant_student(session)
     for role in ("teacher", "student"):
@@ -98,7 +104,9 @@ def finish(session: Session) -> None:
 
 def last_trained(group: GroupConfig) -> RunConfig | None:
     """Return the last run that trains, controls aside: what it leaves is what is verified and benchmarked."""
-    return next((run for run in reversed(group.runs) if run.train and not run.train.control), None)
+    return next(
+        (run for run in reversed(group.runs) if run.train and not run.train.control and not run.exp), None
+    )
 
 
 def _unphased(stage: str) -> PhaseResult:
