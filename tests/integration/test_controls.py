@@ -66,7 +66,7 @@ def test_controls_are_distilled_measured_and_survive_a_kill(tmp_path: Path, cach
 def test_impossible_controls_are_rows_with_the_reason(tmp_path: Path, cache: Path) -> None:
     # A student nearly as wide as its teacher, and no phase that trains the teacher further.
     widths = ("model.surgery.sem_dim=32", "model.surgery.geo_dim=24", "model.surgery.v_dim=64")
-    words = [*WORDS, *widths, "~train.phases.teacher_continued"]
+    words = [*WORDS, *widths, f"+{CONFIG}.cache_kinds=[bf16]", "~train.phases.teacher_continued"]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)
@@ -78,6 +78,9 @@ def test_impossible_controls_are_rows_with_the_reason(tmp_path: Path, cache: Pat
     }
     assert omitted["controls: copy"] == rows["copy"]["skipped"]
     assert "add a phase with control: true" in rows["teacher_continued"]["skipped"]
+    cached = rows["teacher_bf16"]
+    assert (float(cached["kv_ratio"]), cached["skipped"]) == (1.0, "")
+    assert 0 < float(cached["kl"]) < 1e-3, "keys and values are read back from a rounded cache"
     assert rows["weight_svd"]["skipped"] == "" != rows["random"]["kl"]
 
 

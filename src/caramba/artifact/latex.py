@@ -31,7 +31,7 @@ _HEADER = """\
 % Tables of run {name}. Needs \\usepackage{{booktabs}}.
 % Each row ends with the keys of its numbers in report.json's "metrics", in the order of the cells;
 % after a plus-minus stands the std of the same key, KEY#bound is the bound of that check under "verify",
-% a key that begins with "transplant" is a path in report.json, and a dash stands for a cell without a number.
+% a key that begins with "transplant" or "phases" is a path in report.json, and a dash stands for no number.
 """
 
 
@@ -218,14 +218,14 @@ def _controls(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]
     for row in control_rows(result):
         found = {
             field: metrics.get(MetricKey("controls", row["model"], field).format())
-            for field in ("kv_bytes_per_token", "kv_ratio", "ppl_ratio", "kl", "top1")
+            for field in ("tokens", "kv_bytes_per_token", "kv_ratio", "ppl_ratio", "kl", "top1")
         }
         cells = {name: _measured_cell(metric) for name, metric in found.items()}
         cells["kv_ratio"], cells["ppl_ratio"] = (
             _ratio_cell(found["kv_ratio"]),
             _ratio_cell(found["ppl_ratio"]),
         )
-        rows.append([Cell(escape(name_of(row["model"]))), Cell(number(row["tokens"])), *cells.values()])
+        rows.append([Cell(escape(name_of(row["model"]))), *cells.values()])
     return rows
 
 
@@ -240,11 +240,12 @@ def _variants(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]
         )
     ]
     rows: list[list[Cell]] = []
-    for phase in result.phases:
+    for index, phase in enumerate(result.phases):
         if phase.trains == "variant":
             name = phase.details["row"]
+            params = Cell(number(phase.details["params"]), f"phases[{index}].details.params")
             measured = [_measured_cell(found.get(name)) for found in columns]
-            rows.append([Cell(escape(phase.id)), Cell(number(phase.details["params"])), *measured])
+            rows.append([Cell(escape(phase.id)), params, *measured])
     return rows
 
 

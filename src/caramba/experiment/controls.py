@@ -152,6 +152,7 @@ def _bytes_per_token(session: Session, model: Model, kind: KVCacheKind, length: 
 def _metrics(row: dict[str, Any], source: str) -> tuple[Metric, ...]:
     name, n, error = row["model"], row["windows"], row["delta_nll_standard_error"]
     units = {
+        "tokens": "tokens",
         "perplexity": "",
         "delta_nll": "nats/token",
         "ppl_ratio": "ratio",
@@ -162,7 +163,7 @@ def _metrics(row: dict[str, Any], source: str) -> tuple[Metric, ...]:
     }
     stds = {} if error is None else {"delta_nll": error, "ppl_ratio": error * row["ppl_ratio"]}
     return tuple(
-        Metric(f"controls.{name}.{field}", row[field], unit, n, stds.get(field), source)
+        Metric(f"controls.{name}.{field}", float(row[field]), unit, n, stds.get(field), source)
         for field, unit in units.items()
     )
 

@@ -197,7 +197,7 @@ def fit_phase(
     if stage is None and (row := _row_name(session, run, phase)):
         callbacks.append(BenchmarkArtifacts(lambda: rows.extend(session.stage_row(row, model))))
     role = "control" if phase.control or stage is not None else phase.trains or "student"
-    if phase.phase == "pretrain" and not phase.control:
+    if phase.phase == "pretrain" and not phase.control and phase.trains != "variant":
         session.labels["proxy"] = f"trained from scratch on {session.corpus.name}"
     data = PhaseData(
         session.training_windows(phase),
