@@ -1,1 +1,4 @@
 """Triton kernels and their plain launchers, one file per op. Imported only by `caramba.kernels.load` on CUDA."""
+
+LAUNCHERS: dict[str, str] = {}
+"""Op -> "module:function" of its launcher; an op that is not here runs its reference."""

@@ -21,7 +21,7 @@ from caramba.model import Model, build_model, init_weights
 SIDES = ("caramba", "transformers")
 WARM_CALLS = 3
 # Largest relative difference of the two models' logits on the same weights: rounding, and nothing else.
-LOGITS_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+LOGITS_LIMIT = {torch.float32: 1e-4, torch.bfloat16: 8e-2}
 
 
 def pin_sdpa(backend: str) -> None:

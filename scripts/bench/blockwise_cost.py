@@ -15,6 +15,7 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch
 
 from caramba.distill import BlockSchedule, BlockwiseObjective, relative_l1, tap_attention
 from caramba.launch.freeze import freeze
+from caramba.layer import attention_backends
 from caramba.model import Trace, build_model
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device, synchronize
@@ -101,7 +103,7 @@ def main() -> None:
         "naive, a step of each block": lambda: [naive(place) for place in range(len(names))],
     }
     times: dict[str, list[float]] = {name: [] for name in variants}
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
         for repeat in range(args.repeats + 2):  # the first two warm up
             for name, run in variants.items():
                 synchronize(device)
@@ -119,10 +121,25 @@ def main() -> None:
     if device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
     if args.out:
-        facts = {"device": device.type, "torch": torch.__version__, "threads": torch.get_num_threads()}
-        settings = {key: str(value) for key, value in vars(args).items()}
+        name = (
+            torch.cuda.get_device_name()
+            if device.type == "cuda"
+            else f"{torch.get_num_threads()} CPU threads"
+        )
         write_json(
-            args.out, {"benchmark": "blockwise_cost", "machine": facts, "settings": settings, "ms": times}
+            args.out,
+            {
+                "benchmark": "blockwise_cost",
+                "made_by": " ".join(["python scripts/bench/blockwise_cost.py", *sys.argv[1:]]),
+                "machine": {"device": name, "torch": torch.__version__},
+                "model": args.model,
+                "batch": args.batch,
+                "block": args.block,
+                "amp": args.amp,
+                "compiled": args.compile,
+                "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+                "ms": times,
+            },
         )
         print(json.dumps({"written": str(args.out)}))
 

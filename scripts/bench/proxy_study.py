@@ -18,6 +18,7 @@ from proxy_measure import agreement, held_out, ratio_with_interval, recall_by_de
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec, SurgeryConfig
+from caramba.layer import attention_backends
 from caramba.model import Model, build_model, init_weights
 from caramba.runs.files import write_json
 from caramba.upcycle import Calibration, CalibrationText, calibrate, fit_widths, transplant
@@ -53,6 +54,11 @@ SIZES = {
         768, 12, 12, 3, 2048, 16384, 1024, 400_000_000, 301_000_000, 64, 1.5e-3,
         46_000_000, 2_000_000, 21_000_000, 32, 256, 256, 256,
         {"1.78x": (152, 64), "2.67x": (96, 48), "5.33x": (48, 24), "6.4x": (40, 20), "10.7x": (24, 12)},
+    ),
+    # The study's shapes with next to no training: whether it runs, and how fast.
+    "trial": Size(
+        768, 12, 12, 3, 2048, 16384, 1024, 120_000_000, 6_000_000, 64, 1.5e-3,
+        1_300_000, 700_000, 1_000_000, 32, 256, 256, 256, {"2.67x": (96, 48), "5.33x": (48, 24)},
     ),
     "tiny": Size(
         128, 3, 4, 1, 256, 1024, 256, 3_000_000, 400_000, 8, 3e-3,
@@ -142,6 +148,9 @@ class Study:
 
     def autocast(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def attention(self) -> AbstractContextManager:
+        return attention_backends(self.device)
 
     def compiled(self, module: Any) -> Any:
         return torch.compile(module) if self.device.type == "cuda" else module

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import sections_upcycle
+
 from caramba.runs.files import write_whole
 
 FOLDER = Path("docs/benchmarks")
@@ -163,6 +165,10 @@ SECTIONS = {
     "launch_times": launch_times,
     "first_light": first_light,
     "prepare": prepare,
+    "attention_backends": sections_upcycle.attention_backends,
+    "surgery_cost": sections_upcycle.surgery_cost,
+    "blockwise_cost": sections_upcycle.blockwise_cost,
+    "upcycle_proxy": sections_upcycle.upcycle_proxy,
 }
 
 

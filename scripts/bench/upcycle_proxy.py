@@ -16,7 +16,8 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -147,26 +148,29 @@ RUNS = (
     Run("10.7x"),
     Run("5.33x", method="weight_svd"),
     Run("5.33x", seed=1),
-    Run(POOLED, method=POOLED),
     Run("5.33x", seed=2),
+    Run(POOLED, method=POOLED),
 )
 
 
-class Compiled:
-    """Compiles each module once: students of one budget share a module, and so its graphs."""
-
-    def __init__(self, study: Study) -> None:
-        self.study, self.done = study, set[int]()
-
-    def __call__(self, modules: Sequence[nn.Module]) -> None:
+@contextmanager
+def compiled(study: Study, modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run compiled code for a while. Only `forward` is replaced: hooks stay outside, and equal modules share graphs."""
+    if study.device.type != "cuda":
+        yield
+        return
+    torch._dynamo.config.recompile_limit = 64
+    for module in modules:
+        module.forward = torch.compile(module.forward)
+    try:
+        yield
+    finally:
         for module in modules:
-            if self.study.device.type == "cuda" and id(module) not in self.done:
-                self.done.add(id(module))
-                module.compile()
+            module.__dict__.pop("forward", None)
 
 
 def train(
-    study: Study, objective: Objective, compiled: Compiled, *, tokens: int, lr: float, seed: int, first: int
+    study: Study, objective: Objective, *, tokens: int, lr: float, seed: int, first: int
 ) -> dict[str, float]:
     """Run one phase on `tokens` tokens, from batch `first` of the seed's stream, with a cosine of its own."""
     size = study.size
@@ -180,7 +184,6 @@ def train(
     optimizer = torch.optim.AdamW(
         parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=study.device.type == "cuda"
     )
-    compiled(objective.compilable())
     began = time.monotonic()
     steady, steady_step = began, 0
     losses: dict[str, torch.Tensor] = {}
@@ -222,8 +225,8 @@ def seconds_of(study: Study, run: Run) -> float:
 def distil(study: Study, clock: Clock) -> bool:
     """Do the distillations that are not done yet, while there is time; return whether all are."""
     teacher = study.frozen_teacher
-    size, compiled = study.size, Compiled(study)
-    wide = nn.ModuleList(m for m in teacher.modules() if isinstance(m, RMSNormLayer | SwiGLULayer))
+    size = study.size
+    rest = [m for m in teacher.modules() if isinstance(m, RMSNormLayer | SwiGLULayer)]
     students: dict[tuple[str, bool], Model] = {}
     for run in RUNS:
         if run.budget not in (*size.budgets, POOLED):
@@ -245,7 +248,6 @@ def distil(study: Study, clock: Clock) -> bool:
         surgery = transplant_into(study, student, run.method, run.seed)
         untrained = measure(study, teacher, student)
         pairs = pair_attention(teacher, student)
-        compiled(list(wide))
         spans, first = {}, 0
         for name, tokens, lr in (
             ("blockwise", size.blockwise_tokens, BLOCK_LR),
@@ -257,9 +259,11 @@ def distil(study: Study, clock: Clock) -> bool:
                 if name == "global"
                 else BlockwiseObjective(student, teacher, pairs, on_student=name == "drift")
             )
-            spans[name] = train(
-                study, objective, compiled, tokens=int(tokens * run.share), lr=lr, seed=run.seed, first=first
-            )
+            modules = objective.compilable() + (rest if name != "global" else [])
+            with compiled(study, modules):
+                spans[name] = train(
+                    study, objective, tokens=int(tokens * run.share), lr=lr, seed=run.seed, first=first
+                )
             first += int(spans[name]["steps"])
             spans[name]["after"] = measure(study, teacher, student)
             print(
@@ -345,13 +349,14 @@ def main() -> int:
     options = parser.parse_args()
     clock = Clock(options.seconds)
     study = Study(options.state, options.size)
-    if options.stage == "teacher":
-        return 0 if train_teacher(study, clock) else 3
-    if options.stage == "surgery":
-        untrained_students(study)
-        return 0
-    if options.stage == "distil":
-        return 0 if distil(study, clock) else 3
+    with study.attention():
+        if options.stage == "teacher":
+            return 0 if train_teacher(study, clock) else 3
+        if options.stage == "surgery":
+            untrained_students(study)
+            return 0
+        if options.stage == "distil":
+            return 0 if distil(study, clock) else 3
     collect(study, options.out)
     return 0
 

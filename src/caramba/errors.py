@@ -13,6 +13,10 @@ class ConfigError(CarambaError, ValueError):
     exit_status = 2
 
 
+class CacheFull(ConfigError):  # noqa: N818 - says what happened
+    """A key/value cache was given more tokens than it was made for; it is unchanged."""
+
+
 class DataError(CarambaError, ValueError):
     """A dataset, token file or tokenizer that does not fit what the manifest asks of it."""
 

@@ -36,7 +36,10 @@ def test_controls_are_distilled_measured_and_survive_a_kill(tmp_path: Path, cach
     run = only_run(whole)
     rows = rows_of(run)
     students = [name + end for name in ("copy", "weight_svd") for end in ("", "_distilled")]
-    assert list(rows) == ["teacher", "student_transplant", "student", *students, "teacher_continued"]
+    caches = ["teacher_q8_0", "teacher_q4_0"]
+    assert list(rows) == ["teacher", "student_transplant", "student", *students, "teacher_continued", *caches]
+    assert [float(rows[name]["kv_bytes_per_token"]) for name in caches] == [544, 288]
+    assert 0 < float(rows["teacher_q8_0"]["kl"]) < float(rows["teacher_q4_0"]["kl"])
     # 4 layers at 16 bits: the teacher caches 128 elements, one head of two 64, the student 32.
     sizes = {name: float(row["kv_bytes_per_token"]) for name, row in rows.items()}
     assert (sizes["teacher"], sizes["copy"], sizes["student"], sizes["weight_svd"]) == (1024, 512, 256, 256)
@@ -66,7 +69,7 @@ def test_controls_are_distilled_measured_and_survive_a_kill(tmp_path: Path, cach
 def test_impossible_controls_are_rows_with_the_reason(tmp_path: Path, cache: Path) -> None:
     # A student nearly as wide as its teacher, and no phase that trains the teacher further.
     widths = ("model.surgery.sem_dim=32", "model.surgery.geo_dim=24", "model.surgery.v_dim=64")
-    words = [*WORDS, *widths, f"+{CONFIG}.cache_kinds=[bf16]", "~train.phases.teacher_continued"]
+    words = [*WORDS, *widths, f"{CONFIG}.cache_kinds=[bf16]", "~train.phases.teacher_continued"]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)

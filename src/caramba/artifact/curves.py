@@ -31,8 +31,8 @@ Curve = tuple[str, dict[str, Condition], list[tuple[int, Metric]]]
 # Above this spread the low curves of a linear scale say nothing.
 LOG_SPREAD = 10.0
 BYTES = "bytes"
-_DASHES = ("-", ":", "-.", (0, (5, 1)))
-_MARKERS = ("o", "s", "^", "D")
+_DASHES = ("-", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)))
+_MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
 def draw_latency(result: RunResult, metrics: dict[str, Metric]) -> tuple[bytes | None, list[Omission]]:

@@ -176,8 +176,9 @@ def _prominence(group: tuple[tuple[tuple[str, int | str], ...], dict[str, Metric
         return float(value) if isinstance(value, int) else 0.0
 
     sizes = (number("prompt") + number("seq"), number("gen"), -number("batch"))
-    # Metrics without `bench` come from the suite's first benchmark of their type.
-    return (len(models), float("bench" not in conditions), *sizes)
+    # Metrics without `bench` come from the suite's first benchmark of their type; a cache format is the special case.
+    plain = float("kind" not in conditions)
+    return (len(models), plain, float("bench" not in conditions), *sizes)
 
 
 def describe(conditions: dict[str, int | str]) -> str:

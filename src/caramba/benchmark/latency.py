@@ -13,6 +13,7 @@ import torch
 
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import LatencyBenchmarkConfig
+from caramba.config.kvcache import KVCacheKind
 from caramba.infer import decode_step, prefill
 from caramba.model import Model
 from caramba.result import Metric
@@ -43,9 +44,15 @@ class Timing:
 
 
 @torch.inference_mode()
-def time_generation(model: Model, prompt: torch.Tensor, new_tokens: int, device: torch.device) -> Timing:
+def time_generation(
+    model: Model,
+    prompt: torch.Tensor,
+    new_tokens: int,
+    device: torch.device,
+    kind: KVCacheKind = KVCacheKind.FP32,
+) -> Timing:
     """Generate greedily from prompt [B, T]: the first token comes out of prefill, the others of decode steps."""
-    ctx = model.new_context(prompt.shape[0], prompt.shape[1] + new_tokens, static=True)
+    ctx = model.new_context(prompt.shape[0], prompt.shape[1] + new_tokens, kind, static=True)
     synchronize(device)
     start = time.perf_counter()
     logits = prefill(model, prompt, ctx)
@@ -70,6 +77,8 @@ def latency(
 
     Each metric is the median of `timed_runs` generations, `std` their standard deviation; rows add p20 and p80.
     """
+    kind = config.cache_kind or KVCacheKind.FP32
+    given = f",kind={kind}" if config.cache_kind else ""
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for prompt_length, new_tokens, batch in itertools.product(
@@ -81,16 +90,18 @@ def latency(
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in subjects.models}
         for repetition in range(config.warmup_runs + config.timed_runs):
             for name, model in subjects.models.items():
-                fields = time_generation(model.eval(), prompt, new_tokens, subjects.device).fields(batch)
+                timing = time_generation(model.eval(), prompt, new_tokens, subjects.device, kind)
+                fields = timing.fields(batch)
                 if repetition >= config.warmup_runs:
                     runs[name].append(fields)
-        condition = f"prompt={prompt_length},gen={new_tokens},batch={batch}"
+        condition = f"prompt={prompt_length},gen={new_tokens},batch={batch}{given}"
         for name, timed in runs.items():
             row: dict[str, Any] = {
                 "model": name,
                 "prompt": prompt_length,
                 "gen": new_tokens,
                 "batch": batch,
+                "kind": kind.value,
                 "runs": len(timed),
             }
             for key, unit in UNITS.items():

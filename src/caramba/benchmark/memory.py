@@ -31,7 +31,9 @@ def measure(
 ) -> dict[str, float]:
     """Fill a cache of exactly `length` tokens by prefill and count.
 
-    Peak is weights plus the largest sum of live tensors; on CUDA it is the allocator's own peak.
+    `kv_bytes_per_token` is what one more token of one sequence takes for good, scales and padding included. Of
+    `cache_bytes`, all that is allocated, `tail_bytes` hold tokens that a quantised format still has in 16 bits and
+    `slack_bytes` nothing; peak is weights plus the largest sum of live tensors; on CUDA it is the allocator's own peak.
     """
     tokens = torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
     weights = model_bytes(model)
@@ -43,14 +45,15 @@ def measure(
         ctx = model.new_context(batch, length, kind=kind, static=True)
         prefill(model, tokens, ctx)
     peak = torch.cuda.max_memory_allocated(device) - before if on_cuda else meter.peak
-    cache = ctx.nbytes()
-    per_token = cache / (batch * length)
+    per_token = float(ctx.bytes_per_token)
     return {
         "kv_bytes_per_token": per_token,
         "kv_bytes_per_token_layer": per_token / max(1, len(ctx.caches)),
         "model_bytes": float(weights),
         "peak_bytes": float(weights + peak),
-        "cache_bytes": float(cache),
+        "cache_bytes": float(ctx.nbytes()),
+        "tail_bytes": float(ctx.tail_bytes()),
+        "slack_bytes": float(ctx.nbytes() - ctx.used_bytes()),
     }
 
 

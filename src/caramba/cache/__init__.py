@@ -9,10 +9,11 @@ from caramba.cache.layer import (
     LayerKVCache,
     new_layer_cache,
 )
-from caramba.cache.tensor import KVCacheTensor, KVCacheTensorConfig
+from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
 from caramba.config.kvcache import KVCacheKind
 
 __all__ = [
+    "TAIL_TOKENS",
     "Context",
     "DecoupledLayerKVCache",
     "KVCacheKind",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
 
 from caramba.cache.layer import LayerCache
 from caramba.errors import ConfigError
@@ -73,6 +75,55 @@ class Context:
         for cache in self.caches:
             cache.truncate(n_tokens)
 
+    def select(self, rows: Tensor) -> None:
+        """Keep the sequences `rows`, [B'] integers, in that order: a batch that reorders, shrinks or fans out."""
+        for cache in self.caches:
+            cache.select(rows)
+
+    def clone(self) -> Context:
+        """Return a copy that shares no memory and goes on by itself."""
+        copied = Context([cache.clone() for cache in self.caches])
+        copied.position = self.position
+        return copied
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of what every cache stores, by `application.stream.buffer`, for a safetensors file, say."""
+        return {
+            f"{index}.{key}": values
+            for index, cache in enumerate(self.caches)
+            for key, values in cache.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the content and position of a context of the same model, batch and format.
+
+        Raises:
+            ConfigError: the state of another model, batch or format; the context is then empty.
+        """
+        parts: list[dict[str, Tensor]] = [{} for _ in self.caches]
+        for key, values in state.items():
+            index, _, rest = key.partition(".")
+            if not index.isdecimal() or int(index) >= len(parts):
+                raise ConfigError(
+                    f"context: the state has {key!r}, expected caches 0 to {len(parts) - 1}; "
+                    "load it into a context of the model that it was saved from"
+                )
+            parts[int(index)][rest] = values
+        self.truncate(0)
+        try:
+            for cache, part in zip(self.caches, parts, strict=True):
+                cache.load_state_dict(part)
+            lengths = {cache.n_tokens for cache in self.caches}
+            if len(lengths) > 1:
+                raise ConfigError(
+                    f"context: the state's caches hold {sorted(lengths)} tokens, expected one number; "
+                    "the state is damaged, make it again"
+                )
+        except ConfigError:
+            self.begin()
+            raise
+        self.position = min(lengths, default=0)
+
     def nbytes(self) -> int:
         """Return the bytes of all allocated cache buffers, summed from the tensors."""
         return sum(cache.allocated_bytes for cache in self.caches)
@@ -81,7 +132,11 @@ class Context:
         """Return the bytes that the stored tokens take, summed from the tensors."""
         return sum(cache.used_bytes for cache in self.caches)
 
+    def tail_bytes(self) -> int:
+        """Return the bytes, of those used, of the tokens that quantised caches still have in 16 bits."""
+        return sum(cache.tail_bytes for cache in self.caches)
+
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one more token of one sequence takes, all applications together."""
+        """Bytes that one more token of one sequence takes for good, all applications together."""
         return sum(cache.bytes_per_token for cache in self.caches)

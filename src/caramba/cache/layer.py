@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from caramba.cache.tensor import KVCacheTensor, KVCacheTensorConfig
-from caramba.config.kvcache import KVCacheKind, Streams, kind_of_stream
+from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
+from caramba.config.kvcache import EXACT_KINDS, KVCacheKind, Streams, kind_of_stream
 from caramba.config.layer import AttentionDims
 from caramba.errors import ConfigError
+
+FOUR_BIT = (KVCacheKind.Q4_0, KVCacheKind.NF4)
+ROTATED = ("k", "k_sem", "k_geo", "c")
 
 
 class LayerCache:
@@ -28,16 +32,18 @@ class LayerCache:
         kind: KVCacheKind = KVCacheKind.FP32,
         device: torch.device | str = "cpu",
         static: bool = False,
+        tail_tokens: int = TAIL_TOKENS,
+        hadamard: bool = False,
     ) -> None:
         got = tuple(name for name, _, _ in streams)
         if got != self.names:
             raise ConfigError(
                 f"{type(self).__name__}: got streams {got}, expected {self.names}; use new_layer_cache()"
             )
-        self.streams = streams
+        self.streams, self.kind = streams, kind
         self._tensors = {
             name: KVCacheTensor(
-                KVCacheTensorConfig(kind_of_stream(kind, name)),
+                _format(kind, name, tail_tokens, hadamard),
                 batch_size=batch_size,
                 n_heads=n_heads,
                 width=width,
@@ -68,18 +74,35 @@ class LayerCache:
         return sum(tensor.used_bytes for tensor in self._tensors.values())
 
     @property
+    def tail_bytes(self) -> int:
+        """Bytes, of those used, of the tokens that quantised streams still have in 16 bits."""
+        return sum(tensor.tail_bytes for tensor in self._tensors.values())
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token of one sequence takes, all streams together."""
+        """Bytes that one token of one sequence takes for good, all streams together."""
         return sum(tensor.bytes_per_token for tensor in self._tensors.values())
 
-    def read(self) -> dict[str, Tensor]:
-        """Return all tokens stored, [B, K, S, D] per stream, as views in the storage dtype."""
-        return {name: tensor.read() for name, tensor in self._tensors.items()}
+    @property
+    def tensors(self) -> Mapping[str, KVCacheTensor]:
+        """What is allocated, by name: a tensor for each stream, or one for several that lie side by side."""
+        return self._tensors
+
+    def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return all tokens stored, [B, K, S, D] per stream.
+
+        Exact formats are views in the storage dtype; quantised ones come in `dtype`, without one in float32.
+        """
+        return {
+            name: tensor.read(None if tensor.config.is_exact else dtype)
+            for name, tensor in self._tensors.items()
+        }
 
     def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Store the next tokens of every stream and return all tokens stored, the new ones included.
 
-        Shape: in [B, K, T, D] per stream, out [B, K, S, D] with S = tokens before + T, in the storage dtype.
+        Shape: in [B, K, T, D] per stream, out [B, K, S, D] with S = tokens before + T, in the storage dtype, of
+        quantised streams in the dtype that came in.
         """
         if set(streams) != set(self.names):
             raise ConfigError(
@@ -87,23 +110,53 @@ class LayerCache:
                 "make the context with this model's new_context()"
             )
         self._store(streams)
-        return self.read()
+        return self.read(streams[self.names[0]].dtype)
 
     def _store(self, streams: Mapping[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
             tensor.append(streams[name])
 
-    def reorder(self, rows: Tensor) -> None:
-        """Give sequence b of the batch the tokens of sequence rows[b]."""
-        for tensor in self._tensors.values():
-            chosen = tensor.read().index_select(0, rows.to(tensor.read().device))
-            tensor.truncate(0)
-            tensor.append(chosen)
-
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on, in every stream."""
         for tensor in self._tensors.values():
             tensor.truncate(n_tokens)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the sequences `rows`, [B'] integers, in that order, in every stream."""
+        for tensor in self._tensors.values():
+            tensor.select(rows)
+
+    def clone(self) -> Self:
+        """Return a copy that shares no memory."""
+        copied = copy.copy(self)
+        copied._tensors = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        return copied
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of what is stored, by `stream.buffer`."""
+        return {
+            f"{name}.{part}": values
+            for name, tensor in self._tensors.items()
+            for part, values in tensor.state_dict().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the content of another cache of the same streams, format and batch.
+
+        Raises:
+            ConfigError: what is there is not that of these streams.
+        """
+        parts: dict[str, dict[str, Tensor]] = {name: {} for name in self._tensors}
+        for key, values in state.items():
+            name, _, part = key.partition(".")
+            if name not in parts:
+                raise ConfigError(
+                    f"{type(self).__name__}: the state has a stream {name!r}, expected {sorted(parts)}; "
+                    "load it into a cache of the model that it was saved from"
+                )
+            parts[name][part] = values
+        for name, tensor in self._tensors.items():
+            tensor.load_state_dict(parts[name])
 
 
 class LayerKVCache(LayerCache):
@@ -121,22 +174,28 @@ class DecoupledLayerKVCache(LayerCache):
 class LatentLayerKVCache(LayerCache):
     """The latent that all heads read as semantic key and value, and the geometric key (after RoPE).
 
-    Both lie side by side in one tensor, because absorbed attention reads them as one key: `read` returns that as
-    `joined` [B, 1, S, R + Dgeo], without a copy.
+    In an exact format both lie side by side in one tensor, because absorbed attention reads them as one key: `read`
+    returns that as `joined` [B, 1, S, R + Dgeo], without a copy. Quantised formats may differ between the two.
     """
 
     names = ("c", "k_geo")
 
     def _stored(self) -> Streams:
+        if self.kind not in EXACT_KINDS:
+            return self.streams
         return (("joined", 1, sum(width for _, _, width in self.streams)),)
 
     def _store(self, streams: Mapping[str, Tensor]) -> None:
-        self._tensors["joined"].append(torch.cat([streams[name] for name in self.names], dim=-1))
+        if "joined" in self._tensors:
+            streams = {"joined": torch.cat([streams[name] for name in self.names], dim=-1)}
+        super()._store(streams)
 
-    def read(self) -> dict[str, Tensor]:
-        joined = self._tensors["joined"].read()
-        c, k_geo = joined.split([width for _, _, width in self.streams], dim=-1)
-        return {"c": c, "k_geo": k_geo, "joined": joined}
+    def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        stored = super().read(dtype)
+        if "joined" not in stored:
+            return stored
+        c, k_geo = stored["joined"].split([width for _, _, width in self.streams], dim=-1)
+        return {"c": c, "k_geo": k_geo, **stored}
 
 
 def new_layer_cache(
@@ -146,11 +205,16 @@ def new_layer_cache(
     kind: KVCacheKind = KVCacheKind.FP32,
     device: torch.device | str = "cpu",
     static: bool = False,
+    *,
+    tail_tokens: int = TAIL_TOKENS,
+    hadamard: bool = False,
 ) -> LayerCache:
     """Return an empty cache for the streams that an attention layer of these widths stores.
 
+    `hadamard` rotates what 4-bit streams of keys and latents store; values and other formats stay as they are.
+
     Raises:
-        ConfigError: no cache class holds these streams, or the kind is not built yet.
+        ConfigError: no cache class holds these streams, or the kind is `auto`, which nobody has chosen yet.
     """
     names = tuple(name for name, _, _ in dims.streams)
     for cls in (LayerKVCache, DecoupledLayerKVCache, LatentLayerKVCache):
@@ -162,7 +226,14 @@ def new_layer_cache(
                 kind=kind,
                 device=device,
                 static=static,
+                tail_tokens=tail_tokens,
+                hadamard=hadamard,
             )
     raise ConfigError(
         f"KV cache: no cache holds the streams {names}; use the dims of an attention layer's config"
     )
+
+
+def _format(kind: KVCacheKind, stream: str, tail_tokens: int, hadamard: bool) -> KVCacheTensorConfig:
+    own = kind_of_stream(kind, stream)
+    return KVCacheTensorConfig(own, tail_tokens, hadamard and own in FOUR_BIT and stream in ROTATED)

@@ -1,47 +1,108 @@
-"""Storage of one cached stream: a [B, K, capacity, D] tensor that fills along its third dimension."""
+"""Storage of one cached stream: the keys or values of one attention application, token after token."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
-from caramba.errors import ConfigError
+from caramba.cache.store import BlockStore, ExactStore, Store
+from caramba.config.kvcache import BLOCKS, KVCacheKind
+from caramba.errors import CacheFull, ConfigError
 
 DTYPES = {KVCacheKind.FP32: torch.float32, KVCacheKind.FP16: torch.float16, KVCacheKind.BF16: torch.bfloat16}
-GROWTH = 2
-FIRST_CAPACITY = 16
+TAIL_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class KVCacheTensorConfig:
-    """Format of one cached tensor."""
+    """Format of one cached tensor.
+
+    Attributes:
+        kind: fp32, fp16 and bf16 are stored as such; q8_0, q4_0 and nf4 in blocks.
+        tail_tokens: a quantised kind keeps the most recent tokens in bfloat16 and quantises this many at a time.
+        hadamard: a quantised kind rotates each head's features before, so that an outlier costs its block less.
+    """
 
     kind: KVCacheKind = KVCacheKind.FP32
+    tail_tokens: int = TAIL_TOKENS
+    hadamard: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the storage is numbers of one type."""
+        return self.kind in DTYPES
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the storage.
+        """Element type of the storage of an exact kind.
 
         Raises:
             ConfigError: the kind is quantised, or stands for a choice that has not been made.
         """
         if self.kind not in DTYPES:
-            known = ", ".join(EXACT_KINDS)
             raise ConfigError(
-                f"KV cache: kind={self.kind} comes with the kernel and cache work; use one of: {known}"
+                f"KV cache: kind={self.kind} has no element type; use one of: {', '.join(DTYPES)}"
             )
         return DTYPES[self.kind]
 
+    def check(self) -> None:
+        """Refuse a format that no storage has.
+
+        Raises:
+            ConfigError: a kind that stands for a choice per tensor, or a tail of less than one token.
+        """
+        known = (*DTYPES, *BLOCKS)
+        if self.kind not in known:
+            raise ConfigError(
+                f"KV cache: kind={self.kind} stands for a choice that has not been made; "
+                f"use one of: {', '.join(known)}"
+            )
+        if self.tail_tokens < 1:
+            raise ConfigError(f"KV cache: got tail_tokens={self.tail_tokens}, expected 1 or more")
+
+
+def open_store(
+    config: KVCacheTensorConfig,
+    batch_size: int,
+    n_heads: int,
+    width: int,
+    max_tokens: int,
+    device: torch.device | str,
+    static: bool,
+) -> Store:
+    """Return the empty storage of a format."""
+    if config.is_exact:
+        return ExactStore(
+            config.dtype,
+            batch_size=batch_size,
+            n_heads=n_heads,
+            width=width,
+            max_tokens=max_tokens,
+            device=device,
+            static=static,
+        )
+    return BlockStore(
+        config.kind,
+        batch_size=batch_size,
+        n_heads=n_heads,
+        width=width,
+        max_tokens=max_tokens,
+        device=device,
+        static=static,
+        tail_tokens=config.tail_tokens,
+        rotate=config.hadamard,
+    )
+
 
 class KVCacheTensor:
-    """One cached stream of one attention application, stored as [B, K, capacity, D].
+    """One cached stream of one attention application, [B, K, S, D] in the config's format.
 
-    `static` allocates `max_tokens` at once. Otherwise nothing is allocated before the first append, and a
-    full buffer is replaced by one of at least twice its capacity, never above `max_tokens`. Values are stored
-    in the config's format, so fp16 and bf16 round what is appended.
+    `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it. fp16, bf16 and the
+    quantised kinds round what is appended; `BlockStore` says which tokens a quantised kind has rounded when.
 
     A cache holds no graph: appending a tensor that autograd follows is an error, because an in-place write
     would cut its gradient without a word.
@@ -62,33 +123,42 @@ class KVCacheTensor:
             raise ConfigError(
                 f"KV cache: got batch_size={batch_size}, max_tokens={max_tokens}; both are at least 1"
             )
+        config.check()
         self.config = config
+        self.batch_size, self.n_heads, self.width = batch_size, n_heads, width
         self.max_tokens = max_tokens
         self.n_tokens = 0
-        self._buffer = self._allocate(
-            batch_size, n_heads, max_tokens if static else 0, width, torch.device(device)
-        )
+        self.store = open_store(config, batch_size, n_heads, width, max_tokens, device, static)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return next(iter(self.store.buffers.values())).data.device
 
     @property
     def capacity(self) -> int:
-        """Tokens per sequence that the allocated buffer holds."""
-        return self._buffer.shape[2]
+        """Tokens per sequence that the allocated buffers of whole-length storage hold."""
+        return next(iter(self.store.buffers.values())).capacity
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the allocated buffer, the whole batch together."""
-        return self._buffer.untyped_storage().nbytes()
+        """Bytes of the allocated buffers, the whole batch together."""
+        return sum(buffer.nbytes for buffer in self.store.buffers.values())
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the part of the buffer that holds tokens, the whole batch together."""
-        return self.read().numel() * self._buffer.element_size()
+        """Bytes of the parts of the buffers that hold tokens, the whole batch together."""
+        return self._bytes(self.store.used(self.n_tokens))
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes, of those used, of the tokens that a quantised kind still has in 16 bits."""
+        return self._bytes({name: n for name, n in self.store.used(self.n_tokens).items() if name == "tail"})
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token of one sequence takes."""
-        _, n_heads, _, width = self._buffer.shape
-        return n_heads * width * self._buffer.element_size()
+        """Bytes that one token of one sequence takes for good: codes, scales and padding, once out of the tail."""
+        return sum(buffer.token_bytes for name, buffer in self.store.buffers.items() if name != "tail")
 
     def append(self, values: Tensor) -> None:
         """Add the next tokens behind those already stored.
@@ -97,19 +167,20 @@ class KVCacheTensor:
             values: [B, K, T, D], any floating dtype.
 
         Raises:
-            ConfigError: a shape or device that does not fit, more tokens than `max_tokens`, or tracked
-            gradients.
+            CacheFull: more tokens than `max_tokens`.
+            ConfigError: a shape or device that does not fit, or tracked gradients.
         """
         self._check(values)
-        end = self.n_tokens + values.shape[2]
-        if end > self.capacity:
-            self._grow(end)
-        self._buffer[:, :, self.n_tokens : end].copy_(values)
-        self.n_tokens = end
+        with torch.no_grad():
+            self.store.append(values, self.n_tokens)
+        self.n_tokens += values.shape[2]
 
-    def read(self) -> Tensor:
-        """Return a view of the stored tokens, [B, K, S, D], in the storage dtype."""
-        return self._buffer[:, :, : self.n_tokens]
+    def read(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the stored tokens, [B, K, S, D], in `dtype`.
+
+        Without one, an exact kind returns a view in its own type, a quantised one float32.
+        """
+        return self.store.read(self.n_tokens, dtype)
 
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on. The allocation stays, ready to be filled again."""
@@ -117,22 +188,81 @@ class KVCacheTensor:
             raise ConfigError(
                 f"KV cache: truncate to {n_tokens} tokens, expected 0 to {self.n_tokens} (those stored)"
             )
+        self.store.truncate(n_tokens)
         self.n_tokens = n_tokens
 
-    def _check(self, values: Tensor) -> None:
-        batch, n_heads, _, width = self._buffer.shape
-        if values.dim() != 4 or (values.shape[0], values.shape[1], values.shape[3]) != (
-            batch,
-            n_heads,
-            width,
-        ):
+    def select(self, rows: Tensor) -> None:
+        """Keep the sequences `rows`, [B'] integers, in that order; one may come more than once."""
+        if rows.dim() != 1 or rows.shape[0] < 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ConfigError(
-                f"KV cache: got shape {tuple(values.shape)}, expected [{batch}, {n_heads}, T, {width}]; "
-                "make the context with this model's new_context() and the same batch size"
+                f"KV cache: got rows {rows.dtype} of shape {tuple(rows.shape)}, expected integers of shape [B'], B' > 0"
             )
-        if values.device != self._buffer.device:
+        for buffer in self.store.buffers.values():
+            buffer.select(rows)
+        self.batch_size = rows.shape[0]
+
+    def clone(self) -> KVCacheTensor:
+        """Return a copy that shares no memory."""
+        with torch.inference_mode(False):
+            return copy.deepcopy(self)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of what is stored, by buffer, without the unused capacity."""
+        used = self.store.used(self.n_tokens)
+        return {name: buffer.view(used[name]).clone() for name, buffer in self.store.buffers.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the content of another cache of the same format and batch.
+
+        Raises:
+            ConfigError: another format, batch or width.
+            CacheFull: more tokens than fit.
+        """
+        buffers = self.store.buffers
+        if set(state) != set(buffers):
             raise ConfigError(
-                f"KV cache: got a tensor on {values.device}, the cache is on {self._buffer.device}; "
+                f"KV cache state: got {sorted(state)}, kind={self.config.kind} holds {sorted(buffers)}; "
+                "load it into a cache of the kind that it was saved from"
+            )
+        for name, tensor in state.items():
+            data, limit = buffers[name].data, buffers[name].limit
+            expected = (*data.shape[:2], "T", data.shape[3])
+            got = tuple(tensor.shape)
+            if (
+                tensor.dtype != data.dtype
+                or len(got) != 4
+                or (*got[:2], got[3]) != (*data.shape[:2], data.shape[3])
+            ):
+                raise ConfigError(
+                    f"KV cache state: {name} is {tensor.dtype} {list(got)}, expected {data.dtype} {list(expected)}; "
+                    "load it into a cache of the same model, kind and batch size"
+                )
+            if got[2] > limit:
+                raise CacheFull(
+                    f"KV cache state: {got[2]} tokens of {name} do not fit {limit}; make the cache with the "
+                    f"max_tokens and tail_tokens that it was saved with (here {self.max_tokens})"
+                )
+        n_tokens = self.store.restore(state)
+        if n_tokens > self.max_tokens:
+            self.store.truncate(self.n_tokens)
+            raise CacheFull(f"KV cache state: {n_tokens} tokens do not fit max_tokens={self.max_tokens}")
+        self.n_tokens = n_tokens
+        for name, tensor in state.items():
+            buffers[name].write(0, tensor)
+
+    def _bytes(self, tokens: Mapping[str, int]) -> int:
+        return sum(self.store.buffers[name].used_bytes(n_tokens) for name, n_tokens in tokens.items())
+
+    def _check(self, values: Tensor) -> None:
+        expected = (self.batch_size, self.n_heads, self.width)
+        if values.dim() != 4 or (values.shape[0], values.shape[1], values.shape[3]) != expected:
+            raise ConfigError(
+                f"KV cache: got shape {tuple(values.shape)}, expected [{self.batch_size}, {self.n_heads}, T, "
+                f"{self.width}]; make the context with this model's new_context() and the same batch size"
+            )
+        if values.device != self.device:
+            raise ConfigError(
+                f"KV cache: got a tensor on {values.device}, the cache is on {self.device}; "
                 "make the context after the model is moved"
             )
         if values.requires_grad and torch.is_grad_enabled():
@@ -142,19 +272,7 @@ class KVCacheTensor:
             )
         end = self.n_tokens + values.shape[2]
         if end > self.max_tokens:
-            raise ConfigError(
+            raise CacheFull(
                 f"KV cache: {end} tokens do not fit max_tokens={self.max_tokens}; "
                 "make the context with a larger max_tokens, or truncate it"
             )
-
-    def _grow(self, needed: int) -> None:
-        old = self._buffer
-        batch, n_heads, capacity, width = old.shape
-        capacity = min(self.max_tokens, max(needed, GROWTH * capacity, FIRST_CAPACITY))
-        self._buffer = self._allocate(batch, n_heads, capacity, width, old.device)
-        self._buffer[:, :, : self.n_tokens].copy_(old[:, :, : self.n_tokens])
-
-    def _allocate(self, batch: int, n_heads: int, capacity: int, width: int, device: torch.device) -> Tensor:
-        # A buffer made inside inference_mode could not be written to outside of it later.
-        with torch.inference_mode(False):
-            return torch.empty(batch, n_heads, capacity, width, dtype=self.config.dtype, device=device)

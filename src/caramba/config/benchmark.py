@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from caramba.config.base import Config, Later
-from caramba.config.kvcache import CacheKind, KVCacheKind
+from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.layer import Positive
 
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 ModelName = Literal["teacher", "student"]
-QUANTISED = (KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED, KVCacheKind.AUTO)
+NOBODYS_CHOICE = Later("the inference work", KVCacheKind.AUTO)
+ROTATED_KINDS = (KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED)
+OneCacheKind = Annotated[CacheKind | None, NOBODYS_CHOICE]
 
 
 class PerplexityBenchmarkConfig(Config):
@@ -20,6 +22,10 @@ class PerplexityBenchmarkConfig(Config):
 
     `dataset` is the path of other tokens to measure on: the validation split of a token folder (its train split when
     it has no other), or a whole .npy or .tokens file, in windows of one stream.
+
+    With `cache_kind` every window is read through a cache of that format in chunks of `cache_tail_tokens`, so that each
+    token is predicted from what a decode would have stored by then: older tokens in that format, quantised by chunks,
+    the chunk's own in 16 bits. `cache_hadamard` rotates keys and latents before 4 bits.
     """
 
     type: Literal["perplexity"]
@@ -27,10 +33,31 @@ class PerplexityBenchmarkConfig(Config):
     block_size: Positive = 256
     batch_size: Positive = 8
     num_batches: Positive = 32
+    cache_kind: OneCacheKind = None
+    cache_tail_tokens: Positive = 64
+    cache_hadamard: bool = False
+
+    @model_validator(mode="after")
+    def _rules(self) -> PerplexityBenchmarkConfig:
+        is_quantised = self.cache_kind is not None and self.cache_kind not in EXACT_KINDS
+        if is_quantised and self.block_size <= 2 * self.cache_tail_tokens:
+            raise ValueError(
+                f"block_size={self.block_size} fits the 16-bit tail of 2 x cache_tail_tokens={self.cache_tail_tokens}, "
+                f"so {self.cache_kind} would store nothing; use a larger block_size or fewer cache_tail_tokens"
+            )
+        if self.cache_hadamard and self.cache_kind not in ROTATED_KINDS:
+            raise ValueError(
+                f"cache_hadamard rotates before 4 bits, got cache_kind={self.cache_kind}; "
+                f"use one of {', '.join(ROTATED_KINDS)}, or remove it"
+            )
+        return self
 
 
 class LatencyBenchmarkConfig(Config):
-    """Prefill, decode, TTFT, ITL and throughput, per prompt length, generation length and batch size."""
+    """Prefill, decode, TTFT, ITL and throughput, per prompt length, generation length and batch size.
+
+    `cache_kind` names the format of the cache; without it fp32.
+    """
 
     type: Literal["latency"]
     prompt_lengths: Lengths = (128,)
@@ -38,6 +65,7 @@ class LatencyBenchmarkConfig(Config):
     batch_sizes: Lengths = (1,)
     warmup_runs: Annotated[int, Field(ge=0)] = 2
     timed_runs: Positive = 5
+    cache_kind: OneCacheKind = None
 
 
 class MemoryBenchmarkConfig(Config):
@@ -46,9 +74,9 @@ class MemoryBenchmarkConfig(Config):
     type: Literal["memory"]
     sequence_lengths: Lengths = (256,)
     batch_size: Positive = 1
-    quantization_modes: Annotated[
-        tuple[CacheKind, ...], Field(min_length=1), Later("the kernel and cache work", *QUANTISED)
-    ] = (KVCacheKind.FP16,)
+    quantization_modes: Annotated[tuple[CacheKind, ...], Field(min_length=1), NOBODYS_CHOICE] = (
+        KVCacheKind.FP16,
+    )
 
 
 class AccuracyBenchmarkConfig(Config):
@@ -74,17 +102,29 @@ class ControlsBenchmarkConfig(Config):
     """What else the same teacher and the same cache bytes give, beside the student, on held-out windows.
 
     `copy` pools key/value heads, `weight_svd` and `random` have the student's widths, `teacher_continued` is the phase
-    with `control: true`; each of `cache_kinds` is the teacher itself read through a cache of that kind. With `distil`
+    with `control: true`; each of `cache_kinds` is the teacher itself read through a cache of that kind in
+    chunks of `cache_tail_tokens`, which stay in 16 bits. With `distil`
     the students among them also go through the student's phases: the same tokens in the same order, the same seed.
     """
 
     type: Literal["controls"]
     controls: tuple[ControlName, ...] = ("copy", "weight_svd", "random", "teacher_continued")
-    cache_kinds: Annotated[tuple[CacheKind, ...], Later("the kernel and cache work", *QUANTISED)] = ()
+    cache_kinds: Annotated[tuple[CacheKind, ...], NOBODYS_CHOICE] = ()
+    cache_tail_tokens: Positive = 16
     distil: bool = False
     block_size: Positive = 256
     batch_size: Positive = 8
     num_batches: Positive = 32
+
+    @model_validator(mode="after")
+    def _caches_store_something(self) -> ControlsBenchmarkConfig:
+        quantised = [kind for kind in self.cache_kinds if kind not in EXACT_KINDS]
+        if quantised and self.block_size <= 2 * self.cache_tail_tokens:
+            raise ValueError(
+                f"block_size={self.block_size} fits the 16-bit tail of 2 x cache_tail_tokens={self.cache_tail_tokens}, "
+                f"so {quantised[0]} would store nothing; use a larger block_size or fewer cache_tail_tokens"
+            )
+        return self
 
 
 class PendingBenchmarkConfig(Config):

@@ -225,11 +225,15 @@ class _Reader:
             return theta, reader.yarn()
         if kind != "llama3":
             raise self.error(f"rope_type={kind} is not read from {CONFIG}; expected {', '.join(ROPE_TYPES)}")
-        return theta, {
-            "type": kind,
-            **{key: reader.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")},
-            "original_max_position_embeddings": reader.integer("original_max_position_embeddings"),
-        }
+        settings = {key: reader.number(key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
+        self.ordered(settings, "low_freq_factor", "high_freq_factor")
+        original = reader.integer("original_max_position_embeddings")
+        return theta, {"type": kind, **settings, "original_max_position_embeddings": original}
+
+    def ordered(self, settings: dict[str, Any], low: str, high: str) -> None:
+        """Refuse a band of frequencies that ends before it begins."""
+        if settings[low] >= settings[high]:
+            raise self.error(f"{low}={settings[low]:g} must be below {high}={settings[high]:g}")
 
     def yarn(self) -> dict[str, Any]:
         """Return YaRN's settings, where rope_parameters stand beside the rest of config.json.
@@ -251,6 +255,7 @@ class _Reader:
             "beta_fast": self.number("beta_fast", 32.0) or 32.0,
             "beta_slow": self.number("beta_slow", 1.0) or 1.0,
         }
+        self.ordered(settings, "beta_slow", "beta_fast")
         if self.values.get("attention_factor") is not None:
             return settings | {"attention_factor": self.number("attention_factor")}
         scales = [self.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
 from typing import Annotated, Any
@@ -30,14 +31,33 @@ Streams = tuple[Stream, ...]
 KIND_ALIASES = {"q8": "q8_0", "q4": "q4_0"}
 EXACT_KINDS = (KVCacheKind.FP32, KVCacheKind.FP16, KVCacheKind.BF16)
 
-# q8_0 and q4_0 hold blocks of 32 elements with one fp16 scale, nf4 blocks of 64 with one fp32 maximum.
-BYTES_PER_ELEMENT: dict[KVCacheKind, Fraction] = {
-    KVCacheKind.FP32: Fraction(4),
-    KVCacheKind.FP16: Fraction(2),
-    KVCacheKind.BF16: Fraction(2),
-    KVCacheKind.Q8_0: Fraction(34, 32),
-    KVCacheKind.Q4_0: Fraction(18, 32),
-    KVCacheKind.NF4: Fraction(36, 64),
+EXACT_BYTES = {KVCacheKind.FP32: 4, KVCacheKind.FP16: 2, KVCacheKind.BF16: 2}
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """A quantised format: elements of a block, bytes of their codes, bytes of the block's one scale.
+
+    A token's row is padded with zeros to whole blocks, and the padding is stored, so it counts.
+    """
+
+    elements: int
+    code_bytes: int
+    scale_bytes: int
+
+    def n_blocks(self, width: int) -> int:
+        """Return the blocks that `width` elements take."""
+        return -(-width // self.elements)
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes that `width` elements take, scales and padding included."""
+        return self.n_blocks(width) * (self.code_bytes + self.scale_bytes)
+
+
+BLOCKS = {
+    KVCacheKind.Q8_0: BlockFormat(32, 32, 2),
+    KVCacheKind.Q4_0: BlockFormat(32, 16, 2),
+    KVCacheKind.NF4: BlockFormat(64, 32, 4),
 }
 
 
@@ -60,8 +80,19 @@ def kind_of_stream(kind: KVCacheKind, stream: str) -> KVCacheKind:
     return kind
 
 
+def stream_bytes(stream: Stream, kind: KVCacheKind) -> int:
+    """Return the bytes that one token adds to the cache of one stream.
+
+    The blocks of a quantised kind run over the features of all heads side by side, so that heads narrower than a
+    block share it; only the last block of a stream is padded.
+    """
+    name, heads, width = stream
+    kind = kind_of_stream(kind, name)
+    return BLOCKS[kind].row_bytes(heads * width) if kind in BLOCKS else heads * width * EXACT_BYTES[kind]
+
+
 def bytes_of_streams(streams: Streams, kind: KVCacheKind) -> Fraction:
-    """Return the exact bytes that one token adds to a cache of `streams`, its share of block scales included.
+    """Return the exact bytes that one token adds to a cache of `streams`, block scales and padding included.
 
     Raises:
         ValueError: `kind` is `auto`, which has no size before a measurement has chosen a format.
@@ -70,7 +101,4 @@ def bytes_of_streams(streams: Streams, kind: KVCacheKind) -> Fraction:
         raise ValueError(
             "cache kind auto has no size before it is chosen; name one: fp32 fp16 bf16 q8_0 q4_0 nf4 mixed"
         )
-    return sum(
-        (heads * width * BYTES_PER_ELEMENT[kind_of_stream(kind, name)] for name, heads, width in streams),
-        Fraction(0),
-    )
+    return Fraction(sum(stream_bytes(stream, kind) for stream in streams))

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from caramba.config.base import Config, Later
-from caramba.config.benchmark import QUANTISED
+from caramba.config.base import Config
+from caramba.config.benchmark import NOBODYS_CHOICE
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.kvcache import CacheKind, KVCacheKind
 from caramba.config.layer import Positive
@@ -50,12 +50,13 @@ class FidelityVerifyConfig(Config):
 class KVCacheVerifyConfig(Config):
     """Bytes per token of both caches, counted from tensors that a prompt of `tokens` tokens filled.
 
+    A quantised format counts what a token takes once it is out of the 16-bit tail, scales and padding included.
     The student's have to be those of the plan, at most `max_bytes_per_token`, and `min_ratio` times fewer than the
     teacher's (ratio = teacher bytes / student bytes).
     """
 
     type: Literal["kvcache"]
-    kind: Annotated[CacheKind, Later("the kernel and cache work", *QUANTISED)] = KVCacheKind.FP16
+    kind: Annotated[CacheKind, NOBODYS_CHOICE] = KVCacheKind.FP16
     tokens: Positive = 64
     max_bytes_per_token: Annotated[float, Field(gt=0)] | None = None
     min_ratio: Annotated[float, Field(gt=0)] | None = None

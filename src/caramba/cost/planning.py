@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from caramba.config.benchmark import MemoryBenchmarkConfig
+from caramba.config.benchmark import BenchmarkKind, MemoryBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import ExperimentName, GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
@@ -136,14 +136,16 @@ def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) ->
 def _cache_kinds(groups: tuple[GroupConfig, ...]) -> tuple[tuple[KVCacheKind, ...], bool]:
     """Return the formats to show, those that a benchmark adds last, and whether one of them is `auto`."""
     configs = [bench.config for group in groups for bench in group.benchmarks]
-    asked = [
-        kind
-        for config in configs
-        if isinstance(config, MemoryBenchmarkConfig)
-        for kind in config.quantization_modes
-    ]
+    asked = [kind for config in configs for kind in _kinds_of(config)]
     kinds = dict.fromkeys(kind for kind in (*SHOWN_KINDS, *asked) if kind is not KVCacheKind.AUTO)
     return tuple(kinds), KVCacheKind.AUTO in asked
+
+
+def _kinds_of(config: BenchmarkKind) -> tuple[KVCacheKind, ...]:
+    if isinstance(config, MemoryBenchmarkConfig):
+        return config.quantization_modes
+    kind = getattr(config, "cache_kind", None)
+    return () if kind is None else (kind,)
 
 
 def _cache_row(kind: KVCacheKind, student: ModelCost, teacher: ModelCost | None) -> CacheRow:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.layer import AttentionLayer, Documents
@@ -15,6 +15,15 @@ def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) 
     Shape: both [B, T, M], documents [B, T] -> [].
     """
     return _mean((_wide(predicted) - _wide(target)).abs(), documents)
+
+
+class BlockDistance(nn.Module):
+    """Mean |o_s - o_t| and mean |o_t|; a module, so that a compiled step reads each tensor once for both."""
+
+    def forward(
+        self, predicted: Tensor, target: Tensor, documents: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return mean_l1(predicted, target, documents), mean_abs(target, documents)
 
 
 def relative_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:

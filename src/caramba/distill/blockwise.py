@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from caramba.distill.block_loss import attention_kl, mean_abs, mean_l1
+from caramba.distill.block_loss import BlockDistance, attention_kl
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
@@ -71,6 +71,7 @@ class BlockwiseObjective(Objective):
         self.schedule, self.on_student = schedule, on_student
         self.attention_weight, self.n_queries = attention_weight, n_queries
         self.targets = BlockTargets(teacher, self.pairs, cache)
+        self.distance = BlockDistance()
         self._layers = {name: (source, target) for name, source, target in pairs}
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -100,7 +101,8 @@ class BlockwiseObjective(Objective):
         return self.schedule is not None and self.schedule.is_done
 
     def compilable(self) -> list[nn.Module]:
-        return [layer for _, source, target in self.pairs for layer in (source, target)]
+        layers = [layer for _, source, target in self.pairs for layer in (source, target)]
+        return [*layers, self.distance]
 
     def finish(self) -> None:
         self.shard.gather({name: layer for name, _, layer in self.pairs})
@@ -155,8 +157,8 @@ class BlockwiseObjective(Objective):
     def _block(self, name: str, block: _Block) -> tuple[Tensor, dict[str, Tensor]]:
         source, student = self._layers[name]
         output = student(block.student_x, block.apart)
-        raw = mean_l1(output, block.target, block.documents)
-        losses = {BLOCK: raw / mean_abs(block.target, block.documents), RAW: raw}
+        raw, size = self.distance(output, block.target, block.documents)
+        losses = {BLOCK: raw / size, RAW: raw}
         if self.attention_weight:
             kl = attention_kl(source, student, block.teacher_x, block.student_x, self.n_queries, block.apart)
             losses |= {BLOCK: losses[BLOCK] + self.attention_weight * kl, "attention_kl": kl}

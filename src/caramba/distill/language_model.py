@@ -14,6 +14,7 @@ from caramba.distill.teacher_cache import TeacherCache
 from caramba.distill.vocabulary import RowsOf, TeacherRows, VocabularyLosses, vocabulary_losses
 from caramba.measure import documents_of, samples_of
 from caramba.model import Model
+from caramba.topology import compilable_regions
 
 
 class LanguageModelObjective(Objective):
@@ -26,7 +27,7 @@ class LanguageModelObjective(Objective):
         return list(self.model.named_parameters()) if self.lora is None else self.lora.parameters()
 
     def compilable(self) -> list[nn.Module]:
-        return [self.model.topology]
+        return compilable_regions(self.model.topology)
 
     def finish(self) -> None:
         if self.lora is not None:
@@ -71,7 +72,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
         self.cache, self.top_k = cache, top_k
 
     def compilable(self) -> list[nn.Module]:
-        return [self.model.topology, self.teacher.topology]
+        return [*compilable_regions(self.model.topology), *compilable_regions(self.teacher.topology)]
 
     def losses(self, batch: Batch) -> VocabularyLosses:
         return vocabulary_losses(

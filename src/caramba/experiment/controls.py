@@ -114,6 +114,7 @@ def _row(session: Session, subject: Subject, config: ControlsBenchmarkConfig) ->
         batch_size=config.batch_size,
         device=session.device,
         kind=subject.kind,
+        tail_tokens=config.cache_tail_tokens,
     )
     theirs = _bytes_per_token(session, teacher, KVCacheKind.FP16, config.block_size)
     ours = _bytes_per_token(session, model, subject.kind or KVCacheKind.FP16, config.block_size)

@@ -16,6 +16,7 @@ from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, transplant_student, verify
 from caramba.experiment.variants import train_variant
+from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
@@ -54,13 +55,13 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     check_teacher_caches(session)
     failure: VerificationFailed | None = None
     try:
-        trained = [item for item in group.runs if item.train is not None]
-        for item in trained:
-            if item.exp is not None:
-                train_variant(session, item)
-            else:
-                train_run(session, item, is_last=item is last_trained(group))
-        finish(session)
+        with attention_backends(session.device):
+            for item in [item for item in group.runs if item.train is not None]:
+                if item.exp is not None:
+                    train_variant(session, item)
+                else:
+                    train_run(session, item, is_last=item is last_trained(group))
+            finish(session)
     except VerificationFailed as error:
         failure = error
     result = collect(session, run_dir)

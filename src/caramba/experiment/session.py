@@ -243,9 +243,10 @@ class Session:
         results = run_suite(benchmarks, subjects)
         for result in results:
             for metric in result.metrics:
-                if metric.key.endswith((".perplexity", ".bits_per_byte")):
-                    family, name = metric.key.rsplit(".", 1)[1], metric.key.split(".")[1]
-                    logger.benchmark_result(family, name, metric.value, metric.unit)
+                key, _, given = metric.key.partition("@")
+                if key.endswith((".perplexity", ".bits_per_byte")):
+                    family, name = key.rsplit(".", 1)[1], key.split(".")[1]
+                    logger.benchmark_result(family, f"{name} {given}".rstrip(), metric.value, metric.unit)
         return results
 
     def _longest(self) -> int:
@@ -257,9 +258,14 @@ class Session:
         return min(learned, default=max(seen, default=2048))
 
     def stage_row(self, row: str, model: Model) -> tuple[BenchmarkResult, ...]:
-        """Measure the perplexity row that a stage adds to the tables, under the group's own perplexity benchmarks."""
+        """Measure the perplexity row that a stage adds to the tables, under the group's own perplexity benchmarks.
+
+        Those that read through a cache of some format are about the final models.
+        """
         benchmarks = [
-            bench for bench in self.group.benchmarks if isinstance(bench.config, PerplexityBenchmarkConfig)
+            bench
+            for bench in self.group.benchmarks
+            if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.cache_kind is None
         ]
         # Lightning has put the trained model on the CPU by the time a phase's end is announced.
         results = self.measure(benchmarks, {row: model.to(self.device)})

@@ -127,8 +127,8 @@ class CarambaCache(Cache):
                 chosen = places[beam_idx[part.index]]
                 if bool((chosen < 0).any()):
                     raise ValueError("CarambaForCausalLM: a sequence goes on from one of another length")
-            for cache in part.context.caches if part.context is not None else ():
-                cache.reorder(chosen)
+            if part.context is not None:
+                part.context.select(chosen)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens; the number is given as transformers does, negative."""

@@ -23,6 +23,20 @@ from caramba.topology import attention_applications
 MODEL, CONFIG = "caramba.export.hf_model", "caramba.export.hf_config"
 MODELLING_FILE, CONFIGURATION_FILE = "modeling_caramba.py", "configuration_caramba.py"
 
+# transformers' caches take the model's own dtype, so quantised storage and its ops stay behind.
+EXACT_STORE = '''def open_store(config, batch_size, n_heads, width, max_tokens, device, static):
+    """Return the empty storage of a format."""
+    return ExactStore(
+        config.dtype,
+        batch_size=batch_size,
+        n_heads=n_heads,
+        width=width,
+        max_tokens=max_tokens,
+        device=device,
+        static=static,
+    )
+'''
+
 
 def plain_spec(value: Any) -> Any:
     """Turn a spec into JSON data that also holds what its schema classes derive (`dims` and properties)."""
@@ -91,6 +105,7 @@ def remote_code(spec: ModelSpec) -> dict[str, str]:
 def _code(targets: tuple[tuple[str, str], ...], enums: tuple[tuple[str, str], ...]) -> dict[str, str]:
     bundle = Bundle(here={CONFIG: f".{Path(CONFIGURATION_FILE).stem}"})
     bundle.move(("caramba.topology.build", "build_node"), (MODEL, "build_node"))
+    bundle.give(("caramba.cache.tensor", "open_store"), EXACT_STORE, [("caramba.cache.store", "ExactStore")])
     bundle.give((MODEL, "NODES"), *_table("NODES", targets))
     bundle.give((MODEL, "ENUMS"), *_table("ENUMS", enums))
     bundle.add((MODEL, "CarambaForCausalLM"))

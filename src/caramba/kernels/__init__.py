@@ -1,1 +1,74 @@
 """Attaches the launchers of caramba.kernels.triton and caramba.kernels.metal to the ops."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Literal
+
+import torch
+
+from caramba.console import logger
+from caramba.errors import KernelUnavailable
+from caramba.ops.backend import (
+    METAL_AVAILABLE,
+    OPS,
+    REFERENCE,
+    TRITON_AVAILABLE,
+    attach,
+    fused_decode_available,
+    get_backend_info,
+)
+
+__all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get_backend_info", "load"]
+
+BACKENDS = {"cuda": "triton", "mps": "metal"}
+Policy = Literal["auto", "require", "reference"]
+_told: set[str] = set()
+
+
+def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
+    """Attach what there is for a type of device, before compilation, and return op -> backend.
+
+    `reference` attaches nothing. `auto` leaves an op without a launcher, or whose launcher does not build, on its
+    reference and says so once. Calling it again is harmless.
+
+    Raises:
+        KernelUnavailable: under `require`, when an op would run its reference.
+    """
+    kind = torch.device(device).type
+    missing = {} if policy == "reference" else _attach_all(kind)
+    chosen: dict[str, str] = get_backend_info(device)["ops"]
+    if policy == "require" and missing:
+        op, reason = next(iter(missing.items()))
+        raise KernelUnavailable(
+            f"kernels: require on {kind}: {len(missing)} of {len(OPS)} ops have no kernel, {op} because {reason}; "
+            "use kernels: auto"
+        )
+    if policy == "auto" and kind in BACKENDS and missing and kind not in _told:
+        _told.add(kind)
+        logger.info(f"kernels on {kind}: {', '.join(missing)} run the {REFERENCE} implementation")
+    return chosen
+
+
+def _attach_all(kind: str) -> dict[str, str]:
+    """Attach every launcher of a device type; return the ops left over, with the reason."""
+    backend = BACKENDS.get(kind)
+    if backend is None:
+        return dict.fromkeys(OPS, f"there are no kernels for {kind}")
+    if not {"triton": TRITON_AVAILABLE, "metal": METAL_AVAILABLE}[backend]:
+        return dict.fromkeys(OPS, f"{backend} is not available")
+    package = importlib.import_module(f"caramba.kernels.{backend}")
+    launchers: dict[str, str] = package.LAUNCHERS
+    missing: dict[str, str] = {}
+    for op in OPS:
+        if op not in launchers:
+            missing[op] = f"{backend} has no launcher for it"
+            continue
+        module, _, name = launchers[op].partition(":")
+        try:
+            launcher: Any = getattr(importlib.import_module(module), name)
+        except Exception as error:  # a kernel that cannot be built is reported with its op, never ignored
+            missing[op] = f"{type(error).__name__}: {error}"
+            continue
+        attach(op, kind, backend, launcher)
+    return missing

@@ -25,8 +25,13 @@ TORCH_PROBE = """
 import json, torch
 cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 mps = getattr(torch.backends, "mps", None)
+from caramba import kernels
+device = "cuda" if cuda else "mps" if mps and mps.is_available() else "cpu"
+kernels.load(device)
+info = kernels.get_backend_info(device)
 print(json.dumps({"version": torch.__version__, "cuda": cuda, "cuda_version": torch.version.cuda,
-                  "mps": bool(mps and mps.is_available()), "threads": torch.get_num_threads()}))
+                  "mps": bool(mps and mps.is_available()), "threads": torch.get_num_threads(),
+                  "kernels": [device, info["ops"]]}))
 """
 
 
@@ -90,6 +95,8 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch import", f"{facts['version']}, {facts['threads']} threads", True)
     yield Finding("cuda", f"{cuda} (built for {facts['cuda_version']})" if facts["cuda_version"] else cuda)
     yield Finding("mps", "available" if facts["mps"] else "none")
+    device, ops = facts["kernels"]
+    yield Finding("kernels", f"on {device}: " + ", ".join(f"{op} {backend}" for op, backend in ops.items()))
 
 
 def memory_gb() -> float | None:

@@ -1,6 +1,7 @@
 """Layers: one torch module per file, each built from its config and called as layer(x, ctx=None)."""
 
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.backends import attention_backends
 from caramba.layer.documents import Documents
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
@@ -26,6 +27,7 @@ __all__ = [
     "RotaryEmbedding",
     "StandardProjection",
     "SwiGLULayer",
+    "attention_backends",
     "rope_frequencies",
     "rotate",
 ]

@@ -11,6 +11,11 @@ Null = tuple[Tensor, Tensor] | None
 """A key [K*Dqk] and a value [K*Dv] that belong to no position."""
 
 
+TWO_WIDTHS = (
+    False  # whether the leading fused backend takes values of another width than keys, see backends.py
+)
+
+
 class CausalScore(nn.Module):
     """Attend: o = softmax(q k^T + mask) v, causal, over at most the last `window` keys (the query's own
     included).
@@ -105,9 +110,10 @@ def _attend_single(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     groups, v_width = q.shape[1] // k.shape[1], v.shape[-1]
-    # Fused backends want one width; zero features change neither the score nor the kept part of the output.
-    width = max(q.shape[-1], v_width)
-    q, k, v = (_widen(x, width) for x in (q, k, v))
+    if not (TWO_WIDTHS and q.is_cuda and q.dtype in HALF_PRECISION):
+        # Fused backends want one width; zero features change neither the score nor the kept part of the output.
+        width = max(q.shape[-1], v_width)
+        q, k, v = (_widen(x, width) for x in (q, k, v))
     # Only the 16-bit backends read grouped heads themselves, and only without a mask.
     is_grouped = groups > 1 and mask is None and q.dtype in HALF_PRECISION
     if groups > 1 and not is_grouped:

@@ -67,10 +67,12 @@ def agreement(
     batch_size: int,
     device: torch.device,
     kind: KVCacheKind | None = None,
+    tail_tokens: int = 16,
 ) -> Agreement:
     """Measure both models on up to `windows` disjoint windows of `dataset`, spread over all of it.
 
-    With `kind` the model reads every key and value, the newest too, back from a cache of that kind.
+    With `kind` the model reads its keys and values back from a cache of that kind, in chunks of `tail_tokens`, so that
+    each token is predicted from what a decode would have stored by then.
 
     Shape: items as in `Windows`. Logits exist for 1024 tokens at a time, in at least fp32; sums are float64 on the CPU.
 
@@ -94,10 +96,10 @@ def agreement(
         if kind is not None and documents is not None:
             raise DataError(
                 f"held-out data: a cache of kind {kind.value} holds one document per row, and documents share windows "
-                "here; use data.packing=stream"
+                "here; use data.packing=concat"
             )
-        ctx = None if kind is None else model.new_context(x.shape[0], x.shape[1], kind=kind, static=True)
-        pair = teacher.hidden(x, documents=documents), model.hidden(x, ctx, documents)
+        ours = model.hidden(x, documents=documents) if kind is None else _cached(model, x, kind, tail_tokens)
+        pair = teacher.hidden(x, documents=documents), ours
         columns.append(_scores((teacher, model), pair, y))
         counts.append((y != IGNORED).sum(dim=1).cpu())
     totals, tokens = torch.cat(columns, 1), torch.cat(counts)
@@ -112,6 +114,11 @@ def agreement(
         kl=float(sums[2]),
         top1=float(sums[3]),
     )
+
+
+def _cached(model: Model, tokens: Tensor, kind: KVCacheKind, tail_tokens: int) -> Tensor:
+    ctx = model.new_context(*tokens.shape, kind, static=True, tail_tokens=tail_tokens)
+    return torch.cat([model.hidden(part, ctx) for part in tokens.split(tail_tokens, dim=1)], dim=1)
 
 
 def _scores(models: tuple[Model, Model], hidden: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from caramba.cache import Context, new_layer_cache
+from caramba.cache import TAIL_TOKENS, Context, new_layer_cache
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
@@ -77,16 +77,33 @@ class Model(nn.Module):
         return self.head(hidden, self.embedder.token.weight)
 
     def new_context(
-        self, batch_size: int, max_tokens: int, kind: KVCacheKind = KVCacheKind.FP32, static: bool = False
+        self,
+        batch_size: int,
+        max_tokens: int,
+        kind: KVCacheKind = KVCacheKind.FP32,
+        static: bool = False,
+        *,
+        tail_tokens: int = TAIL_TOKENS,
+        hadamard: bool = False,
     ) -> Context:
         """Return an empty context on the model's device, one cache per attention application.
 
-        `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it.
+        `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it. Quantised kinds
+        quantise `tail_tokens` at a time; `hadamard` rotates keys and latents before 4 bits.
         """
         device = self.embedder.token.weight.device
         return Context(
             [
-                new_layer_cache(layer.dims, batch_size, max_tokens, kind, device, static)
+                new_layer_cache(
+                    layer.dims,
+                    batch_size,
+                    max_tokens,
+                    kind,
+                    device,
+                    static,
+                    tail_tokens=tail_tokens,
+                    hadamard=hadamard,
+                )
                 for _, layer in attention_applications(self)
             ]
         )

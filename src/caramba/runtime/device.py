@@ -10,6 +10,8 @@ import torch
 
 from caramba.errors import ConfigError
 
+HOPPER, CUDNN_9_1 = 9, 90100
+
 
 def choose_device(wanted: str) -> torch.device:
     """Return the device that `auto`, `cpu`, `cuda` or `mps` stands for here.
@@ -54,3 +56,15 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif device.type == "mps":
         torch.mps.synchronize()
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Whether cuDNN's attention leads: on Hopper and later, where it took 0.5 to 0.7 of flash's time for forward and
+    backward in 16 bits (docs/benchmarks/attention_backends.json), and takes keys and values of two widths as they are.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    version = torch.backends.cudnn.version()
+    return (
+        torch.cuda.get_device_capability(device)[0] >= HOPPER and version is not None and version >= CUDNN_9_1
+    )

@@ -13,7 +13,7 @@ import torch
 from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, PhaseConfig
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
-from caramba.runtime.device import choose_device, device_facts
+from caramba.runtime.device import choose_device, device_facts, prefers_cudnn
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,12 @@ def plan(
         "batch_size": Decision(phase.batch_size, "the manifest"),
         "compile_model": Decision(phase.compile_model, "the manifest"),
         "activation_checkpointing": Decision(phase.activation_checkpointing, "the manifest"),
-        "attention": Decision("scaled_dot_product_attention", "torch picks the backend by shape and device"),
+        "attention": Decision(
+            "cudnn, flash, efficient, math" if prefers_cudnn(chosen) else "scaled_dot_product_attention",
+            "Hopper: cuDNN's kernels took less time (docs/benchmarks/attention_backends.json)"
+            if prefers_cudnn(chosen)
+            else "torch picks the backend by shape and device",
+        ),
         "kernels": Decision("reference", f"kernels={kernels}: no op has a device kernel yet"),
     }
     key = json.dumps([facts, phase.model_dump(mode="json")], sort_keys=True, default=str)

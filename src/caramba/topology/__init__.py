@@ -7,6 +7,7 @@ from caramba.topology.cyclic import CyclicTopology
 from caramba.topology.nested import NestedTopology
 from caramba.topology.parallel import ParallelTopology
 from caramba.topology.recurrent import RecurrentTopology
+from caramba.topology.regions import compilable_regions
 from caramba.topology.residual import ResidualTopology
 from caramba.topology.stacked import StackedTopology
 
@@ -22,4 +23,5 @@ __all__ = [
     "attention_applications",
     "build_node",
     "build_nodes",
+    "compilable_regions",
 ]

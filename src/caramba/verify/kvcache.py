@@ -32,10 +32,13 @@ def kvcache(teacher: Model, student: Model, config: KVCacheVerifyConfig) -> tupl
 
 @torch.inference_mode()
 def bytes_per_token(model: Model, config: KVCacheVerifyConfig) -> tuple[float, tuple[float, ...]]:
-    """Return the allocated bytes per token of all caches together, and of each attention application's."""
+    """Return the bytes that a token takes in all buffers together, and in those of each attention application.
+
+    Of a quantised cache that is what a token takes for good; its 16-bit tail does not grow with the sequence.
+    """
     device = model.embedder.token.weight.device
     tokens = torch.arange(config.tokens, device=device).remainder(model.spec.embedder.vocab_size)[None]
     context = model.new_context(1, config.tokens, config.kind, static=True)
     prefill(model, tokens, context)
-    layers = tuple(cache.allocated_bytes / config.tokens for cache in context.caches)
-    return context.nbytes() / config.tokens, layers
+    layers = tuple(float(cache.bytes_per_token) for cache in context.caches)
+    return float(context.bytes_per_token), layers

@@ -156,7 +156,7 @@ def test_unbuilt_values_are_found_wherever_they_are():
     model["topology"] = {"type": "StackedTopology", "layers": [attention]}
     train = {"phase": "global", "steps": 2, "dtype": "float16", "batch_size": "auto", "num_workers": 1}
     runs = [{"id": "a", "train": train}]
-    bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4"]}}]
+    bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4", "auto"]}}]
     manifest = lower({"model": model, "data": DATA, "runs": runs, "benchmarks": bench})
     found = {item.path[-1] for item in find_unbuilt(manifest)}
     assert found == {"exact_first_tokens", "dtype", "batch_size", "quantization_modes"}

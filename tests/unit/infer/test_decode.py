@@ -74,10 +74,11 @@ def test_greedy_runs_in_eval_mode_and_restores(model: Model) -> None:
     assert model.training
 
 
-def test_greedy_takes_half_precision_kinds_and_refuses_quantised(model: Model) -> None:
-    assert greedy(model, PROMPT, 3, KVCacheKind.FP16).shape == (3, 10)
-    with pytest.raises(CarambaError, match=r"kind=q8_0 comes with the kernel and cache work"):
-        greedy(model, PROMPT, 3, KVCacheKind.Q8_0)
+def test_greedy_takes_every_kind_but_auto(model: Model) -> None:
+    for kind in (KVCacheKind.FP16, KVCacheKind.Q8_0, KVCacheKind.MIXED):
+        assert greedy(model, PROMPT, 3, kind).shape == (3, 10)
+    with pytest.raises(CarambaError, match=r"kind=auto stands for a choice that has not been made"):
+        greedy(model, PROMPT, 3, KVCacheKind.AUTO)
 
 
 def test_misuse_is_named(model: Model) -> None:

@@ -18,7 +18,8 @@ from caramba.cost import model_cost
 from caramba.model import Model, build_model
 
 N_TOKENS = 6
-KINDS = (KVCacheKind.FP32, KVCacheKind.BF16)
+EXACT = (KVCacheKind.FP32, KVCacheKind.BF16)
+KINDS = (*EXACT, KVCacheKind.Q8_0, KVCacheKind.NF4, KVCacheKind.MIXED)
 
 
 def quick(examples: int) -> settings:
@@ -92,7 +93,8 @@ def assert_costs_agree(model: Model) -> None:
             ctx = model.new_context(2, 8, kind)
             model(tokens_of(), ctx)
         assert ctx.bytes_per_token == cost.kv_bytes_per_token(kind)
-        assert ctx.used_bytes() == 2 * cost.topology.kv_bytes(kind, N_TOKENS)
+        if kind in EXACT:  # a quantised cache still has so few tokens in its 16-bit tail
+            assert ctx.used_bytes() == 2 * cost.topology.kv_bytes(kind, N_TOKENS)
         assert tuple(cache.bytes_per_token for cache in ctx.caches) == cost.kv_bytes_per_layer(kind)
 
 

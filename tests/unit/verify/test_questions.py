@@ -225,3 +225,9 @@ def test_cache_bytes_are_counted_planned_and_held_to_their_bounds() -> None:
     tight = chosen.model_copy(update={"max_bytes_per_token": 15.9, "min_ratio": 4.01})
     failed = [item.name for item in kvcache(teacher, student, tight) if not item.passed]
     assert failed == ["bytes_per_token", "ratio"]
+    quantised = KVCacheVerifyConfig.model_validate({"type": "kvcache", "kind": "mixed", "tokens": 5})
+    values = {item.name: item.value for item in kvcache(teacher, student, quantised)}
+    # a block of 32 for each stream of these narrow models, padding included
+    assert values["bytes_per_token"] == 18 + 34 + 18
+    assert values["teacher_bytes_per_token"] == 18 + 18
+    assert values["plan_difference"] == 0

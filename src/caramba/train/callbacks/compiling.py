@@ -7,6 +7,11 @@ from collections.abc import Sequence
 import lightning.pytorch as pl
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo_config
+
+# Graphs of one forward: by kind of block, width, teacher or student, with and without gradients. Past the limit a
+# forward runs uncompiled.
+RECOMPILE_LIMIT = 64
 
 
 class Compilation(pl.Callback):
@@ -19,6 +24,7 @@ class Compilation(pl.Callback):
         self.modules = tuple(modules)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         for module in self.modules:
             module.forward = torch.compile(module.forward)
 

@@ -1,0 +1,116 @@
+"""Sections of the benchmarks page about surgery and distillation."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+
+def attention_backends(data: dict[str, Any]) -> list[str]:
+    """Stock attention by backend on the shapes of teachers and students."""
+    shapes: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in data["rows"]:
+        shapes.setdefault(row["shape"], {})[row["backend"]] = row
+    lines = [
+        "## Attention backends, bf16, causal, forward and backward",
+        "",
+        "| shape (batch, heads, KV heads, tokens, key width, value width) | flash, ms | cuDNN, ms | efficient, ms |",
+        "|---|---|---|---|",
+    ]
+    for name, rows in shapes.items():
+        cells = [_milliseconds(rows[backend]) for backend in ("FLASH", "CUDNN", "EFFICIENT")]
+        sizes = ", ".join(str(size) for size in rows["CUDNN"]["sizes"])
+        lines.append(f"| {name} ({sizes}) | {' | '.join(cells)} |")
+    return [
+        *lines,
+        "",
+        "Median of 20 by device events (middle 60% in brackets); on Hopper runs take cuDNN first.",
+    ]
+
+
+def _milliseconds(row: dict[str, Any]) -> str:
+    time = row.get("forward_backward")
+    if time is None:
+        return "refuses"
+    return f"{time['median_ms']:.2f} ({time['p20_ms']:.2f} to {time['p80_ms']:.2f})"
+
+
+def surgery_cost(data: dict[str, Any]) -> list[str]:
+    """Time of calibration and surgery."""
+    total = data["calibration_s"] + data["surgery_s"]
+    return [
+        f"## Calibration and surgery of {data['model']}, {data['tokens']:,} tokens",
+        "",
+        "| calibration, s | surgery, s | together, s (must 180, stretch 60) | peak memory, GB |",
+        "|---|---|---|---|",
+        f"| {data['calibration_s']:.1f} | {data['surgery_s']:.1f} | **{total:.1f}** |"
+        f" {data['peak_memory_bytes'] / 1e9:.1f} |",
+        "",
+        "Random weights and tokens: the cost does not depend on them. One run.",
+    ]
+
+
+def blockwise_cost(data: dict[str, Any]) -> list[str]:
+    """Blockwise steps against one headless forward of the teacher."""
+    medians = {name: statistics.median(times) for name, times in data["ms"].items()}
+    headless, concurrent = medians["headless teacher forward"], medians["concurrent, all blocks"]
+    lines = [
+        f"## A blockwise step of {data['model']}, {data['batch']} x {data['block']} tokens",
+        "",
+        "| what | ms, median (range) | over a headless teacher forward | over a concurrent step |",
+        "|---|---|---|---|",
+    ]
+    for name, times in data["ms"].items():
+        lines.append(
+            f"| {name} | {medians[name]:.1f} ({min(times):.1f} to {max(times):.1f}) | {medians[name] / headless:.2f}x |"
+            f" {medians[name] / concurrent:.2f}x |"
+        )
+    setting = ["bf16 autocast"] * bool(data["amp"]) + ["attention layers compiled"] * bool(data["compiled"])
+    return [
+        *lines,
+        "",
+        f"Setting: {', '.join(setting) or 'fp32, eager'}. Must: concurrent 2.0x a headless forward; sequential 4x (with"
+        " truncated forwards) and 12x (with full forwards, 'naive') a concurrent step.",
+    ]
+
+
+def upcycle_proxy(data: dict[str, Any]) -> list[str]:
+    """The proxy study: untrained students by method and budget, and what distillation makes of them."""
+    teacher = data["teacher"]
+    lines = [
+        "## Upcycling study (proxy)",
+        "",
+        f"{data['label']}. Teacher: {teacher['parameters'] / 1e6:.0f}M parameters, {teacher['tokens'] / 1e6:.0f}M"
+        f" training tokens ({teacher['epochs']:.1f} epochs), held-out perplexity {teacher['perplexity']:.3f}"
+        f" ({teacher['bits_per_byte']:.3f} bits per byte), recall {teacher['recall']:.3f}. Ratios are student to"
+        " teacher over the same disjoint held-out windows, with bootstrap 95% intervals over windows; bytes are"
+        " counted from cache tensors.",
+        "",
+        "![Perplexity ratio against KV ratio](benchmarks/upcycle_proxy.png)",
+        "",
+        "| untrained: KV ratio | method | PPL ratio (95%) | KL, nats | top-1 agreement | recall of the teacher's |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['kv_ratio']:.2f}x | {row['method']} | {_ratio(row)} | {row['kl']:.4f} | {row['top1_agreement']:.3f} |"
+        f" {row['recall_share']:.3f} |"
+        for row in data["untrained"]
+    ]
+    lines += [
+        "",
+        "| distilled: KV ratio | from | seed | tokens | GPU s | blockwise | drift | global KL (95%) | KL | recall |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in data["distilled"]:
+        after = {name: span["after"] for name, span in run["phases"].items()}
+        last = after["global"]
+        lines.append(
+            f"| {last['kv_ratio']:.2f}x | {run['method']} | {run['seed']} | {run['tokens'] / 1e6:.1f}M |"
+            f" {run['seconds']:.0f} | {after['blockwise']['ppl_ratio']:.4f} | {after['drift']['ppl_ratio']:.4f} |"
+            f" **{_ratio(last)}** | {last['kl']:.4f} | {last['recall_share']:.3f} |"
+        )
+    return lines
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    return f"{row['ppl_ratio']:.4f} ({row['ppl_ratio_low']:.4f} to {row['ppl_ratio_high']:.4f})"

@@ -1,0 +1,75 @@
+"""Memory for the tokens of a stream: an array that fills along its token axis and grows there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GROWTH = 2
+FIRST_CAPACITY = 16
+
+
+class TokenBuffer:
+    """An array [B, N, capacity, W] of which the caller knows how many tokens are in use.
+
+    `static` allocates `limit` tokens at once. Otherwise nothing is allocated before the first write, and a full
+    buffer is replaced by one of at least twice its capacity, never above `limit`.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        n_lanes: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        limit: int,
+        device: torch.device | str,
+        static: bool,
+    ) -> None:
+        self.limit = limit
+        self.data = _empty((batch_size, n_lanes, limit if static else 0, width), dtype, torch.device(device))
+
+    @property
+    def capacity(self) -> int:
+        """Tokens per sequence that the allocation holds."""
+        return self.data.shape[2]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the allocation, the whole batch together."""
+        return self.data.untyped_storage().nbytes()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one token of one sequence takes."""
+        _, n_lanes, _, width = self.data.shape
+        return n_lanes * width * self.data.element_size()
+
+    def used_bytes(self, n_tokens: int) -> int:
+        """Bytes that `n_tokens` of every sequence take."""
+        return self.data.shape[0] * n_tokens * self.token_bytes
+
+    def view(self, n_tokens: int) -> Tensor:
+        """Return the first tokens, [B, N, n_tokens, W], without a copy."""
+        return self.data[:, :, :n_tokens]
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Put [B, N, T, W] at tokens `start` to `start` + T, in this buffer's type; what is before `start` stays."""
+        end = start + values.shape[2]
+        if end > self.capacity:
+            old, capacity = self.data, min(self.limit, max(end, GROWTH * self.capacity, FIRST_CAPACITY))
+            self.data = _empty((*old.shape[:2], capacity, old.shape[3]), old.dtype, old.device)
+            self.data[:, :, :start].copy_(old[:, :, :start])
+        self.data[:, :, start:end].copy_(values)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep the sequences `rows` [B'] integers, in that order; one may come more than once."""
+        # A tensor made inside inference_mode could not be written to outside of it later.
+        with torch.inference_mode(False), torch.no_grad():
+            self.data = self.data.index_select(0, rows.to(self.data.device).clone())
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # as above
+        return torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,174 @@
+"""How one stream's tokens lie in memory: as numbers of one type, or as quantised blocks behind a 16-bit tail."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from caramba.cache.buffer import TokenBuffer
+from caramba.errors import ConfigError
+from caramba.ops import dequantize, hadamard, quantize, stored_format
+
+TAIL_DTYPE = torch.bfloat16  # holds any bfloat16 model's keys and values as they are, and never overflows
+PACK_TOKENS = 1024  # quantised at once: bounds the float32 copy of a long prompt
+
+
+class Store(Protocol):
+    """What holds the tokens of a stream [B, K, S, D]; the cache tensor knows S and has checked what comes in."""
+
+    @property
+    def buffers(self) -> dict[str, TokenBuffer]: ...
+
+    def append(self, values: Tensor, n_tokens: int) -> None: ...
+
+    def read(self, n_tokens: int, dtype: torch.dtype | None) -> Tensor: ...
+
+    def truncate(self, n_tokens: int) -> None: ...
+
+    def used(self, n_tokens: int) -> dict[str, int]: ...
+
+    def restore(self, state: Mapping[str, Tensor]) -> int: ...
+
+
+class ExactStore:
+    """Tokens as numbers of one type."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        *,
+        batch_size: int,
+        n_heads: int,
+        width: int,
+        max_tokens: int,
+        device: torch.device | str,
+        static: bool,
+    ) -> None:
+        self.values = TokenBuffer(
+            batch_size, n_heads, width, dtype=dtype, limit=max_tokens, device=device, static=static
+        )
+
+    @property
+    def buffers(self) -> dict[str, TokenBuffer]:
+        return {"values": self.values}
+
+    def append(self, values: Tensor, n_tokens: int) -> None:
+        self.values.write(n_tokens, values)
+
+    def read(self, n_tokens: int, dtype: torch.dtype | None) -> Tensor:
+        view = self.values.view(n_tokens)
+        return view if dtype is None else view.to(dtype)
+
+    def truncate(self, n_tokens: int) -> None:
+        pass
+
+    def used(self, n_tokens: int) -> dict[str, int]:
+        return {"values": n_tokens}
+
+    def restore(self, state: Mapping[str, Tensor]) -> int:
+        return state["values"].shape[2]
+
+
+class BlockStore:
+    """Older tokens as quantised blocks, the most recent ones in bfloat16.
+
+    A token's features of all heads lie side by side, [K*D], and are cut into N blocks, so that heads narrower than
+    a block share it and only the last block is padded. Codes [B, N, S, code bytes] and scales [B, N, S, 1] are
+    separate, each block's plane contiguous along the tokens, a token's codes 16 or 32 bytes.
+
+    The tail holds up to 2 * `tail_tokens`. An append first quantises whole tiles of `tail_tokens` among the tokens
+    that were there before, then joins the new ones to the tail; where they do not fit, whole tiles are quantised at
+    once until less than a tile is left. So one-token steps keep between 1 and `tail_tokens` in 16 bits, a token is
+    rounded to 16 bits before it is quantised, in whatever chunks it came, and taking back the tokens of the last
+    append (at most `tail_tokens` of them) restores exactly what was there. Taking back more leaves quantised
+    what has been quantised, and the tail begins after it. A cache of at most 2 * `tail_tokens` in all stays in 16 bits.
+
+    With `rotate` each head's features go through the Hadamard rotation before they are quantised, and back when read.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        batch_size: int,
+        n_heads: int,
+        width: int,
+        max_tokens: int,
+        device: torch.device | str,
+        static: bool,
+        tail_tokens: int,
+        rotate: bool,
+    ) -> None:
+        self.format = stored_format(kind)
+        self.n_heads, self.width = n_heads, width
+        self.tail_tokens, self.rotate = tail_tokens, rotate
+        self.n_packed = 0
+        self.only_tail = max_tokens <= 2 * tail_tokens
+
+        def buffer(lanes: int, features: int, dtype: torch.dtype, limit: int) -> TokenBuffer:
+            return TokenBuffer(
+                batch_size, lanes, features, dtype=dtype, limit=limit, device=device, static=static
+            )
+
+        n_blocks = self.format.block.n_blocks(n_heads * width)
+        packed_limit = 0 if self.only_tail else max_tokens
+        self.codes = buffer(n_blocks, self.format.code_width, self.format.code_dtype, packed_limit)
+        self.scales = buffer(n_blocks, 1, self.format.scale_dtype, packed_limit)
+        self.tail = buffer(n_heads, width, TAIL_DTYPE, min(2 * tail_tokens, max_tokens))
+
+    @property
+    def buffers(self) -> dict[str, TokenBuffer]:
+        return {"codes": self.codes, "scales": self.scales, "tail": self.tail}
+
+    def append(self, values: Tensor, n_tokens: int) -> None:
+        held = n_tokens - self.n_packed
+        if held >= self.tail_tokens and not self.only_tail:
+            held = self._pack_tiles(self.tail.view(held))
+        if held + values.shape[2] <= self.tail.limit:
+            self.tail.write(held, values)
+        else:
+            self._pack_tiles(torch.cat((self.tail.view(held), values.to(TAIL_DTYPE)), dim=2))
+
+    def read(self, n_tokens: int, dtype: torch.dtype | None) -> Tensor:
+        dtype = dtype or torch.float32
+        tail = self.tail.view(n_tokens - self.n_packed).to(dtype)
+        return torch.cat((self._unpack(dtype), tail), dim=2) if self.n_packed else tail
+
+    def truncate(self, n_tokens: int) -> None:
+        self.n_packed = min(self.n_packed, n_tokens)
+
+    def used(self, n_tokens: int) -> dict[str, int]:
+        return {"codes": self.n_packed, "scales": self.n_packed, "tail": n_tokens - self.n_packed}
+
+    def restore(self, state: Mapping[str, Tensor]) -> int:
+        if state["codes"].shape[2] != state["scales"].shape[2]:
+            raise ConfigError(
+                f"KV cache state: {state['codes'].shape[2]} tokens of codes and {state['scales'].shape[2]} of scales; "
+                "the state is damaged, make it again"
+            )
+        self.n_packed = state["codes"].shape[2]
+        return self.n_packed + state["tail"].shape[2]
+
+    def _pack_tiles(self, recent: Tensor) -> int:
+        """Quantise the whole tiles of [B, K, T, D] in order, keep the rest as the tail, and return its length."""
+        whole = recent.shape[2] // self.tail_tokens * self.tail_tokens
+        rest = recent[:, :, whole:].clone()
+        for part in recent[:, :, :whole].split(PACK_TOKENS, dim=2):
+            rows = (hadamard(part) if self.rotate else part).transpose(1, 2).flatten(2)
+            codes, scales = quantize(rows, self.format.kind)
+            self.codes.write(self.n_packed, codes.transpose(1, 2))
+            self.scales.write(self.n_packed, scales.transpose(1, 2)[..., None])
+            self.n_packed += part.shape[2]
+        self.tail.write(0, rest)
+        return rest.shape[2]
+
+    def _unpack(self, dtype: torch.dtype) -> Tensor:
+        codes = self.codes.view(self.n_packed).transpose(1, 2)
+        scales = self.scales.view(self.n_packed).transpose(1, 2)[..., 0]
+        kept = torch.float32 if self.rotate else dtype
+        rows = dequantize(codes, scales, self.format.kind, self.n_heads * self.width, kept)
+        heads = rows.unflatten(2, (self.n_heads, self.width)).transpose(1, 2)
+        return hadamard(heads).to(dtype) if self.rotate else heads

@@ -1,0 +1,71 @@
+"""Which implementation each op runs on which device: the reference, until a launcher is attached."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Protocol
+
+import torch
+
+from caramba.errors import KernelUnavailable
+
+REFERENCE = "reference"
+OPS = ("quantize", "dequantize")
+"""Ops under `torch.ops.caramba` that have a contract."""
+
+TRITON_AVAILABLE: bool = importlib.util.find_spec("triton") is not None
+"""Triton is installed; its kernels run where there is a CUDA device."""
+METAL_AVAILABLE: bool = torch.backends.mps.is_available()
+"""This process can use Apple's Metal device."""
+
+DISPATCH_KEYS = {"cuda": "CUDA", "mps": "MPS", "cpu": "CPU"}
+_attached: dict[tuple[str, str], str] = {}
+
+
+class _Cache(Protocol):
+    names: Any
+
+
+def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]) -> None:
+    """Run `launcher` for an op's tensors on a type of device; attaching the same backend again changes nothing.
+
+    Raises:
+        KernelUnavailable: an op without a contract, or another backend is attached already.
+    """
+    if op not in OPS or device_type not in DISPATCH_KEYS:
+        raise KernelUnavailable(
+            f"op {op!r} on {device_type!r}: no such contract; ops: {', '.join(OPS)}; "
+            f"devices: {', '.join(DISPATCH_KEYS)}"
+        )
+    present = _attached.get((op, device_type))
+    if present == backend:
+        return
+    if present is not None:
+        raise KernelUnavailable(f"op {op} on {device_type}: {present} is attached, cannot attach {backend}")
+    torch.library.impl(f"caramba::{op}", DISPATCH_KEYS[device_type], launcher)
+    _attached[op, device_type] = backend
+
+
+def implementation(op: str, device: torch.device | str) -> str:
+    """Return the name of the backend that runs an op on a device, `reference` where nothing is attached."""
+    return _attached.get((op, torch.device(device).type), REFERENCE)
+
+
+def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Return what runs the ops on a device: {device, triton, metal, ops: {name: backend}}.
+
+    `triton` is the installed version or None, `metal` whether there is such a device.
+    """
+    return {
+        "device": str(torch.device(device)),
+        "triton": version("triton") if TRITON_AVAILABLE else None,
+        "metal": METAL_AVAILABLE,
+        "ops": {op: implementation(op, device) for op in OPS},
+    }
+
+
+def fused_decode_available(cache: _Cache, device: torch.device | str) -> bool:
+    """Whether a decode step on this cache runs a kernel that reads the stored format, without dequantising first."""
+    return ("dba_decode", torch.device(device).type) in _attached and cache.names != ("k", "v")

@@ -1,0 +1,67 @@
+"""The byte layouts that other software reads: ggml's q8_0 and q4_0 blocks, and bitsandbytes' NF4."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.config.kvcache import KVCacheKind
+from caramba.errors import ConfigError
+from caramba.ops.formats import pack_nibbles, stored_format, unpack_nibbles
+
+
+def to_ggml(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
+    """Return whole blocks as ggml stores them, the fp16 scale's two bytes (low first) and then the codes.
+
+    Shape: codes [..., N, code_width], scales [..., N] to uint8 [..., N * (2 + code_width)].
+
+    Raises:
+        ConfigError: ggml has no such format.
+    """
+    _need_ggml(kind)
+    return torch.cat((scales.unsqueeze(-1).view(torch.uint8), codes.view(torch.uint8)), dim=-1).flatten(-2)
+
+
+def from_ggml(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Undo `to_ggml`: uint8 [..., N * (2 + code_width)] to (codes, scales).
+
+    Raises:
+        ConfigError: ggml has no such format, or bytes that are not whole blocks.
+    """
+    _need_ggml(kind)
+    stored = stored_format(kind)
+    size = stored.block.code_bytes + stored.block.scale_bytes
+    if blocks.dtype != torch.uint8 or blocks.shape[-1] % size:
+        raise ConfigError(
+            f"ggml {kind}: got {blocks.dtype} of shape {tuple(blocks.shape)}, expected uint8 rows of a multiple of "
+            f"{size} bytes"
+        )
+    each = blocks.unflatten(-1, (-1, size))
+    scales = each[..., : stored.block.scale_bytes].contiguous().view(stored.scale_dtype).squeeze(-1)
+    return each[..., stored.block.scale_bytes :].contiguous().view(stored.code_dtype), scales
+
+
+def to_bitsandbytes(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return NF4 codes as bitsandbytes packs them, two neighbours in a byte, the first high, beside the maxima.
+
+    Shape: codes uint8 [..., N, 32], scales fp32 [..., N] to uint8 [..., N * 32] and fp32 [..., N].
+    """
+    pairs = unpack_nibbles(codes).unflatten(-1, (-1, 2))
+    return ((pairs[..., 0] << 4) | pairs[..., 1]).flatten(-2), scales
+
+
+def from_bitsandbytes(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Undo `to_bitsandbytes`."""
+    width = stored_format(KVCacheKind.NF4).code_width
+    if packed.dtype != torch.uint8 or packed.shape[-1] != width * scales.shape[-1]:
+        raise ConfigError(
+            f"bitsandbytes nf4: got {packed.dtype} of shape {tuple(packed.shape)} with maxima {tuple(scales.shape)}, "
+            f"expected uint8 with {width} bytes for each maximum"
+        )
+    each = packed.unflatten(-1, (-1, width))
+    return pack_nibbles(torch.stack((each >> 4, each & 0x0F), dim=-1).flatten(-2)), scales
+
+
+def _need_ggml(kind: str) -> None:
+    if kind not in (KVCacheKind.Q8_0, KVCacheKind.Q4_0):
+        raise ConfigError(f"ggml has no blocks of kind {kind}; use q8_0 or q4_0")

@@ -1,0 +1,66 @@
+"""The op `caramba::dequantize`: blocks of codes and scales back to rows of numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.config.kvcache import KVCacheKind
+from caramba.errors import ConfigError
+from caramba.ops.formats import NF4_LEVELS, stored_format, unpack_nibbles
+
+torch.library.define(
+    "caramba::dequantize", "(Tensor codes, Tensor scales, str kind, int width, ScalarType dtype) -> Tensor"
+)
+
+
+def dequantize(
+    codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the numbers that codes stand for: s * code, s * (code - 8), or s * level[code], rounded to `dtype` once.
+
+    Shape: codes [..., N, code_width] and scales [..., N] to [..., width], with N = ceil(width / block); what pads
+    the last block is dropped.
+
+    Raises:
+        ConfigError: a kind that is not a block format, or codes and scales that are not of that kind and width.
+    """
+    return torch.ops.caramba.dequantize.default(codes, scales, str(kind), width, dtype)
+
+
+def reference_dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
+    """Compute `dequantize` in plain PyTorch, in float32."""
+    _check(codes, scales, kind, width)
+    if kind == KVCacheKind.Q8_0:
+        values = codes.float()
+    elif kind == KVCacheKind.Q4_0:
+        values = unpack_nibbles(codes).float() - 8
+    else:
+        values = torch.tensor(NF4_LEVELS, device=codes.device)[unpack_nibbles(codes).int()]
+    rows = (values * scales.float()[..., None]).to(dtype).flatten(-2)
+    return rows[..., :width].contiguous()
+
+
+def _check(codes: Tensor, scales: Tensor, kind: str, width: int) -> None:
+    stored = stored_format(kind)
+    n_blocks = stored.block.n_blocks(width)
+    expected = (*scales.shape[:-1], n_blocks, stored.code_width)
+    if tuple(codes.shape) != expected or scales.shape[-1:] != (n_blocks,):
+        raise ConfigError(
+            f"dequantise: codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not hold {width} elements "
+            f"of {kind}; expected codes [..., {n_blocks}, {stored.code_width}] and scales [..., {n_blocks}]"
+        )
+    if codes.dtype != stored.code_dtype or scales.dtype != stored.scale_dtype:
+        raise ConfigError(
+            f"dequantise: codes are {codes.dtype} and scales {scales.dtype}, {kind} has {stored.code_dtype} and "
+            f"{stored.scale_dtype}; pass what quantize returned"
+        )
+
+
+torch.library.impl("caramba::dequantize", "CompositeExplicitAutograd", reference_dequantize)
+
+
+@torch.library.register_fake("caramba::dequantize")
+def _(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
+    _check(codes, scales, kind, width)
+    return codes.new_empty((*codes.shape[:-2], width), dtype=dtype)

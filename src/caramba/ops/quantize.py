@@ -1,0 +1,93 @@
+"""The op `caramba::quantize`: rows of numbers to blocks of small codes with one scale each."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from caramba.config.kvcache import KVCacheKind
+from caramba.errors import ConfigError
+from caramba.ops.formats import NF4_LEVELS, StoredFormat, pack_nibbles, stored_format
+
+torch.library.define("caramba::quantize", "(Tensor x, str kind) -> (Tensor, Tensor)")
+
+
+def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Quantise the last axis in blocks, the last block padded with zeros.
+
+    With m the element of largest magnitude of a block, s its scale, both formulas rounding half up:
+
+        q8_0: s = |m| / 127, code = clamp(round(x / s), -127, 127)
+        q4_0: s = m / -8,    code = clamp(round(x / s) + 8, 0, 15)
+        nf4:  s = |m|,       code = index of the NormalFloat level nearest to x / s
+
+    s is rounded to its stored type (fp16, for nf4 fp32) before it divides. The error of an element is at most
+    |s|/2 for q8_0, |s| for q4_0 (half of it on the side of m), 0.152 s for nf4, plus what fp16 loses below 2^-14
+    of s. A block that holds something not finite, or a scale above 65504, comes back as not finite, never as a
+    wrong number.
+
+    Shape: x [..., W] of any floating dtype to codes [..., N, code_width] (int8, or uint8 for 4 bits) and scales
+    [..., N], with N = ceil(W / block).
+
+    Raises:
+        ConfigError: a kind that is not a block format, or x that is not floating point.
+
+    Reference: Gerganov et al., ggml (q8_0, q4_0: same blocks and levels; ours divide by the rounded scale);
+    Dettmers et al., 2023, arXiv:2305.14314 (NormalFloat).
+    """
+    return torch.ops.caramba.quantize.default(x, str(kind))
+
+
+def reference_quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Compute `quantize` in plain PyTorch, in float32."""
+    stored = _checked(x, kind)
+    elements = stored.block.elements
+    blocks = _blocks(x.float(), elements)
+    if stored.kind is KVCacheKind.NF4:
+        scales = blocks.abs().amax(dim=-1)
+        levels = torch.tensor(NF4_LEVELS, device=x.device)
+        codes = torch.bucketize(_divide(blocks, scales), (levels[1:] + levels[:-1]) / 2)
+        return pack_nibbles(codes), scales
+    largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)
+    if stored.kind is KVCacheKind.Q8_0:
+        scales = (largest.abs() / 127).half()
+        codes = torch.floor(_divide(blocks, scales.float()) + 0.5).clamp(-127, 127)
+        return codes.to(torch.int8), scales
+    scales = (largest / -8).half()
+    codes = torch.floor(_divide(blocks, scales.float()) + 8.5).clamp(0, 15)
+    return pack_nibbles(codes), scales
+
+
+def _checked(x: Tensor, kind: str) -> StoredFormat:
+    stored = stored_format(kind)
+    if not x.is_floating_point() or x.dim() < 1:
+        raise ConfigError(
+            f"quantise: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating dtype and one axis at least"
+        )
+    return stored
+
+
+def _blocks(x: Tensor, elements: int) -> Tensor:
+    n_blocks = -(-x.shape[-1] // elements)
+    padded = F.pad(x, (0, n_blocks * elements - x.shape[-1]))
+    return padded.contiguous().view(*x.shape[:-1], n_blocks, elements)
+
+
+def _divide(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return x / s, 0 where s is 0 or either is not finite (the scale then makes the value not finite)."""
+    safe = torch.where(scales == 0, torch.ones_like(scales), scales)
+    return torch.nan_to_num(blocks / safe[..., None], nan=0.0, posinf=0.0, neginf=0.0)
+
+
+torch.library.impl("caramba::quantize", "CompositeExplicitAutograd", reference_quantize)
+
+
+@torch.library.register_fake("caramba::quantize")
+def _(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    stored = _checked(x, kind)
+    shape = (*x.shape[:-1], -(-x.shape[-1] // stored.block.elements))
+    return (
+        x.new_empty((*shape, stored.code_width), dtype=stored.code_dtype),
+        x.new_empty(shape, dtype=stored.scale_dtype),
+    )

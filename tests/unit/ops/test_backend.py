@@ -1,0 +1,60 @@
+"""Which implementation runs: the reference while nothing is attached, said honestly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from caramba import kernels
+from caramba.cache import new_layer_cache
+from caramba.config.layer import AttentionLayerConfig
+from caramba.errors import KernelUnavailable
+from caramba.ops import backend, get_backend_info, quantize
+
+
+def test_without_launchers_every_op_runs_its_reference() -> None:
+    for device in ("cpu", "cuda"):
+        assert kernels.load(device) == {"quantize": "reference", "dequantize": "reference"}
+    info = get_backend_info("cpu")
+    assert info["ops"] == dict.fromkeys(backend.OPS, "reference")
+    assert (info["triton"] is not None) == kernels.TRITON_AVAILABLE
+    cache = new_layer_cache(AttentionLayerConfig(d_model=16, n_heads=2).dims(), 1, 8)
+    assert kernels.fused_decode_available(cache, "cuda") is False
+
+
+def test_require_says_what_is_missing() -> None:
+    with pytest.raises(
+        KernelUnavailable, match=r"require on cpu: 2 of 2 ops have no kernel, quantize because there"
+    ):
+        kernels.load("cpu", "require")
+    assert kernels.load("cpu", "reference") == {"quantize": "reference", "dequantize": "reference"}
+
+
+def test_attach_refuses_what_has_no_contract_and_a_second_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelUnavailable, match=r"op 'flash' on 'cuda': no such contract"):
+        backend.attach("flash", "cuda", "triton", quantize)
+    monkeypatch.setitem(backend._attached, ("quantize", "cuda"), "triton")
+    backend.attach("quantize", "cuda", "triton", quantize)  # again: nothing happens
+    with pytest.raises(KernelUnavailable, match=r"triton is attached, cannot attach other"):
+        backend.attach("quantize", "cuda", "other", quantize)
+    assert get_backend_info("cuda")["ops"]["quantize"] == "triton"
+
+
+def test_an_attached_launcher_runs() -> None:
+    calls: list[torch.Size] = []
+
+    def launcher(x: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(x.shape)
+        return reference_quantize(x, kind)
+
+    from caramba.ops.quantize import reference_quantize
+
+    library = torch.library.Library("caramba", "IMPL")
+    library.impl("quantize", launcher, "CPU")
+    try:
+        quantize(torch.ones(2, 32), "q8_0")
+    finally:
+        library._destroy()
+    assert calls == [(2, 32)]
+    quantize(torch.ones(2, 32), "q8_0")
+    assert len(calls) == 1
