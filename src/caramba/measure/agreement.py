@@ -117,7 +117,7 @@ def agreement(
 
 
 def _cached(model: Model, tokens: Tensor, kind: KVCacheKind, tail_tokens: int) -> Tensor:
-    ctx = model.new_context(*tokens.shape, kind, static=True, tail_tokens=tail_tokens)
+    ctx = model.new_context(tokens.shape[0], tokens.shape[1], kind, static=True, tail_tokens=tail_tokens)
     return torch.cat([model.hidden(part, ctx) for part in tokens.split(tail_tokens, dim=1)], dim=1)
 
 

@@ -67,11 +67,11 @@ def test_the_loss_is_that_of_perplexity_and_a_teacher_agrees_with_itself():
 
 def test_a_cache_is_read_through_and_its_rounding_shows():
     teacher = make_teacher().float()
-    exact, rounded = (
+    exact, bf16, q8, q4 = (
         agreement(teacher, teacher, Windows(2), windows=2, batch_size=2, device=CPU, kind=kind)
-        for kind in (KVCacheKind.FP32, KVCacheKind.BF16)
+        for kind in (KVCacheKind.FP32, KVCacheKind.BF16, KVCacheKind.Q8_0, KVCacheKind.Q4_0)
     )
-    assert abs(exact.kl) < 1e-6 < rounded.kl
+    assert abs(exact.kl) < 1e-6 < bf16.kl < q8.kl < q4.kl
     with pytest.raises(DataError, match=r"a cache of kind bf16 holds one document per row"):
         agreement(
             teacher,
