@@ -8,6 +8,7 @@ import unicodedata
 from dataclasses import dataclass, replace
 
 from caramba.artifact.cases import asked
+from caramba.artifact.controls import control_rows
 from caramba.artifact.key import MetricKey, parse_key
 from caramba.artifact.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
 from caramba.artifact.style import byte_text, name_of
@@ -30,7 +31,7 @@ _HEADER = """\
 % Tables of run {name}. Needs \\usepackage{{booktabs}}.
 % Each row ends with the keys of its numbers in report.json's "metrics", in the order of the cells;
 % after a plus-minus stands the std of the same key, KEY#bound is the bound of that check under "verify",
-% a key that begins with "transplant" is a path in report.json, and a dash stands for a cell without a number.
+% a key that begins with "transplant" or "phases" is a path in report.json, and a dash stands for no number.
 """
 
 
@@ -50,6 +51,18 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
     tables = [
         _table("comparison", f"Teacher and student of {caption}.{where}{note}", COMPARISON_HEAD, compared),
         _table("stages", f"Held-out perplexity of {caption} by stage.{note}", STAGE_HEAD, _stages(metrics)),
+        _table(
+            "controls",
+            f"Controls of {caption} from the same teacher on the same held-out windows.{note}",
+            CONTROL_HEAD,
+            _controls(result, metrics),
+        ),
+        _table(
+            "variants",
+            f"Attentions of {caption} from scratch.{note}",
+            VARIANT_HEAD,
+            _variants(result, metrics),
+        ),
         _table("accuracy", f"Accuracy of {caption} by task.{note}", ACCURACY_HEAD, _accuracy(metrics)),
         _table(
             "transplant",
@@ -67,9 +80,11 @@ def build_tables(result: RunResult, metrics: dict[str, Metric]) -> str | None:
 COMPARISON_HEAD = ("Metric", "Teacher", "Student", "Change")
 STAGE_HEAD = ("Stage", "Perplexity", "Ratio to teacher")
 ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
+VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per token")
+CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
 CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
 # Columns of words stand left, numbers right.
-WORDS = frozenset({"Metric", "Stage", "Task", "Type", "Check", "Result", *CASE_HEAD})
+WORDS = frozenset({"Metric", "Model", "Stage", "Task", "Type", "Check", "Result", *CASE_HEAD})
 TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
 
@@ -194,6 +209,43 @@ def _verification(result: RunResult) -> list[list[Cell]]:
             rows.append(
                 [Cell(escape(verdict.type)), Cell(name), Cell(number(check.value), key), bound, Cell(outcome)]
             )
+    return rows
+
+
+def _controls(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List what was compared, with the tokens that each trained on after the teacher."""
+    rows: list[list[Cell]] = []
+    for row in control_rows(result):
+        found = {
+            field: metrics.get(MetricKey("controls", row["model"], field).format())
+            for field in ("tokens", "kv_bytes_per_token", "kv_ratio", "ppl_ratio", "kl", "top1")
+        }
+        cells = {name: _measured_cell(metric) for name, metric in found.items()}
+        cells["kv_ratio"], cells["ppl_ratio"] = (
+            _ratio_cell(found["kv_ratio"]),
+            _ratio_cell(found["ppl_ratio"]),
+        )
+        rows.append([Cell(escape(name_of(row["model"]))), *cells.values()])
+    return rows
+
+
+def _variants(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the runs with `exp`; bytes are those counted from cache tensors."""
+    columns = [
+        headline(metrics, family, field)
+        for family, field in (
+            ("perplexity", "perplexity"),
+            ("perplexity", "bits_per_byte"),
+            ("memory", "kv_bytes_per_token"),
+        )
+    ]
+    rows: list[list[Cell]] = []
+    for index, phase in enumerate(result.phases):
+        if phase.trains == "variant":
+            name = phase.details["row"]
+            params = Cell(number(phase.details["params"]), f"phases[{index}].details.params")
+            measured = [_measured_cell(found.get(name)) for found in columns]
+            rows.append([Cell(escape(phase.id)), params, *measured])
     return rows
 
 

@@ -25,6 +25,7 @@ STAGES = (
 
 # A count of tokens is the same for both models, so its ratio says nothing.
 NO_RATIO = frozenset({"unique_tokens"})
+CONTROLS = "controls"  # a family that states its ratios itself
 EXACT_16_BIT = ("fp16", "bf16")
 
 
@@ -122,7 +123,12 @@ def ratios(measured: dict[str, Metric]) -> tuple[dict[str, Metric], tuple[Undefi
     undefined: list[Undefined] = []
     for key, metric in by_key.items():
         stage = key.model in STAGES and key.family == "perplexity" and key.field == "perplexity"
-        if key.model == TEACHER or key.field in NO_RATIO or not (key.model == STUDENT or stage):
+        if (
+            key.family == CONTROLS
+            or key.model == TEACHER
+            or key.field in NO_RATIO
+            or not (key.model == STUDENT or stage)
+        ):
             continue
         base = by_key.get(replace(key, model=TEACHER))
         if base is None:

@@ -27,6 +27,12 @@ NAMES = {
     "student_blockwise": "Student, blockwise",
     "student_global": "Student, global",
     "student": "Student",
+    "copy": "Fewer KV heads",
+    "copy_distilled": "Fewer KV heads, distilled",
+    "weight_svd": "Weight SVD",
+    "weight_svd_distilled": "Weight SVD, distilled",
+    "random": "Random",
+    "random_distilled": "Random, distilled",
 }
 INK, FAINT = "#222222", "#DDDDDD"
 

@@ -71,6 +71,9 @@ def stage_bars(metrics: dict[str, Metric]) -> Bars:
     """
     rows = headline(metrics, "perplexity", "perplexity")
     bars = [(model, rows[model]) for model in STAGES if model in rows]
+    bars += [
+        (model, metric) for model, metric in rows.items() if model not in STAGES
+    ]  # from-scratch variants
     stages = {metric.value for model, metric in bars if model.startswith("student_")}
     return [(model, metric) for model, metric in bars if not (model == STUDENT and metric.value in stages)]
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from caramba.artifact.cases import FILE as CASES_FILE
 from caramba.artifact.cases import cases_csv
+from caramba.artifact.controls import PLOT_FILE as CONTROLS_FILE
+from caramba.artifact.controls import draw_controls, skipped_controls
 from caramba.artifact.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
 from caramba.artifact.latex import build_tables
 from caramba.artifact.metrics import collect
@@ -19,7 +21,7 @@ from caramba.runs.files import sha256_of, write_json, write_whole
 
 REPORT_FILE, TABLES_FILE = "report.json", "tables.tex"
 CSV_KINDS = ("perplexity", "latency", "memory")
-ASKED_KINDS = ("accuracy",)  # their files are missed only where such a benchmark was asked for
+ASKED_KINDS = ("accuracy", "controls")  # their files are missed only where such a benchmark was asked for
 
 
 def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
@@ -70,6 +72,8 @@ def _contents(
     ):
         contents[name], missing = draw(result, metrics)
         omitted += missing
+    contents[CONTROLS_FILE] = draw_controls(result)
+    omitted += skipped_controls(result)
     contents[CSV_FILE] = transplant_csv(result)
     contents[PLOT_FILE], missing = draw_transplant(result)
     omitted += missing

@@ -33,15 +33,17 @@ def run_benchmark(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
     Raises:
         ConfigError: a benchmark type that is not built yet.
     """
-    chosen = {
-        name: model
-        for name, model in subjects.models.items()
-        if name in bench.models or name.split("_")[0] in bench.models
-    }
+    chosen = {name: model for name, model in subjects.models.items() if _is_asked(name, bench.models)}
     narrowed = dataclasses.replace(subjects, models=chosen)
     repeats = [_dispatch(bench, narrowed) for _ in range(bench.repeats)]
     rows = [{"repeat": index} | row for index, (_, found) in enumerate(repeats) for row in found]
     return _average([metrics for metrics, _ in repeats]), rows
+
+
+def _is_asked(name: str, models: Sequence[str]) -> bool:
+    """Whether a benchmark of `models` takes a row: those of its roles, and any that is of neither role."""
+    role = name.split("_")[0]
+    return role in models or role not in ("teacher", "student")
 
 
 def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:

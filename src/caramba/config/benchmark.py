@@ -95,6 +95,38 @@ class AccuracyBenchmarkConfig(Config):
     max_length: Positive | None = None
 
 
+ControlName = Literal["copy", "weight_svd", "random", "teacher_continued"]
+
+
+class ControlsBenchmarkConfig(Config):
+    """What else the same teacher and the same cache bytes give, beside the student, on held-out windows.
+
+    `copy` pools key/value heads, `weight_svd` and `random` have the student's widths, `teacher_continued` is the phase
+    with `control: true`; each of `cache_kinds` is the teacher itself read through a cache of that kind in
+    chunks of `cache_tail_tokens`, which stay in 16 bits. With `distil`
+    the students among them also go through the student's phases: the same tokens in the same order, the same seed.
+    """
+
+    type: Literal["controls"]
+    controls: tuple[ControlName, ...] = ("copy", "weight_svd", "random", "teacher_continued")
+    cache_kinds: Annotated[tuple[CacheKind, ...], NOBODYS_CHOICE] = ()
+    cache_tail_tokens: Positive = 16
+    distil: bool = False
+    block_size: Positive = 256
+    batch_size: Positive = 8
+    num_batches: Positive = 32
+
+    @model_validator(mode="after")
+    def _caches_store_something(self) -> ControlsBenchmarkConfig:
+        quantised = [kind for kind in self.cache_kinds if kind not in EXACT_KINDS]
+        if quantised and self.block_size <= 2 * self.cache_tail_tokens:
+            raise ValueError(
+                f"block_size={self.block_size} fits the 16-bit tail of 2 x cache_tail_tokens={self.cache_tail_tokens}, "
+                f"so {quantised[0]} would store nothing; use a larger block_size or fewer cache_tail_tokens"
+            )
+        return self
+
+
 class PendingBenchmarkConfig(Config):
     """`generation` is a known name whose benchmark comes with later work."""
 
@@ -106,6 +138,7 @@ BenchmarkKind = Annotated[
     | LatencyBenchmarkConfig
     | MemoryBenchmarkConfig
     | AccuracyBenchmarkConfig
+    | ControlsBenchmarkConfig
     | PendingBenchmarkConfig,
     Field(discriminator="type"),
 ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from caramba.config.benchmark import (
     AccuracyBenchmarkConfig,
+    ControlsBenchmarkConfig,
     LatencyBenchmarkConfig,
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
-from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
 from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
@@ -41,6 +43,16 @@ def cross_check(manifest: Manifest) -> None:
                     "choose verify=none or a model with a teacher (model=tiny_dba)"
                 )
             _check_run(manifest, model, teacher, run)
+        for bench in group.benchmarks:
+            if isinstance(bench.config, ControlsBenchmarkConfig) and model.teacher is None:
+                raise ConfigError(
+                    f"benchmark {bench.id!r}: controls are made from a teacher, and the model has none; choose a model "
+                    "with a teacher (model=tiny_dba), or remove the benchmark"
+                )
+            if isinstance(bench.config, ControlsBenchmarkConfig) and not re.match(SLUG, bench.id):
+                raise ConfigError(
+                    f"benchmark {bench.id!r}: its controls name files after it; use letters, digits, '_', '-' and '.'"
+                )
         _check_positions(group, {"student": model, "teacher": teacher})
 
 
@@ -127,6 +139,8 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         owner, config = f"benchmark {bench.id!r}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
             yield owner, "block_size", config.block_size, bench.models
+        elif isinstance(config, ControlsBenchmarkConfig):
+            yield owner, "block_size", config.block_size, both
         elif isinstance(config, LatencyBenchmarkConfig):
             # The last generated token is not read again.
             longest = max(config.prompt_lengths) + max(config.generation_lengths) - 1

@@ -19,6 +19,9 @@ SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 Slug = Annotated[str, Field(pattern=SLUG)]
 
 
+ExperimentName = Literal["baseline", "gqa", "bottleneck", "decoupled"]
+
+
 class SettingsConfig(Config):
     """Experiment-wide settings; single-file manifests may call this section `defaults`."""
 
@@ -44,11 +47,30 @@ class RunConfig(Config):
     mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "sample", "chat")] = (
         "train"
     )
-    exp: Annotated[str | None, Later("the surgery work")] = None
+    exp: ExperimentName | None = Field(
+        default=None,
+        description="train this attention from scratch in the manifest's model, d_ff set so that parameters match",
+    )
     seed: int = 1337
     steps: Positive | None = Field(default=None, description="overrides train.steps")
     train: PhaseConfig | None = None
     verify: tuple[VerifyConfig, ...] = ()
+
+    @model_validator(mode="after")
+    def _variants_stand_alone(self) -> RunConfig:
+        is_variant = self.train is not None and self.train.trains == "variant"
+        if self.exp is None:
+            if is_variant:
+                raise ValueError("trains=variant belongs to a run with exp; set exp, or remove trains")
+            return self
+        if self.train is None or self.train.phase != "pretrain" or not is_variant:
+            raise ValueError(
+                f"exp={self.exp} trains a model of its own from scratch; give the run train: {{phase: pretrain}}, "
+                "without trains and control"
+            )
+        if self.verify:
+            raise ValueError(f"exp={self.exp} has no teacher to be verified against; remove verify")
+        return self
 
 
 class GroupConfig(Config):

@@ -83,6 +83,8 @@ def _settle_run(
         train["device"] = manifest.get("device", "auto")
     if train.get("trains") is None and train.get("control") is True:
         train["trains"] = "teacher"
+    elif train.get("trains") is None and run.get("exp") is not None:
+        train["trains"] = "variant"
     elif train.get("trains") is None:
         teaches = train.get("phase") == "pretrain" and bool(set(later) & set(NEEDS_TEACHER))
         train["trains"] = "teacher" if teaches and _has_teacher(manifest) else "student"

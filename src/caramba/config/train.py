@@ -75,7 +75,9 @@ class PhaseConfig(Config):
     }
 
     phase: PhaseName
-    trains: Literal["teacher", "student"] | None = None
+    trains: Literal["teacher", "student", "variant"] | None = Field(
+        default=None, description="variant is what a run with exp trains"
+    )
     control: bool = Field(
         default=False,
         description="train the teacher further on the tokens of the student's phases, beside the comparison",

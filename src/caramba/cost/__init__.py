@@ -9,6 +9,7 @@ from caramba.cost.fit import FitResult, FitRow, fit
 from caramba.cost.memory import MemoryEstimate, PhaseEstimate, estimate_phase
 from caramba.cost.model import ModelCost, check_widths, model_cost
 from caramba.cost.planning import CacheRow, ExperimentPlan, StagePlan, plan
+from caramba.cost.variants import check_variants, variant
 
 if TYPE_CHECKING:
     from caramba.cost.export import as_json
@@ -27,6 +28,7 @@ __all__ = [
     "Width",
     "WidthError",
     "as_json",
+    "check_variants",
     "check_widths",
     "estimate_phase",
     "fit",
@@ -34,6 +36,7 @@ __all__ = [
     "plan",
     "render",
     "render_text",
+    "variant",
 ]
 
 # Rich takes a while to import, and a launch that only checks widths prints nothing with it.

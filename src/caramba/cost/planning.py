@@ -7,11 +7,13 @@ from fractions import Fraction
 
 from caramba.config.benchmark import BenchmarkKind, MemoryBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.manifest import GroupConfig, Manifest, RunConfig
+from caramba.config.manifest import ExperimentName, GroupConfig, Manifest, RunConfig
+from caramba.config.model import ModelSpec
 from caramba.config.train import PhaseConfig
 from caramba.cost.fit import FitResult
 from caramba.cost.memory import PhaseEstimate, estimate_phase, runs_teacher
 from caramba.cost.model import ModelCost, model_cost
+from caramba.cost.variants import feed_forward_widths, variant
 
 DEFAULT_CONTEXT = 256
 SHOWN_KINDS = (KVCacheKind.FP16, KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4, KVCacheKind.MIXED)
@@ -160,6 +162,8 @@ def _stage(
 ) -> StagePlan:
     trains = phase.trains or "student"
     trained = teacher if trains == "teacher" else student
+    if run.exp is not None:
+        trained = model_cost(variant(manifest.model, run.exp))
     steps = run.steps or phase.steps
     if manifest.debug.max_steps is not None:
         steps = min(steps, manifest.debug.max_steps)
@@ -183,13 +187,26 @@ def _stage(
         tokens=tokens,
         total_flops=None if tokens is None or estimate is None else tokens * estimate.flops_per_token,
         estimate=estimate,
-        note=_stage_note(manifest, phase, trains, teacher),
+        note=_stage_note(manifest, phase, trains, teacher)
+        if run.exp is None
+        else _variant_note(manifest.model, run.exp),
+    )
+
+
+def _variant_note(model: ModelSpec, exp: ExperimentName) -> str:
+    spec = variant(model, exp)
+    cost, reference = model_cost(spec), model_cost(model)
+    widths = ", ".join(f"{width:,}" for width in dict.fromkeys(feed_forward_widths(spec)))
+    return (
+        f"{exp} at {cost.params:,} parameters ({cost.params / reference.params - 1:+.2%}), d_ff {widths}, "
+        f"{float(cost.kv_bytes_per_token(KVCacheKind.FP16)):g} bytes of cache a token in fp16"
     )
 
 
 def _stage_note(manifest: Manifest, phase: PhaseConfig, trains: str, teacher: ModelCost | None) -> str:
     config, notes = manifest.model.teacher, list[str]()
-    if trains == "teacher" and config is not None and config.checkpoint is not None:
+    is_skipped = trains == "teacher" and not phase.control  # a control trains on from the given weights
+    if is_skipped and config is not None and config.checkpoint is not None:
         notes.append(f"skipped: the teacher comes from {config.checkpoint}")
     if trains == "student" and runs_teacher(phase) and teacher is None:
         notes.append("the teacher is not counted: it is not described here")

@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 
 from caramba import artifact
+from caramba.config.benchmark import ControlsBenchmarkConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
+from caramba.experiment.controls import measure_controls
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_teacher_caches
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
+from caramba.experiment.variants import train_variant
 from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
@@ -57,7 +60,9 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     try:
         with attention_backends(session.device):
             for item in group.runs:
-                if item.train is not None:
+                if item.exp is not None:
+                    train_variant(session, item)
+                elif item.train is not None:
                     train_run(session, item, is_last=item is last_trained(group))
                 elif item.verify:
                     verify_run(session, item)
@@ -76,14 +81,23 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
 
 def finish(session: Session) -> None:
     """Benchmark and verify what the phases saved: models are read back from disk, no training state is held."""
+    if session.has_only_variants:
+        return
     if session.student is None and (session.trains("student") or session.group.benchmarks):
         transplant_student(session)
     read_back(session)
+    controls = [
+        bench for bench in session.group.benchmarks if isinstance(bench.config, ControlsBenchmarkConfig)
+    ]
     if FINAL not in session.ledger:
         named = (("teacher", session.teacher), ("student", session.student))
         models = {name: model.eval() for name, model in named if model is not None}
-        benchmarks = session.measure(session.group.benchmarks, models)
+        benchmarks = session.measure(
+            [bench for bench in session.group.benchmarks if bench not in controls], models
+        )
         session.ledger.add(StageRecord(_unphased(FINAL), benchmarks=benchmarks))
+    for bench in controls:
+        measure_controls(session, bench)
     last = last_trained(session.group)
     if VERIFY not in session.ledger and last is not None and last.verify:
         session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, last)))
@@ -111,7 +125,9 @@ def verify_run(session: Session, run: RunConfig) -> None:
 
 def last_trained(group: GroupConfig) -> RunConfig | None:
     """Return the last run that trains, controls aside: what it leaves is what is verified and benchmarked."""
-    return next((run for run in reversed(group.runs) if run.train and not run.train.control), None)
+    return next(
+        (run for run in reversed(group.runs) if run.train and not run.train.control and not run.exp), None
+    )
 
 
 def _unphased(stage: str) -> PhaseResult:

@@ -118,6 +118,12 @@ class Session:
         phases = [run.train for run in self.group.runs if run.train is not None]
         return any(phase.trains == role and not phase.control for phase in phases)
 
+    @property
+    def has_only_variants(self) -> bool:
+        """Whether the group trains nothing but from-scratch variants, so that there is no student."""
+        trained = [run for run in self.group.runs if run.train is not None]
+        return bool(trained) and all(run.exp is not None for run in trained)
+
     def seed_of(self, role: str) -> int:
         """Return the seed of the weights of `role`: that of the first run that trains it, else the manifest's."""
         seeds = [run.seed for run in self.group.runs if run.train and run.train.trains == role]
@@ -293,10 +299,12 @@ class Session:
     def stream_start(self, run: RunConfig) -> int:
         """Return the global sample at which a run's data begins: runs read one stream in turn, and a control reads
         again what the student's phases read."""
+        if run.exp is not None:
+            return 0
         position, student_start = 0, None
         for other in self.group.runs:
             phase = other.train
-            if phase is None:
+            if phase is None or other.exp is not None:
                 continue
             if phase.trains == "student" and student_start is None:
                 student_start = position

@@ -61,7 +61,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
     ):
         _skip(session, run, phase, "model.teacher.checkpoint is given")
         return
-    record = _fit(session, run, phase, verifies=bool(run.verify) and not is_last)
+    record = fit_phase(session, run, phase, verifies=bool(run.verify) and not is_last)
     session.ledger.add(record)
     state_path(session.run_dir, run.id).unlink(missing_ok=True)  # of no more use once the phase is on record
     hold(record.verdicts)
@@ -87,9 +87,14 @@ def hold(verdicts: tuple[Verdict, ...]) -> None:
             )
 
 
-def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool) -> StageRecord:
+def fit_phase(
+    session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool = False, stage: str | None = None
+) -> StageRecord:
+    """Train what a phase trains and save it; under the name of another `stage` the student is a control, which reads
+    the data of the run and adds no row of its own."""
     # Trainer and module refer to each other: without this the last phase's teacher copy and optimiser state stay.
     gc.collect()
+    name = stage or run.id
     torch.manual_seed(phase.seed if phase.seed is not None else run.seed)
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
@@ -98,7 +103,7 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
         phase,
         device=session.manifest.device,
         kernels=session.manifest.kernels,
-        name=run.id,
+        name=name,
         d_model=model.spec.embedder.d_model,
     )
     phase = phase.model_copy(update={"lr": decided.value("lr")})
@@ -106,7 +111,7 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
     objective = build_objective(session, phase, decided, model.to(session.device))
     schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
     logger.subheader(
-        f"{run.id}: {phase.phase} of the {'teacher (control)' if phase.control else phase.trains}, {phase.steps} steps"
+        f"{name}: {phase.phase} of the {'teacher (control)' if phase.control else phase.trains}, {phase.steps} steps"
     )
     verdicts: list[Verdict] = []
     rows: list[BenchmarkResult] = []
@@ -115,10 +120,10 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
         callbacks.append(BlockwiseDistillation(schedule))
     if verifies:
         callbacks.append(Verification(lambda: verdicts.extend(verify(session, run))))
-    if row := _row_name(session, run, phase):
+    if stage is None and (row := _row_name(session, run, phase)):
         callbacks.append(BenchmarkArtifacts(lambda: rows.extend(session.stage_row(row, model))))
-    role = "control" if phase.control else phase.trains or "student"
-    if phase.phase == "pretrain" and not phase.control:
+    role = "control" if phase.control or stage is not None else phase.trains or "student"
+    if phase.phase == "pretrain" and not phase.control and phase.trains != "variant":
         session.labels["proxy"] = f"trained from scratch on {session.corpus.name}"
     data = PhaseData(
         session.training_windows(phase),
@@ -133,29 +138,27 @@ def _fit(session: Session, run: RunConfig, phase: PhaseConfig, *, verifies: bool
         decided,
         manifest=session.manifest,
         run_dir=session.run_dir,
-        save_final=lambda: session.save(model, run.id, role),
+        save_final=lambda: session.save(model, name, role),
         callbacks=callbacks,
     )
     model.requires_grad_(True).eval().to(session.device)
     if outcome.steps < phase.steps:
-        logger.info(
-            f"{run.id}: ended after {outcome.steps} of {phase.steps} steps: every block has converged"
-        )
+        logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
     result = PhaseResult(
-        id=run.id,
+        id=name,
         phase=phase.phase,
         trains=role,
         steps=outcome.steps,
         tokens=outcome.tokens,
         seconds=outcome.seconds,
-        checkpoint=session.relative_path(run.id),
+        checkpoint=session.relative_path(name),
         loss=outcome.loss,
         details=_details(phase, schedule),
     )
     append_event(
         session.run_dir,
         "phase_finished",
-        phase=run.id,
+        phase=name,
         steps=outcome.steps,
         seconds=outcome.seconds,
         loss=outcome.loss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from caramba.config.benchmark import PerplexityBenchmarkConfig
+from caramba.config.benchmark import ControlsBenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
@@ -35,7 +35,8 @@ def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
     blocks += [
         bench.config.block_size
         for bench in group.benchmarks
-        if isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset
+        if (isinstance(bench.config, PerplexityBenchmarkConfig) and not bench.config.dataset)
+        or isinstance(bench.config, ControlsBenchmarkConfig)
     ]
     vocab_size = manifest.model.embedder.vocab_size
     corpus.check(vocab_size=vocab_size, block_size=max(blocks, default=1))

@@ -86,13 +86,14 @@ def freeze(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Frozen
 
 
 def _check_widths(frozen: Frozen) -> None:
-    from caramba.cost import check_widths
+    from caramba.cost import check_variants, check_widths
 
     try:
         check_widths(frozen.manifest.model)
     except ConfigError as error:
         path = read_path(str(error).partition(": ")[0])
         raise ConfigError(f"{error}{placed(path, frozen.source)}") from None
+    check_variants(frozen.manifest)
 
 
 def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Frozen:

@@ -96,7 +96,7 @@ def _check_student_has_weights(manifest: Manifest) -> None:
                     "  2. train=pretrain, which starts from random weights\n"
                     "  3. model=tiny_dba train=upcycle, which trains a teacher and distils a student from it"
                 )
-            has_weights = has_weights or run.train is not None
+            has_weights = has_weights or (run.train is not None and run.exp is None)
 
 
 def _check_teacher_is_trained(manifest: Manifest) -> None:

@@ -1,5 +1,6 @@
 """What several stages count in one way."""
 
+from caramba.measure.agreement import Agreement, agreement
 from caramba.measure.allocation import AllocationMeter
 from caramba.measure.nll import (
     WindowedNLL,
@@ -12,9 +13,11 @@ from caramba.measure.nll import (
 )
 
 __all__ = [
+    "Agreement",
     "AllocationMeter",
     "WindowedNLL",
     "Windows",
+    "agreement",
     "batches",
     "documents_of",
     "samples_of",

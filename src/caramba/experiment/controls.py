@@ -1,0 +1,235 @@
+"""Controls at matched bytes: what else the same teacher, cache bytes and tokens give, each a stage of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from caramba import upcycle
+from caramba.benchmark.memory import measure as measure_memory
+from caramba.config.benchmark import BenchmarkConfig, ControlName, ControlsBenchmarkConfig
+from caramba.config.controls import fewer_kv_heads
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.manifest import RunConfig
+from caramba.config.model import ModelSpec, SurgeryConfig
+from caramba.config.surgery import attention_configs
+from caramba.console import logger
+from caramba.errors import ConfigError, DataError
+from caramba.experiment.ledger import StageRecord
+from caramba.experiment.session import Session
+from caramba.experiment.stages import fit_phase
+from caramba.experiment.surgery import TRANSPLANT
+from caramba.measure import Agreement, agreement
+from caramba.model import Model, build_model, load_pretrained
+from caramba.result import BenchmarkResult, Metric, PhaseResult
+from caramba.train import state_path
+
+STUDENTS: tuple[ControlName, ...] = ("copy", "weight_svd", "random")
+DISTILLED = "_distilled"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One row of the comparison: a model, the cache it is read through, and the tokens that it trained on since the
+    teacher. `kind` None is a forward without a cache; bytes are then those of a 16-bit one."""
+
+    name: str
+    make: Callable[[], Model]
+    tokens: int = 0
+    kind: KVCacheKind | None = None
+
+
+def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
+    """Measure teacher, student and every control on the same held-out windows; a finished row is never repeated.
+
+    A control that this teacher and budget do not allow is a row with the reason; another failure is its stage's error.
+    """
+    config = bench.config
+    assert isinstance(config, ControlsBenchmarkConfig)
+    logger.subheader(f"controls: {bench.id}")
+    for subject in _subjects(session, bench.id, config):
+        stage = f"{bench.id}.{subject.name}"
+        if stage in session.ledger:
+            continue
+        began = time.perf_counter()
+        result = BenchmarkResult(stage, config.type)
+        try:
+            row = _row(session, subject, config)
+        except (ConfigError, DataError) as error:  # widths, parts or data that the control cannot have
+            logger.warning(f"{stage}: skipped, {error}")
+            result = dataclasses.replace(result, rows=({"model": subject.name, "skipped": str(error)},))
+        except Exception as error:  # recorded in report.json and turned into exit status 1 by the worker
+            logger.error(f"{stage}: {type(error).__name__}: {error}")
+            result = dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
+        else:
+            logger.info(
+                f"{stage}: PPL ratio {row['ppl_ratio']:.4f} at {row['kv_bytes_per_token']:g} bytes a token "
+                f"({row['kv_ratio']:.2f}x), KL {row['kl']:.4f}, top-1 {row['top1']:.1%}"
+            )
+            result = dataclasses.replace(result, rows=(row,), metrics=_metrics(row, bench.id))
+        seconds = time.perf_counter() - began
+        session.ledger.add(
+            StageRecord(
+                PhaseResult(stage, "controls", "none", 0, 0, seconds, ""),
+                benchmarks=(dataclasses.replace(result, seconds=seconds),),
+            )
+        )
+
+
+def _subjects(session: Session, bench_id: str, config: ControlsBenchmarkConfig) -> list[Subject]:
+    """List what is compared, in the order of the table."""
+    teacher, student = session.model_of("teacher"), session.model_of("student")
+    found = [Subject("teacher", lambda: teacher)]
+    if TRANSPLANT in session.ledger:
+        found.append(Subject("student_transplant", lambda: _saved(session, TRANSPLANT)))
+    trained = [phase for phase in session.phases() if phase.trains == "student" and phase.steps]
+    if trained or TRANSPLANT not in session.ledger:
+        found.append(Subject("student", lambda: student, sum(phase.tokens for phase in trained)))
+    for name in config.controls:
+        if name == "teacher_continued":
+            found.append(_continued(session))
+            continue
+        found.append(Subject(name, lambda name=name: _untrained(session, name)))
+        if config.distil:
+            tokens = sum(phase.tokens for phase in trained)
+            found.append(
+                Subject(name + DISTILLED, lambda name=name: _distilled(session, bench_id, name), tokens)
+            )
+    return found + [Subject(f"teacher_{kind.value}", lambda: teacher, 0, kind) for kind in config.cache_kinds]
+
+
+def _row(session: Session, subject: Subject, config: ControlsBenchmarkConfig) -> dict[str, Any]:
+    """Measure one subject beside the teacher; bytes are counted from cache tensors."""
+    session.move_to(session.device)  # Lightning leaves a trained model on the CPU
+    teacher, model = session.model_of("teacher"), subject.make().to(session.device)
+    found = agreement(
+        teacher,
+        model,
+        session.windows("val", config.block_size),
+        windows=config.batch_size * config.num_batches,
+        batch_size=config.batch_size,
+        device=session.device,
+        kind=subject.kind,
+        tail_tokens=config.cache_tail_tokens,
+    )
+    theirs = _bytes_per_token(session, teacher, KVCacheKind.FP16, config.block_size)
+    ours = _bytes_per_token(session, model, subject.kind or KVCacheKind.FP16, config.block_size)
+    low, high = found.interval or (None, None)
+    return {
+        "model": subject.name,
+        "tokens": subject.tokens,
+        "kv_bytes_per_token": ours,
+        "kv_ratio": theirs / ours,
+        **_losses(found),
+        "ppl_ratio": found.ppl_ratio,
+        "ppl_ratio_low": low,
+        "ppl_ratio_high": high,
+        "kl": found.kl,
+        "top1": found.top1,
+        "windows": len(found.model.window_means),
+        "block_size": config.block_size,
+        "skipped": None,
+    }
+
+
+def _losses(found: Agreement) -> dict[str, float | None]:
+    return {
+        "nll": found.model.mean,
+        "perplexity": found.model.perplexity,
+        "delta_nll": found.delta_nll,
+        "delta_nll_standard_error": found.delta_standard_error,
+    }
+
+
+def _bytes_per_token(session: Session, model: Model, kind: KVCacheKind, length: int) -> float:
+    vocab_size = session.manifest.model.embedder.vocab_size
+    return measure_memory(model, length, 1, kind, vocab_size, session.device)["kv_bytes_per_token"]
+
+
+def _metrics(row: dict[str, Any], source: str) -> tuple[Metric, ...]:
+    name, n, error = row["model"], row["windows"], row["delta_nll_standard_error"]
+    units = {
+        "tokens": "tokens",
+        "perplexity": "",
+        "delta_nll": "nats/token",
+        "ppl_ratio": "ratio",
+        "kl": "nats/token",
+        "top1": "share",
+        "kv_bytes_per_token": "bytes",
+        "kv_ratio": "ratio",
+    }
+    stds = {} if error is None else {"delta_nll": error, "ppl_ratio": error * row["ppl_ratio"]}
+    return tuple(
+        Metric(f"controls.{name}.{field}", float(row[field]), unit, n, stds.get(field), source)
+        for field, unit in units.items()
+    )
+
+
+def _untrained(session: Session, name: ControlName) -> Model:
+    """Build a control from the current teacher as surgery leaves it.
+
+    Raises:
+        ConfigError: the teacher or the budget does not allow it.
+    """
+    teacher, student = session.model_of("teacher"), session.model_of("student")
+    spec: ModelSpec = student.spec
+    if name == "copy":
+        elements = sum(layer.dims().cached for layer in attention_configs(student.spec.topology))
+        spec = fewer_kv_heads(teacher.spec, elements)
+    # Surgery computes in float64, which MPS does not have.
+    device = torch.device("cpu") if session.device.type == "mps" else session.device
+    model = build_model(spec, seed=session.seed_of("student")).to(device)
+    upcycle.transplant(teacher.to(device), model, SurgeryConfig.model_validate({"method": name}))
+    teacher.to(session.device)
+    return model.to(session.device).eval()
+
+
+def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
+    """Take a control through the student's phases, each a stage that a resumed run does not repeat.
+
+    Raises:
+        ConfigError: no phase distils the student, or the control cannot be made.
+    """
+    phases = [run for run in session.group.runs if _distils(run)]
+    if not phases:
+        raise ConfigError(
+            "no run distils the student; add one (train=upcycle, train=blockwise), or set distil: false"
+        )
+    shadow = dataclasses.replace(session, student=_untrained(session, name))
+    for run in phases:
+        stage = f"{bench_id}.{name}.{run.id}"
+        phase = run.train
+        assert phase is not None
+        if stage not in session.ledger:
+            session.ledger.add(fit_phase(shadow, run, phase, stage=stage))
+            state_path(session.run_dir, stage).unlink(missing_ok=True)
+        else:
+            shadow.student = _saved(session, stage)
+    return shadow.model_of("student").eval()
+
+
+def _distils(run: RunConfig) -> bool:
+    return run.train is not None and run.train.trains == "student" and run.train.phase != "pretrain"
+
+
+def _continued(session: Session) -> Subject:
+    """The teacher trained further, by the group's phase with `control: true`."""
+    ids = [run.id for run in session.group.runs if run.train is not None and run.train.control]
+
+    def make() -> Model:
+        if not ids:
+            raise ConfigError(
+                "no run trains the teacher further; add a phase with control: true (train=upcycle has one)"
+            )
+        return _saved(session, ids[-1])
+
+    return Subject("teacher_continued", make, session.ledger[ids[-1]].phase.tokens if ids else 0)
+
+
+def _saved(session: Session, stage: str) -> Model:
+    return load_pretrained(session.weights_path(stage), device=session.device)[0]
