@@ -66,10 +66,10 @@ def check_format(name: str) -> str:
 
 
 def check_out(folder: Path, *, force: bool) -> None:
-    """Refuse a place that holds something.
+    """Refuse a place that holds something, or that cannot be written.
 
     Raises:
-        ConfigError: a file, or a folder with files in it and no `force`.
+        ConfigError: a file, a folder with files in it and no `force`, or a place that the system refuses.
     """
     if folder.is_file():
         raise ConfigError(f"export: --out {folder} is a file; name a folder")
@@ -77,6 +77,14 @@ def check_out(folder: Path, *, force: bool) -> None:
         raise ConfigError(
             f"export: --out {folder} is not empty; name another, or add --force to replace files of its names"
         )
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"export: --out {folder} cannot be written ({error.strerror}); name a folder where you may write"
+        ) from None
 
 
 def export_model(
@@ -100,7 +108,6 @@ def export_model(
     check_format(format)
     folder = folder.expanduser().absolute()
     check_out(folder, force=force)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}.", suffix=".part", dir=folder.parent
     ) as temporary:

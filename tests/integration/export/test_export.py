@@ -15,6 +15,8 @@ from caramba.checkpoint import load_tensors
 from caramba.checkpoint.formats import read_model_tensors
 from caramba.cli import main
 from caramba.data import train_bpe
+from caramba.errors import ConfigError
+from caramba.export.write import check_out
 from caramba.infer import greedy, open_model
 from caramba.model import load_pretrained
 from tests.integration.export.samples import (
@@ -493,3 +495,11 @@ def test_an_unknown_run_is_named_and_force_replaces(tmp_path, monkeypatch, capsy
     folder = exported(tmp_path, run, "--force")
     assert (folder / "mine.txt").read_text() == "mine"
     assert (folder / "config.json").is_file()
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"cannot be written \(.*\); name a folder where you may write"):
+        check_out(tmp_path / "file" / "out", force=False)
+    check_out(tmp_path / "new" / "out", force=False)
+    assert list((tmp_path / "new").iterdir()) == []
