@@ -70,7 +70,9 @@ def test_text_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path, cach
     done = caramba([*words, f"data.path={prepared(tmp_path / 'bpe', bpe=True)}"], tmp_path, cache)
     assert done.returncode == 2
     assert "has a tokenizer of 257 entries, and the tokens of" in done.stderr
-    assert "the same ids mean other text; prepare the data (caramba prepare text" in done.stderr
+    assert (
+        "the same ids mean other text; prepare the data with the model's (caramba prepare text" in done.stderr
+    )
     # the same tokenizer passes, though its files are spelt differently
     done = caramba([*words, f"data.path={prepared(tmp_path / 'bytes', bpe=False)}"], tmp_path, cache)
     assert done.returncode == 0, done.stderr

@@ -43,6 +43,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of the shape of tiny_dba's teacher, with another vocabulary."""
+    folder = tmp_path_factory.mktemp("hf") / "tiny-llama"
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "vocab_size": 61}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads)).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def snapshot(written: Path, tmp_path: Path) -> Path:
     home = tmp_path / "hub" / "models--someone--tiny-llama"
@@ -96,20 +106,31 @@ def test_a_path_that_is_no_model(path: str, text: str) -> None:
         manifest_of("model=hf", f"model.path={path}", *LOAD_ONLY)
 
 
-def test_a_teacher_folder_describes_the_teacher(written: Path) -> None:
-    words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={written}"]
+def test_a_teacher_folder_describes_the_teacher(teacher_folder: Path, written: Path) -> None:
+    words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={teacher_folder}"]
     with pytest.raises(ConfigError, match=r"vocab_size=2048 differs from .*=61"):
         manifest_of(*words, "train=finetune")
     manifest = check_weights(manifest_of(*words, "model.embedder.vocab_size=61", "train=finetune"))
     teacher = manifest.model.teacher
     assert teacher is not None
-    assert teacher.checkpoint == str(written)
-    assert teacher.manifest == spec_of_folder(written)
+    assert teacher.checkpoint == str(teacher_folder)
+    assert teacher.manifest == spec_of_folder(teacher_folder)
+    with pytest.raises(
+        ConfigError, match="the student has 4 attention layers, its teacher 2; make them equal"
+    ):
+        manifest_of(
+            *words[:2],
+            f"model.teacher.checkpoint={written}",
+            "model.embedder.vocab_size=61",
+            "train=finetune",
+        )
 
 
-def test_a_cached_hub_id_is_found_without_the_network(snapshot: Path) -> None:
+def test_a_cached_hub_id_is_found_without_the_network(snapshot: Path, teacher_folder: Path) -> None:
     model = check_weights(manifest_of("model=hf", f"model.path={HUB_ID}", *LOAD_ONLY)).model
     assert (model.name, model.path) == ("tiny-llama", str(snapshot))
+    shutil.rmtree(snapshot)
+    shutil.copytree(teacher_folder, snapshot)
     words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={HUB_ID}"]
     teacher = check_weights(
         manifest_of(*words, "model.embedder.vocab_size=61", "train=finetune")
