@@ -111,7 +111,7 @@ def measure(size: int, options: argparse.Namespace, folder: Path) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=float, nargs=2, default=(50, 200), metavar=("SMALL", "LARGE"))
+    parser.add_argument("--megabytes", type=float, nargs=2, default=(250, 1000), metavar=("SMALL", "LARGE"))
     parser.add_argument(
         "--text", type=Path, help="a UTF-8 file to repeat, instead of the installed packages' source"
     )
