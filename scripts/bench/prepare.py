@@ -4,7 +4,7 @@ Text is Python source of the installed packages, repeated as documents that diff
 runs on a smaller and on a larger amount, on one core. Speed is the difference of their text over the difference of
 their CPU time, so that start-up and training the BPE do not count, nor what other processes take.
 
-Usage: python scripts/bench/prepare.py [--megabytes 50 200] [--text FILE] [--train-bpe 8192] [--out FILE]
+Usage: python scripts/bench/prepare.py [--megabytes 250 1000] [--text FILE] [--train-bpe 8192] [--out FILE]
 """
 
 from __future__ import annotations
