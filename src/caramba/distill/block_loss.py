@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.layer import AttentionLayer, Documents
+from caramba.layer.projection import widened
 
 
 def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -14,7 +15,7 @@ def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) 
 
     Shape: both [B, T, M], documents [B, T] -> [].
     """
-    return _mean((_wide(predicted) - _wide(target)).abs(), documents)
+    return _mean((widened(predicted) - widened(target)).abs(), documents)
 
 
 class BlockDistance(nn.Module):
@@ -36,7 +37,7 @@ def relative_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = No
 
 def mean_abs(target: Tensor, documents: Tensor | None = None) -> Tensor:
     """Mean of |o_t|, at least the smallest positive number. Shape: [B, T, M] -> []."""
-    wide = _wide(target)
+    wide = widened(target)
     return _mean(wide.abs(), documents).clamp_min(torch.finfo(wide.dtype).tiny)
 
 
@@ -93,7 +94,7 @@ def attention_log_probabilities(
     groups, length = q.shape[1] // k.shape[1], x.shape[1]
     picked = q.gather(2, rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
     picked = picked.unflatten(1, (k.shape[1], groups))
-    scores = _wide(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
+    scores = widened(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
     places = torch.arange(length, device=x.device)
     window = length if layer.score.window is None else layer.score.window
     last = rows[:, None, :, None]
@@ -103,7 +104,7 @@ def attention_log_probabilities(
     scores = scores.masked_fill(hidden, float("-inf"))
     if layer.null_k is not None:
         null = layer.null_k.to(picked.dtype).view(k.shape[1], -1)
-        null_scores = _wide(torch.einsum("bkgnd,kd->bkgn", picked, null)).flatten(1, 2)
+        null_scores = widened(torch.einsum("bkgnd,kd->bkgn", picked, null)).flatten(1, 2)
         scores = torch.cat((null_scores[..., None], scores), dim=-1)
     return F.log_softmax(scores, dim=-1)
 
@@ -114,7 +115,3 @@ def _without_null(layer: AttentionLayer, log_probabilities: Tensor) -> Tensor:
         return log_probabilities
     tokens = log_probabilities[..., 1:]
     return tokens - tokens.logsumexp(-1, keepdim=True)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

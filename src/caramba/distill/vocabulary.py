@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from caramba.data import IGNORED
+from caramba.layer.projection import widened
 from caramba.model import Model
 
 
@@ -45,7 +46,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Shape: logits [..., V], targets [...] -> [].
     """
     kept = (targets != IGNORED).sum().clamp_min(1)
-    return _cross_entropies(_wide(logits.flatten(0, -2)), targets.flatten()).sum() / kept
+    return _cross_entropies(widened(logits.flatten(0, -2)), targets.flatten()).sum() / kept
 
 
 def teacher_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -53,8 +54,8 @@ def teacher_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 
     Shape: both [..., V] -> []. Computed in at least fp32.
     """
-    theirs = F.log_softmax(_wide(teacher_logits.flatten(0, -2)) / temperature, dim=-1)
-    return _divergences(_wide(student_logits.flatten(0, -2)), TeacherRows(theirs), temperature).mean()
+    theirs = F.log_softmax(widened(teacher_logits.flatten(0, -2)) / temperature, dim=-1)
+    return _divergences(widened(student_logits.flatten(0, -2)), TeacherRows(theirs), temperature).mean()
 
 
 def vocabulary_losses(
@@ -102,7 +103,7 @@ class _Part:
     def sums(self, hidden: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums over tokens start to stop: what is minimised, CE and KL."""
         targets = self.targets[start:stop]
-        logits = _wide(self.model.logits(hidden))
+        logits = widened(self.model.logits(hidden))
         weighs_ce = self.kl_weight < 1.0
         with torch.set_grad_enabled(weighs_ce and torch.is_grad_enabled()):
             ce = _cross_entropies(logits, targets).sum()
@@ -184,7 +185,3 @@ def _divergences(logits: Tensor, rows: TeacherRows, temperature: float) -> Tenso
         rest_q = log_q.scatter(-1, rows.index, float("-inf")).logsumexp(-1)
         divergence = divergence + rest_p * (rest_p.log() - rest_q)
     return divergence * temperature**2
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import IGNORED
 from caramba.errors import CarambaError, DataError
+from caramba.layer.projection import widened
 from caramba.measure.nll import WindowedNLL, Windows, batches, documents_of, spread_windows
 from caramba.model import Model
 
@@ -127,7 +128,7 @@ def _scores(models: tuple[Model, Model], hidden: tuple[Tensor, Tensor], targets:
     for start in range(0, len(flat), CHUNK):
         part = flat[start : start + CHUNK]
         log_p, log_q = (
-            F.log_softmax(_wide(model.logits(states.flatten(0, 1)[start : start + CHUNK])), dim=-1)
+            F.log_softmax(widened(model.logits(states.flatten(0, 1)[start : start + CHUNK])), dim=-1)
             for model, states in zip(models, hidden, strict=True)
         )
         nll = [F.nll_loss(scores, part, reduction="none", ignore_index=IGNORED) for scores in (log_p, log_q)]
@@ -135,7 +136,3 @@ def _scores(models: tuple[Model, Model], hidden: tuple[Tensor, Tensor], targets:
         agrees = (log_p.argmax(-1) == log_q.argmax(-1)).to(kl.dtype)
         chunks.append(torch.stack((*nll, kl, agrees)) * (part != IGNORED))
     return torch.cat(chunks, 1).cpu().double().unflatten(1, targets.shape).sum(-1)
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer import AttentionLayer, Documents
+from caramba.layer.projection import widened
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
@@ -67,7 +68,7 @@ def capture(
             inputs[name].append(args[0])
             if ids is not None:
                 kept_apart[name].append(ids)
-            outputs[name].append(wide(output) - (0 if layer.out.bias is None else layer.out.bias))
+            outputs[name].append(widened(output) - (0 if layer.out.bias is None else layer.out.bias))
 
         return hook
 
@@ -82,7 +83,7 @@ def capture(
         q, k, v = unrotated(layer, torch.cat(inputs.pop(name)))
         output = torch.cat(outputs.pop(name))
         seen = torch.cat(kept_apart[name]) if documents is not None else None
-        found.append(HeldOut(layer, wide(q), wide(k), wide(v), output, seen))
+        found.append(HeldOut(layer, widened(q), widened(k), widened(v), output, seen))
     return found
 
 
@@ -137,10 +138,6 @@ def per_head_output(held: HeldOut, maps: PerHeadMaps) -> Tensor:
     out = held.attend(q, k, held.v @ maps.value.to(dtype))
     out = out @ maps.expansion.to(dtype).repeat_interleave(group, 0)
     return _project(layer, out + maps.constant.to(dtype).repeat_interleave(group, 0)[:, None])
-
-
-def wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _table(held: HeldOut, frequencies: Tensor, factor: float) -> tuple[Tensor, Tensor]:

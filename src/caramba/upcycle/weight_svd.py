@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from caramba.layer import AttentionLayer, DecoupledProjection, StandardProjection
+from caramba.upcycle.algebra import symmetric_roots
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,6 @@ class Factors:
     cached: Tensor
     counterpart: Tensor
     energy: float
-
-
-def damped_roots(gram: Tensor, damping: float = 1e-9) -> tuple[Tensor, Tensor]:
-    """Return G^1/2 and G^-1/2 of a symmetric positive semidefinite [n, n] float64 matrix, eigenvalues floored."""
-    values, vectors = torch.linalg.eigh(gram)
-    values = values.clamp_min(values.max().clamp_min(torch.finfo(values.dtype).tiny) * damping)
-    return (vectors * values.sqrt()) @ vectors.T, (vectors * values.rsqrt()) @ vectors.T
 
 
 def low_rank(weight: Tensor, gram: Tensor, rank: int) -> Factors:
@@ -47,7 +41,7 @@ def low_rank(weight: Tensor, gram: Tensor, rank: int) -> Factors:
     counterpart = weight.new_zeros(rank, n)
     if n == 0:
         return Factors(cached, counterpart, 1.0)
-    root, inverse = damped_roots(gram)
+    root, inverse = symmetric_roots(gram)
     values, vectors = torch.linalg.eigh(root @ weight @ weight.T @ root)
     keep = min(rank, n)
     basis = vectors.flip(1)[:, :keep]

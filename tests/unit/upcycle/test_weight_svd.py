@@ -10,7 +10,8 @@ from caramba.distill import block_errors
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
 from caramba.upcycle import pair_attention, transplant
-from caramba.upcycle.weight_svd import damped_roots, low_rank, select_pairs
+from caramba.upcycle.algebra import symmetric_roots
+from caramba.upcycle.weight_svd import low_rank, select_pairs
 
 M, HEADS, KV, DIM = 32, 4, 2, 8
 
@@ -124,7 +125,7 @@ def test_low_rank_is_the_best_approximation_of_its_rank() -> None:
 
 
 def test_damped_roots_of_a_singular_matrix_are_finite() -> None:
-    root, inverse = damped_roots(torch.diag(torch.tensor([4.0, 0.0], dtype=torch.float64)))
+    root, inverse = symmetric_roots(torch.diag(torch.tensor([4.0, 0.0], dtype=torch.float64)))
     assert torch.isfinite(inverse).all()
     torch.testing.assert_close(root[0, 0], torch.tensor(2.0, dtype=torch.float64))
 
