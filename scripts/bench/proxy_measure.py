@@ -26,12 +26,17 @@ class HeldOut:
     depths: Tensor
 
 
-def held_out(corpus: ProxyCorpus, n_windows: int, n_recall: int, n_tokens: int, seed: int = 20) -> HeldOut:
-    """Return disjoint windows spread over the validation split, and recall samples made of random ones."""
+def held_out(
+    corpus: ProxyCorpus, n_windows: int, n_recall: int, n_tokens: int, seed: int = 20, shift: int = 0
+) -> HeldOut:
+    """Return disjoint windows spread over the validation split, and recall samples made of random ones.
+
+    Another `shift`, below the number of windows of the split over `n_windows`, gives other windows.
+    """
     width = n_tokens + 1
     available = corpus.val.numel() // width
     n_windows = min(n_windows, available)
-    chosen = torch.linspace(0, available - 1, n_windows).round().long()
+    chosen = (torch.linspace(0, available - 1, n_windows).round().long() + shift) % available
     text = torch.stack([corpus.val[i * width : (i + 1) * width] for i in chosen.tolist()]).long()
     generator = torch.Generator(corpus.val.device).manual_seed(seed)
     rows = windows(corpus.val, n_recall, width, generator)

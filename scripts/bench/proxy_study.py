@@ -39,10 +39,7 @@ class Size:
     teacher_tokens: int
     teacher_batch: int
     teacher_lr: float
-    blockwise_tokens: int
-    drift_tokens: int
-    global_tokens: int
-    batch: int
+    distil_tokens: int
     calibration_windows: int
     eval_windows: int
     recall_samples: int
@@ -52,24 +49,25 @@ class Size:
 SIZES = {
     "full": Size(
         768, 12, 12, 3, 2048, 16384, 1024, 400_000_000, 301_000_000, 64, 1.5e-3,
-        46_000_000, 2_000_000, 21_000_000, 32, 256, 256, 256,
+        69_500_000, 256, 256, 256,
         {"1.78x": (152, 64), "2.67x": (96, 48), "5.33x": (48, 24), "6.4x": (40, 20), "10.7x": (24, 12)},
     ),
     # The study's shapes with next to no training: whether it runs, and how fast.
     "trial": Size(
         768, 12, 12, 3, 2048, 16384, 1024, 120_000_000, 6_000_000, 64, 1.5e-3,
-        1_300_000, 700_000, 1_000_000, 32, 256, 256, 256, {"2.67x": (96, 48), "5.33x": (48, 24)},
+        3_000_000, 256, 256, 256, {"2.67x": (96, 48), "5.33x": (48, 24)},
     ),
     "tiny": Size(
         128, 3, 4, 1, 256, 1024, 256, 3_000_000, 400_000, 8, 3e-3,
-        40_000, 4_000, 20_000, 8, 8, 16, 16,
+        160_000, 8, 16, 16,
         {"1.78x": (48, 24), "5.33x": (16, 8)},
     ),
 }  # fmt: skip
 HEAD_DIM = 64
 RECALL_SHARE = 0.05
-SHORT_SHARE = 0.28  # the whole of a run's phases in under 20M tokens
+SHORT_SHARE = 0.285  # of distil_tokens: under 20M
 METHODS = ("dba", "fitted", "weight_svd", "random")  # fitted is dba with widths by layer under the same bytes
+CONTINUED = "teacher"  # no surgery: the teacher itself, trained on the students' tokens
 POOLED = "copy"  # one key/value head: what mean-pooled heads can come nearest to the budgets
 
 
@@ -137,6 +135,10 @@ class Study:
         self.corpus = self._corpus()
         size = self.size
         self.held_out = held_out(self.corpus, size.eval_windows, size.recall_samples, size.n_tokens)
+        # Recipes are chosen on other windows than those that are reported.
+        self.selection = held_out(
+            self.corpus, size.eval_windows, size.recall_samples, size.n_tokens, seed=21, shift=1
+        )
 
     def _corpus(self) -> ProxyCorpus:
         place = self.state / "corpus.pt"
@@ -173,6 +175,8 @@ class Study:
     def spec_of(self, budget: str, method: str) -> ModelSpec:
         """Return what a method builds at a budget: the widths of `fitted` follow from the calibration."""
         size, vocab_size = self.size, self.corpus.vocab_size
+        if budget == CONTINUED:
+            return teacher_spec(size, vocab_size)
         if budget == POOLED:
             heads = {"n_heads": size.n_heads, "n_kv_heads": 1, "head_dim": HEAD_DIM}
             return spec(size, {"mode": "gqa", **heads}, vocab_size)
@@ -223,6 +227,10 @@ def transplant_into(study: Study, student: Model, method: str, seed: int) -> dic
     """Initialise a student by a method and return what its report says."""
     if method == "random":
         init_weights(student)
+    if method == CONTINUED:
+        student.load_state_dict(study.frozen_teacher.state_dict())
+        student.eval()
+        return {"method": method}
     calibration = study.calibration if method in ("dba", "fitted") else None
     began = time.monotonic()
     config = SurgeryConfig(method="dba" if method == "fitted" else method)  # type: ignore[arg-type]
@@ -241,17 +249,18 @@ def transplant_into(study: Study, student: Model, method: str, seed: int) -> dic
     }
 
 
-def measure(study: Study, teacher: Model, student: Model) -> dict[str, Any]:
+def measure(study: Study, teacher: Model, student: Model, *, selection: bool = False) -> dict[str, Any]:
     """Return everything that is reported of a student beside its teacher; bytes are counted from cache tensors."""
-    nll = window_nll(student, study.held_out, study.autocast, 16)
-    theirs = np.load(study.state / "teacher_nll.npy")
-    depths = recall_by_depth(student, study.held_out, study.autocast, 16)
+    data = study.selection if selection else study.held_out
+    nll = window_nll(student, data, study.autocast, 16)
+    theirs = np.load(study.state / f"teacher_nll{'_selection' if selection else ''}.npy")
+    depths = recall_by_depth(student, data, study.autocast, 16)
     facts = study.read("teacher")
     assert facts is not None
     ours, full = (model.new_context(1, 64, KVCacheKind.BF16).bytes_per_token for model in (student, teacher))
     return {
         **ratio_with_interval(nll, theirs),
-        **agreement(teacher, student, study.held_out, study.autocast, 16),
+        **agreement(teacher, student, data, study.autocast, 16),
         "recall_by_depth": depths,
         "recall": sum(depths) / len(depths),
         "recall_share": sum(depths) / len(depths) / max(facts["recall"], 1e-9),

@@ -30,11 +30,14 @@ def main() -> None:
     colours = dict(zip(names, ("C0", "C1", "C2", "C3"), strict=True))
     points: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in data["untrained"]:
-        if row["method"] in names:
+        if row["method"] in names and not row.get("spread"):
             key = ("untrained: " + names[row["method"]], colours[row["method"]], "o--")
             points.setdefault(key, []).append((row["kv_ratio"], row["ppl_ratio"] - 1))
+    most = max(run["tokens"] for run in data["distilled"])
     for run in data["distilled"]:
-        after, marker = run["phases"]["global"]["after"], "^" if run["share"] < 1 else "s"
+        if run["method"] not in names:  # the teacher trained further has no ratio of its own
+            continue
+        after, marker = run["phases"]["global"]["after"], "^" if run["tokens"] < 0.9 * most else "s"
         tokens = f"distilled, {run['tokens'] / 1e6:.0f}M tokens: "
         key = (tokens + names[run["method"]], colours[run["method"]], marker)
         points.setdefault(key, []).append((after["kv_ratio"], after["ppl_ratio"] - 1))

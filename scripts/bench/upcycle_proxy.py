@@ -1,30 +1,35 @@
 """The proxy study: a GQA teacher trained from scratch on local source code, and DBA students of it. Writes JSON.
 
-    python scripts/bench/upcycle_proxy.py teacher --state DIR --seconds 560  # again until it says that it is done
-    python scripts/bench/upcycle_proxy.py surgery --state DIR  # untrained students, every method and budget
-    python scripts/bench/upcycle_proxy.py distil --state DIR --seconds 560  # again until every run is done
+    torchrun --nproc-per-node 4 scripts/bench/upcycle_proxy.py teacher --state DIR --seconds 560
+    python scripts/bench/upcycle_proxy.py surgery search --state DIR --devices 4 --seconds 300
+    python scripts/bench/upcycle_proxy.py distil --state DIR --devices 4 --seconds 560
     python scripts/bench/upcycle_proxy.py collect --state DIR --out docs/benchmarks/upcycle_proxy.json
 
-Every stage adds whole files to DIR, so that a call that is cut short loses one run at most. `--size tiny` tries the
-same on a CPU. All results are of a proxy: they support no claim about Llama.
+`surgery` makes the untrained students, `search` chooses the recipe on other validation windows than those that are
+reported. Every stage adds whole files to DIR and does what is missing there, so that a call that is cut short loses
+the jobs under way at most; on one device run the teacher by `python`. `--size tiny` tries the same on a CPU. All
+results are of a proxy: they support no claim about Llama.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from proxy_measure import recall_by_depth, window_nll
+from proxy_pool import Pool, pool
+from proxy_recipe import Recipe, Run, distil
 from proxy_study import (
+    CONTINUED,
     HEAD_DIM,
     METHODS,
     POOLED,
@@ -37,21 +42,37 @@ from proxy_study import (
     teacher_spec,
     transplant_into,
 )
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional as F
 
-from caramba.distill import BlockwiseObjective, Objective, TeacherLogitsObjective
-from caramba.layer import RMSNormLayer, SwiGLULayer
-from caramba.model import Model, build_model
+from caramba.model import build_model
 from caramba.runs.files import write_json
-from caramba.upcycle import pair_attention
 
-BLOCK_LR, GLOBAL_LR = 1e-3, 3e-4
+HEADLINE = "5.33x"
+# Single changes of the recipe, tried in this order on top of the best so far.
+CHANGES: tuple[dict[str, Any], ...] = (
+    {"global_lr": 2e-4},
+    {"global_lr": 1.2e-4, "map_lr": 3.0},
+    {"global_lr": 1e-4},
+    {"global_lr": 5e-5, "map_lr": 8.0},
+    {"muon": True},
+    {"map_lr": 2.0},
+    {"batch": 32},
+    {"kl_weight": 0.9},
+    {"method": "weight_svd"},
+    {"method": "fitted"},
+    {"blockwise": 0.2},
+    {"attention_weight": 0.1},
+)
+TRIAL_SHARE = 0.2  # of distil_tokens
 
 
 def train_teacher(study: Study, clock: Clock) -> bool:
-    """Train the teacher until it is done or the time is up; return whether it is done."""
+    """Train the teacher until it is done or the time is up; return whether it is done. Ranks share each batch."""
     size = study.size
+    rank, world = (
+        (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+    )
     if study.read("teacher"):
         return True
     model = build_model(teacher_spec(size, study.corpus.vocab_size), seed=0).to(study.device)
@@ -76,24 +97,28 @@ def train_teacher(study: Study, clock: Clock) -> bool:
 
     compiled = study.compiled(loss_of)
     began, first, shown = time.monotonic(), step, time.monotonic()
-    while step < steps and clock.left() > 12:
+    while step < steps and (world > 1 or clock.left() > 12):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, size.teacher_lr, min(300, steps // 10))
-        x, y = study.batch(size.teacher_batch, 1, step)
+        x, y = (part.chunk(world)[rank] for part in study.batch(size.teacher_batch, 1, step))
         with study.autocast():
             loss = compiled(x, y)
         loss.backward()
+        if world > 1:
+            average_gradients(model, world)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
         if step % 50 == 0:
             loss.item()  # keeps the queue short, so that the clock is the device's
-        if time.monotonic() - shown > 30:
+        if time.monotonic() - shown > 30 and rank == 0:
             shown = time.monotonic()
             print(f"teacher step {step}/{steps} loss {loss.item():.3f} "
                   f"{(step - first) * per_step / (shown - began) / 1e3:.0f}k tok/s", flush=True)  # fmt: skip
     spent += time.monotonic() - began
+    if rank:
+        return step == steps
     torch.save(
         {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "seconds": spent},
         place,
@@ -103,6 +128,7 @@ def train_teacher(study: Study, clock: Clock) -> bool:
         return False
     model.eval()
     nll = window_nll(model, study.held_out, study.autocast, 16)
+    np.save(study.state / "teacher_nll_selection.npy", window_nll(model, study.selection, study.autocast, 16))
     depths = recall_by_depth(model, study.held_out, study.autocast, 16)
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -110,6 +136,7 @@ def train_teacher(study: Study, clock: Clock) -> bool:
         "tokens": steps * per_step,
         "epochs": steps * per_step / study.corpus.train.numel(),
         "seconds": spent,
+        "devices": world,
         "nll": float(nll.mean()),
         "perplexity": math.exp(nll.mean()),
         "bits_per_byte": float(nll.mean()) * study.corpus.bits_per_nat_token,
@@ -126,190 +153,122 @@ def train_teacher(study: Study, clock: Clock) -> bool:
     return True
 
 
-@dataclass(frozen=True)
-class Run:
-    """One distillation: where it starts and how long it is."""
-
-    budget: str
-    method: str = "dba"
-    seed: int = 0
-    share: float = 1.0
-
-    @property
-    def name(self) -> str:
-        short = "" if self.share == 1.0 else "_short"
-        return f"distil_{self.budget}_{self.method}_{self.seed}{short}"
+def average_gradients(model: nn.Module, world: int) -> None:
+    """Replace every gradient by its mean over the ranks, in one reduction."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    distributed.all_reduce(flat)
+    flat /= world
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
-RUNS = (
-    Run("5.33x"),
-    Run("5.33x", share=SHORT_SHARE),
-    Run("6.4x"),
-    Run("10.7x"),
-    Run("5.33x", method="weight_svd"),
-    Run("5.33x", seed=1),
-    Run("5.33x", seed=2),
-    Run(POOLED, method=POOLED),
-)
-
-
-@contextmanager
-def compiled(study: Study, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Run compiled code for a while. Only `forward` is replaced: hooks stay outside, and equal modules share graphs."""
-    if study.device.type != "cuda":
-        yield
-        return
-    torch._dynamo.config.recompile_limit = 64
-    for module in modules:
-        module.forward = torch.compile(module.forward)
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.__dict__.pop("forward", None)
-
-
-def train(
-    study: Study, objective: Objective, *, tokens: int, lr: float, seed: int, first: int
-) -> dict[str, float]:
-    """Run one phase on `tokens` tokens, from batch `first` of the seed's stream, with a cosine of its own."""
-    size = study.size
-    steps = max(tokens // (size.batch * size.n_tokens), 1)
-    named = objective.trainable()
-    chosen = {id(parameter) for _, parameter in named}
-    for parameter in objective.model.parameters():
-        parameter.requires_grad_(id(parameter) in chosen)
-    objective.model.train()
-    parameters = [parameter for _, parameter in named]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=study.device.type == "cuda"
+def untrained(study: Study, budget: str, method: str) -> dict[str, Any]:
+    """Make and measure a student of a budget by a method, without training."""
+    student = study.student(budget, method)
+    surgery = transplant_into(study, student, method, 0)
+    row = {"budget": budget, **surgery, **measure(study, study.frozen_teacher, student)}
+    print(
+        f"{budget} {method}: {row['kv_ratio']:.2f}x, untrained ratio {row['ppl_ratio']:.4f} "
+        f"[{row['ppl_ratio_low']:.4f}, {row['ppl_ratio_high']:.4f}], recall {row['recall_share']:.3f}",
+        flush=True,
     )
-    began = time.monotonic()
-    steady, steady_step = began, 0
-    losses: dict[str, torch.Tensor] = {}
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, steps, lr, max(steps // 30, 1))
-        with study.autocast():
-            losses = objective.step(
-                study.batch(size.batch, 100 + seed, first + step), lambda loss: loss.backward()
-            )
-        for group in objective.clip_groups():
-            nn.utils.clip_grad_norm_(group, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if step % 20 == 4:
-            losses["loss"].item()
-        if step == 4:
-            steady, steady_step = time.monotonic(), 5
-    loss = losses["loss"].item()
-    ended = time.monotonic()
-    objective.finish()
-    objective.model.eval().requires_grad_(False)
-    per_second = (steps - steady_step) * size.batch * size.n_tokens / max(ended - steady, 1e-9)
-    return {
-        "steps": steps,
-        "tokens": steps * size.batch * size.n_tokens,
-        "seconds": ended - began,
-        "tokens_per_second": per_second,
-        "loss": loss,
-    }
+    return row
 
 
-def seconds_of(study: Study, run: Run) -> float:
-    """Return how long a run may take, from the slowest of those that are done."""
-    done = [found["seconds"] / found["share"] for other in RUNS if (found := study.read(other.name))]
-    return max(done, default=150.0) * run.share * 1.1 + 15
-
-
-def distil(study: Study, clock: Clock) -> bool:
-    """Do the distillations that are not done yet, while there is time; return whether all are."""
-    teacher = study.frozen_teacher
-    size = study.size
-    rest = [m for m in teacher.modules() if isinstance(m, RMSNormLayer | SwiGLULayer)]
-    students: dict[tuple[str, bool], Model] = {}
-    for run in RUNS:
-        if run.budget not in (*size.budgets, POOLED):
-            continue
-        if study.read(run.name):
-            continue
-        needed = seconds_of(study, run)
-        if clock.left() < needed:
-            print(
-                f"distil: {clock.left():.0f} s left, {run.name} takes about {needed:.0f}; call again",
-                flush=True,
-            )
-            return False
-        began = time.monotonic()
-        key = run.budget, run.method == "fitted"
-        if key not in students:
-            students[key] = study.student(run.budget, run.method)
-        student = students[key]
-        surgery = transplant_into(study, student, run.method, run.seed)
-        untrained = measure(study, teacher, student)
-        pairs = pair_attention(teacher, student)
-        spans, first = {}, 0
-        for name, tokens, lr in (
-            ("blockwise", size.blockwise_tokens, BLOCK_LR),
-            ("drift", size.drift_tokens, BLOCK_LR / 4),
-            ("global", size.global_tokens, GLOBAL_LR),
-        ):
-            objective = (
-                TeacherLogitsObjective(student, teacher, chunk=8192)
-                if name == "global"
-                else BlockwiseObjective(student, teacher, pairs, on_student=name == "drift")
-            )
-            modules = objective.compilable() + (rest if name != "global" else [])
-            with compiled(study, modules):
-                spans[name] = train(
-                    study, objective, tokens=int(tokens * run.share), lr=lr, seed=run.seed, first=first
-                )
-            first += int(spans[name]["steps"])
-            spans[name]["after"] = measure(study, teacher, student)
-            print(
-                f"{run.name} {name}: ratio {spans[name]['after']['ppl_ratio']:.4f} kl {spans[name]['after']['kl']:.4f} "
-                f"recall {spans[name]['after']['recall_share']:.3f} of the teacher's, "
-                f"{spans[name]['tokens_per_second'] / 1e3:.0f}k tok/s, {spans[name]['seconds']:.0f} s",
-                flush=True,
-            )
-        study.write(
-            run.name,
-            {
-                **asdict(run),
-                "surgery": surgery,
-                "untrained": untrained,
-                "phases": spans,
-                "tokens": sum(span["tokens"] for span in spans.values()),
-                "seconds": time.monotonic() - began,
-            },
-        )
+def work(study: Study, what: str, *arguments: Any) -> Any:
+    """Do one job of the pool; module-level, for processes of their own."""
+    if what == "calibrate":
+        return len(study.calibration.layers)
+    if what == "untrained":
+        return untrained(study, *arguments)
+    (run,) = arguments
+    if what == "trial":
+        return distil(study, run, selection=True)
+    study.write(run.name, distil(study, run))
     return True
 
 
-def untrained_students(study: Study) -> None:
-    """Make and measure a student of every budget by every method, without training."""
+def surgery_rows(study: Study, jobs: Pool, clock: Clock) -> None:
+    """Make and measure the untrained students of every budget by every method."""
     if study.read("surgery"):
         return
-    rows = []
+    jobs.map([("calibrate",)], clock, 0)
     cases = [(budget, method) for budget in study.size.budgets for method in METHODS]
-    for budget, method in [*cases, (POOLED, POOLED)]:
-        student = study.student(budget, method)
-        surgery = transplant_into(study, student, method, 0)
-        row = {"budget": budget, **surgery, **measure(study, study.frozen_teacher, student)}
-        rows.append(row)
+    cases += [(POOLED, POOLED)]
+    rows = jobs.map([("untrained", *case) for case in cases], clock, 0)
+    study.write("surgery", {"rows": [row for row in rows if row]})
+
+
+def search(study: Study, jobs: Pool, clock: Clock) -> None:
+    """Change one thing at a time on short runs at the headline budget: what helps most stays, the rest comes again."""
+    tokens = int(study.size.distil_tokens * TRIAL_SHARE)
+    best = Run(HEADLINE, tokens=tokens)
+    waiting, trials, lowest = list(CHANGES), [], math.inf
+    n_devices = len(jobs.queues)
+    each = 0.0
+    while waiting and clock.left() > each:
+        tried, waiting = waiting[:n_devices], waiting[n_devices:]
+        began = time.monotonic()
+        runs = [best.changed(**change) for change in tried]
+        found = jobs.map([("trial", run) for run in runs], clock, each)
+        each = max(each, (time.monotonic() - began) * 1.05)
+        better = []
+        for change, run, result in zip(tried, runs, found, strict=True):
+            if result is None:
+                continue
+            ratio = result["phases"]["global"]["after"]["ppl_ratio"]
+            trials.append({"change": change, **result})
+            if ratio < lowest:
+                better.append((ratio, change, run))
+        if better:
+            better.sort(key=lambda item: item[0])
+            lowest, _, best = better[0]
+            again = [change for _, change, _ in better[1:] if trials and len(trials) > n_devices]
+            waiting = again + [change for change in waiting if best.changed(**change) != best]
         print(
-            f"{budget} {method}: {row['kv_ratio']:.2f}x, untrained ratio {row['ppl_ratio']:.4f} "
-            f"[{row['ppl_ratio_low']:.4f}, {row['ppl_ratio_high']:.4f}], {surgery['seconds']:.1f} s",
-            flush=True,
+            f"best: {lowest:.4f} {best.method} {asdict(best.recipe)}; {clock.left():.0f} s left", flush=True
         )
-    study.write("surgery", {"rows": rows})
+    study.write("search", {"best": {"method": best.method, "recipe": asdict(best.recipe)}, "trials": trials})
+
+
+def planned(study: Study) -> list[Run]:
+    """Return the distillations of the study, by the recipe that the search chose."""
+    found = study.read("search")
+    best = found["best"] if found else {"method": "dba", "recipe": asdict(Recipe())}
+    recipe, method = Recipe(**best["recipe"]), best["method"]
+    full = study.size.distil_tokens
+    base = Run(HEADLINE, method, tokens=full, recipe=recipe)
+    runs = [
+        base,
+        Run("10.7x", method, tokens=full, recipe=recipe),
+        Run("6.4x", method, tokens=full, recipe=recipe),
+        replace(base, tokens=int(full * SHORT_SHARE)),
+        replace(base, method="weight_svd"),
+        replace(base, seed=1),
+        replace(base, seed=2),
+        Run(POOLED, POOLED, tokens=full, recipe=recipe),
+        Run(
+            CONTINUED, CONTINUED, tokens=full, recipe=replace(recipe, blockwise=0.0, drift=0.0, kl_weight=0.0)
+        ),
+        replace(base, recipe=replace(recipe, kl_weight=1.0), seed=3),
+    ]
+    known = (*study.size.budgets, POOLED, CONTINUED)
+    return [run for run in runs if run.budget in known and not study.read(run.name)]
+
+
+def distillations(study: Study, jobs: Pool, clock: Clock, seconds_each: float) -> None:
+    """Do the distillations that are not done yet, while there is time."""
+    jobs.map([("distil", run) for run in planned(study)], clock, seconds_each)
 
 
 def collect(study: Study, out: Path) -> None:
     """Join the stages' files to the study's JSON."""
     size = study.size
     rows = study.read("surgery")
-    distilled = [found for run in RUNS if (found := study.read(run.name))]
+    places = sorted(study.state.glob("distil_*.json"))
+    distilled = [found for place in places if (found := study.read(place.stem))]
+    found = study.read("search")
     facts = {
         "platform": platform.platform(),
         "torch": torch.__version__,
@@ -319,7 +278,7 @@ def collect(study: Study, out: Path) -> None:
         out,
         {
             "benchmark": "upcycle_proxy",
-            "made_by": "python scripts/bench/upcycle_proxy.py teacher|surgery|distil|collect",
+            "made_by": "python scripts/bench/upcycle_proxy.py teacher|surgery|search|distil|collect",
             "label": "proxy: a teacher trained from scratch on local source code; no claim about Llama",
             "machine": facts,
             "size": {key: value for key, value in asdict(size).items() if key != "budgets"},
@@ -333,31 +292,50 @@ def collect(study: Study, out: Path) -> None:
             },
             "teacher": study.read("teacher"),
             "untrained": rows["rows"] if rows else [],
+            "search": found,
             "distilled": distilled,
         },
     )
-    print(f"wrote {out}: {len(distilled)} of {len(RUNS)} distillations")
+    print(f"wrote {out}: {len(distilled)} distillations, {len(planned(study))} to go")
+
+
+STAGES = ("teacher", "surgery", "search", "distil", "collect")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("stage", choices=("teacher", "surgery", "distil", "collect"))
+    parser.add_argument("stage", nargs="+", choices=STAGES)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--each", type=float, default=0.0, help="seconds that one distillation takes")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/upcycle_proxy.json"))
     options = parser.parse_args()
     clock = Clock(options.seconds)
+    if "teacher" in options.stage and "RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        distributed.init_process_group("nccl")
+        if distributed.get_rank() == 0:
+            Study(options.state, options.size)  # makes the corpus for all
+        distributed.barrier()
     study = Study(options.state, options.size)
-    with study.attention():
-        if options.stage == "teacher":
-            return 0 if train_teacher(study, clock) else 3
-        if options.stage == "surgery":
-            untrained_students(study)
-            return 0
-        if options.stage == "distil":
-            return 0 if distil(study, clock) else 3
-    collect(study, options.out)
+    if "teacher" in options.stage:
+        with study.attention():
+            done = train_teacher(study, clock)
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        return 0 if done else 3
+    if "collect" in options.stage:
+        collect(study, options.out)
+        return 0
+    with pool(options.devices, options.state, options.size, work) as jobs:
+        if "surgery" in options.stage:
+            surgery_rows(study, jobs, clock)
+        if "search" in options.stage:
+            search(study, jobs, clock)
+        if "distil" in options.stage:
+            distillations(study, jobs, clock, options.each)
     return 0
 
 
