@@ -92,8 +92,8 @@ def upcycle_proxy(data: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['kv_ratio']:.2f}x | {row['method']}{_spread(row)} | {_ratio(row)} | {row['kl']:.4f} | {row['top1_agreement']:.3f} |"
-        f" {row['recall_share']:.3f} |"
+        f"| {row['kv_ratio']:.2f}x | {row['method']}{_spread(row)} | {_ratio(row)} | {row['kl']:.4f} |"
+        f" {row['top1_agreement']:.3f} | {row['recall_share']:.3f} |"
         for row in data["untrained"]
     ]
     lines += [
