@@ -10,6 +10,7 @@ from caramba.ops.backend import (
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
+from caramba.ops.linear_cross_entropy import linear_cross_entropy
 from caramba.ops.quantize import quantize
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "get_backend_info",
     "hadamard",
     "implementation",
+    "linear_cross_entropy",
     "quantize",
     "stored_format",
 ]
