@@ -7,6 +7,7 @@ from caramba.ops.backend import (
     get_backend_info,
     implementation,
 )
+from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
@@ -18,6 +19,7 @@ __all__ = [
     "STORED",
     "TRITON_AVAILABLE",
     "StoredFormat",
+    "cross_entropy_rows",
     "dequantize",
     "fused_decode_available",
     "get_backend_info",

@@ -1,13 +1,17 @@
-"""The op `caramba::linear_cross_entropy`: a head and its loss together, so that the logits never exist at one time."""
+"""The op `caramba::linear_cross_entropy`: a head and its loss together, so that the logits never exist at one time.
+
+It is matrix products of torch around `caramba::cross_entropy_rows`, which is what has a kernel of its own.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.cross_entropy_rows import cross_entropy_rows
 
 NAME = "caramba::linear_cross_entropy"
 LOGITS_BYTES = 2**29
@@ -20,22 +24,6 @@ torch.library.define(
     "(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float scale, float z_loss, int chunk, "
     "bool wants_hidden, bool wants_weight) -> (Tensor, Tensor, Tensor)",
 )
-
-
-class SoftmaxRows(Protocol):
-    """What a backend supplies: the losses of some rows of logits, and their gradients in the logits' place."""
-
-    def __call__(
-        self,
-        logits: Tensor,
-        targets: Tensor,
-        losses: Tensor,
-        *,
-        ignore_index: int,
-        scale: float,
-        z_loss: float,
-        writes: bool,
-    ) -> None: ...
 
 
 def linear_cross_entropy(
@@ -98,26 +86,7 @@ def rows_per_chunk(hidden: Tensor, n_classes: int) -> int:
     return max(1, -(-len(hidden) // (n_chunks * ROW_TILE))) * ROW_TILE
 
 
-def reference_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    scale: float,
-    z_loss: float,
-    chunk: int,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the op in plain PyTorch."""
-    return run_chunks(
-        reference_softmax_rows,
-        *(hidden, weight, targets, ignore_index, scale, z_loss, chunk, wants_hidden, wants_weight),
-    )
-
-
 def run_chunks(
-    softmax_rows: SoftmaxRows,
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -130,7 +99,7 @@ def run_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the sum of losses over N, all rows counted, and its gradients; those not wanted are empty.
 
-    Three matrix products and one `softmax_rows` per chunk, in one buffer of logits.
+    Three matrix products and one `cross_entropy_rows` per chunk, in one buffer of logits.
     """
     _check(hidden, weight, targets)
     if targets.device.type == "cpu":
@@ -154,7 +123,7 @@ def run_chunks(
             part = hidden[start : start + rows]
             logits = buffer[: len(part), :n_classes]
             torch.mm(part, matrix.t(), out=logits)
-            softmax_rows(
+            cross_entropy_rows(
                 logits,
                 targets[start : start + rows],
                 losses[start : start + rows],
@@ -169,40 +138,6 @@ def run_chunks(
             if wants_weight:
                 _accumulate(grad_weight, logits.t(), part, beta=float(start > 0), alpha=share)
         return losses.sum() * share, grad_hidden, grad_weight
-
-
-def reference_softmax_rows(
-    logits: Tensor,
-    targets: Tensor,
-    losses: Tensor,
-    *,
-    ignore_index: int,
-    scale: float,
-    z_loss: float,
-    writes: bool,
-) -> None:
-    """Write loss and, in place of the logits, d loss / d logits of each row; 0 where the target is ignored.
-
-    Shape: logits [R, V] with any row stride, targets [R], losses [R].
-    """
-    counts = targets != ignore_index
-    inside = (targets >= 0) & (targets < logits.shape[-1])
-    index = torch.where(inside, targets, 0)[:, None]
-    z = logits.to(losses.dtype)
-    if scale != 1.0:
-        z = z * scale
-    lse = z.logsumexp(dim=-1, keepdim=True)
-    loss = lse - z.gather(-1, index) + z_loss * lse.square()
-    loss = torch.where(inside[:, None], loss, float("nan"))
-    losses.copy_(torch.where(counts, loss.squeeze(-1), 0.0))
-    if writes:
-        z.sub_(lse).exp_()
-        if z_loss:
-            z.mul_(1.0 + 2.0 * z_loss * lse)
-        z.scatter_add_(-1, index, torch.full_like(lse, -1.0))
-        if scale != 1.0:
-            z.mul_(scale)
-        logits.copy_(z.masked_fill_(~counts[:, None], 0.0))
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> None:
@@ -252,7 +187,7 @@ def _check_range(targets: Tensor, ignore_index: int, n_classes: int) -> None:
         )
 
 
-torch.library.impl(NAME, "CompositeExplicitAutograd", reference_linear_cross_entropy)
+torch.library.impl(NAME, "CompositeExplicitAutograd", run_chunks)
 
 
 @torch.library.register_fake(NAME)

@@ -13,7 +13,7 @@ import torch
 
 from caramba import kernels
 from caramba.errors import ConfigError
-from caramba.ops import get_backend_info, linear_cross_entropy
+from caramba.ops import cross_entropy_rows, get_backend_info, linear_cross_entropy
 from caramba.ops.linear_cross_entropy import rows_per_chunk
 from tests.unit.ops.linear_cross_entropy_cases import dense, drawn
 
@@ -54,6 +54,9 @@ def test_gradcheck_and_opcheck() -> None:
             op,
             (h, weight if wants_weight else weight.detach(), targets, -100, 1.0, 0.1, 3, True, wants_weight),
         )
+    rows = torch.ops.caramba.cross_entropy_rows.default
+    for logits in (torch.randn(7, 11), torch.randn(7, 64)[:, :11]):
+        torch.library.opcheck(rows, (logits, targets, torch.empty(7), -100, 0.8, 0.1, True))
 
 
 def test_nothing_that_counts_is_zero_loss_and_zero_gradient() -> None:
@@ -112,6 +115,12 @@ def test_bad_input_is_refused_by_name() -> None:
         linear_cross_entropy(hidden, weight.t(), targets)
     with pytest.raises(ConfigError, match=r"targets torch.int32, expected floating point twice and int64"):
         linear_cross_entropy(hidden, weight, targets.int())
+    with pytest.raises(ConfigError, match=r"logits have strides \(1, 6\) and losses \(1,\), expected 1 within a row"):
+        cross_entropy_rows(torch.empty(9, 6).t(), targets, torch.empty(6))
+    with pytest.raises(
+        ConfigError, match=r"losses torch.float64, expected floating point, int64 and torch.float32"
+    ):
+        cross_entropy_rows(torch.empty(6, 9), targets, torch.empty(6, dtype=torch.float64))
     targets[3] = 9
     with pytest.raises(
         ConfigError, match=r"target 9 of row 3 is outside the vocabulary of 9; expected 0 to 8"
@@ -143,7 +152,7 @@ def test_the_triton_kernel_in_the_interpreter() -> None:
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32])
 def test_on_the_gpu(dtype: torch.dtype, tolerance: float, weight_dtype: torch.dtype | None) -> None:
     kernels.load("cuda")
-    assert get_backend_info("cuda")["ops"]["linear_cross_entropy"] == "triton"
+    assert get_backend_info("cuda")["ops"]["cross_entropy_rows"] == "triton"
     torch.backends.cuda.matmul.allow_tf32 = False
     for n, m, v, chunk in ((777, 64, 5003, 256), (300, 128, 128256, None), (5, 16, 33, 2), (0, 8, 16, 1)):
         hidden, weight, targets = drawn(n, m, v, dtype, "cuda")

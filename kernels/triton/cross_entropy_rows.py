@@ -1,13 +1,12 @@
-"""Triton's part of `caramba::linear_cross_entropy`: each row's loss, and its gradient in place of its logits."""
+"""Launcher of `caramba::cross_entropy_rows`: each row's loss, and its gradient in place of its logits."""
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from caramba.ops.linear_cross_entropy import reference_softmax_rows, run_chunks
+import triton
+import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -16,7 +15,7 @@ NOTHING = tl.constexpr(-1e38)
 
 
 @triton.jit
-def softmax_rows_kernel(
+def cross_entropy_rows_kernel(
     logits,
     targets,
     losses,
@@ -74,29 +73,27 @@ def softmax_rows_kernel(
             tl.store(place + at, grad.to(logits.dtype.element_ty), mask=at < n_classes)
 
 
-def softmax_rows(
+def cross_entropy_rows(
     logits: Tensor,
     targets: Tensor,
     losses: Tensor,
-    *,
     ignore_index: int,
     scale: float,
     z_loss: float,
     writes: bool,
 ) -> None:
-    """As `reference_softmax_rows`, by one kernel; float64 stays with the reference."""
-    if logits.dtype == torch.float64:
-        reference_softmax_rows(
-            logits, targets, losses, ignore_index=ignore_index, scale=scale, z_loss=z_loss, writes=writes
-        )
-        return
+    """Launch one program per row."""
     rows, n_classes = logits.shape
+    if logits.dtype == torch.float64:
+        raise ValueError(
+            "cross_entropy_rows: logits are float64, expected fp32, fp16 or bf16; the reference takes it"
+        )
     if rows == 0:
         return
     block = min(8192, triton.next_power_of_2(n_classes))
-    softmax_rows_kernel[(rows,)](
+    cross_entropy_rows_kernel[(rows,)](
         logits,
-        targets,
+        targets.contiguous(),
         losses,
         n_classes,
         logits.stride(0),
@@ -106,22 +103,4 @@ def softmax_rows(
         WRITES=writes,
         BLOCK=block,
         num_warps=min(32, max(1, block // 256)),
-    )
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    scale: float,
-    z_loss: float,
-    chunk: int,
-    wants_hidden: bool,
-    wants_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the op: cuBLAS for the three products of a chunk, the kernel for what is between them."""
-    return run_chunks(
-        softmax_rows,
-        *(hidden, weight, targets, ignore_index, scale, z_loss, chunk, wants_hidden, wants_weight),
     )
