@@ -87,8 +87,8 @@ def _check(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
         )
     if not losses.is_contiguous() or (logits.stride(1) != 1 and logits.numel()):
         raise ConfigError(
-            f"cross_entropy_rows: logits have strides {logits.stride()} and losses {losses.stride()}, expected 1 within a "
-            "row of logits and contiguous losses"
+            f"cross_entropy_rows: logits have strides {logits.stride()} and losses {losses.stride()}, "
+            "expected 1 within a row of logits and contiguous losses"
         )
 
 

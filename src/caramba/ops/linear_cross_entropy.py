@@ -233,7 +233,7 @@ def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     """Scale in place, which saves a copy as large as the weight, unless the graph is kept for another backward, or
     traced (tensors are then of a subclass).
     """
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     if type(grad) is not Tensor or keeps is None or keeps():
         return grad * by.to(grad.dtype)
     return grad.mul_(by)
