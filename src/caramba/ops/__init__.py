@@ -7,6 +7,7 @@ from caramba.ops.backend import (
     get_backend_info,
     implementation,
 )
+from caramba.ops.dba_decode import StoredStream, dba_decode
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
@@ -17,6 +18,8 @@ __all__ = [
     "STORED",
     "TRITON_AVAILABLE",
     "StoredFormat",
+    "StoredStream",
+    "dba_decode",
     "dequantize",
     "fused_decode_available",
     "get_backend_info",
