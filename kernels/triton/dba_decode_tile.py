@@ -130,12 +130,25 @@ def _q8(kind: str) -> str:
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-Q4_HALVES_BF16, Q4_HALVES_F16 = tl.constexpr(_q4_halves("bf16")), tl.constexpr(_q4_halves("f16"))
-Q4_SHIFTED_BF16, Q4_SHIFTED_F16 = tl.constexpr(_q4_shifted("bf16")), tl.constexpr(_q4_shifted("f16"))
-NF4_HALVES_BF16, NF4_HALVES_F16 = tl.constexpr(_nf4_halves("bf16")), tl.constexpr(_nf4_halves("f16"))
-NF4_SHIFTED_BF16, NF4_SHIFTED_F16 = tl.constexpr(_nf4_shifted("bf16")), tl.constexpr(_nf4_shifted("f16"))
-Q8_BF16, Q8_F16 = tl.constexpr(_q8("bf16")), tl.constexpr(_q8("f16"))
+HALVES = {(kind, ty): make(ty) for kind, make in (("q4_0", _q4_halves), ("nf4", _nf4_halves)) for ty in MAGIC}
+WHOLE = {
+    (kind, ty): make(ty)
+    for kind, make in (("q8_0", _q8), ("q4_0", _q4_shifted), ("nf4", _nf4_shifted))
+    for ty in MAGIC
+}
 LEVELS = tl.constexpr(NF4_LEVELS)
+
+
+@triton.constexpr_function
+def halves_asm(kind, dtype):
+    """Return the instructions from four bytes to two tiles' numbers."""
+    return HALVES[kind, "bf16" if dtype == tl.bfloat16 else "f16"]
+
+
+@triton.constexpr_function
+def whole_asm(kind, dtype):
+    """Return the instructions from four bytes to one tile's numbers."""
+    return WHOLE[kind, "bf16" if dtype == tl.bfloat16 else "f16"]
 
 
 @triton.jit
@@ -268,13 +281,15 @@ def blocks(
             byte = tl.load(at, held[None, :], other=0)
         if PACKED_MATH:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P // 2, DTYPE, MASKED)
-            if KIND == "nf4":
-                asm: tl.constexpr = NF4_HALVES_BF16 if DTYPE == tl.bfloat16 else NF4_HALVES_F16
+            asm: tl.constexpr = halves_asm(KIND, DTYPE)
+            if DTYPE == tl.bfloat16:
+                low, high = tl.inline_asm_elementwise(
+                    asm, "=r,=r,=r,=r,r,r,r", [byte, s], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                )
             else:
-                asm: tl.constexpr = Q4_HALVES_BF16 if DTYPE == tl.bfloat16 else Q4_HALVES_F16
-            low, high = tl.inline_asm_elementwise(
-                asm, "=r,=r,=r,=r,r,r,r", [byte, s], dtype=(DTYPE, DTYPE), is_pure=True, pack=4
-            )
+                low, high = tl.inline_asm_elementwise(
+                    asm, "=r,=r,=r,=r,r,r,r", [byte, s], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                )
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P // 2, tl.float32, MASKED)
             low, high = plain(byte & 15, s, KIND, DTYPE), plain(byte >> 4, s, KIND, DTYPE)
@@ -293,22 +308,21 @@ def blocks(
         if KIND == "q8_0":
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, tl.float32, MASKED)
             if PACKED_MATH:
-                asm: tl.constexpr = Q8_BF16 if DTYPE == tl.bfloat16 else Q8_F16
-                low = tl.inline_asm_elementwise(
-                    asm, "=r,=r,r,f,f,f,f", [byte, s], dtype=DTYPE, is_pure=True, pack=4
-                )
+                asm: tl.constexpr = whole_asm(KIND, DTYPE)
+                if DTYPE == tl.bfloat16:
+                    low = tl.inline_asm_elementwise(asm, "=r,=r,r,f,f,f,f", [byte, s], tl.bfloat16, True, 4)
+                else:
+                    low = tl.inline_asm_elementwise(asm, "=r,=r,r,f,f,f,f", [byte, s], tl.float16, True, 4)
             else:
                 low = (byte.to(tl.float32) * s).to(DTYPE)
         elif PACKED_MATH and UNIFORM:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, DTYPE, MASKED)
-            if KIND == "nf4":
-                asm: tl.constexpr = NF4_SHIFTED_BF16 if DTYPE == tl.bfloat16 else NF4_SHIFTED_F16
-            else:
-                asm: tl.constexpr = Q4_SHIFTED_BF16 if DTYPE == tl.bfloat16 else Q4_SHIFTED_F16
+            asm: tl.constexpr = whole_asm(KIND, DTYPE)
             place = tl.zeros([n.shape[0], P], tl.int32) + first % E // half * 4
-            low = tl.inline_asm_elementwise(
-                asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], dtype=DTYPE, is_pure=True, pack=4
-            )
+            if DTYPE == tl.bfloat16:
+                low = tl.inline_asm_elementwise(asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.bfloat16, True, 4)
+            else:
+                low = tl.inline_asm_elementwise(asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.float16, True, 4)
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, tl.float32, MASKED)
             low = plain((byte.to(tl.int32) >> shift) & 15, s, KIND, DTYPE)
