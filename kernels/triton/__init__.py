@@ -2,5 +2,6 @@
 
 LAUNCHERS: dict[str, str] = {
     "cross_entropy_rows": "caramba.kernels.triton.cross_entropy_rows:cross_entropy_rows",
+    "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",
 }
 """Op -> "module:function" of its launcher; an op that is not here runs its reference."""

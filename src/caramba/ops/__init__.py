@@ -8,6 +8,7 @@ from caramba.ops.backend import (
     implementation,
 )
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
+from caramba.ops.dba_decode import StoredStream, dba_decode
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
@@ -19,7 +20,9 @@ __all__ = [
     "STORED",
     "TRITON_AVAILABLE",
     "StoredFormat",
+    "StoredStream",
     "cross_entropy_rows",
+    "dba_decode",
     "dequantize",
     "fused_decode_available",
     "get_backend_info",
