@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
-from torch import Tensor
-
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, choose
+from torch import Tensor
+
+import triton
 
 BLOCK_ELEMENTS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
 INTERPRETED = triton.knobs.runtime.interpret
@@ -79,7 +79,9 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Run the op in one given way. Everything is decided by shapes: nothing waits for the device."""
     if q_sem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU")
+        raise ValueError(
+            f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU"
+        )
     q_sem, q_geo = (q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo))
     batch, heads, n_queries, width = q_sem.shape
     kv_heads = k_sem[-1].shape[1]
@@ -91,14 +93,17 @@ def launch(
     if not rows:
         return out, sums
     final = config.n_splits == 1 and not null
-    parts, part_sums = (out, sums) if final else (
-        sums.new_empty((rows, config.n_splits, v_width)),
-        sums.new_empty((rows, config.n_splits)),
+    parts, part_sums = (
+        (out, sums)
+        if final
+        else (
+            sums.new_empty((rows, config.n_splits, v_width)),
+            sums.new_empty((rows, config.n_splits)),
+        )
     )
     streams = [k_sem, k_geo, v or k_sem]
     modes = [
-        mode(kind, d)
-        for kind, d in zip([*kinds, kinds[0]], (width, q_geo.shape[-1], v_width), strict=False)
+        mode(kind, d) for kind, d in zip([*kinds, kinds[0]], (width, q_geo.shape[-1], v_width), strict=False)
     ]
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]

@@ -1,9 +1,9 @@
 """Split-K decode attention on stored streams, and the kernel that joins the splits."""
 
+from caramba.kernels.triton.dba_decode_tile import blocks, columns, numbers
+
 import triton
 import triton.language as tl
-
-from caramba.kernels.triton.dba_decode_tile import blocks, columns, numbers
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -256,7 +256,7 @@ def decode_split(
         if LATENT:
             v0, v1 = s0, s1
         else:
-            v0, v1 = tokens(v, v_k, v_n, v_scale, v_zk, v_zn, i, n, ok, head, V, V_NUMBERS, DTYPE, PACKED_MATH, False)  # noqa: E501  # fmt: skip
+            v0, v1 = tokens(v, v_k, v_n, v_scale, v_zk, v_zn, i, n, ok, head, V, V_NUMBERS, DTYPE, PACKED_MATH, False)  # fmt: skip
         seen = (i + n)[None, :] < end[:, None]
         if HAS_WINDOW:
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
@@ -268,7 +268,7 @@ def decode_split(
         if LATENT:
             v0, v1 = s0, s1
         else:
-            v0, v1 = tokens(v, v_k, v_n, v_scale, v_zk, v_zn, i, n, ok, head, V, V_NUMBERS, DTYPE, PACKED_MATH, True)  # noqa: E501  # fmt: skip
+            v0, v1 = tokens(v, v_k, v_n, v_scale, v_zk, v_zn, i, n, ok, head, V, V_NUMBERS, DTYPE, PACKED_MATH, True)  # fmt: skip
         seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
         if HAS_WINDOW:
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
@@ -284,19 +284,19 @@ def decode_split(
         for i in tl.range(tl.maximum(low, held), high, BLOCK_TOKENS, num_stages=1):
             ok = i + n < high
             if not SEM_NUMBERS:
-                s0, s1 = tokens(sem_tail, 0, sem_tn, sem_tail, 0, 0, i - held, n, ok, 0, SEM, True, DTYPE, False, True)  # noqa: E501  # fmt: skip
+                s0, s1 = tokens(sem_tail, 0, sem_tn, sem_tail, 0, 0, i - held, n, ok, 0, SEM, True, DTYPE, False, True)  # fmt: skip
             else:
-                s0, s1 = tokens(sem, 0, sem_n, sem, 0, 0, i, n, ok, 0, SEM, True, DTYPE, False, True)  # noqa: E501  # fmt: skip
+                s0, s1 = tokens(sem, 0, sem_n, sem, 0, 0, i, n, ok, 0, SEM, True, DTYPE, False, True)  # fmt: skip
             if not GEO_NUMBERS:
-                g0, g1 = tokens(geo_tail, 0, geo_tn, geo_tail, 0, 0, i - held, n, ok, 0, GEO, True, DTYPE, False, True)  # noqa: E501  # fmt: skip
+                g0, g1 = tokens(geo_tail, 0, geo_tn, geo_tail, 0, 0, i - held, n, ok, 0, GEO, True, DTYPE, False, True)  # fmt: skip
             else:
-                g0, g1 = tokens(geo, 0, geo_n, geo, 0, 0, i, n, ok, 0, GEO, True, DTYPE, False, True)  # noqa: E501  # fmt: skip
+                g0, g1 = tokens(geo, 0, geo_n, geo, 0, 0, i, n, ok, 0, GEO, True, DTYPE, False, True)  # fmt: skip
             if LATENT:
                 v0, v1 = s0, s1
             elif not V_NUMBERS:
-                v0, v1 = tokens(v_tail, 0, v_tn, v_tail, 0, 0, i - held, n, ok, 0, V, True, DTYPE, False, True)  # noqa: E501  # fmt: skip
+                v0, v1 = tokens(v_tail, 0, v_tn, v_tail, 0, 0, i - held, n, ok, 0, V, True, DTYPE, False, True)  # fmt: skip
             else:
-                v0, v1 = tokens(v, 0, v_n, v, 0, 0, i, n, ok, 0, V, True, DTYPE, False, True)  # noqa: E501  # fmt: skip
+                v0, v1 = tokens(v, 0, v_n, v, 0, 0, i, n, ok, 0, V, True, DTYPE, False, True)  # fmt: skip
             seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
             if HAS_WINDOW:
                 seen = seen & ((i + n)[None, :] >= end[:, None] - window)

@@ -68,7 +68,11 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     exact = table.get(shape.key)
     if exact is not None:
         return exact
-    near = [(key, choice) for key, choice in table.items() if key.rpartition("|")[0].rpartition("|")[0] == shape.family]
+    near = [
+        (key, choice)
+        for key, choice in table.items()
+        if key.rpartition("|")[0].rpartition("|")[0] == shape.family
+    ]
     if near:
         key, choice = min(near, key=lambda item: _distance(item[0], shape))
         if _distance(key, shape) <= REACH:
@@ -83,7 +87,7 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     block_rows = min(64, max(16, _bucket(shape.rows)))
     exact = all(kind in ("fp32", "fp16", "bf16") for kind in shape.formats)
     wide = max(shape.dims) > 256 or "fp32" in shape.formats
-    block_tokens = 32 if wide else 64 if exact or max(shape.dims) > 128 else 128
+    block_tokens = 32 if wide else 64 if exact or sum(shape.dims[:2]) > 128 else 128
     programs = shape.lanes * math.ceil(shape.rows / block_rows)
     wanted = math.ceil(PROGRAMS_PER_SM * n_processors / programs)
     return DecodeConfig(
@@ -107,9 +111,15 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
             n_splits = min(most, max(1, per_sm * n_processors // programs))
             for n_warps in (4, 8):
                 for n_stages in (2, 3, 4):
-                    found[replace(
-                        first, block_tokens=block_tokens, n_splits=n_splits, n_warps=n_warps, n_stages=n_stages
-                    )] = None
+                    found[
+                        replace(
+                            first,
+                            block_tokens=block_tokens,
+                            n_splits=n_splits,
+                            n_warps=n_warps,
+                            n_stages=n_stages,
+                        )
+                    ] = None
     return list(found)
 
 
@@ -130,4 +140,6 @@ def _bucket(n: int) -> int:
 
 def _distance(key: str, shape: DecodeShape) -> float:
     _, lanes, tokens = key.rsplit("|", 2)
-    return abs(math.log2(int(lanes) / _bucket(shape.lanes))) + abs(math.log2(int(tokens) / _bucket(shape.tokens)))
+    return abs(math.log2(int(lanes) / _bucket(shape.lanes))) + abs(
+        math.log2(int(tokens) / _bucket(shape.tokens))
+    )

@@ -118,7 +118,11 @@ def _nf4_shifted(kind: str) -> str:
 
 def _q8(kind: str) -> str:
     """Four signed bytes: 2^23 + (q + 128) in float32 has the byte as its low bits."""
-    lines = [".reg .b32 u, m; .reg .f32 f0, f1, f2, f3;", "xor.b32 u, $2, 0x80808080;", "mov.b32 m, 0x4b000000;"]
+    lines = [
+        ".reg .b32 u, m; .reg .f32 f0, f1, f2, f3;",
+        "xor.b32 u, $2, 0x80808080;",
+        "mov.b32 m, 0x4b000000;",
+    ]
     for i in range(4):
         lines += [
             f".reg .b32 w{i}; prmt.b32 w{i}, u, m, 0x765{i};",
@@ -271,7 +275,12 @@ def blocks(
     """
     if HALVED:
         j = tl.arange(0, P // 2)
-        at = codes + (first // E + j // (E // 2))[None, :] * c_plane + n[:, None] * c_n + (j % (E // 2))[None, :]
+        at = (
+            codes
+            + (first // E + j // (E // 2))[None, :] * c_plane
+            + n[:, None] * c_n
+            + (j % (E // 2))[None, :]
+        )
         held = j // (E // 2) * E < D
         if MASKED:
             byte = tl.load(at, ok[:, None] & held[None, :], other=0)
@@ -284,7 +293,12 @@ def blocks(
             asm: tl.constexpr = halves_asm(KIND, DTYPE)
             if DTYPE == tl.bfloat16:
                 low, high = tl.inline_asm_elementwise(
-                    asm, "=r,=r,=r,=r,r,r,r", [byte, s], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                    asm,
+                    "=r,=r,=r,=r,r,r,r",
+                    [byte, s],
+                    dtype=(tl.bfloat16, tl.bfloat16),
+                    is_pure=True,
+                    pack=4,
                 )
             else:
                 low, high = tl.inline_asm_elementwise(
@@ -320,9 +334,13 @@ def blocks(
             asm: tl.constexpr = whole_asm(KIND, DTYPE)
             place = tl.zeros([n.shape[0], P], tl.int32) + first % E // half * 4
             if DTYPE == tl.bfloat16:
-                low = tl.inline_asm_elementwise(asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.bfloat16, True, 4)
+                low = tl.inline_asm_elementwise(
+                    asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.bfloat16, True, 4
+                )
             else:
-                low = tl.inline_asm_elementwise(asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.float16, True, 4)
+                low = tl.inline_asm_elementwise(
+                    asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.float16, True, 4
+                )
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, tl.float32, MASKED)
             low = plain((byte.to(tl.int32) >> shift) & 15, s, KIND, DTYPE)

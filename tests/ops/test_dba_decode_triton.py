@@ -33,13 +33,17 @@ CASES = {
     "widths that are no power of two": Case(
         ("q4_0", "nf4", "q8_0"), (99, 31), heads=(4, 2), dims=(48, 24, 152), packed=16
     ),
-    "narrow, null, no group": Case(("fp32", "q4_0", "q4_0"), (40,), heads=(2, 2), dims=(4, 8, 96), packed=20, null=True),
+    "narrow, null, no group": Case(
+        ("fp32", "q4_0", "q4_0"), (40,), heads=(2, 2), dims=(4, 8, 96), packed=20, null=True
+    ),
     "fewer tokens than queries": Case(("fp16", "fp16"), (2, 0), heads=(3, 1), dims=(48, 24, 48), queries=5),
     "all in the tail": Case(("q8_0", "nf4"), (75,), heads=(2, 1), dims=(64, 32, 64)),
 }
 
 
-def check(case: Case, dtype: torch.dtype, n_splits: int, packed_math: bool = True, block_tokens: int = 32) -> None:
+def check(
+    case: Case, dtype: torch.dtype, n_splits: int, packed_math: bool = True, block_tokens: int = 32
+) -> None:
     from caramba.kernels.triton.dba_decode import launch
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
@@ -65,7 +69,9 @@ def check(case: Case, dtype: torch.dtype, n_splits: int, packed_math: bool = Tru
 
 def small_enough(name: str, dtype: torch.dtype) -> bool:
     """The interpreter takes seconds: there float16 runs one case of each kind of tile."""
-    return DEVICE == "cuda" or dtype == torch.float32 or name in ("per head, mixed", "latent, nf4, window, null")
+    return (
+        DEVICE == "cuda" or dtype == torch.float32 or name in ("per head, mixed", "latent, nf4, window, null")
+    )
 
 
 @runs
@@ -140,7 +146,9 @@ def test_a_captured_graph_follows_the_lengths() -> None:
     from caramba.ops import dba_decode
 
     assert kernels.load("cuda")["dba_decode"] == "triton"
-    case = Case(("q4_0", "q8_0"), (400, 300), heads=(32, 1), dims=(128, 64, 128), packed=320, tail=128, capacity=512)
+    case = Case(
+        ("q4_0", "q8_0"), (400, 300), heads=(32, 1), dims=(128, 64, 128), packed=320, tail=128, capacity=512
+    )
     args, options = arguments(case, torch.bfloat16, DEVICE)
     lengths, packed = args[5], options["n_packed"]
     dba_decode(*args, **options)  # compiles

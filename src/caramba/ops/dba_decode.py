@@ -84,12 +84,14 @@ def dba_decode(
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax); Dao et al., 2023, Flash-Decoding.
     """
     kinds = [str(stream.kind) for stream in (k_sem, k_geo, v) if stream is not None]
-    parts = [stream.tensors for stream in (k_sem, k_geo)] + [[] if v is None else v.tensors]
+    sem, geo, values = k_sem.tensors, k_geo.tensors, [] if v is None else v.tensors
     extra = [] if null is None else list(null)
     span = 0 if window is None else window
-    check_dba_decode(q_sem, q_geo, kinds, *parts, seqlens, n_packed, extra, span, max_seqlen, n_splits)
+    check_dba_decode(
+        q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits
+    )
     return torch.ops.caramba.dba_decode.default(
-        q_sem, q_geo, kinds, *parts, seqlens, n_packed, extra, span, max_seqlen, n_splits
+        q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits
     )
 
 
