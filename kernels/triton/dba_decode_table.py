@@ -59,6 +59,11 @@ def measured() -> dict[str, DecodeConfig]:
     return {key: DecodeConfig(**choice) for key, choice in rows.items()}
 
 
+def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
+    """Put choices that were measured on this machine before those that are shipped."""
+    measured().update({key: DecodeConfig(**choice) for key, choice in choices.items()})
+
+
 def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     """Return what was measured for a shape or, up to a factor of two away, its neighbour; else the rule's choice.
 

@@ -41,7 +41,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "tune": (
         "[--seconds N] [--device auto|cpu|cuda] [--out FILE] [--show]",
-        "measure which attention backend is fastest here, for the runs to come",
+        "measure which attention backends and decode programs are fastest here, for the runs to come",
     ),
     "schema": ("[--json]", "the keys of a manifest, for people or as JSON Schema for editors and agents"),
 }

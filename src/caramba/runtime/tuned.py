@@ -92,6 +92,9 @@ def read_tables(path: Path) -> dict[str, Any]:
             raise ValueError(f"format {raw['format']}, expected {FORMAT}")
         for name in raw["devices"]:
             attention_rows(raw["devices"][name])
+            decode = raw["devices"][name].get("decode", {})
+            if not all(isinstance(way, dict) for way in decode.values()):
+                raise ValueError(f"decode of {name} is not a mapping of mappings")
         return dict(raw["devices"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -100,18 +103,25 @@ def read_tables(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def write_table(path: Path, name: str, machine: dict[str, Any], rows: Sequence[Row]) -> None:
-    """Put a device's attention rows into the table at `path`, written whole.
+def write_table(
+    path: Path,
+    name: str,
+    machine: dict[str, Any],
+    rows: Sequence[Row],
+    decode: dict[str, dict[str, Any]] | None = None,
+) -> None:
+    """Put a device's attention rows, and choices of the decode kernel, into the table at `path`, written whole.
 
-    All else stays, families that were not measured again too, unless another torch measured them.
+    All else stays, what was not measured again too, unless another torch measured it.
     """
     devices = read_tables(path) if path.is_file() else {}
     before = devices.get(name, {})
     if before.get("machine", {}).get("torch") == machine["torch"]:
         measured = {row.family for row in rows}
         rows = [*rows, *(row for row in attention_rows(before) if row.family not in measured)]
+        decode = {**before.get("decode", {}), **(decode or {})}
     listed = [{**asdict(row.family), "ms": row.ms} for row in rows]
-    devices[name] = {**before, "machine": machine, "attention": listed}
+    devices[name] = {**before, "machine": machine, "attention": listed, "decode": decode or {}}
     write_json(path, {"format": FORMAT, "devices": devices})
 
 
@@ -147,6 +157,16 @@ def choose_attention(device: torch.device, families: Iterable[Family] = ()) -> A
     return AttentionChoice(
         None, False, f"{name} is in no table: torch picks by shape (caramba tune measures)"
     )
+
+
+def decode_choices(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return what the user's table says of the decode kernel on a device: the kernel's key of a shape -> the way.
+
+    Raises:
+        ConfigError: the user's table cannot be read.
+    """
+    entry = read_tables(tuned_path()).get(device_name(device), {}) if tuned_path().is_file() else {}
+    return dict(entry.get("decode", {}))
 
 
 def rank(rows: Sequence[Row], source: str) -> AttentionChoice:

@@ -14,6 +14,7 @@ import torch
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.ops import TRITON_AVAILABLE
 from caramba.runtime import choose_attention, choose_device, device_facts
 from caramba.runtime.tuned import (
     SHIPPED,
@@ -27,8 +28,10 @@ from caramba.runtime.tuned import (
     write_table,
 )
 from caramba.tune.attention import FAMILIES, measure_family
+from caramba.tune.decode import tune_decode
 
-SECONDS = 60.0
+SECONDS = 300.0
+ATTENTION_SHARE = 0.25  # of the time; compiling the decode kernel takes most of the rest
 
 
 def main(argv: list[str]) -> int:
@@ -53,9 +56,13 @@ def main(argv: list[str]) -> int:
         return 0
     if out.is_file():
         read_tables(out)  # a file that is none of ours is found out before the measurement, not after
-    rows = tune_attention(device, given.seconds)
+    has_kernel = device.type == "cuda" and TRITON_AVAILABLE
+    rows = tune_attention(device, given.seconds * (ATTENTION_SHARE if has_kernel else 1.0))
     name = device_name(device)
-    write_table(out, name, device_facts(device) | {"cudnn": torch.backends.cudnn.version()}, rows)
+    machine = device_facts(device) | {"cudnn": torch.backends.cudnn.version()}
+    write_table(out, name, machine, rows)  # now, so that an interrupt does not lose it
+    if has_kernel:
+        write_table(out, name, machine, rows, tune_decode(device, given.seconds * (1 - ATTENTION_SHARE)))
     _table(name, rows)
     logger.info(f"{name}: {_order(rank(rows, '').order)}")
     if out == tuned_path():
@@ -106,6 +113,7 @@ def _show(device: torch.device, path: Path | None) -> None:
         if name in devices:
             logger.path(place, "table")
             _table(name, attention_rows(devices[name]))
+            logger.info(f"decode attention: {len(devices[name].get('decode', {}))} shapes measured")
             break
     else:
         if path is not None:

@@ -115,7 +115,9 @@ def test_bad_input_is_refused_by_name() -> None:
         linear_cross_entropy(hidden, weight.t(), targets)
     with pytest.raises(ConfigError, match=r"targets torch.int32, expected floating point twice and int64"):
         linear_cross_entropy(hidden, weight, targets.int())
-    with pytest.raises(ConfigError, match=r"logits have strides \(1, 6\) and losses \(1,\), expected 1 within a row"):
+    with pytest.raises(
+        ConfigError, match=r"logits have strides \(1, 6\) and losses \(1,\), expected 1 within a row"
+    ):
         cross_entropy_rows(torch.empty(9, 6).t(), targets, torch.empty(6))
     with pytest.raises(
         ConfigError, match=r"losses torch.float64, expected floating point, int64 and torch.float32"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,12 +76,12 @@ def test_what_a_backend_refuses_is_said() -> None:
 
 def test_out_keeps_other_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "mine.json"
-    other = {"attention": [], "decode": [1], "machine": {"torch": "1"}}
+    other = {"attention": [], "notes": [1], "machine": {"torch": "1"}}
     out.write_text(json.dumps({"format": 1, "devices": {"GPU": other, "cpu": {**other, "machine": {}}}}))
     assert main(["tune", "--device", "cpu", "--seconds", "0.01", "--out", str(out)]) == 0
     devices = read_tables(out)
     assert devices["GPU"] == other
-    assert devices["cpu"]["decode"] == [1]
+    assert devices["cpu"]["notes"] == [1]
     assert len(devices["cpu"]["attention"]) == 1
     assert "copy it there, or set CARAMBA_HOME" in capsys.readouterr().out
     assert not tuned_path().exists()
@@ -120,3 +124,17 @@ def test_on_the_gpu() -> None:
     with attention_backends(torch.device("cuda")) as choice:
         assert choice.order is not None
         assert str(tuned_path()) in choice.source
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, for its interpreter")
+def test_ways_to_cut_decode_attention_are_timed_and_taken_over() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.tune.decode_interpreted"],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
