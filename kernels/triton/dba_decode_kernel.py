@@ -64,7 +64,7 @@ def tokens(
             high = low
     else:
         at = scale + i * z_n
-        low, high = blocks(x, s_plane, s_n, at, z_plane, z_n, n, ok, head * D, KIND, D, P, E, SPREAD, HALVED, UNIFORM, DTYPE, PACKED_MATH, MASKED)  # noqa: E501  # fmt: skip
+        low, high = blocks(x, s_plane, s_n, at, z_plane, z_n, n, ok, head * D, KIND, D, P, E, SPREAD, HALVED, UNIFORM, DTYPE, PACKED_MATH, MASKED)  # fmt: skip
     return low, high
 
 
@@ -251,8 +251,8 @@ def decode_split(
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     for i in tl.range(low, middle, BLOCK_TOKENS):
         ok = n >= 0
-        s0, s1 = tokens(sem, sem_k, sem_n, sem_scale, sem_zk, sem_zn, i, n, ok, head, SEM, SEM_NUMBERS, DTYPE, PACKED_MATH, False)  # noqa: E501  # fmt: skip
-        g0, g1 = tokens(geo, geo_k, geo_n, geo_scale, geo_zk, geo_zn, i, n, ok, head, GEO, GEO_NUMBERS, DTYPE, PACKED_MATH, False)  # noqa: E501  # fmt: skip
+        s0, s1 = tokens(sem, sem_k, sem_n, sem_scale, sem_zk, sem_zn, i, n, ok, head, SEM, SEM_NUMBERS, DTYPE, PACKED_MATH, False)  # fmt: skip
+        g0, g1 = tokens(geo, geo_k, geo_n, geo_scale, geo_zk, geo_zn, i, n, ok, head, GEO, GEO_NUMBERS, DTYPE, PACKED_MATH, False)  # fmt: skip
         if LATENT:
             v0, v1 = s0, s1
         else:
@@ -260,11 +260,11 @@ def decode_split(
         seen = (i + n)[None, :] < end[:, None]
         if HAS_WINDOW:
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
-        m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], CUT)  # noqa: E501  # fmt: skip
+        m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], CUT)  # fmt: skip
     for i in tl.range(middle, until, BLOCK_TOKENS, num_stages=1):
         ok = i + n < until
-        s0, s1 = tokens(sem, sem_k, sem_n, sem_scale, sem_zk, sem_zn, i, n, ok, head, SEM, SEM_NUMBERS, DTYPE, PACKED_MATH, True)  # noqa: E501  # fmt: skip
-        g0, g1 = tokens(geo, geo_k, geo_n, geo_scale, geo_zk, geo_zn, i, n, ok, head, GEO, GEO_NUMBERS, DTYPE, PACKED_MATH, True)  # noqa: E501  # fmt: skip
+        s0, s1 = tokens(sem, sem_k, sem_n, sem_scale, sem_zk, sem_zn, i, n, ok, head, SEM, SEM_NUMBERS, DTYPE, PACKED_MATH, True)  # fmt: skip
+        g0, g1 = tokens(geo, geo_k, geo_n, geo_scale, geo_zk, geo_zn, i, n, ok, head, GEO, GEO_NUMBERS, DTYPE, PACKED_MATH, True)  # fmt: skip
         if LATENT:
             v0, v1 = s0, s1
         else:
@@ -272,7 +272,7 @@ def decode_split(
         seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
         if HAS_WINDOW:
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
-        m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # noqa: E501  # fmt: skip
+        m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
     if HAS_PACKED:
         # What quantised streams still have in 16 bits, at token i - held of the tail.
         if not SEM_NUMBERS:
@@ -300,7 +300,7 @@ def decode_split(
             seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
             if HAS_WINDOW:
                 seen = seen & ((i + n)[None, :] >= end[:, None] - window)
-            m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # noqa: E501  # fmt: skip
+            m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
 
     some = l > 0
     total = tl.where(some, l, 1.0)
