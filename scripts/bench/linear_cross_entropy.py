@@ -106,7 +106,7 @@ def memory(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[
     before = torch.cuda.memory_allocated()
     backward(loss, hidden, weight, targets)
     peak = torch.cuda.max_memory_allocated() - before
-    gradients = (hidden.numel() + weight.numel()) * hidden.element_size()
+    gradients = sum(x.numel() * x.element_size() for x in (hidden, weight))
     return {"peak_bytes": peak, "extra_bytes": peak - gradients}
 
 

@@ -30,6 +30,6 @@ def linear_cross_entropy(data: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"{sizes['dtype'].removeprefix('torch.')}; 6 N M V operations; chunks of {data['chunk']} tokens, the softmax of "
-        f"the first rows by {data['implementation']}. Errors are relative, against float64, on 512 tokens.",
+        f"{sizes['dtype'].removeprefix('torch.')}; 6 N M V operations; chunks of {data['chunk']} tokens, the softmax "
+        f"of the first rows by {data['implementation']}. Errors are relative, against float64, on 512 tokens.",
     ]
