@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import sections_loss
 import sections_upcycle
 
 from caramba.runs.files import write_whole
@@ -166,6 +167,7 @@ SECTIONS = {
     "first_light": first_light,
     "prepare": prepare,
     "attention_backends": sections_upcycle.attention_backends,
+    "linear_cross_entropy": sections_loss.linear_cross_entropy,
     "surgery_cost": sections_upcycle.surgery_cost,
     "blockwise_cost": sections_upcycle.blockwise_cost,
     "upcycle_proxy": sections_upcycle.upcycle_proxy,

@@ -47,6 +47,7 @@ def _dispatch(argv: list[str]) -> int:
         "doctor": _doctor,
         "schema": _schema,
         "prepare": _prepare,
+        "tune": _tune,
     }[command](rest)
 
 
@@ -114,6 +115,12 @@ def _prepare(argv: list[str]) -> int:
     from caramba.data.prepare_command import main as prepare_main
 
     return prepare_main(argv)
+
+
+def _tune(argv: list[str]) -> int:
+    from caramba.tune.command import main as tune_main
+
+    return tune_main(argv)
 
 
 def _schema(argv: list[str]) -> int:

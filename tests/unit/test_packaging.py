@@ -43,22 +43,30 @@ def test_every_option_lies_in_a_listed_package_and_matches_the_package_data() ->
         assert dotted(option.parent, ROOT / "conf", "caramba.conf") in declared()["packages"], option
 
 
+def test_tables_of_the_kernels_are_package_data() -> None:
+    assert "*.json" in declared()["package-data"]["*"]
+    assert [file.name for file in (ROOT / "kernels").rglob("*.json")] == ["dba_decode_table.json"]
+
+
 def test_python_files_lie_in_packages() -> None:
     for file in (ROOT / "src/caramba").rglob("*.py"):
         assert (file.parent / "__init__.py").exists(), file
 
 
 def test_mapped_folders_import_nothing_of_caramba() -> None:
-    """The import contracts do not see these folders: kernels import torch and Triton, conf imports nothing."""
+    """The import contracts do not see these folders: kernels import torch, Triton and each other, conf nothing."""
+    standard = {"dataclasses", "functools", "json", "math", "pathlib"}
     for folder, allowed in {
         "conf": set(),
-        "kernels/triton": {"torch", "triton", "__future__"},
+        "kernels/triton": {"torch", "triton", "__future__", *standard},
         "kernels/metal": {"torch"},
     }.items():
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+                own = f"caramba.{folder.replace('/', '.')}."
+                names = [name for name in names if not name.startswith(own)]
                 assert {name.split(".")[0] for name in names} <= allowed, file
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from caramba.data import IGNORED
 from caramba.layer.projection import widened
 from caramba.model import Model
+from caramba.model.head import Head, TiedHead
+from caramba.ops import linear_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,30 @@ def vocabulary_losses(
 
     Shape: hidden [B, T, M], targets [B, T] -> [] each.
     """
+    if rows is None and is_plain(model):
+        loss = linear_cross_entropy(
+            hidden.flatten(0, 1),
+            model.embedder.token.weight if isinstance(model.head, TiedHead) else model.head.weight,
+            targets.flatten(),
+            ignore_index=IGNORED,
+            chunk=None
+            if hidden.is_cuda
+            else chunk,  # there the chunk follows from what a matrix product fills
+        )
+        return VocabularyLosses(loss, loss.detach())
     part = _Part(model, targets.flatten(), rows, kl_weight, temperature, chunk)
     weights = list(model.head.parameters()) or [
         model.embedder.token.weight
     ]  # a tied head has none of its own
     loss, ce, kl = _ChunkedLosses.apply(part, hidden.flatten(0, 1), *weights)  # type: ignore[misc]
     return VocabularyLosses(loss, ce, None if rows is None else kl)
+
+
+def is_plain(model: Model) -> bool:
+    """Whether the head is one product with a weight [V, M], which has an op of its own for the loss on the data."""
+    if isinstance(model.head, TiedHead):
+        return True
+    return type(model.head) is Head and model.head.bias is None
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     check_teacher_caches(session)
     failure: VerificationFailed | None = None
     try:
-        with attention_backends(session.device):
+        with attention_backends(session.device, session.attention):
             for item in group.runs:
                 if item.exp is not None:
                     train_variant(session, item)

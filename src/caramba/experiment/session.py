@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
-from caramba.config.surgery import check_surgery
+from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
@@ -26,7 +27,7 @@ from caramba.experiment.ledger import Ledger
 from caramba.experiment.text import check_tokenizer, open_text
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
-from caramba.runtime import choose_device, is_main_process
+from caramba.runtime import AttentionChoice, choose_attention, choose_device, families_of, is_main_process
 from caramba.verify import prepare
 
 
@@ -79,6 +80,15 @@ class Session:
             self.student = self._load(model.checkpoint, "student", model, "model.checkpoint")
         elif self.teacher is None:
             self.student = build_model(model, seed=self.seed_of("student")).to(self.device)
+
+    @functools.cached_property
+    def attention(self) -> AttentionChoice:
+        """The order of attention backends for the shapes of the group's models, the same throughout the run."""
+        specs: list[ModelSpec] = [model.spec for model in (self.teacher, self.student) if model is not None]
+        if self.makes_student:
+            specs.append(self.manifest.model)
+        layers = [config for spec in specs for config in attention_configs(spec.topology)]
+        return choose_attention(self.device, families_of(layers))
 
     @property
     def makes_student(self) -> bool:

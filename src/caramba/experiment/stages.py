@@ -105,6 +105,7 @@ def fit_phase(
         kernels=session.manifest.kernels,
         name=name,
         d_model=model.spec.embedder.d_model,
+        attention=session.attention,
     )
     phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))

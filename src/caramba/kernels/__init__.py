@@ -18,6 +18,7 @@ from caramba.ops.backend import (
     fused_decode_available,
     get_backend_info,
 )
+from caramba.runtime.tuned import decode_choices
 
 __all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get_backend_info", "load"]
 
@@ -71,4 +72,8 @@ def _attach_all(kind: str) -> dict[str, str]:
             missing[op] = f"{type(error).__name__}: {error}"
             continue
         attach(op, kind, backend, launcher)
+    if backend == "triton" and "dba_decode" not in missing and torch.cuda.is_available():
+        importlib.import_module(f"caramba.kernels.{backend}.dba_decode_table").adopt(
+            decode_choices(torch.device("cuda"))
+        )
     return missing

@@ -39,6 +39,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "text PATH... | fineweb | stdlib --output DIR",
         "turn text into tokens that data=tokens reads (caramba prepare --help)",
     ),
+    "tune": (
+        "[--seconds N] [--device auto|cpu|cuda] [--out FILE] [--show]",
+        "measure which attention backends and decode programs are fastest here, for the runs to come",
+    ),
     "schema": ("[--json]", "the keys of a manifest, for people or as JSON Schema for editors and agents"),
 }
 

@@ -12,7 +12,7 @@ import torch
 from caramba.errors import KernelUnavailable
 
 REFERENCE = "reference"
-OPS = ("quantize", "dequantize")
+OPS = ("cross_entropy_rows", "dba_decode", "dequantize", "quantize")
 """Ops under `torch.ops.caramba` that have a contract."""
 
 TRITON_AVAILABLE: bool = importlib.util.find_spec("triton") is not None

@@ -1,6 +1,6 @@
 """Facts of the machine and the plan that follows from them."""
 
-from caramba.runtime.device import choose_device, device_facts, prefers_cudnn, synchronize
+from caramba.runtime.device import choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
     get_rank,
     get_world_size,
@@ -9,20 +9,23 @@ from caramba.runtime.distributed import (
     refuse_unconnected_ranks,
 )
 from caramba.runtime.plan import Decision, RuntimePlan, apply_threads, load_plan, plan, save_plan
+from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
+    "AttentionChoice",
     "Decision",
     "RuntimePlan",
     "apply_threads",
+    "choose_attention",
     "choose_device",
     "device_facts",
+    "families_of",
     "get_rank",
     "get_world_size",
     "is_distributed",
     "is_main_process",
     "load_plan",
     "plan",
-    "prefers_cudnn",
     "refuse_unconnected_ranks",
     "save_plan",
     "synchronize",

@@ -13,7 +13,8 @@ import torch
 from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, PhaseConfig
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
-from caramba.runtime.device import choose_device, device_facts, prefers_cudnn
+from caramba.runtime.device import choose_device, device_facts
+from caramba.runtime.tuned import AttentionChoice, choose_attention
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,13 @@ class RuntimePlan:
 
 
 def plan(
-    phase: PhaseConfig, *, device: str, kernels: str, name: str, d_model: int = AUTO_LR_WIDTH
+    phase: PhaseConfig,
+    *,
+    device: str,
+    kernels: str,
+    name: str,
+    d_model: int = AUTO_LR_WIDTH,
+    attention: AttentionChoice | None = None,
 ) -> RuntimePlan:
     """Decide how a phase of a model of width `d_model` runs here. Nothing is measured yet: every decision says what
     fixed it."""
@@ -63,16 +70,16 @@ def plan(
         "batch_size": Decision(phase.batch_size, "the manifest"),
         "compile_model": Decision(phase.compile_model, "the manifest"),
         "activation_checkpointing": Decision(phase.activation_checkpointing, "the manifest"),
-        "attention": Decision(
-            "cudnn, flash, efficient, math" if prefers_cudnn(chosen) else "scaled_dot_product_attention",
-            "Hopper: cuDNN's kernels took less time (docs/benchmarks/attention_backends.json)"
-            if prefers_cudnn(chosen)
-            else "torch picks the backend by shape and device",
-        ),
+        "attention": _attention(attention or choose_attention(chosen)),
         "kernels": Decision("reference", f"kernels={kernels}: no op has a device kernel yet"),
     }
     key = json.dumps([facts, phase.model_dump(mode="json")], sort_keys=True, default=str)
     return RuntimePlan(name, hashlib.sha256(key.encode()).hexdigest(), facts, decisions)
+
+
+def _attention(choice: AttentionChoice) -> Decision:
+    order = "scaled_dot_product_attention" if choice.order is None else ", ".join(choice.order)
+    return Decision(order, choice.source)
 
 
 def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:

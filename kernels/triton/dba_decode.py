@@ -1,0 +1,211 @@
+"""Launcher of `caramba::dba_decode`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
+from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, choose
+from torch import Tensor
+
+import triton
+
+BLOCK_ELEMENTS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
+INTERPRETED = triton.knobs.runtime.interpret
+JOIN_FEATURES = 32
+
+Mode = tuple[str, int, int, int, int, bool, bool]
+"""KIND, D, P, E, SPREAD, HALVED, UNIFORM of a stream, see `dba_decode_tile`."""
+
+
+def dba_decode(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    null: list[Tensor],
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Run the op as the table says for these shapes; `n_splits` overrides that."""
+    shape = decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, max_seqlen)
+    config = choose(shape, _processors(q_sem.device))
+    if n_splits:
+        config = DecodeConfig(**{**config.__dict__, "n_splits": n_splits})
+    return launch(config, q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window)
+
+
+def decode_shape(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    max_seqlen: int,
+) -> DecodeShape:
+    """Return what the table is asked by; without a hint, for sequences that fill what is allocated."""
+    batch, heads, n_queries, width = q_sem.shape
+    kv_heads = k_sem[-1].shape[1]
+    tokens = max_seqlen or max(1, min(_capacity(parts) for parts in (k_sem, k_geo, v) if parts))
+    return DecodeShape(
+        arch=_arch(q_sem.device),
+        formats=tuple(kinds),
+        dims=(width, q_geo.shape[-1], v[-1].shape[-1] if v else width),
+        rows=heads // kv_heads * n_queries,
+        lanes=batch * kv_heads,
+        tokens=tokens,
+    )
+
+
+def launch(
+    config: DecodeConfig,
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    null: list[Tensor],
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Run the op in one given way. Everything is decided by shapes: nothing waits for the device."""
+    if q_sem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU"
+        )
+    q_sem, q_geo = (q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo))
+    batch, heads, n_queries, width = q_sem.shape
+    kv_heads = k_sem[-1].shape[1]
+    group = heads // kv_heads
+    v_width = v[-1].shape[-1] if v else width
+    out = q_sem.new_empty((batch, heads, n_queries, v_width))
+    sums = q_sem.new_empty((batch, heads, n_queries), dtype=torch.float32)
+    rows = batch * heads * n_queries
+    if not rows:
+        return out, sums
+    final = config.n_splits == 1 and not null
+    parts, part_sums = (
+        (out, sums)
+        if final
+        else (
+            sums.new_empty((rows, config.n_splits, v_width)),
+            sums.new_empty((rows, config.n_splits)),
+        )
+    )
+    streams = [k_sem, k_geo, v or k_sem]
+    modes = [
+        mode(kind, d) for kind, d in zip([*kinds, kinds[0]], (width, q_geo.shape[-1], v_width), strict=False)
+    ]
+    quantised = [parts for parts in streams if len(parts) == 3]
+    exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
+    no_limit = 2**31 - 1
+    packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
+    row_blocks = triton.cdiv(group * n_queries, config.block_rows)
+    q_strides = (*q_sem.stride()[:3], *q_geo.stride()[:3])
+    decode_split[(batch * kv_heads * row_blocks, config.n_splits)](
+        q_sem,
+        q_geo,
+        *(parts[0] for parts in streams),
+        *(parts[1] if len(parts) == 3 else parts[0] for parts in streams),
+        *(parts[-1] for parts in streams),
+        seqlens,
+        seqlens if n_packed is None else n_packed,
+        parts,
+        part_sums,
+        *q_strides,
+        *(s for parts in streams for s in parts[0].stride()[:3]),
+        *(s for parts in streams for s in (parts[1].stride()[:3] if len(parts) == 3 else (0, 0, 0))),
+        *(s for parts in streams for s in parts[-1].stride()[:3]),
+        0 if n_packed is None or n_packed.shape[0] == 1 else n_packed.stride(0),
+        min(exact, default=no_limit),
+        min((parts[0].shape[2] for parts in quantised), default=0),
+        min((parts[2].shape[2] for parts in quantised), default=0),
+        window,
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        QUERIES=n_queries,
+        ROW_BLOCKS=row_blocks,
+        SEM=modes[0],
+        GEO=modes[1],
+        V=modes[2],
+        LATENT=not v,
+        HAS_PACKED=bool(quantised),
+        HAS_WINDOW=window > 0,
+        FINAL=final,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_TOKENS=config.block_tokens,
+        PACKED_MATH=packed_math,
+        num_warps=config.n_warps,
+        num_stages=config.n_stages,
+    )
+    if not final:
+        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
+        block = min(JOIN_FEATURES, triton.next_power_of_2(v_width))
+        decode_join[(rows, triton.cdiv(v_width, block))](
+            parts,
+            part_sums,
+            q_sem,
+            q_geo,
+            nulls[0],
+            nulls[1],
+            nulls[2] if v else nulls[0],
+            out,
+            sums,
+            *q_strides,
+            config.n_splits,
+            HEADS=heads,
+            GROUP=group,
+            QUERIES=n_queries,
+            DS=width,
+            DG=q_geo.shape[-1],
+            DV=v_width,
+            PS=triton.next_power_of_2(width),
+            PG=triton.next_power_of_2(q_geo.shape[-1]),
+            HAS_NULL=bool(null),
+            SPLITS=triton.next_power_of_2(config.n_splits),
+            BLOCK=block,
+            num_warps=4 if config.n_splits > 32 else 1,
+        )
+    return out, sums
+
+
+def mode(kind: str, width: int) -> Mode:
+    """Return how a stream of this format and width per head is read.
+
+    SPREAD is the number of scales of a head's token: one where a head lies in one block, one for each block where
+    it is whole blocks, and 0 where neither holds and every element looks its own up.
+    """
+    padded = max(16, triton.next_power_of_2(width))
+    elements = BLOCK_ELEMENTS.get(kind)
+    if elements is None:
+        return "exact", width, padded, 32, 0, False, False
+    half = elements if kind == "q8_0" else elements // 2
+    spread = 1 if elements % width == 0 else padded // elements if width % elements == 0 else 0
+    halved = kind != "q8_0" and width % elements == 0 and padded >= 32
+    return kind, width, padded, elements, spread, halved, half % width == 0
+
+
+def _capacity(parts: list[Tensor]) -> int:
+    return parts[0].shape[2] + (parts[2].shape[2] if len(parts) == 3 else 0)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@functools.cache
+def _arch(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"

@@ -1,0 +1,150 @@
+"""How decode attention is cut into programs: measured choices by shape, and a rule where nothing was measured."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("dba_decode_table.json")
+PROGRAMS_PER_SM = 2
+REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What a choice depends on: `rows` = queries of a key/value head, `lanes` = sequences times key/value heads."""
+
+    arch: str
+    formats: tuple[str, ...]
+    dims: tuple[int, int, int]
+    rows: int
+    lanes: int
+    tokens: int
+
+    @property
+    def family(self) -> str:
+        """The part of the key that must be equal; two formats are the latent layout, three the per-head one."""
+        dims = "x".join(str(d) for d in self.dims)
+        return f"{self.arch}|{'+'.join(self.formats)}|{dims}|{_bucket(self.rows)}"
+
+    @property
+    def key(self) -> str:
+        """The table's key: `arch|formats|dims|rows|lanes|tokens`, the last three as powers of two above."""
+        return f"{self.family}|{_bucket(self.lanes)}|{_bucket(self.tokens)}"
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """One way to cut: a program reads `block_tokens` at a time for `block_rows` queries.
+
+    `n_splits` programs share a sequence's key/value head. `packed_math` dequantises with instructions that
+    take several codes at once, which 16-bit queries on an NVIDIA GPU can have.
+    """
+
+    block_rows: int = 16
+    block_tokens: int = 64
+    n_warps: int = 4
+    n_stages: int = 3
+    n_splits: int = 1
+    packed_math: bool = True
+
+
+@functools.cache
+def measured() -> dict[str, DecodeConfig]:
+    """Return the table that is shipped."""
+    rows = json.loads(TABLE.read_text())["choices"]
+    return {key: DecodeConfig(**choice) for key, choice in rows.items()}
+
+
+def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
+    """Put choices that were measured on this machine before those that are shipped."""
+    measured().update({key: DecodeConfig(**choice) for key, choice in choices.items()})
+
+
+def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
+    """Return what was measured for a shape or, up to a factor of two away, its neighbour; else the rule's choice.
+
+    A neighbour's splits are scaled so that sequences times splits stay.
+    """
+    table = measured()
+    exact = table.get(shape.key)
+    if exact is not None:
+        return exact
+    near = [
+        (key, choice)
+        for key, choice in table.items()
+        if key.rpartition("|")[0].rpartition("|")[0] == shape.family
+    ]
+    if near:
+        key, choice = min(near, key=lambda item: _distance(item[0], shape))
+        if _distance(key, shape) <= REACH:
+            lanes = int(key.split("|")[-2])
+            scaled = max(1, round(choice.n_splits * lanes / _bucket(shape.lanes)))
+            return replace(choice, n_splits=min(scaled, _most_splits(shape.tokens, choice.block_tokens)))
+    return rule(shape, n_processors)
+
+
+def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
+    """Return a choice without measurements: as many splits as fill the processors twice."""
+    block_rows = min(64, max(16, _bucket(shape.rows)))
+    exact = all(kind in ("fp32", "fp16", "bf16") for kind in shape.formats)
+    wide = max(shape.dims) > 256 or "fp32" in shape.formats
+    block_tokens = 32 if wide else 64 if exact or sum(shape.dims[:2]) > 128 else 128
+    programs = shape.lanes * math.ceil(shape.rows / block_rows)
+    wanted = math.ceil(PROGRAMS_PER_SM * n_processors / programs)
+    return DecodeConfig(
+        block_rows=block_rows,
+        block_tokens=block_tokens,
+        n_warps=8 if block_rows == 64 else 4,
+        n_stages=2 if wide else 3,
+        n_splits=min(wanted, _most_splits(shape.tokens, block_tokens)),
+    )
+
+
+def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
+    """Return the choices worth timing for a shape, the rule's first."""
+    first = rule(shape, n_processors)
+    found = {first: None}
+    quantised = any(kind in ("q8_0", "q4_0", "nf4") for kind in shape.formats)
+    programs = shape.lanes * math.ceil(shape.rows / first.block_rows)
+    for block_tokens in (64, 128, 256) if quantised else (32, 64, 128):
+        most = _most_splits(shape.tokens, block_tokens)
+        for per_sm in (1, 2, 3, 4, 6):
+            n_splits = min(most, max(1, per_sm * n_processors // programs))
+            for n_warps in (4, 8):
+                for n_stages in (2, 3, 4):
+                    found[
+                        replace(
+                            first,
+                            block_tokens=block_tokens,
+                            n_splits=n_splits,
+                            n_warps=n_warps,
+                            n_stages=n_stages,
+                        )
+                    ] = None
+    return list(found)
+
+
+def written(choices: dict[str, DecodeConfig]) -> str:
+    """Return the table's file with these choices added to those shipped."""
+    merged = {key: asdict(choice) for key, choice in sorted((measured() | choices).items())}
+    rows = ",\n".join(f"    {json.dumps(key)}: {json.dumps(choice)}" for key, choice in merged.items())
+    return '{\n  "choices": {' + (f"\n{rows}\n  " if rows else "") + "}\n}\n"
+
+
+def _most_splits(tokens: int, block_tokens: int) -> int:
+    return max(1, min(512, math.ceil(tokens / block_tokens)))
+
+
+def _bucket(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _distance(key: str, shape: DecodeShape) -> float:
+    _, lanes, tokens = key.rsplit("|", 2)
+    return abs(math.log2(int(lanes) / _bucket(shape.lanes))) + abs(
+        math.log2(int(tokens) / _bucket(shape.tokens))
+    )

@@ -1,0 +1,167 @@
+"""Shapes, stores and peers of the decode benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from caramba.ops import STORED, StoredStream, dequantize
+
+TAIL = 128
+PEERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+FORMATS = {
+    "bf16": ("bf16", "bf16", "bf16"),
+    "q8_0": ("q8_0", "q8_0", "q8_0"),
+    "q4_0": ("q4_0", "q4_0", "q4_0"),
+    "nf4": ("nf4", "nf4", "nf4"),
+    "mixed": ("q4_0", "q8_0", "q4_0"),
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Heads and widths of a layer; `latent` has one key/value head and no values of its own."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dims: tuple[int, int, int]
+
+    @property
+    def latent(self) -> bool:
+        return self.kv_heads == 1
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.dims[:2] if self.latent else self.dims
+
+    def bytes_per_token(self, form: str) -> float:
+        """Bytes that a step has to read for a token: codes and scales without padding."""
+        each = (
+            2 * width
+            if kind == "bf16"
+            else width * (block.code_bytes + block.scale_bytes) / block.elements
+            for kind, width in zip(FORMATS[form], self.widths, strict=False)
+            for block in [STORED[kind].block if kind != "bf16" else None]
+        )
+        return self.kv_heads * sum(each)
+
+
+LAYOUTS = (
+    Layout("latent 128+64", 32, 1, (128, 64, 128)),
+    Layout("latent 128+256", 32, 1, (128, 256, 128)),
+    Layout("per head 8 x (16+32, 64)", 32, 8, (16, 32, 64)),
+)
+
+
+@dataclass
+class Store:
+    """One cache full of `tokens` tokens: what the op reads, its float64 twin of sequence 0, and the keys joined."""
+
+    streams: list[StoredStream]
+    joined: Tensor | None = None
+
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of everything allocated, tails aside."""
+        return sum(part.nbytes for stream in self.streams for part in stream.tensors[:2])
+
+
+def make(layout: Layout, form: str, batch: int, tokens: int, device: str) -> Store:
+    """Draw a store; codes and scales are drawn as such, so that nothing large passes through float32."""
+    kinds, kv = FORMATS[form], layout.kv_heads
+    if form == "bf16" and layout.latent:
+        joined = _normal((batch, 1, tokens, sum(layout.widths)), device)
+        c, k_geo = joined.split(layout.widths, dim=-1)
+        return Store([StoredStream("bf16", c), StoredStream("bf16", k_geo)], joined)
+    streams = []
+    for kind, width in zip(kinds, layout.widths, strict=False):
+        if kind == "bf16":
+            streams.append(StoredStream(kind, _normal((batch, kv, tokens, width), device)))
+            continue
+        stored = STORED[kind]
+        lanes = (batch, stored.block.n_blocks(kv * width), tokens)
+        codes = torch.randint(0, 256, (*lanes, stored.code_width), dtype=torch.uint8, device=device)
+        codes = codes.view(stored.code_dtype)
+        step = {"q8_0": 1 / 74, "q4_0": 1 / 4.6, "nf4": 1.7}[kind]  # numbers of a deviation near 1
+        scales = torch.rand((*lanes, 1), device=device).mul_(step).add_(step / 2).to(stored.scale_dtype)
+        tail = _normal((batch, kv, TAIL, width), device)
+        streams.append(StoredStream(kind, codes, scales, tail))
+    return Store(streams)
+
+
+def _normal(shape: tuple[int, ...], device: str) -> Tensor:
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def queries(layout: Layout, batch: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Draw queries whose scores have a deviation near 1."""
+    scale = sum(layout.dims[:2]) ** -0.5
+    sem, geo = (torch.randn(batch, layout.heads, 1, d, device=device) * scale for d in layout.dims[:2])
+    return sem.to(dtype), geo.to(dtype)
+
+
+def error(
+    layout: Layout, store: Store, q: tuple[Tensor, Tensor], out: Tensor, tokens: int, n_packed: int
+) -> float:
+    """Return the relative error of sequence 0, first group of heads, against float64."""
+    numbers = []
+    for stream in store.streams:
+        if stream.scales is None or stream.tail is None:
+            numbers.append(stream.values[0, 0, :tokens].double())
+            continue
+        width = stream.tail.shape[-1]
+        whole = layout.kv_heads * width
+        rows = stream.values[0, :, :n_packed].transpose(0, 1), stream.scales[0, :, :n_packed, 0].T
+        head = dequantize(*rows, stream.kind, whole, torch.float64)[:, :width]
+        numbers.append(torch.cat((head, stream.tail[0, 0, : tokens - n_packed].double())))
+    group = layout.heads // layout.kv_heads
+    sem, geo = (x[0, :group, 0].double() for x in q)
+    weights = (sem @ numbers[0].T + geo @ numbers[1].T).softmax(-1)
+    wanted = weights @ numbers[0 if layout.latent else 2]
+    return float((out[0, :group, 0].double() - wanted).norm() / wanted.norm())
+
+
+def peers(layout: Layout, stores: list[Store], q: tuple[Tensor, Tensor]) -> dict[str, Callable[[], Any]]:
+    """Return stock attention on concatenated keys, by backend and form, each over all stores.
+
+    `grouped`: the heads of a group are queries of one head, as the layer has it; `gqa`: enable_gqa. The latent's
+    value is the whole key (a backend then has one width); per head also with keys padded to the values' width.
+    """
+    joined_q = torch.cat(q, dim=-1)
+    batch, heads, _, width = joined_q.shape
+    sets = []
+    if layout.latent:
+        sets.append(("", joined_q, [(s.joined, s.joined) for s in stores]))
+    else:
+        keys = [torch.cat([stream.values for stream in s.streams[:2]], dim=-1) for s in stores]
+        values = [s.streams[2].values for s in stores]
+        pad = layout.dims[2] - width
+        sets.append(("", joined_q, list(zip(keys, values, strict=True))))
+        padded = [F.pad(k, (0, pad)) for k in keys]
+        sets.append((" padded", F.pad(joined_q, (0, pad)), list(zip(padded, values, strict=True))))
+    found: dict[str, Callable[[], Any]] = {}
+    for said, query, pairs in sets:
+        grouped = query.reshape(batch, layout.kv_heads, heads // layout.kv_heads, query.shape[-1])
+        for backend in PEERS:
+            for form, x, gqa in (("grouped", grouped, False), ("gqa", query, True)):
+                name = f"{backend.name.removesuffix('_ATTENTION')} {form}{said}"
+                found[name] = _peer(backend, x, pairs, gqa)
+    return found
+
+
+def _peer(
+    backend: SDPBackend, query: Tensor, pairs: list[tuple[Any, Any]], gqa: bool
+) -> Callable[[], Any]:
+    def call() -> None:
+        with sdpa_kernel([backend]):
+            for k, v in pairs:
+                F.scaled_dot_product_attention(query, k, v, scale=1.0, enable_gqa=gqa)
+
+    return call

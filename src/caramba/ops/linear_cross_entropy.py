@@ -1,0 +1,242 @@
+"""The op `caramba::linear_cross_entropy`: a head and its loss together, so that the logits never exist at one time.
+
+It is matrix products of torch around `caramba::cross_entropy_rows`, which is what has a kernel of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.cross_entropy_rows import cross_entropy_rows
+
+NAME = "caramba::linear_cross_entropy"
+LOGITS_BYTES = 2**29
+"""Of one chunk of logits, unless the caller says how many rows a chunk has."""
+ROW_TILE = 128  # a chunk of whole tiles leaves no matrix product with a nearly empty row of tiles
+COLUMN_TILE = 64  # rows of logits begin at multiples of 128 bytes, whatever the size of the vocabulary
+
+torch.library.define(
+    NAME,
+    "(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, float scale, float z_loss, int chunk, "
+    "bool wants_hidden, bool wants_weight) -> (Tensor, Tensor, Tensor)",
+)
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    chunk: int | None = None,
+) -> Tensor:
+    """Cross-entropy of the head z = s h W^T, mean over the C tokens whose target counts, plus c times its z-loss:
+
+        loss = 1/C sum_n [ lse(z_n) - z_n[t_n] + c lse(z_n)^2 ]
+
+    The gradients are made in the forward, chunk by chunk, 6 N M V operations in all and nothing twice; the backward
+    only scales them. A chunk's logits, in hidden's dtype (under autocast in autocast's), are overwritten by their
+    gradient; the softmax is in fp32 or float64. Beside the results, memory is one chunk of logits and, where dtypes
+    differ, the weight in hidden's. dW adds up in the weight's dtype over the chunks: in fp32 exact to rounding, in
+    bfloat16 one more rounding (2^-9 of the entry) per chunk.
+
+    Args:
+        targets: class of each row; `ignore_index` does not count. All ignored: the loss is 0 and so are gradients.
+        scale: s, of the logits. z_loss: c (PaLM has 1e-4). chunk: rows at a time; None: 512 MB of logits.
+
+    Shape: hidden [N, M], weight [V, M], targets int64 [N] -> [] in fp32, in float64 for hidden in float64.
+
+    Raises:
+        ConfigError: shapes that do not fit, targets that are no integers, or on a CPU a target outside the vocabulary
+        (elsewhere the loss is then NaN).
+
+    Reference: Wijmans et al., 2024, arXiv:2411.09009 (a loss that never holds all logits); Chowdhery et al., 2022,
+    arXiv:2204.02311 (z-loss).
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
+    _check(hidden, weight, targets)
+    makes_gradients = torch.is_grad_enabled()
+    mean = torch.ops.caramba.linear_cross_entropy.default(
+        hidden,
+        weight,
+        targets,
+        ignore_index,
+        scale,
+        z_loss,
+        rows_per_chunk(hidden, weight.shape[0]) if chunk is None else max(1, chunk),
+        makes_gradients and hidden.requires_grad,
+        makes_gradients and weight.requires_grad,
+    )[0]
+    counted = (targets != ignore_index).sum().clamp_min(1)
+    return mean * len(targets) / counted
+
+
+def rows_per_chunk(hidden: Tensor, n_classes: int) -> int:
+    """Return how many rows of logits fill `LOGITS_BYTES`, in whole tiles, over chunks of about one size."""
+    itemsize = max(hidden.element_size(), 4 if hidden.device.type == "cpu" else 0)
+    most = max(ROW_TILE, LOGITS_BYTES // (itemsize * max(1, n_classes)) // ROW_TILE * ROW_TILE)
+    n_chunks = max(1, -(-len(hidden) // most))
+    return max(1, -(-len(hidden) // (n_chunks * ROW_TILE))) * ROW_TILE
+
+
+def run_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    scale: float,
+    z_loss: float,
+    chunk: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of losses over N, all rows counted, and its gradients; those not wanted are empty.
+
+    Three matrix products and one `cross_entropy_rows` per chunk, in one buffer of logits.
+    """
+    _check(hidden, weight, targets)
+    if targets.device.type == "cpu":
+        _check_range(targets, ignore_index, weight.shape[0])
+    (n_rows, width), n_classes = hidden.shape, weight.shape[0]
+    hidden, targets = hidden.detach().contiguous(), targets.contiguous()
+    # Rows of the mean, not of the sum: what adds up over the chunks stays in the range of 16-bit floats.
+    share = 1.0 / max(1, n_rows)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        matrix = weight.detach().to(hidden.dtype)
+        losses = hidden.new_empty(n_rows, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else hidden.new_empty(0)
+        grad_weight = (
+            weight.new_empty(n_classes, width) if wants_weight else weight.new_empty(0)
+        )  # the first chunk writes it
+        if wants_weight and n_rows == 0:
+            grad_weight.zero_()
+        rows = min(chunk, n_rows)
+        buffer = hidden.new_empty(rows, -(-n_classes // COLUMN_TILE) * COLUMN_TILE)
+        for start in range(0, n_rows, max(1, rows)):
+            part = hidden[start : start + rows]
+            logits = buffer[: len(part), :n_classes]
+            torch.mm(part, matrix.t(), out=logits)
+            cross_entropy_rows(
+                logits,
+                targets[start : start + rows],
+                losses[start : start + rows],
+                ignore_index=ignore_index,
+                scale=scale,
+                z_loss=z_loss,
+                writes=wants_hidden or wants_weight,
+            )
+            if wants_hidden:
+                place = grad_hidden[start : start + rows]
+                torch.addmm(place, logits, matrix, beta=0, alpha=share, out=place)
+            if wants_weight:
+                _accumulate(grad_weight, logits.t(), part, beta=float(start > 0), alpha=share)
+        return losses.sum() * share, grad_hidden, grad_weight
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> None:
+    """total = beta total + alpha left @ right; what is in `total` is not read when beta is 0."""
+    if total.dtype == left.dtype:
+        torch.addmm(total, left, right, beta=beta, alpha=alpha, out=total)
+    elif total.is_cuda and total.dtype == torch.float32:
+        # 16-bit operands and a product in fp32, which is what the tensor cores add up in.
+        torch.ops.aten.addmm.dtype_out(total, left, right, torch.float32, beta=beta, alpha=alpha, out=total)
+    else:
+        wide = torch.promote_types(total.dtype, left.dtype)
+        product = torch.mm(left.to(wide), right.to(wide)).mul_(alpha)
+        total.copy_(product if beta == 0 else product.add_(total))
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if (
+        hidden.dim() != 2
+        or weight.dim() != 2
+        or targets.dim() != 1
+        or hidden.shape[1] != weight.shape[1]
+        or len(targets) != len(hidden)
+    ):
+        raise ConfigError(
+            f"linear_cross_entropy: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
+            f"{tuple(targets.shape)}, expected [N, M], [V, M] and [N]; flatten batch and time first"
+        )
+    if targets.dtype != torch.int64 or not hidden.is_floating_point() or not weight.is_floating_point():
+        raise ConfigError(
+            f"linear_cross_entropy: hidden is {hidden.dtype}, weight {weight.dtype} and targets {targets.dtype}, "
+            "expected floating point twice and int64"
+        )
+    if not hidden.device == weight.device == targets.device:
+        raise ConfigError(
+            f"linear_cross_entropy: hidden is on {hidden.device}, weight on {weight.device} and targets on "
+            f"{targets.device}, expected one device"
+        )
+
+
+def _check_range(targets: Tensor, ignore_index: int, n_classes: int) -> None:
+    outside = (targets != ignore_index) & ((targets < 0) | (targets >= n_classes))
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ConfigError(
+            f"linear_cross_entropy: target {int(targets[row])} of row {row} is outside the vocabulary of {n_classes}; "
+            f"expected 0 to {n_classes - 1}, or {ignore_index} for a row that does not count"
+        )
+
+
+torch.library.impl(NAME, "CompositeExplicitAutograd", run_chunks)
+
+
+@torch.library.register_fake(NAME)
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    scale: float,
+    z_loss: float,
+    chunk: int,
+    wants_hidden: bool,
+    wants_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(hidden, weight, targets)
+    return (
+        hidden.new_empty((), dtype=torch.promote_types(hidden.dtype, torch.float32)),
+        hidden.new_empty(hidden.shape if wants_hidden else 0),
+        weight.new_empty(weight.shape if wants_weight else 0),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    _, grad_hidden, grad_weight = output
+    ctx.wanted = inputs[-2:]
+    ctx.set_materialize_grads(False)  # or zeros as large as the weight would be made for nothing
+    ctx.mark_non_differentiable(grad_hidden, grad_weight)
+    ctx.save_for_backward(grad_hidden, grad_weight)
+
+
+def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 7
+    if upstream is None:
+        return None, None, *nothing
+    hidden, weight = (
+        _scaled(grad, upstream) if wanted else None
+        for grad, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    )
+    return hidden, weight, *nothing
+
+
+def _scaled(grad: Tensor, by: Tensor) -> Tensor:
+    """Scale in place, which saves a copy as large as the weight, unless the graph is kept for another backward, or
+    traced (tensors are then of a subclass).
+    """
+    keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
+    if type(grad) is not Tensor or keeps is None or keeps():
+        return grad * by.to(grad.dtype)
+    return grad.mul_(by)
+
+
+torch.library.register_autograd(NAME, _backward, setup_context=_setup_context)

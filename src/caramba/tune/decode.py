@@ -1,0 +1,173 @@
+"""Times the ways to cut decode attention into programs, on caches larger than the device's own."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from caramba.console import logger
+from caramba.ops import STORED, StoredStream, quantize
+from caramba.tune.timing import Timed, time_in_turn
+
+COLD_BYTES = (
+    200 * 10**6
+)  # copies of a cache are read in turn until they fill this, over three times an L2 cache
+MOST_BYTES = 0.3  # of a GPU's free memory
+TAIL = 128
+NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+WEIGHT = {
+    "fp32": 4.0,
+    "fp16": 2.0,
+    "bf16": 2.0,
+    "q8_0": 1.0625,
+    "q4_0": 0.5625,
+    "nf4": 0.5625,
+}  # bytes an element
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """A decode step to tune: formats and widths of semantic and geometric keys and, unless latent, of values."""
+
+    kinds: tuple[str, ...]
+    dims: tuple[int, int, int]
+    batch: int
+    tokens: int
+    n_heads: int = 32
+    n_kv_heads: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """What the step reads at least."""
+        rows = self.batch * self.tokens * self.n_kv_heads
+        return round(rows * sum(WEIGHT[k] * d for k, d in zip(self.kinds, self.dims, strict=False)))
+
+    @property
+    def name(self) -> str:
+        dims = "+".join(str(d) for d in self.dims[: len(self.kinds)])
+        return f"{'/'.join(self.kinds)} {self.n_kv_heads} x {dims}, {self.batch} x {self.tokens}"
+
+
+LAYOUTS = (((128, 64, 128), 1), ((128, 256, 128), 1), ((16, 32, 64), 8))
+FORMATS = {
+    "bf16": ("bf16",) * 3,
+    "mixed": ("q4_0", "q8_0", "q4_0"),
+    "q8_0": ("q8_0",) * 3,
+    "q4_0": ("q4_0",) * 3,
+}
+CASES = tuple(
+    DecodeCase(kinds[: 2 if n_kv_heads == 1 else 3], dims, batch, tokens, n_kv_heads=n_kv_heads)
+    for kinds in FORMATS.values()
+    for dims, n_kv_heads in LAYOUTS
+    for batch, tokens in ((1, 32768), (8, 32768), (64, 4096), (1, 4096), (1, 131072), (8, 4096), (64, 32768))
+)
+
+
+def tune_decode(
+    device: torch.device, seconds: float, cases: Sequence[DecodeCase] = CASES
+) -> dict[str, dict[str, Any]]:
+    """Return the fastest way to cut of as many cases as the time allows: the kernel's key of a shape -> the way.
+
+    A way is a mapping that `choices` of the kernel's table takes.
+    """
+    ends = time.perf_counter() + seconds
+    found: dict[str, dict[str, Any]] = {}
+    for done in logger.progress(len(cases), "decode attention"):
+        left = ends - time.perf_counter()
+        if done and left <= 0:
+            continue
+        if device.type == "cuda" and cases[done].bytes > MOST_BYTES * torch.cuda.mem_get_info(device)[0]:
+            continue
+        found |= tune_case(cases[done], device, max(0.0, left) / (len(cases) - done))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if time.perf_counter() > ends and len(found) < len(cases):
+        logger.warning(
+            f"tune: {seconds:g} s were enough for {len(found)} of {len(cases)} shapes of decode attention; raise "
+            "--seconds for the others, which keep what is shipped"
+        )
+    return found
+
+
+def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[str, dict[str, Any]]:
+    """Time candidates of one case in turn, the rule's choice first, as many as the time allows."""
+    launcher = import_module("caramba.kernels.triton.dba_decode")
+    table = import_module("caramba.kernels.triton.dba_decode_table")
+    copies = _copies(case, device)
+    q_sem, q_geo, kinds, *streams = copies[0]
+    shape = launcher.decode_shape(q_sem, q_geo, kinds, *streams[:3], case.tokens)
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    )
+    first, *others = table.candidates(shape, processors)
+    random.Random(0).shuffle(others)  # neighbours in the list differ little, and time may not do for all
+    ways = {str(index): way for index, way in enumerate((first, *others))}
+    timed = [Timed(name, _call(launcher.launch, way, copies)) for name, way in ways.items()]
+    times, refused = time_in_turn(timed, device, seconds, least=1)
+    if not times:
+        logger.warning(f"tune: the decode kernel does not run {case.name}: {next(iter(refused.values()))}")
+        return {}
+    best = min(times, key=lambda name: statistics.median(times[name]))
+    return {shape.key: asdict(ways[best])}
+
+
+def _call(
+    launch: Callable[..., object], way: object, copies: Sequence[Sequence[Any]]
+) -> Callable[[], object]:
+    refusal: type[Exception] = import_module("triton.errors").TritonError
+
+    def every_copy() -> None:
+        try:
+            for arguments in copies:
+                launch(way, *arguments, [], 0)
+        except refusal as error:  # more shared memory or registers than there are, say
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+    return every_copy
+
+
+def _copies(case: DecodeCase, device: torch.device) -> list[list[Any]]:
+    """Return the launcher's arguments up to `n_packed`, for as many caches as do not stay in the device's own."""
+    generator = torch.Generator(device).manual_seed(0)
+    n = max(1, min(160, -(-COLD_BYTES // case.bytes))) if device.type == "cuda" else 1
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    queries = [
+        torch.randn(case.batch, case.n_heads, 1, d, device=device, dtype=dtype, generator=generator) * d**-0.5
+        for d in case.dims[:2]
+    ]
+    seqlens = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device)
+    packed = seqlens[:1].clone() if any(kind in STORED for kind in case.kinds) else None
+    copies = []
+    for _ in range(n):
+        streams = [
+            _stored(case, kind, d, device, generator).tensors
+            for kind, d in zip(case.kinds, case.dims, strict=False)
+        ]
+        streams += [[]] * (3 - len(streams))
+        copies.append([*queries, list(case.kinds), *streams, seqlens, packed])
+    return copies
+
+
+def _stored(
+    case: DecodeCase, kind: str, width: int, device: torch.device, generator: torch.Generator
+) -> StoredStream:
+    """Draw a stream of `tokens` tokens as a cache of this format stores it."""
+    shape = (case.batch, case.n_kv_heads, case.tokens, width)
+    if kind in NUMBERS:
+        return StoredStream(kind, torch.randn(shape, device=device, dtype=NUMBERS[kind], generator=generator))
+    row = torch.randn(1, case.tokens, case.n_kv_heads * width, device=device, generator=generator)
+    codes, scales = quantize(row, kind)
+    # Of one sequence's numbers, which every sequence has as its own bytes: a code costs the same whatever it says.
+    codes, scales = (
+        x.transpose(1, 2).expand(case.batch, *(-1,) * (x.dim() - 1)).contiguous() for x in (codes, scales)
+    )
+    tail = torch.zeros((case.batch, case.n_kv_heads, TAIL, width), device=device, dtype=torch.bfloat16)
+    return StoredStream(kind, codes, scales[..., None], tail)

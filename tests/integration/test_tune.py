@@ -1,0 +1,50 @@
+"""`caramba tune` from the command line, and a run that reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
+
+WORDS = (
+    *("launch", "benchmark=none", "verify=none", "settings.instrument=none", "train.steps=2"),
+    *("train.batch_size=2", "train.block_size=64", "train.phases.pretrain.steps=2"),
+)
+
+
+def test_a_run_reads_the_table_and_records_the_choice(tmp_path: Path, cache: Path) -> None:
+    table = tmp_path / "tuned.json"
+    done = caramba(("tune", "--device", "cpu", "--seconds", "1", "--out", str(table)), tmp_path, cache)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr.replace("warning: tune", "")
+    (row, *_) = json.loads(table.read_text())["devices"]["cpu"]["attention"]
+    assert set(row["ms"]) == {"flash", "math"}
+    raw = json.loads(table.read_text())
+    for item in raw["devices"]["cpu"]["attention"]:
+        item["ms"] = {"flash": 2.0, "math": 1.0}  # a machine on which the choice is known
+    home = tmp_path / "home"
+    home.mkdir()
+    for kept in cache.iterdir():
+        (home / kept.name).symlink_to(kept)
+    (home / "tuned.json").write_text(json.dumps(raw))
+    words = (*WORDS, *SMALL, *SMALL_TEACHER)
+    done = caramba(words, tmp_path, home)
+    assert done.returncode == 0, done.stderr[-2000:]
+    plan = json.loads((only_run(tmp_path) / "plan.json").read_text())
+    for phase in plan.values():
+        assert phase["decisions"]["attention"]["value"] == "math"
+        assert phase["decisions"]["attention"]["reason"] == f"measured on cpu ({home / 'tuned.json'})"
+
+
+def test_a_table_that_cannot_be_read_stops_a_run_before_it_trains(tmp_path: Path, cache: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    for kept in cache.iterdir():
+        (home / kept.name).symlink_to(kept)
+    (home / "tuned.json").write_text("[]")
+    words = (*WORDS, *SMALL, *SMALL_TEACHER)
+    done = caramba(words, tmp_path, home)
+    assert done.returncode == 2
+    assert "tuned.json: not a table of caramba tune" in done.stderr
+    assert not list(tmp_path.glob("runs/*/*/checkpoints/*"))

@@ -1,0 +1,169 @@
+"""The Triton kernel of decode attention against float64: in the interpreter on a CPU, as compiled on a GPU.
+
+Triton has to be told to interpret before it is first imported, so on a CPU this file runs itself in a process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ops.decode_cases import Case, arguments, expected
+
+ROOT = Path(__file__).parents[2]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process")
+
+CASES = {
+    "per head, mixed": Case(("q4_0", "q8_0", "q4_0"), (150, 0, 97), packed=64),
+    "per head, exact": Case(("fp32", "fp16", "bf16"), (70, 1), queries=2),
+    "per head, nf4 of heads that share a block": Case(("nf4", "nf4", "nf4"), (90,), packed=80, tail=16),
+    "latent, mixed": Case(("q4_0", "q8_0"), (130, 70), heads=(8, 1), dims=(128, 64, 128), packed=64),
+    "latent, nf4, window, null": Case(
+        ("nf4", "nf4"), (120,), heads=(4, 1), dims=(128, 64, 128), queries=3, packed=80, window=50, null=True
+    ),
+    "widths that are no power of two": Case(
+        ("q4_0", "nf4", "q8_0"), (99, 31), heads=(4, 2), dims=(48, 24, 152), packed=16
+    ),
+    "narrow, null, no group": Case(
+        ("fp32", "q4_0", "q4_0"), (40,), heads=(2, 2), dims=(4, 8, 96), packed=20, null=True
+    ),
+    "fewer tokens than queries": Case(("fp16", "fp16"), (2, 0), heads=(3, 1), dims=(48, 24, 48), queries=5),
+    "all in the tail": Case(("q8_0", "nf4"), (75,), heads=(2, 1), dims=(64, 32, 64)),
+}
+
+
+def check(
+    case: Case, dtype: torch.dtype, n_splits: int, packed_math: bool = True, block_tokens: int = 32
+) -> None:
+    from caramba.kernels.triton.dba_decode import launch
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+
+    args, options = arguments(case, dtype, DEVICE)
+    streams = [stream for stream in args[2:5] if stream is not None]
+    parts = [stream.tensors for stream in streams] + [[]] * (3 - len(streams))
+    config = DecodeConfig(block_tokens=block_tokens, n_splits=n_splits, packed_math=packed_math)
+    null = list(options.get("null", ()))
+    kinds = [stream.kind for stream in streams]
+    out, sums = launch(
+        config, *args[:2], kinds, *parts, args[5], options.get("n_packed"), null, case.window or 0
+    )
+    wanted, wanted_sums = expected(case, args, options)
+    # Exact arithmetic on the queries as given; keys and values are rounded to the queries' type, probabilities too.
+    bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}[dtype]
+    error = (out.double().cpu() - wanted).norm() / wanted.norm().clamp(min=1e-30)
+    assert error < bound, f"{case}: relative error {error:.1e}"
+    seen = wanted_sums.isfinite()
+    assert (sums.cpu()[~seen] == -torch.inf).all()
+    assert (out.cpu()[~seen] == 0).all()
+    torch.testing.assert_close(sums.double().cpu()[seen], wanted_sums[seen], rtol=bound, atol=bound)
+
+
+def small_enough(name: str, dtype: torch.dtype) -> bool:
+    """The interpreter takes seconds: there float16 runs one case of each kind of tile."""
+    return (
+        DEVICE == "cuda" or dtype == torch.float32 or name in ("per head, mixed", "latent, nf4, window, null")
+    )
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_is_attention_on_the_dequantised_tokens(name: str, dtype: torch.dtype) -> None:
+    if small_enough(name, dtype):
+        check(CASES[name], dtype, n_splits=3)
+
+
+@runs
+def test_the_count_of_splits_changes_nothing() -> None:
+    for n_splits in (1, 2, 7):
+        check(CASES["latent, mixed"], torch.float32, n_splits)
+    check(replace(CASES["per head, mixed"], window=60, queries=4), torch.float32, 1)
+
+
+@runs
+def test_the_op_runs_the_launcher_with_a_choice_of_the_table() -> None:
+    from caramba.kernels.triton.dba_decode import dba_decode
+
+    case = Case(("bf16", "bf16"), (100, 3), heads=(2, 1), dims=(32, 16, 32))
+    args, _ = arguments(case, torch.float32, DEVICE)
+    numbers = [stream.tensors for stream in args[2:4]]
+    out, _ = dba_decode(*args[:2], ["bf16", "bf16"], *numbers, [], args[5], None, [], 0, 0, 0)
+    wanted, _ = expected(case, args, {})
+    torch.testing.assert_close(out.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="is the interpreter's process, or has a GPU")
+def test_this_file_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packed_math", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0", "nf4"])
+@pytest.mark.parametrize("layout", ["latent", "per_head"])
+def test_long_sequences_on_a_gpu(layout: str, kind: str, packed_math: bool, dtype: torch.dtype) -> None:
+    latent = layout == "latent"
+    case = Case(
+        (kind,) * (2 if latent else 3),
+        (2100, 1999),
+        heads=(32, 1) if latent else (32, 8),
+        dims=(128, 64, 128) if latent else (16, 32, 64),
+        packed=1984,
+        tail=128,
+        capacity=2112,
+    )
+    for block_tokens in (64, 128):
+        check(case, dtype, 5, packed_math, block_tokens)
+        check(replace(case, queries=4, window=700, null=True), dtype, 3, packed_math, block_tokens)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_captured_graph_follows_the_lengths() -> None:
+    from caramba import kernels
+    from caramba.ops import dba_decode
+
+    assert kernels.load("cuda")["dba_decode"] == "triton"
+    case = Case(
+        ("q4_0", "q8_0"), (400, 300), heads=(32, 1), dims=(128, 64, 128), packed=320, tail=128, capacity=512
+    )
+    args, options = arguments(case, torch.bfloat16, DEVICE)
+    lengths, packed = args[5], options["n_packed"]
+    dba_decode(*args, **options)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = dba_decode(*args, **options)
+    for shorter, blocks in (((400, 300), 320), ((330, 0), 256), ((64, 65), 64)):
+        part = replace(case, lengths=shorter, packed=blocks)
+        fresh, _ = arguments(part, torch.bfloat16, DEVICE)
+        for mine, theirs in zip(args[2:4], fresh[2:4], strict=True):
+            for x, y in zip(mine.tensors, theirs.tensors, strict=True):
+                x.copy_(y)
+        lengths.copy_(torch.tensor(shorter))
+        packed.fill_(blocks)
+        graph.replay()
+        wanted, _ = expected(part, args, options)
+        assert (out.double().cpu() - wanted).norm() / wanted.norm() < 2.5e-2

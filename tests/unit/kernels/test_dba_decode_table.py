@@ -1,0 +1,68 @@
+"""The table of decode attention: what is asked, what is borrowed, what the rule says, and its file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from caramba.kernels.triton import dba_decode_table as table
+from caramba.kernels.triton.dba_decode_table import (
+    DecodeConfig,
+    DecodeShape,
+    candidates,
+    choose,
+    rule,
+    written,
+)
+
+SHAPE = DecodeShape("sm90", ("q4_0", "q8_0"), (128, 64, 128), rows=32, lanes=8, tokens=32768)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch) -> DecodeConfig:
+    choice = DecodeConfig(block_rows=32, block_tokens=256, n_warps=8, n_stages=2, n_splits=48)
+    monkeypatch.setattr(table, "measured", lambda: {SHAPE.key: choice})
+    return choice
+
+
+def test_what_was_measured_is_chosen_and_a_near_neighbour_borrows_it(only: DecodeConfig) -> None:
+    assert SHAPE.key == "sm90|q4_0+q8_0|128x64x128|32|8|32768"
+    assert choose(SHAPE, 132) == only
+    assert choose(replace(SHAPE, tokens=30000, lanes=7), 132) == only  # the same powers of two
+    assert choose(replace(SHAPE, tokens=65536), 132) == only
+    assert choose(replace(SHAPE, lanes=16), 132) == replace(only, n_splits=24)
+    for far in (
+        replace(SHAPE, lanes=32),
+        replace(SHAPE, arch="sm100"),
+        replace(SHAPE, dims=(128, 32, 128)),
+        replace(SHAPE, formats=("nf4", "q8_0")),
+        replace(SHAPE, rows=64),
+    ):
+        assert choose(far, 132) == rule(far, 132)
+
+
+@pytest.mark.parametrize("lanes", [1, 8, 64, 512])
+@pytest.mark.parametrize("tokens", [1, 100, 4096, 131072])
+def test_the_rule_fills_the_processors_and_never_cuts_finer_than_a_tile(lanes: int, tokens: int) -> None:
+    shape = replace(SHAPE, lanes=lanes, tokens=tokens)
+    choice = rule(shape, 132)
+    assert 1 <= choice.n_splits <= max(1, -(-tokens // choice.block_tokens))
+    if tokens == 131072:
+        assert lanes * choice.n_splits >= 2 * 132
+        assert (choice.n_splits - 1) * lanes < 2 * 132
+    assert candidates(shape, 132)[0] == choice
+    assert len(set(candidates(shape, 132))) == len(candidates(shape, 132))
+
+
+def test_a_refreshed_table_is_read_back(only: DecodeConfig) -> None:
+    other = replace(SHAPE, lanes=64)
+    rows = json.loads(written({other.key: DecodeConfig(n_splits=3)}))["choices"]
+    assert {key: DecodeConfig(**row) for key, row in rows.items()} == {
+        SHAPE.key: only,
+        other.key: DecodeConfig(n_splits=3),
+    }
+
+
+def test_the_shipped_table_can_be_read() -> None:
+    assert all(isinstance(choice, DecodeConfig) for choice in table.measured().values())

@@ -1,0 +1,101 @@
+"""The order of attention backends that a table gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.config.train import PhaseConfig
+from caramba.errors import ConfigError
+from caramba.runtime import choose_attention, families_of, plan
+from caramba.runtime.tuned import (
+    PADDED,
+    SHIPPED,
+    Family,
+    Row,
+    attention_rows,
+    rank,
+    read_tables,
+    tuned_path,
+    write_table,
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CARAMBA_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_shipped_table_has_cudnn_first_on_the_h200() -> None:
+    rows = attention_rows(read_tables(SHIPPED)["NVIDIA H200"])
+    chosen = rank(rows, "x")
+    assert chosen.order == ("cudnn", "flash", "efficient", "math")
+    assert chosen.keeps_two_widths
+
+
+def test_the_fastest_leads_and_a_refusal_counts_against() -> None:
+    one = Row(Family(64, 64), {"cudnn": 2.0, "flash": 1.0, "efficient": 3.0})
+    assert rank([one], "x").order == ("flash", "cudnn", "efficient", "math")
+    assert not rank([one], "x").keeps_two_widths
+    two = Row(Family(128, 64), {"cudnn": 1.0, "flash": None, "efficient": 3.0, "flash" + PADDED: 2.5})
+    both = rank([one, two], "x")
+    # sqrt(2 * 1), sqrt(3 * 3), sqrt(1 * 10); all padded flash would take sqrt(1 * 2.5)
+    assert both.order == ("cudnn", "efficient", "flash", "math")
+    assert both.keeps_two_widths
+    padded = Row(Family(128, 64), {"cudnn": 9.0, "flash": None, "efficient": 8.0, "flash" + PADDED: 1.5})
+    assert rank([one, padded], "x").order[:2] == ("flash", "cudnn")  # type: ignore[index]
+    assert not rank([one, padded], "x").keeps_two_widths
+
+
+def test_nothing_is_tried_after_math() -> None:
+    assert rank([Row(Family(8, 8), {"flash": 2.0, "math": 1.0})], "x").order == ("math",)
+
+
+def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
+    narrow = Row(Family(64, 64, True), {"flash": 2.0, "math": 1.0})
+    wide = Row(Family(128, 128), {"flash": 1.0, "math": 2.0})
+    machine = {"torch": torch.__version__}
+    write_table(tuned_path(), "cpu", machine, [narrow, wide])
+    cpu = torch.device("cpu")
+    assert choose_attention(cpu, [Family(48, 64, True)]).order == ("math",)
+    assert choose_attention(cpu, [Family(96, 128)]).order[0] != "math"  # type: ignore[index]
+    again = Row(Family(64, 64, True), {"flash": 1.0, "math": 1.5})
+    write_table(tuned_path(), "cpu", machine, [again])
+    assert attention_rows(read_tables(tuned_path())["cpu"]) == [again, wide]
+    write_table(tuned_path(), "cpu", {"torch": "another"}, [again])
+    assert attention_rows(read_tables(tuned_path())["cpu"]) == [again]
+    phase = PhaseConfig.model_validate({"phase": "blockwise", "steps": 5})
+    decided = plan(phase, device="cpu", kernels="auto", name="x").decisions["attention"]
+    assert decided.value.endswith("math")
+    assert decided.reason == f"measured on cpu ({tuned_path()})"
+
+
+def test_families_are_those_that_training_runs() -> None:
+    grouped = AttentionLayerConfig.model_validate(
+        {"mode": "gqa", "d_model": 64, "n_heads": 4, "n_kv_heads": 2}
+    )
+    assert families_of([grouped, grouped]) == [Family(16, 16, is_grouped=True)]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ("{", "JSONDecodeError"),
+        ('{"format": 1, "devices": {"cpu": {}}}', "KeyError: 'attention'"),
+        (
+            json.dumps(
+                {"format": 1, "devices": {"cpu": {"attention": [{"d_qk": 8, "d_v": 8, "ms": {"fast": 1}}]}}}
+            ),
+            r"attention has \['fast'\], expected a time of one of cudnn, flash",
+        ),
+    ],
+)
+def test_a_broken_table_is_refused_with_its_path(content: str, text: str) -> None:
+    tuned_path().write_text(content)
+    with pytest.raises(ConfigError, match=rf"tuned.json: not a table of caramba tune .*{text}.*delete it"):
+        choose_attention(torch.device("cpu"))
