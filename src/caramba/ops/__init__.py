@@ -6,22 +6,38 @@ from caramba.ops.backend import (
     fused_decode_available,
     get_backend_info,
     implementation,
+    is_fused,
 )
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
+from caramba.ops.layer_norm import add_layer_norm, layer_norm
+from caramba.ops.lion import lion_step
+from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.quantize import quantize
+from caramba.ops.rms_norm import add_rms_norm, rms_norm
+from caramba.ops.rope import rope
+from caramba.ops.swiglu import swiglu
 
 __all__ = [
     "METAL_AVAILABLE",
     "STORED",
     "TRITON_AVAILABLE",
     "StoredFormat",
+    "add_layer_norm",
+    "add_rms_norm",
     "dequantize",
     "fused_decode_available",
     "get_backend_info",
     "hadamard",
     "implementation",
+    "is_fused",
+    "layer_norm",
+    "lion_step",
+    "norm_dropout_activation",
     "quantize",
+    "rms_norm",
+    "rope",
     "stored_format",
+    "swiglu",
 ]
