@@ -1,4 +1,4 @@
-"""Triton kernels and their plain launchers, one file per op or family. Imported only by `caramba.kernels.load` on CUDA."""
+"""Triton kernels and their plain launchers, by op or family. Imported only by `caramba.kernels.load` on CUDA."""
 
 LAUNCHERS: dict[str, str] = {
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 8
+import triton
+import triton.language as tl
+
+BLOCK, WARPS = 2048, 8
 TABLES = 16
 """Tables kept for lists of tensors seen last: gradients mostly come back to the addresses that they had."""
 
-_tables: OrderedDict[tuple[int, ...], tuple[Tensor, Tensor]] = OrderedDict()
+_tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
 _TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -76,7 +75,6 @@ def _table(tensors: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor
     key = (device.index or 0, *(number for row in rows for number in row))
     is_aligned = all(address % 16 == 0 for row in rows for address in row[:3])
     if key in _tables:
-        _tables.move_to_end(key)
         return *_tables[key], is_aligned
     counts = torch.tensor([-(-row[3] // BLOCK) for row in rows])
     index = torch.repeat_interleave(torch.arange(len(rows)), counts)
@@ -84,7 +82,7 @@ def _table(tensors: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor
     places = torch.stack((index, torch.arange(len(index)) - first[index]), dim=1).to(torch.int32)
     _tables[key] = torch.tensor(rows, dtype=torch.int64).to(device), places.contiguous().to(device)
     if len(_tables) > TABLES:
-        _tables.popitem(last=False)
+        del _tables[next(iter(_tables))]  # the oldest
     return *_tables[key], is_aligned
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 WIDEST = 65536
 """Elements of the longest row: a tile of rows lies in registers."""
@@ -16,6 +15,7 @@ TILE, TILE_WARP = 2048, 512
 PER_SM = 8192
 """Elements of the rows that backward programs of one multiprocessor hold sums for, each at least a row."""
 ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
+_counts: dict[torch.device, int] = {}
 
 
 @triton.jit
@@ -192,9 +192,12 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block_m, block_n, min(max(block_m * block_n // TILE_WARP, 1), 16)
 
 
-@cache
 def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    if device not in _counts:
+        _counts[device] = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+        )
+    return _counts[device]
 
 
 def _accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
@@ -288,7 +291,8 @@ def _backward(
             *(grad, grad_sum, x, mean, rstd.contiguous(), weight, bias, grad_x, sums[0], sums[1]),
             *(n_rows, width, scale, threshold, seed),
             *(mean is not None, p > 0, ACTIVATIONS[activation], acc, block_m, block_n),
-            num_warps=warps if block_n < 16384 else 32,
+            # Activations need more registers; so do the sums of a row of 16384.
+            num_warps=min(2 * warps, 32) if activation != "none" or block_n >= 16384 else warps,
         )
         for partial, out in zip(sums, grads, strict=True):
             if partial is not None:

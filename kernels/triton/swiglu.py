@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 BLOCK, WARPS = 2048, 4
 

@@ -71,7 +71,7 @@ def implementation(op: str, device: torch.device | str) -> str:
 
 
 def is_fused(op: str, x: torch.Tensor) -> bool:
-    """Whether an eager call of an op on x runs a kernel. Never while compiling: Inductor fuses elementwise code itself."""
+    """Whether a call of an op on x runs a kernel. Never while compiling: Inductor fuses elementwise code itself."""
     return (op, x.device.type) in _attached and not torch.compiler.is_compiling()
 
 

@@ -18,7 +18,7 @@ from caramba.kernels import TRITON_AVAILABLE
 def test_the_kernels_in_the_interpreter() -> None:
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider"),
             str(Path(__file__).with_name("test_elementwise_kernels.py")),
         ],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
