@@ -115,7 +115,7 @@ def main() -> int:
     ]
     rows = []
     for case, is_backward in work:
-        n_rows = case.rows if options.size == "full" else min(case.rows, TINY_ROWS if case.rows > 64 else 2)
+        n_rows = case.rows if options.size == "full" else min(case.rows, TINY_ROWS if case.rows > 64 else 1)
         rows.append(
             measure(case, n_rows, is_backward, not options.no_compile, options.seconds / len(work), device)
         )

@@ -127,7 +127,7 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
         return F.gelu(F.layer_norm(x, (model,), w, b, EPS) * mask / (1 - P))
 
     def tensors_of(n: int) -> tuple[Tensor, ...]:
-        return tuple(drawn(n, 2048, 2048).detach() for _ in range(3))
+        return tuple(drawn(n, 1024, 1024).detach() for _ in range(3))
 
     size = dtype.itemsize
     return [
@@ -182,12 +182,12 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
         Case(
             "lion",
             "lion_step",
-            16,
-            "{rows} tensors of 2048 x 2048",
+            64,
+            "{rows} tensors of 1024 x 1024",
             tensors_of,
             our_lion,
             lion,
-            5 * 2048 * 2048 * size,
+            5 * 1024 * 1024 * size,
         ),
     ]
 
