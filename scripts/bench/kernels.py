@@ -69,6 +69,8 @@ def plot(rows: list[dict[str, Any]], path: Path, device: str) -> None:
     names = [f"{row['name']}, {row['pass']}" for row in rows]
     for at, (side, colour) in enumerate(COLOURS.items()):
         shown = [(y, row) for y, row in enumerate(rows) if side in row["sides"]]
+        if not shown:
+            continue
         axes.barh(
             [y + 0.27 * (at - 1) for y, _ in shown],
             [100 * row["sides"][side]["of_copy"] for _, row in shown],
@@ -80,7 +82,7 @@ def plot(rows: list[dict[str, Any]], path: Path, device: str) -> None:
         axes.plot([100 * row["must"]] * 2, [y - 0.42, y + 0.42], color="black", linewidth=1)
     axes.axvline(100, color="#d55e00", linestyle="--", linewidth=1, label="roof: a copy")
     axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlabel(f"useful bytes a second, % of a copy's, on {device} (black: must)")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, frameon=False)
     figure.savefig(path, dpi=150)
