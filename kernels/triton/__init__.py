@@ -1,7 +1,21 @@
-"""Triton kernels and their plain launchers, one file per op. Imported only by `caramba.kernels.load` on CUDA."""
+"""Triton kernels and their plain launchers, by op or family. Imported only by `caramba.kernels.load` on CUDA."""
 
 LAUNCHERS: dict[str, str] = {
     "cross_entropy_rows": "caramba.kernels.triton.cross_entropy_rows:cross_entropy_rows",
     "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",
+    "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
+    "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
+    "layer_norm": "caramba.kernels.triton.norm:layer_norm",
+    "layer_norm_backward": "caramba.kernels.triton.norm:layer_norm_backward",
+    "lion_step": "caramba.kernels.triton.lion:lion_step",
+    "norm_dropout_activation": "caramba.kernels.triton.norm:norm_dropout_activation",
+    "norm_dropout_activation_backward": "caramba.kernels.triton.norm:norm_dropout_activation_backward",
+    "rms_norm": "caramba.kernels.triton.norm:rms_norm",
+    "rms_norm_backward": "caramba.kernels.triton.norm:rms_norm_backward",
+    "rope": "caramba.kernels.triton.rope:rope",
+    "swiglu": "caramba.kernels.triton.swiglu:swiglu",
+    "swiglu_backward": "caramba.kernels.triton.swiglu:swiglu_backward",
+    "swiglu_packed": "caramba.kernels.triton.swiglu:swiglu_packed",
+    "swiglu_packed_backward": "caramba.kernels.triton.swiglu:swiglu_packed_backward",
 }
 """Op -> "module:function" of its launcher; an op that is not here runs its reference."""

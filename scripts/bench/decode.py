@@ -38,7 +38,9 @@ def calls(
     device = q[0].device
     seqlens = torch.full((q[0].shape[0],), tokens, dtype=torch.int32, device=device)
     is_packed = any(stream.scales is not None for stream in stores[0].streams)
-    n_packed = torch.tensor([tokens - cases.TAIL // 2], dtype=torch.int32, device=device) if is_packed else None
+    n_packed = (
+        torch.tensor([tokens - cases.TAIL // 2], dtype=torch.int32, device=device) if is_packed else None
+    )
 
     def through_op() -> Any:
         for store in stores:
@@ -93,9 +95,7 @@ def spread(times: list[float]) -> dict[str, float]:
     }
 
 
-def tune(
-    layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, good: dict[Any, None]
-) -> str:
+def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, good: dict[Any, None]) -> str:
     """Time the candidates of a shape, put the best in the table, and say it.
 
     `good` are the ways to read a tile that won at earlier shapes of this layout and format: later ones try those alone.
@@ -185,7 +185,9 @@ def main() -> None:
             raise SystemExit("decode: the Triton kernel did not load; see the message above")
         roof = read_roof()
         driver = subprocess.run(
-            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
         ).stdout.split()
         machine |= {
             "device": torch.cuda.get_device_name(),

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import sections_kernels
 import sections_loss
 import sections_upcycle
 
@@ -166,6 +167,7 @@ SECTIONS = {
     "launch_times": launch_times,
     "first_light": first_light,
     "prepare": prepare,
+    "kernels": sections_kernels.kernels,
     "attention_backends": sections_upcycle.attention_backends,
     "linear_cross_entropy": sections_loss.linear_cross_entropy,
     "surgery_cost": sections_upcycle.surgery_cost,

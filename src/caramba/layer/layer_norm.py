@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import LayerNormLayerConfig
+from caramba.ops import is_fused, layer_norm
 
 
 class LayerNormLayer(nn.LayerNorm):
@@ -20,4 +22,7 @@ class LayerNormLayer(nn.LayerNorm):
         super().__init__(config.d_model, eps=config.eps, bias=config.bias)
 
     def forward(self, input: Tensor, ctx: Context | None = None) -> Tensor:
+        # Autocast gives fp32 from 16-bit input here.
+        if is_fused("layer_norm", input) and not torch.is_autocast_enabled(input.device.type):
+            return layer_norm(input, self.weight, self.bias, self.eps)
         return super().forward(input)

@@ -12,16 +12,12 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
+from caramba.ops.widen import widened
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
     """Reshape [B, T, N*D] to [B, N, T, D]."""
     return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
-
-
-def widened(x: Tensor) -> Tensor:
-    """Return x in at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class Projection(nn.Module):
@@ -95,7 +91,7 @@ class StandardProjection(Projection):
         v = split_heads(self.v(x), self.dims.n_kv_heads)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin, v.dtype)
         return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -181,7 +177,7 @@ class DecoupledProjection(GatedProjection):
         v = split_heads(self.v(x), kv_heads)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
-            k_geo = rotate(k_geo, cos, sin)
+            k_geo = rotate(k_geo, cos, sin, v.dtype)
             repeats = heads // kv_heads
             q_geo = rotate(q_geo, cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3))
         if self.rope_sem is not None:

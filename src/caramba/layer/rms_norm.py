@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import RMSNormLayerConfig
+from caramba.ops import is_fused, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -33,6 +34,8 @@ class RMSNorm(nn.Module):
             nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        if is_fused("rms_norm", x):
+            return rms_norm(x, self.weight, self.eps)
         wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
         return F.rms_norm(wide, (self.width,), self.weight, self.eps).to(x.dtype)
 

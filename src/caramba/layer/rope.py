@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
+from caramba.ops import is_fused, rope
+from caramba.ops.widen import widened
 
 
 def rope_frequencies(width: int, base: float, scaling: RopeScalingConfig | None = None) -> Tensor:
@@ -67,16 +69,19 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Rotate pair p, made of features p and p + D/2, by its angle: the rotate-half convention.
 
     Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2] or [B, N or 1, T, D/2]; returns [B, N, T, D] in at least
-    float32.
+    float32, or rounded to `dtype`.
     """
-    pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (2, -1))
+    if is_fused("rope", x) and not cos.requires_grad:
+        return rope(x, cos, sin, dtype=dtype or torch.promote_types(x.dtype, torch.float32))
+    pairs = widened(x).unflatten(-1, (2, -1))
     turned = torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), dim=-2)
     # cos and sin are broadcast over both halves, so that a compiled kernel computes each once per element.
-    return (pairs * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).flatten(-2)
+    rotated = (pairs * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).flatten(-2)
+    return rotated if dtype is None else rotated.to(dtype)
 
 
 class RotaryEmbedding(nn.Module):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
+from caramba.ops import is_fused, swiglu
 
 
 class SwiGLULayer(nn.Module):
@@ -28,4 +29,5 @@ class SwiGLULayer(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate(x), self.up(x)
+        return self.down(swiglu(gate, up) if is_fused("swiglu", gate) else F.silu(gate) * up)

@@ -6,14 +6,21 @@ from caramba.ops.backend import (
     fused_decode_available,
     get_backend_info,
     implementation,
+    is_fused,
 )
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_decode import StoredStream, dba_decode
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
+from caramba.ops.layer_norm import add_layer_norm, layer_norm
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
+from caramba.ops.lion import lion_step
+from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.quantize import quantize
+from caramba.ops.rms_norm import add_rms_norm, rms_norm
+from caramba.ops.rope import rope
+from caramba.ops.swiglu import swiglu
 
 __all__ = [
     "METAL_AVAILABLE",
@@ -21,6 +28,8 @@ __all__ = [
     "TRITON_AVAILABLE",
     "StoredFormat",
     "StoredStream",
+    "add_layer_norm",
+    "add_rms_norm",
     "cross_entropy_rows",
     "dba_decode",
     "dequantize",
@@ -28,7 +37,14 @@ __all__ = [
     "get_backend_info",
     "hadamard",
     "implementation",
+    "is_fused",
+    "layer_norm",
     "linear_cross_entropy",
+    "lion_step",
+    "norm_dropout_activation",
     "quantize",
+    "rms_norm",
+    "rope",
     "stored_format",
+    "swiglu",
 ]

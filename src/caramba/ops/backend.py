@@ -12,7 +12,26 @@ import torch
 from caramba.errors import KernelUnavailable
 
 REFERENCE = "reference"
-OPS = ("cross_entropy_rows", "dba_decode", "dequantize", "quantize")
+OPS = (
+    "add_layer_norm",
+    "add_rms_norm",
+    "cross_entropy_rows",
+    "dba_decode",
+    "dequantize",
+    "layer_norm",
+    "layer_norm_backward",
+    "lion_step",
+    "norm_dropout_activation",
+    "norm_dropout_activation_backward",
+    "quantize",
+    "rms_norm",
+    "rms_norm_backward",
+    "rope",
+    "swiglu",
+    "swiglu_backward",
+    "swiglu_packed",
+    "swiglu_packed_backward",
+)
 """Ops under `torch.ops.caramba` that have a contract."""
 
 TRITON_AVAILABLE: bool = importlib.util.find_spec("triton") is not None
@@ -51,6 +70,11 @@ def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]
 def implementation(op: str, device: torch.device | str) -> str:
     """Return the name of the backend that runs an op on a device, `reference` where nothing is attached."""
     return _attached.get((op, torch.device(device).type), REFERENCE)
+
+
+def is_fused(op: str, x: torch.Tensor) -> bool:
+    """Whether a call of an op on x runs a kernel. Never while compiling: Inductor fuses elementwise code itself."""
+    return (op, x.device.type) in _attached and not torch.compiler.is_compiling()
 
 
 def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:

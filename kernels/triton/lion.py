@@ -1,0 +1,115 @@
+"""Lion over many tensors in one launch: a table of addresses, and for each program its tensor and place in it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+BLOCK, WARPS = 2048, 8
+TABLES = 16
+"""Tables kept for lists of tensors seen last: gradients mostly come back to the addresses that they had."""
+
+_tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+_TYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+}
+
+
+@triton.jit
+def _kernel(
+    table_ptr,
+    place_ptr,
+    lr,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    decay,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    G: tl.constexpr,
+    ACC: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    place = place_ptr + tl.program_id(0) * 2
+    entry = table_ptr + tl.load(place) * 4
+    at = tl.load(place + 1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    p_ptr = tl.load(entry).to(tl.pointer_type(P))
+    m_ptr = tl.load(entry + 1).to(tl.pointer_type(M))
+    g_ptr = tl.load(entry + 2).to(tl.pointer_type(G))
+    if ALIGNED:
+        p_ptr = tl.multiple_of(p_ptr, 16)
+        m_ptr = tl.multiple_of(m_ptr, 16)
+        g_ptr = tl.multiple_of(g_ptr, 16)
+    size = tl.load(entry + 3)
+    if ALIGNED and (tl.load(place + 1).to(tl.int64) + 1) * BLOCK_N <= size:
+        p = tl.load(p_ptr + at).to(ACC)
+        m = tl.load(m_ptr + at).to(ACC)
+        g = tl.load(g_ptr + at).to(ACC)
+        step = m * beta1 + g * rest1
+        sign = tl.where(step > 0, 1.0, 0.0) - tl.where(step < 0, 1.0, 0.0)
+        tl.store(p_ptr + at, (p * decay - sign * lr).to(P))
+        tl.store(m_ptr + at, (m * beta2 + g * rest2).to(M))
+    else:
+        mask = at < size
+        p = tl.load(p_ptr + at, mask=mask, other=0.0).to(ACC)
+        m = tl.load(m_ptr + at, mask=mask, other=0.0).to(ACC)
+        g = tl.load(g_ptr + at, mask=mask, other=0.0).to(ACC)
+        step = m * beta1 + g * rest1
+        sign = tl.where(step > 0, 1.0, 0.0) - tl.where(step < 0, 1.0, 0.0)
+        tl.store(p_ptr + at, (p * decay - sign * lr).to(P), mask=mask)
+        tl.store(m_ptr + at, (m * beta2 + g * rest2).to(M), mask=mask)
+
+
+def _table(tensors: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, bool]:
+    """Return addresses and sizes [N, 4] int64, places [programs, 2] int32, and whether all addresses are aligned."""
+    rows = [(p.data_ptr(), m.data_ptr(), g.data_ptr(), p.numel()) for p, m, g in tensors]
+    device = tensors[0][0].device
+    key = (device.index or 0, *(number for row in rows for number in row))
+    is_aligned = all(address % 16 == 0 for row in rows for address in row[:3])
+    if key in _tables:
+        return *_tables[key], is_aligned
+    counts = torch.tensor([-(-row[3] // BLOCK) for row in rows])
+    index = torch.repeat_interleave(torch.arange(len(rows)), counts)
+    first = counts.cumsum(0) - counts
+    places = torch.stack((index, torch.arange(len(index)) - first[index]), dim=1).to(torch.int32)
+    _tables[key] = torch.tensor(rows, dtype=torch.int64).to(device), places.contiguous().to(device)
+    if len(_tables) > TABLES:
+        del _tables[next(iter(_tables))]  # the oldest
+    return *_tables[key], is_aligned
+
+
+def lion_step(
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    grads: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    groups: dict[tuple[torch.dtype, ...], list[tuple[Tensor, Tensor, Tensor]]] = {}
+    for p, m, g in zip(parameters, momenta, grads, strict=True):
+        if not (p.is_contiguous() and m.is_contiguous() and g.is_contiguous()):
+            raise ValueError(f"lion_step: a tensor of shape {tuple(p.shape)} is not contiguous")
+        if p.numel():
+            groups.setdefault((p.dtype, m.dtype, g.dtype), []).append((p, m, g))
+    for dtypes, tensors in groups.items():
+        table, places, is_aligned = _table(tensors)
+        acc = tl.float64 if torch.float64 in dtypes else tl.float32
+        with torch.cuda.device_of(tensors[0][0]):
+            _kernel[(len(places),)](
+                *(table, places, lr, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay),
+                *(_TYPES[dtype] for dtype in dtypes),
+                *(acc, is_aligned, BLOCK),
+                num_warps=WARPS,
+                # Products and sums are rounded one by one, as the reference rounds them.
+                enable_fp_fusion=False,
+            )

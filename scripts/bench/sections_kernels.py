@@ -1,0 +1,47 @@
+"""Sections of the benchmarks page about kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SIDES = ("ours", "eager", "compiled")
+
+
+def kernels(data: dict[str, Any]) -> list[str]:
+    """Kernels beside torch, as shares of a copy's bandwidth."""
+    lines = [
+        "## Norms, RoPE, SwiGLU, dropout and Lion, bf16",
+        "",
+        "| kernel | shape | MB | ours, us (of a copy) | eager, us | compiled, us | must |"
+        " error: ours, eager, compiled | host, us |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        cells = [_time(row["sides"].get(side)) for side in SIDES]
+        errors = ", ".join(
+            "none"
+            if row["sides"].get(side, {}).get("error") is None
+            else f"{row['sides'][side]['error']:.1e}"
+            for side in SIDES
+        )
+        host = f"{row['host_us']:.1f}" if "host_us" in row else ""
+        lines.append(
+            f"| {row['name']}, {row['pass']} ({row['implementation']}) | {row['shape']} | {row['bytes'] / 1e6:.0f} |"
+            f" {' | '.join(cells)} | {100 * row['must']:.0f}% | {errors} | {host} |"
+        )
+    roofs = [row["copy_tb_s"] for row in data["rows"]]
+    return [
+        *lines,
+        "",
+        f"Median (20% to 80%) of graph replays in turns, on cold tensors; MB are useful bytes. The copy of each row"
+        f" moved {min(roofs):.2f} to {max(roofs):.2f} TB/s, read and written. Host: an eager call without gradients"
+        " (must 25).",
+        "",
+        "![Share of a copy's bandwidth](benchmarks/kernels.png)",
+    ]
+
+
+def _time(side: dict[str, float] | None) -> str:
+    if side is None:
+        return "not run"
+    return f"{side['median_us']:.1f} ({side['p20_us']:.1f} to {side['p80_us']:.1f}), {100 * side['of_copy']:.0f}%"

@@ -1,0 +1,93 @@
+"""The op `caramba::lion_step`: Lion's update of many tensors, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.widen import widened
+
+torch.library.define(
+    "caramba::lion_step",
+    "(Tensor(a!)[] parameters, Tensor(b!)[] momenta, Tensor[] grads, float lr, float beta1, float beta2,"
+    " float weight_decay) -> ()",
+)
+
+
+def lion_step(
+    parameters: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float = 0.9,
+    beta2: float = 0.99,
+    weight_decay: float = 0.0,
+) -> None:
+    """Update parameters and momenta in place, in at least fp32, each rounded to its own dtype once:
+
+        w <- (1 - lr weight_decay) w - lr sign(beta1 m + (1 - beta1) g),  m <- beta2 m + (1 - beta2) g
+
+    Every product and sum is rounded by itself, so that all implementations give the same bits in fp32.
+
+    Shape: three lists of one length; tensor i of each has one shape, is dense, and lies on one device.
+
+    Raises:
+        ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device.
+
+    Reference: Chen et al., 2023, arXiv:2302.06675.
+    """
+    lengths = (len(parameters), len(momenta), len(grads))
+    if len(set(lengths)) != 1:
+        raise ConfigError(f"lion_step: {lengths} parameters, momenta and gradients; expected as many of each")
+    for index, group in enumerate(zip(parameters, momenta, grads, strict=True)):
+        for name, tensor in zip(("parameter", "momentum", "gradient"), group, strict=True):
+            if (
+                tensor.shape != group[0].shape
+                or tensor.device != parameters[0].device
+                or not tensor.is_contiguous()
+            ):
+                raise ConfigError(
+                    f"lion_step: {name} {index} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, on "
+                    f"{tensor.device}; expected contiguous {tuple(group[0].shape)} on {parameters[0].device}"
+                )
+    torch.ops.caramba.lion_step.default(
+        list(parameters), list(momenta), list(grads), lr, beta1, beta2, weight_decay
+    )
+
+
+def reference_lion_step(
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    grads: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    """Compute the op in plain PyTorch."""
+    # No alpha= or lerp: they fuse a product into a sum on some devices, which rounds once where others round twice.
+    for parameter, momentum, grad in zip(parameters, momenta, grads, strict=True):
+        wide, moment, slope = widened(parameter), widened(momentum), widened(grad)
+        direction = torch.sign(moment * beta1 + slope * (1 - beta1))
+        parameter.copy_(wide * (1 - lr * weight_decay) - direction * lr)
+        momentum.copy_(moment * beta2 + slope * (1 - beta2))
+
+
+torch.library.impl("caramba::lion_step", "CompositeExplicitAutograd", reference_lion_step)
+
+
+@torch.library.register_fake("caramba::lion_step")
+def _(
+    parameters: list[Tensor],
+    momenta: list[Tensor],
+    grads: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+) -> None:
+    return None

@@ -1,0 +1,48 @@
+"""Random numbers that are a function of a seed and a place, so that a backward can draw them again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MASK = 0xFFFFFFFF
+
+
+def philox(
+    seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return four 32-bit words for each counter of four: Philox 4x32 with 10 rounds, keyed by the seed's two halves.
+
+    Shape: int64 tensors that broadcast, of values below 2^32, to four of the broadcast shape.
+
+    Reference: Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3".
+    """
+    keys = [seed & MASK, (seed >> 32) & MASK]
+    first, second, third, fourth = counter
+    for _ in range(ROUNDS):
+        # int64 wraps at 2^64, which leaves the bits of both halves of a 32 x 32 product as they are.
+        low, high = first * MULTIPLIERS[0], third * MULTIPLIERS[1]
+        first, second = ((high >> 32) & MASK) ^ second ^ keys[0], high & MASK
+        third, fourth = ((low >> 32) & MASK) ^ fourth ^ keys[1], low & MASK
+        keys = [(key + step) & MASK for key, step in zip(keys, KEY_STEPS, strict=True)]
+    return first, second, third, fourth
+
+
+def kept(seed: int, p: float, rows: int, width: int, device: torch.device) -> Tensor:
+    """Return which elements dropout keeps, bool [rows, width], each with probability 1 - p to within 2^-32.
+
+    Element (i, j) is dropped when word j mod 4 of counter (j div 4, i mod 2^32, i div 2^32, 0) is below
+    `threshold(p)`.
+    """
+    row = torch.arange(rows, device=device, dtype=torch.int64)[:, None]
+    quad = torch.arange(-(-width // 4), device=device, dtype=torch.int64)[None, :]
+    words = philox(seed, (quad, row & MASK, row >> 32, torch.zeros_like(quad)))
+    return (torch.stack(words, dim=-1).flatten(-2)[:, :width] >= threshold(p)).contiguous()
+
+
+def threshold(p: float) -> int:
+    """Return round(p 2^32)."""
+    return round(p * 2**32)

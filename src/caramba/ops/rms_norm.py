@@ -1,0 +1,143 @@
+"""The ops `caramba::rms_norm` and `caramba::add_rms_norm`, and the backward that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba.ops.rows import check_rows
+from caramba.ops.widen import wide_empty, widened
+
+torch.library.define("caramba::rms_norm", "(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)")
+torch.library.define(
+    "caramba::add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor? weight, float eps) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.define(
+    "caramba::rms_norm_backward",
+    "(Tensor grad, Tensor? grad_sum, Tensor x, Tensor rstd, Tensor? weight) -> (Tensor, Tensor)",
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """Scale rows to unit root mean square: y = x / sqrt(mean(x^2) + eps) * weight, in at least fp32, rounded once.
+
+    Shape: x [..., D], weight [D] or none, to [..., D], contiguous, in x's dtype.
+
+    Raises:
+        ConfigError: x that is not floating point, or a weight that is not [D] on x's device.
+
+    Reference: Zhang and Sennrich, 2019, arXiv:1910.07467.
+    """
+    check_rows("rms_norm", x, weight=weight)
+    return torch.ops.caramba.rms_norm.default(x, weight, eps)[0]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normalised.
+
+    Shape: x and residual [..., D] of one dtype, weight [D] or none, to two contiguous [..., D].
+
+    Raises:
+        ConfigError: as `rms_norm`, and a residual that differs from x in shape, dtype or device.
+    """
+    check_rows("add_rms_norm", x, residual, weight=weight)
+    y, total, _ = torch.ops.caramba.add_rms_norm.default(x, residual, weight, eps)
+    return y, total
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """Compute the op in plain PyTorch: (y, rstd [...] in the wide dtype)."""
+    wide = widened(x)
+    rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
+    y = wide * rstd.unsqueeze(-1)
+    return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype).contiguous(), rstd.contiguous()
+
+
+def reference_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the op in plain PyTorch: (y, sum, rstd)."""
+    total = (widened(x) + widened(residual)).to(x.dtype).contiguous()
+    y, rstd = reference_rms_norm(total, weight, eps)
+    return y, total, rstd
+
+
+def reference_rms_norm_backward(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute (dx, dweight) in plain PyTorch, with x^ = x rstd and g = grad weight:
+
+    dx = rstd (g - x^ mean(g x^)) + grad_sum, dweight = sum over rows of grad x^; empty without a weight.
+    """
+    wide = widened(grad)
+    scale = rstd.unsqueeze(-1)
+    unit = widened(x) * scale
+    inner = wide if weight is None else wide * weight.to(wide.dtype)
+    grad_x = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
+    if grad_sum is not None:
+        grad_x = grad_x + widened(grad_sum)
+    if weight is None:
+        return grad_x.to(x.dtype).contiguous(), wide.new_empty(0)
+    grad_weight = (wide * unit).flatten(0, -2).sum(0) if x.dim() > 1 else wide * unit
+    return grad_x.to(x.dtype).contiguous(), grad_weight.to(weight.dtype).contiguous()
+
+
+torch.library.impl("caramba::rms_norm", "CompositeExplicitAutograd", reference_rms_norm)
+torch.library.impl("caramba::add_rms_norm", "CompositeExplicitAutograd", reference_add_rms_norm)
+torch.library.impl("caramba::rms_norm_backward", "CompositeExplicitAutograd", reference_rms_norm_backward)
+
+
+@torch.library.register_fake("caramba::rms_norm")
+def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), wide_empty(x, x.shape[:-1])
+
+
+@torch.library.register_fake("caramba::add_rms_norm")
+def _(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape), wide_empty(x, x.shape[:-1])
+
+
+@torch.library.register_fake("caramba::rms_norm_backward")
+def _(
+    grad: Tensor, grad_sum: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), wide_empty(x, (0,)) if weight is None else weight.new_empty(weight.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, _ = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, output[1])
+
+
+def _setup_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(output[1], inputs[2], output[2])
+
+
+def _gradients(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    x, weight, rstd = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(x)
+    grad_x, grad_weight = torch.ops.caramba.rms_norm_backward.default(grad, grad_sum, x, rstd, weight)
+    return grad_x, None if weight is None else grad_weight
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    return *_gradients(ctx, grad, None), None
+
+
+def _backward_add(
+    ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    grad_x, grad_weight = _gradients(ctx, grad, grad_sum)
+    return grad_x, grad_x, grad_weight, None
+
+
+torch.library.register_autograd("caramba::rms_norm", _backward, setup_context=_setup)
+torch.library.register_autograd("caramba::add_rms_norm", _backward_add, setup_context=_setup_add)

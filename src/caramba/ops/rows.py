@@ -1,0 +1,33 @@
+"""What the ops over rows, the last axis, ask of their arguments."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from caramba.errors import ConfigError
+
+
+def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Tensor | None) -> None:
+    """Check a tensor of rows, its residual, and vectors as long as a row.
+
+    Raises:
+        ConfigError: x is not floating point, the residual differs from it, or a vector is not [D] on its device.
+    """
+    if not x.is_floating_point() or x.dim() < 1:
+        raise ConfigError(
+            f"{op}: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating dtype and one axis at least"
+        )
+    if residual is not None and (
+        residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device
+    ):
+        raise ConfigError(f"{op}: residual is {_told(residual)}, expected {_told(x)}, as x")
+    width = x.shape[-1]
+    for name, vector in affine.items():
+        if vector is None:
+            continue
+        if vector.dim() != 1 or vector.shape[0] != width or vector.device != x.device:
+            raise ConfigError(f"{op}: {name} is {_told(vector)}, expected ({width},) on {x.device}")
+
+
+def _told(x: Tensor) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"

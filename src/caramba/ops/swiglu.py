@@ -1,0 +1,121 @@
+"""The ops `caramba::swiglu` and `caramba::swiglu_packed`: silu(gate) * up, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.widen import widened
+
+torch.library.define("caramba::swiglu", "(Tensor gate, Tensor up) -> Tensor")
+torch.library.define("caramba::swiglu_backward", "(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
+torch.library.define("caramba::swiglu_packed", "(Tensor packed) -> Tensor")
+torch.library.define("caramba::swiglu_packed_backward", "(Tensor grad, Tensor packed) -> Tensor")
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Return silu(gate) * up with silu(g) = g sigmoid(g), in at least fp32, rounded once.
+
+    The backward recomputes both from the inputs. Without `up` the first argument holds both, gate first, on its
+    last axis.
+
+    Shape: gate and up [..., F], or gate [..., 2F] alone, to [..., F], contiguous, in gate's dtype.
+
+    Raises:
+        ConfigError: gate and up that differ in shape, dtype or device, or a packed tensor of odd width.
+
+    Reference: Shazeer, 2020, arXiv:2002.05202.
+    """
+    if up is None:
+        if not gate.is_floating_point() or gate.dim() < 1 or gate.shape[-1] % 2:
+            raise ConfigError(
+                f"swiglu: packed gate and up are {gate.dtype} of shape {tuple(gate.shape)}, expected a floating "
+                "dtype and an even last axis"
+            )
+        return torch.ops.caramba.swiglu_packed.default(gate)
+    if not gate.is_floating_point() or (gate.shape, gate.dtype, gate.device) != (
+        up.shape,
+        up.dtype,
+        up.device,
+    ):
+        raise ConfigError(
+            f"swiglu: gate is {gate.dtype} of shape {tuple(gate.shape)} on {gate.device}, up {up.dtype} of shape "
+            f"{tuple(up.shape)} on {up.device}; expected two floating tensors alike"
+        )
+    return torch.ops.caramba.swiglu.default(gate, up)
+
+
+def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    return (F.silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
+
+
+def reference_swiglu_packed(packed: Tensor) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    return reference_swiglu(*packed.chunk(2, dim=-1))
+
+
+def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the wide gradients: with s = sigmoid(gate), dgate = grad up s (1 + gate (1 - s)), dup = grad gate s."""
+    wide, gate, up = widened(grad), widened(gate), widened(up)
+    share = torch.sigmoid(gate)
+    return wide * up * share * (1 + gate * (1 - share)), wide * gate * share
+
+
+def reference_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute (dgate, dup) in plain PyTorch."""
+    grad_gate, grad_up = _gradients(grad, gate, up)
+    return grad_gate.to(gate.dtype).contiguous(), grad_up.to(up.dtype).contiguous()
+
+
+def reference_swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
+    """Compute the gradient of both halves in plain PyTorch."""
+    return torch.cat(_gradients(grad, *packed.chunk(2, dim=-1)), dim=-1).to(packed.dtype).contiguous()
+
+
+torch.library.impl("caramba::swiglu", "CompositeExplicitAutograd", reference_swiglu)
+torch.library.impl("caramba::swiglu_backward", "CompositeExplicitAutograd", reference_swiglu_backward)
+torch.library.impl("caramba::swiglu_packed", "CompositeExplicitAutograd", reference_swiglu_packed)
+torch.library.impl(
+    "caramba::swiglu_packed_backward", "CompositeExplicitAutograd", reference_swiglu_packed_backward
+)
+
+
+@torch.library.register_fake("caramba::swiglu")
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake("caramba::swiglu_backward")
+def _(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+@torch.library.register_fake("caramba::swiglu_packed")
+def _(packed: Tensor) -> Tensor:
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2))
+
+
+@torch.library.register_fake("caramba::swiglu_packed_backward")
+def _(grad: Tensor, packed: Tensor) -> Tensor:
+    return packed.new_empty(packed.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.caramba.swiglu_backward.default(grad, *ctx.saved_tensors)
+
+
+def _packed_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return torch.ops.caramba.swiglu_packed_backward.default(grad, *ctx.saved_tensors)
+
+
+torch.library.register_autograd("caramba::swiglu", _backward, setup_context=_setup)
+torch.library.register_autograd("caramba::swiglu_packed", _packed_backward, setup_context=_setup)

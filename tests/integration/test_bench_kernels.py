@@ -1,0 +1,46 @@
+"""The bench of kernels runs through on any machine and its section renders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
+    out = tmp_path / "kernels.json"
+    command = [
+        *("scripts/bench/kernels.py", "--size", "tiny", "--seconds", "1", "--no-compile"),
+        *("--only", "rope,swiglu,lion_step,norm_dropout_activation", "--out", str(out)),
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())
+    names = [(row["name"], row["pass"]) for row in data["rows"]]
+    assert names == [
+        *(("rope", "forward"), ("rope", "backward"), ("swiglu", "forward"), ("swiglu", "backward")),
+        *(("norm, dropout, gelu", "forward"), ("norm, dropout, gelu", "backward"), ("lion", "forward")),
+    ]
+    for row in data["rows"]:
+        assert row["sides"]["ours"]["error"] < 4e-3, row
+        assert row["sides"]["ours"]["median_us"] > 0
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    program = (
+        "import json,sys,sections_kernels as s; print('\\n'.join(s.kernels(json.load(open(sys.argv[1])))))"
+    )
+    page = subprocess.run(
+        [sys.executable, "-c", program, str(out)],
+        cwd=ROOT / "scripts/bench",
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert page.count("\n| swiglu, ") == 2
+    unknown = subprocess.run(
+        [sys.executable, *command[:5], "--only", "flash"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert unknown.returncode == 2
+    assert "--only: flash unknown; expected" in unknown.stderr

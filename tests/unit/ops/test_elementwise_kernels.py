@@ -1,0 +1,235 @@
+"""The Triton kernels of norms, RoPE, SwiGLU, dropout and Lion against float64.
+
+On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `test_elementwise_interpreted.py`.
+Everything that is allocated and not written is NaN.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from caramba import kernels
+from caramba.ops import (
+    add_layer_norm,
+    add_rms_norm,
+    backend,
+    layer_norm,
+    lion_step,
+    norm_dropout_activation,
+    rms_norm,
+    rope,
+    swiglu,
+)
+from caramba.ops.lion import reference_lion_step
+from caramba.ops.philox import kept
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [
+    *([] if INTERPRETS else [pytest.mark.gpu]),
+    pytest.mark.skipif(
+        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
+    ),
+]
+DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
+SHAPES = [(2, 3, 33), (64,), (1, 1), (0, 8), (3, 300)]
+LARGE = [(4099, 2048), (300, 16384), (37, 20000), (9, 65536), (70001, 64), (2**16 + 1, 5)] if HAS_GPU else []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def attached() -> Iterator[None]:
+    if HAS_GPU:
+        kernels.load("cuda")
+    else:
+        import importlib
+
+        from caramba.kernels.triton import LAUNCHERS
+
+        for op, place in LAUNCHERS.items():
+            module, _, name = place.partition(":")
+            if module.rpartition(".")[2] in ("norm", "rope", "swiglu", "lion"):
+                backend.attach(op, "cpu", "triton", getattr(importlib.import_module(module), name))
+    for op in ("rms_norm", "add_layer_norm", "rope", "swiglu_packed", "norm_dropout_activation", "lion_step"):
+        assert backend.implementation(op, DEVICE) == "triton"
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return x.to(dtype).to(DEVICE).requires_grad_()
+
+
+def compare(
+    ours: Callable[..., Any], want: Callable[..., Any], inputs: tuple[Tensor, ...], dtype: torch.dtype
+) -> None:
+    """Outputs and gradients of `ours` against those of `want` on the same inputs in float64."""
+    wide = tuple(x.detach().double().requires_grad_() for x in inputs)
+    outs, wants = ((y,) if isinstance(y, Tensor) else y for y in (ours(*inputs), want(*wide)))
+    # Sums over many rows hold the rounding of every term in fp32, and each output one rounding to its dtype.
+    eps = torch.finfo(dtype).eps
+    grads = [drawn(*y.shape, seed=11 + at, dtype=dtype).detach() for at, y in enumerate(outs)]
+    got = torch.autograd.grad(outs, inputs, grads)
+    expected = torch.autograd.grad(wants, wide, [grad.double() for grad in grads])
+    for ours_, want_ in zip((*outs, *got), (*wants, *expected), strict=True):
+        assert ours_.shape == want_.shape
+        assert ours_.isfinite().all()
+        if want_.numel():
+            scale = want_.abs().amax()
+            bound = 2 * eps * want_.abs() + 2e-5 * scale + 1e-7
+            # A residual's sum is rounded before it is normalised, which moves the rest by about one more unit.
+            bound = bound + (2 * eps * scale if len(outs) == 2 else 0)
+            worst = ((ours_.double() - want_).abs() / bound).amax()
+            assert worst <= 1, f"{tuple(ours_.shape)}: error is {float(worst):.2f} of the bound"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *LARGE])
+def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = drawn(*shape, dtype=dtype), drawn(*shape, seed=1, dtype=dtype)
+    weight, bias = drawn(shape[-1], seed=2), drawn(shape[-1], seed=3, dtype=dtype)
+    width = shape[-1:]
+    compare(lambda x, w: rms_norm(x, w, 1e-3), lambda x, w: F.rms_norm(x, width, w, 1e-3), (x, weight), dtype)
+    compare(lambda x: rms_norm(x, None, 1e-3), lambda x: F.rms_norm(x, width, None, 1e-3), (x,), dtype)
+    compare(
+        lambda x, w, b: layer_norm(x, w, b, 1e-3),
+        lambda x, w, b: F.layer_norm(x, width, w, b, 1e-3),
+        (x, weight, bias),
+        dtype,
+    )
+    compare(
+        lambda x, r, w: add_rms_norm(x, r, w, 1e-3),
+        lambda x, r, w: (F.rms_norm(x + r, width, w, 1e-3), x + r),
+        (x, residual, weight),
+        dtype,
+    )
+    compare(
+        lambda x, r, w: add_layer_norm(x, r, w, None, 1e-3),
+        lambda x, r, w: (F.layer_norm(x + r, width, w, None, 1e-3), x + r),
+        (x, residual, weight),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 33), (0, 8), *LARGE])
+def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight, bias = (
+        drawn(*shape, dtype=dtype),
+        drawn(shape[-1], seed=2),
+        drawn(shape[-1], seed=3, dtype=dtype),
+    )
+    rows = x.shape[:-1].numel()
+    for f, plain, seed, p in (
+        ("relu", F.relu, 1, 0.3),
+        ("gelu", F.gelu, 0, 0.0),
+        ("gelu", F.gelu, 7, 0.5),
+        ("silu", F.silu, 2**61 + 12345, 0.7),
+    ):
+        if f == "relu" and x.numel() > 10_000:
+            continue  # among so many some lie so near 0 that fp32 and float64 differ on the side
+        mask = kept(seed, p, rows, shape[-1], x.device).view(x.shape)
+        compare(
+            lambda x, w, b, f=f, p=p, seed=seed: norm_dropout_activation(
+                x, w, b, activation=f, eps=1e-3, p=p, seed=seed
+            ),
+            lambda x, w, b, plain=plain, p=p, mask=mask: plain(
+                F.layer_norm(x, shape[-1:], w, b, 1e-3) * mask / (1 - p)
+            ),
+            (x, weight, bias),
+            dtype,
+        )
+    y = norm_dropout_activation(x.detach().float(), activation="silu", p=p, seed=seed)
+    assert torch.equal(y != 0, mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_rope(groups: int, dtype: torch.dtype) -> None:
+    for tokens, width in ((7, 20), (0, 8), *([(3001, 64), (1025, 128)] if HAS_GPU else [])):
+        heads_inner = drawn(3, tokens, 4, width, dtype=dtype).detach().transpose(1, 2).requires_grad_()
+        tokens_inner = drawn(3, 4, tokens, width, dtype=dtype)
+        part = drawn(3, 4, tokens, width + 8, dtype=dtype).detach()[..., :width].requires_grad_()
+        other = drawn(3, 4, width, tokens, dtype=dtype).detach().transpose(2, 3).requires_grad_()
+        for x in (heads_inner, tokens_inner, part, other):
+            for rows in ((), (3,)) if x is heads_inner else ((),):
+                angles = drawn(*rows, groups, tokens, width // 2, seed=5).detach() * 9
+                cos, sin = angles.cos(), angles.sin()
+
+                def want(x: Tensor, cos: Tensor = cos, sin: Tensor = sin) -> Tensor:
+                    c, s = (
+                        table.double().repeat_interleave(4 // groups, -3).repeat(*(1,) * (table.dim() - 1), 2)
+                        for table in (cos, sin)
+                    )
+                    first, second = x.chunk(2, -1)
+                    return (x * c + torch.cat((-second, first), -1) * s) * 0.25
+
+                compare(lambda x, cos=cos, sin=sin: rope(x, cos, sin, 0.25), want, (x,), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype) -> None:
+    large = [(1023, 8200), (3, 1000003)] if HAS_GPU else []
+    for shape in ((2, 3, 33), (0, 8), (2, 2500), *large):
+        gate, up = drawn(*shape, dtype=dtype), drawn(*shape, seed=1, dtype=dtype)
+        compare(swiglu, lambda gate, up: F.silu(gate) * up, (gate, up), dtype)
+        moved = gate.detach().transpose(0, -1).contiguous().transpose(0, -1).requires_grad_()
+        compare(swiglu, lambda gate, up: F.silu(gate) * up, (moved, up), dtype)
+        packed = drawn(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        compare(swiglu, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], (packed,), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lion_gives_the_references_bits(dtype: torch.dtype) -> None:
+    sizes = [(3, 5), (4096,), (0,), (70, 130), (1,), *([(3000, 1111), (2**24,)] if HAS_GPU else [])]
+    made = [
+        [drawn(*size, seed=3 * at + kind, dtype=one).detach() for at, size in enumerate(sizes)]
+        for kind, one in enumerate((dtype, torch.float32, dtype))
+    ]
+    made[0].append(drawn(9, seed=90).detach()[1:])  # not at an aligned address
+    made[1].append(drawn(8, seed=91).detach())
+    made[2].append(drawn(8, seed=92).detach())
+    expected = [[x.clone() for x in tensors] for tensors in made]
+    for step in range(3):
+        rate = 0.01 / (step + 1)
+        lion_step(*made, lr=rate, beta1=0.9, beta2=0.98, weight_decay=0.1)
+        reference_lion_step(*expected, rate, 0.9, 0.98, 0.1)
+    for ours, want in zip(made, expected, strict=True):
+        for x, y in zip(ours, want, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_rows_beyond_registers_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"rows of 65537 elements, expected at most 65536; use kernels: reference"
+    ):
+        rms_norm(drawn(1, 65537))
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_a_graph_replays_every_kernel_on_new_values() -> None:
+    x, weight = drawn(64, 512).detach(), drawn(512, seed=1).detach()
+    angles = drawn(1, 64, 32, seed=2).detach()
+
+    def work() -> Tensor:
+        y, total = add_rms_norm(x, x, weight)
+        turned = rope(y.view(1, 64, 8, 64).transpose(1, 2), angles.cos(), angles.sin())
+        return swiglu(turned.transpose(1, 2).reshape(64, 512)) + layer_norm(total)[:, :256]
+
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    x.copy_(drawn(64, 512, seed=7).detach())
+    graph.replay()
+    assert torch.equal(out, work())
