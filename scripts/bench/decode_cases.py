@@ -44,9 +44,7 @@ class Layout:
     def bytes_per_token(self, form: str) -> float:
         """Bytes that a step has to read for a token: codes and scales without padding."""
         each = (
-            2 * width
-            if kind == "bf16"
-            else width * (block.code_bytes + block.scale_bytes) / block.elements
+            2 * width if kind == "bf16" else width * (block.code_bytes + block.scale_bytes) / block.elements
             for kind, width in zip(FORMATS[form], self.widths, strict=False)
             for block in [STORED[kind].block if kind != "bf16" else None]
         )
@@ -156,9 +154,7 @@ def peers(layout: Layout, stores: list[Store], q: tuple[Tensor, Tensor]) -> dict
     return found
 
 
-def _peer(
-    backend: SDPBackend, query: Tensor, pairs: list[tuple[Any, Any]], gqa: bool
-) -> Callable[[], Any]:
+def _peer(backend: SDPBackend, query: Tensor, pairs: list[tuple[Any, Any]], gqa: bool) -> Callable[[], Any]:
     def call() -> None:
         with sdpa_kernel([backend]):
             for k, v in pairs:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import sections_decode
 import sections_upcycle
 
 from caramba.runs.files import write_whole
@@ -165,6 +166,7 @@ SECTIONS = {
     "launch_times": launch_times,
     "first_light": first_light,
     "prepare": prepare,
+    "decode": sections_decode.decode,
     "attention_backends": sections_upcycle.attention_backends,
     "surgery_cost": sections_upcycle.surgery_cost,
     "blockwise_cost": sections_upcycle.blockwise_cost,
