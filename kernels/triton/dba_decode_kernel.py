@@ -216,22 +216,23 @@ def decode_split(
     qs, qs_2 = queries(q_sem, qs_row, is_row, SEM)
     qg, qg_2 = queries(q_geo, qg_row, is_row, GEO)
 
+    far = head.to(tl.int64)
     sem += b * sem_b
     geo += b * geo_b
     v += b * v_b
     SEM_NUMBERS: tl.constexpr = SEM[0] == "exact"
     if SEM_NUMBERS:
-        sem += head * sem_k
+        sem += far * sem_k
     else:
         sem_scale += b * sem_zb
     GEO_NUMBERS: tl.constexpr = GEO[0] == "exact"
     if GEO_NUMBERS:
-        geo += head * geo_k
+        geo += far * geo_k
     else:
         geo_scale += b * geo_zb
     V_NUMBERS: tl.constexpr = V[0] == "exact"
     if V_NUMBERS:
-        v += head * v_k
+        v += far * v_k
     else:
         v_scale += b * v_zb
 

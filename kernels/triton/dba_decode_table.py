@@ -92,7 +92,7 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     block_rows = min(64, max(16, _bucket(shape.rows)))
     exact = all(kind in ("fp32", "fp16", "bf16") for kind in shape.formats)
     wide = max(shape.dims) > 256 or "fp32" in shape.formats
-    block_tokens = 32 if wide else 64 if exact or sum(shape.dims[:2]) > 128 else 128
+    block_tokens = 32 if wide else 64 if exact or max(shape.dims) > 128 else 128
     programs = shape.lanes * math.ceil(shape.rows / block_rows)
     wanted = math.ceil(PROGRAMS_PER_SM * n_processors / programs)
     return DecodeConfig(

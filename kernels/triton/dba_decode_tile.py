@@ -3,7 +3,9 @@
 A stream is read in one of three ways. `whole`: the tile [BN, P] of its D features, padded to P. `halves`: of 4-bit
 blocks that begin where a head does, the low and the high nibbles are two tiles [BN, P/2], each its own dot, so that
 nothing is shuffled; tile 0 has features e(j) = j // (E/2) * E + j % (E/2), tile 1 those E/2 further. The packed
-instructions below need a GPU; every one has a plain form, which also serves the interpreter and float32.
+instructions below need a GPU; every one has a plain form, which also serves the interpreter and float32. They are
+declared impure, which they are not: else the compiler runs them twice for a latent, once in the layout of each dot,
+and then cannot fetch the bytes ahead.
 """
 
 import triton
@@ -297,12 +299,12 @@ def blocks(
                     "=r,=r,=r,=r,r,r,r",
                     [byte, s],
                     dtype=(tl.bfloat16, tl.bfloat16),
-                    is_pure=True,
+                    is_pure=False,
                     pack=4,
                 )
             else:
                 low, high = tl.inline_asm_elementwise(
-                    asm, "=r,=r,=r,=r,r,r,r", [byte, s], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                    asm, "=r,=r,=r,=r,r,r,r", [byte, s], dtype=(tl.float16, tl.float16), is_pure=False, pack=4
                 )
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P // 2, tl.float32, MASKED)
@@ -324,9 +326,9 @@ def blocks(
             if PACKED_MATH:
                 asm: tl.constexpr = whole_asm(KIND, DTYPE)
                 if DTYPE == tl.bfloat16:
-                    low = tl.inline_asm_elementwise(asm, "=r,=r,r,f,f,f,f", [byte, s], tl.bfloat16, True, 4)
+                    low = tl.inline_asm_elementwise(asm, "=r,=r,r,f,f,f,f", [byte, s], tl.bfloat16, False, 4)
                 else:
-                    low = tl.inline_asm_elementwise(asm, "=r,=r,r,f,f,f,f", [byte, s], tl.float16, True, 4)
+                    low = tl.inline_asm_elementwise(asm, "=r,=r,r,f,f,f,f", [byte, s], tl.float16, False, 4)
             else:
                 low = (byte.to(tl.float32) * s).to(DTYPE)
         elif PACKED_MATH and UNIFORM:
@@ -335,11 +337,11 @@ def blocks(
             place = tl.zeros([n.shape[0], P], tl.int32) + first % E // half * 4
             if DTYPE == tl.bfloat16:
                 low = tl.inline_asm_elementwise(
-                    asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.bfloat16, True, 4
+                    asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.bfloat16, False, 4
                 )
             else:
                 low = tl.inline_asm_elementwise(
-                    asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.float16, True, 4
+                    asm, "=r,=r,r,r,r,r,r,r,r", [byte, place, s], tl.float16, False, 4
                 )
         else:
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, tl.float32, MASKED)

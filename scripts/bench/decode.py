@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
+import os
 import statistics
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import decode_cases as cases
+import sections_decode
 import torch
 
 from caramba import kernels
@@ -26,7 +31,11 @@ from caramba.runs.files import write_json, write_whole
 COLD_BYTES = 3 * 60_000_000
 TABLE = Path("kernels/triton/dba_decode_table.json")
 SIZES = {
-    "full": [(b, s) for b in (1, 8, 64) for s in (4096, 32768, 131072)],
+    # The middle one first: what reads a tile well there is what the others are tuned among.
+    "full": [
+        (8, 32768),
+        *((b, s) for b in (1, 8, 64) for s in (4096, 32768, 131072) if (b, s) != (8, 32768)),
+    ],
     "tiny": [(1, 256), (2, 192)],
 }
 
@@ -125,6 +134,41 @@ def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, g
     return f"tuned over {len(tried)}: {best[0]}"
 
 
+def warm(job: tuple[int, str, Any]) -> str:
+    """Compile one way of one layout and format into Triton's cache, in a process of its own."""
+    index, form, config = job
+    layout = cases.LAYOUTS[index]
+    try:
+        stores = [cases.make(layout, form, 2, 4096, "cuda")]
+        q = cases.queries(layout, 2, "cuda", torch.bfloat16)
+        calls(layout, stores, q, 4096, config)()
+        torch.cuda.synchronize()
+    except Exception as refused:
+        return f"{layout.name} {form} {config}: {type(refused).__name__}: {str(refused)[:90]}"
+    return ""
+
+
+def warm_all(options: Any) -> None:
+    """Compile what tuning will time, on all cores."""
+    from caramba.kernels.triton.dba_decode_table import DecodeShape, candidates
+
+    jobs: dict[tuple[int, str, Any], None] = {}
+    for index, layout in enumerate(cases.LAYOUTS):
+        if options.layouts and not layout.name.startswith(tuple(options.layouts)):
+            continue
+        for form in options.formats:
+            kinds = cases.FORMATS[form][: len(layout.widths)]
+            rows = layout.heads // layout.kv_heads
+            shape = DecodeShape("", kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
+            for config in candidates(shape, 132):
+                # The count of splits is not compiled in, but for one.
+                jobs[index, form, replace(config, n_splits=2)] = None
+    n_workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+    with ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        refused = [said for said in pool.map(warm, jobs) if said]
+    print(f"compiled {len(jobs) - len(refused)} ways of {len(jobs)}", *refused, sep="\n  ", flush=True)
+
+
 def measure(
     layout: cases.Layout, form: str, batch: int, tokens: int, device: str, options: Any, good: dict[Any, None]
 ) -> dict[str, Any]:
@@ -196,6 +240,8 @@ def main() -> None:
             "cudnn": str(torch.backends.cudnn.version()),
         }
         print(f"read roof {roof / 1e12:.2f} TB/s", flush=True)
+        if options.tune:
+            warm_all(options)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -226,18 +272,17 @@ def main() -> None:
                         text += f", {row['over_peer']:.2f}x {peer}"
                     torch.cuda.empty_cache()
                 print(text, flush=True)
-    write_json(
-        options.out,
-        {
-            "benchmark": "decode",
-            "made_by": "python scripts/bench/decode.py",
-            "commit": commit,
-            "machine": machine,
-            "read_roof_bytes_per_s": roof,
-            "rows": rows,
-            "left_out": left_out,
-        },
-    )
+    data = {
+        "benchmark": "decode",
+        "made_by": "python scripts/bench/decode.py",
+        "commit": commit,
+        "machine": machine,
+        "read_roof_bytes_per_s": roof,
+        "rows": rows,
+        "left_out": left_out,
+    }
+    write_json(options.out, data)
+    sections_decode.plot(data, options.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

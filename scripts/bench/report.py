@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import sections_decode
 import sections_kernels
 import sections_loss
 import sections_upcycle
@@ -168,6 +169,7 @@ SECTIONS = {
     "first_light": first_light,
     "prepare": prepare,
     "kernels": sections_kernels.kernels,
+    "decode": sections_decode.decode,
     "attention_backends": sections_upcycle.attention_backends,
     "linear_cross_entropy": sections_loss.linear_cross_entropy,
     "surgery_cost": sections_upcycle.surgery_cost,
