@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from tests.unit.model.model_specs import VOCAB, transformer
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
@@ -16,6 +15,7 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.infer import Generator, generate
 from caramba.infer.sampling import distribution, draw, uniforms
 from caramba.model import Model, build_model
+from tests.unit.model.model_specs import VOCAB, transformer
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3], [9, 8, 7, 6]]
 SAMPLED = {"temperature": 1.2, "top_p": 0.95, "repetition_penalty": 1.3}
