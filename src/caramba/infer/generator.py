@@ -120,15 +120,14 @@ class Generator:
         config = self.config
         found = encode_prompts(prompts, self.tokenizer, mask)
         spec = self.model.spec.embedder
-        limits = [limit for limit in (config.max_seq_len, spec.max_positions) if limit is not None]
         refuse_prompts(
             found,
             vocab_size=spec.vocab_size,
             max_new_tokens=config.max_new_tokens,
-            limit=min(limits, default=None),
+            limit=min(self._position_limits(), default=None),
         )
         rows = Row.of(found, config, self.eos_ids, self.tokenizer, seeds)
-        self.stats = GenerateStats()
+        self.stats = self._new_stats()
         with _eval_mode(self.model):
             for group in grouped([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)
@@ -144,6 +143,13 @@ class Generator:
             )
             for row in rows
         ]
+
+    def _new_stats(self) -> GenerateStats:
+        return GenerateStats()
+
+    def _position_limits(self) -> list[int]:
+        stated = (self.config.max_seq_len, self.model.spec.embedder.max_positions)
+        return [limit for limit in stated if limit is not None]
 
     def _run(self, rows: Sequence[Row], on_text: OnText | None) -> None:
         config, device = self.config, self.model.embedder.token.weight.device
