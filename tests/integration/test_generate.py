@@ -136,3 +136,28 @@ def test_a_run_and_its_export_give_the_same_text(tmp_path: Path, cache: Path) ->
     done = caramba(["chat", run, "--max-new-tokens", "8"], tmp_path, cache, input="hi\n/stats\n")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 turns, " in done.stdout
+
+
+def test_speculation_reports_itself_and_keeps_the_text(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (str(folder), "--prompt", "abcabcabcab", "--max-new-tokens", "40", "--temperature", "0.8")
+    plain = generated(capsys, *options)["rows"][0]
+    found = generated(capsys, *options, "--spec-method", "lookup", "--spec-compare")
+    assert found["rows"][0]["tokens"] == plain["tokens"]
+    assert found["stats"]["speed_up"] > 0
+    assert found["stats"]["drafted"] >= found["stats"]["accepted"]
+    drafted = generated(capsys, *options, "--spec-method", "draft", "--draft", str(folder), "--spec-k", "3")
+    assert drafted["stats"]["acceptance_rate"] > 0.9
+    assert len(drafted["rows"][0]["tokens"]) <= 40
+    for words, text in (
+        (("--spec-k", "3"), "name --spec-method lookup"),
+        (("--spec-method", "draft"), "needs a smaller model of the same tokenizer: --draft"),
+        (("--spec-method", "lookup", "--draft", str(folder)), "or --spec-method draft with --draft"),
+        (("--spec-method", "lookup", "--prompt", "b"), "got 2 prompts"),
+        (("--spec-compare",), "--spec-compare times speculation against none"),
+        (("--spec-method", "lookup", "--spec-k", "17"), "spec_k: got 17, expected less than or equal to 16"),
+    ):
+        capsys.readouterr()
+        assert main(["generate", *options, "--device", "cpu", *words]) == 2
+        assert text in capsys.readouterr().err

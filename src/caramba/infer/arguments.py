@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 
-from caramba.config.generate import GenerateConfig
+from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
 from caramba.infer.generator import Generator
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
+from caramba.infer.speculative import SpeculativeGenerator
+from caramba.model import Model
 from caramba.runtime import choose_device
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -28,7 +31,10 @@ KEYS = {
     "cache_kind": str,
     "prefill_chunk": int,
 }
-OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS)
+SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
+OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (
+    " [--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N]"
+)
 
 
 class Arguments(argparse.ArgumentParser):
@@ -40,6 +46,9 @@ class Arguments(argparse.ArgumentParser):
         self.add_argument("run")
         for key, kind in KEYS.items():
             self.add_argument(f"--{key.replace('_', '-')}", type=kind)
+        for key, kind in SPECULATION.items():
+            self.add_argument(f"--{key.replace('_', '-')}", type=kind)
+        self.add_argument("--draft")
         self.add_argument("--stop", action="append", default=[])
         self.add_argument("--which", default="student", choices=("teacher", "student"))
         self.add_argument("--tokenizer")
@@ -58,10 +67,21 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
     Raises:
         ConfigError: a value out of range.
     """
-    given = {key: getattr(words, key) for key in KEYS if getattr(words, key) is not None}
-    config = parse_as(GenerateConfig, given | ({"stop": tuple(words.stop)} if words.stop else {}))
+    config = parse_as(
+        GenerateConfig, _given(words, KEYS) | ({"stop": tuple(words.stop)} if words.stop else {})
+    )
     if config.cache_kind == "auto":
         raise ConfigError("cache_kind=auto is not built yet: it comes with the inference work; name a kind")
+    speculation = _given(words, SPECULATION)
+    method = parse_as(SpeculativeConfig, speculation).spec_method if speculation else None
+    if (speculation and "spec_method" not in speculation) or (words.draft is not None and method != "draft"):
+        raise ConfigError(
+            "speculation: name --spec-method lookup, or --spec-method draft with --draft RUN|DIR"
+        )
+    if method == "draft" and words.draft is None:
+        raise ConfigError(
+            "speculation: --spec-method draft needs a smaller model of the same tokenizer: --draft RUN|DIR"
+        )
     return config
 
 
@@ -84,7 +104,32 @@ def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[O
     values["max_seq_len"] = limit
     if words.max_new_tokens is None:
         values["max_new_tokens"] = max(1, min(config.max_new_tokens, limit // 2))
-    return opened, Generator(opened.model, tokenizer, config, **values)
+    speculation = _given(words, SPECULATION)
+    if not speculation:
+        return opened, Generator(opened.model, tokenizer, config, **values)
+    values = config.model_dump(exclude_unset=True) | values | speculation
+    draft = None if words.draft is None else _open_draft(words, opened)
+    return opened, SpeculativeGenerator(opened.model, tokenizer, draft=draft, **values)
+
+
+def _given(words: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: getattr(words, key) for key in keys if getattr(words, key) is not None}
+
+
+def _open_draft(words: argparse.Namespace, target: OpenedModel) -> Model:
+    """Open the draft model.
+
+    Raises:
+        ConfigError: it reads another tokenizer's tokens.
+    """
+    opened = open_model(words.draft, device=choose_device(words.device))
+    mine, theirs = opened.tokenizer, target.tokenizer
+    if mine is not None and theirs is not None and mine.hash != theirs.hash:
+        raise ConfigError(
+            f"speculation: the draft {words.draft} was trained with tokenizer {mine.name} ({mine.hash[:8]}), the model "
+            f"with {theirs.name} ({theirs.hash[:8]}); use a draft of the same tokenizer"
+        )
+    return opened.model if words.dtype is None else opened.model.to(DTYPES[words.dtype])
 
 
 def _stated_ends(opened: OpenedModel) -> tuple[int, ...]:

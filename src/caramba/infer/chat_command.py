@@ -11,9 +11,10 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.dialogue import Dialogue, read_template
-from caramba.infer.generate_command import clean
+from caramba.infer.generate_command import clean, speculation
 from caramba.infer.generator import Generator
 from caramba.infer.opened import OpenedModel
+from caramba.infer.speculative import SpeculativeStats
 
 HELP = """\
 /help   these words
@@ -65,10 +66,8 @@ class ChatSession:
 
     def __init__(self, generator: Generator, dialogue: Dialogue) -> None:
         self.generator, self.dialogue = generator, dialogue
-        config = generator.config
-        self.generator = Generator(
-            generator.model, generator.tokenizer, config, stop=(*config.stop, *dialogue.stop)
-        )
+        stop = (*generator.config.stop, *dialogue.stop)
+        generator.config = generator.config.model_copy(update={"stop": stop})
         self.turns = self.tokens = self.context = 0
         self.seconds = 0.0
 
@@ -117,6 +116,7 @@ class ChatSession:
         return (
             f"{self.turns} turns, {self.tokens} tokens at {rate:.1f} tok/s (last {last.tokens_per_second:.1f}), "
             f"cache {last.cache_bytes} bytes, context {self.context} of {self.generator.config.max_seq_len} tokens"
+            + (f"; {speculation(last)}" if isinstance(last, SpeculativeStats) else "")
         )
 
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.opened import OpenedModel
+from caramba.infer.speculative import SpeculativeGenerator, SpeculativeStats
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not steer a terminal
 
@@ -28,6 +30,7 @@ def generate(argv: list[str]) -> int:
     parser = Arguments("generate", "--prompt TEXT... | --prompt-file FILE [--json]")
     parser.add_argument("--prompt", action="append", default=[])
     parser.add_argument("--prompt-file")
+    parser.add_argument("--spec-compare", action="store_true")
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args(argv)
     words.command = "generate"
@@ -35,9 +38,12 @@ def generate(argv: list[str]) -> int:
     config, prompts = sampling_config(words), _prompts(words)
     opened, generator = open_generator(words, config)
     is_streamed = len(prompts) == 1 and not words.json
+    if words.spec_compare and not isinstance(generator, SpeculativeGenerator):
+        raise ConfigError("generate: --spec-compare times speculation against none; name --spec-method")
     rows = generator.generate(prompts, on_text=_show if is_streamed else None)
+    speed_up = _speed_up(generator, prompts) if words.spec_compare else None
     if words.json:
-        print(json.dumps(_record(opened, generator, prompts, rows), indent=2))
+        print(json.dumps(_record(opened, generator, prompts, rows, speed_up), indent=2))
         return 0
     if is_streamed:
         print()
@@ -49,7 +55,31 @@ def generate(argv: list[str]) -> int:
         f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tok/s, cache {stats.cache_bytes / 1e6:.2f} MB, "
         f"ended by {', '.join(row.finish for row in rows)}, seed {generator.config.seed}"
     )
+    if isinstance(stats, SpeculativeStats):
+        against = "" if speed_up is None else f", {speed_up:.2f}x the decode speed of none"
+        logger.info(f"{speculation(stats)}{against}")
     return 0
+
+
+def speculation(stats: SpeculativeStats) -> str:
+    """Return how speculation went, in words."""
+    return (
+        f"{stats.accepted} of {stats.drafted} drafts accepted ({stats.acceptance_rate:.1%}), "
+        f"{stats.tokens_per_step:.2f} tokens a step, {stats.fallbacks} fallbacks"
+    )
+
+
+def _speed_up(generator: Generator, prompts: list[str]) -> float:
+    """Return the decode speed, tokens over time, as a multiple of the plain generator's: medians of three runs each,
+    in turn, after one of both that is not timed."""
+    plain = Generator(generator.model, generator.tokenizer, generator.config)
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for repetition in range(4):
+        for one in (generator, plain):
+            one.generate(prompts)
+            if repetition:
+                speeds[one is generator].append(one.stats.new_tokens / one.stats.decode_s)
+    return statistics.median(speeds[True]) / statistics.median(speeds[False])
 
 
 def clean(text: str) -> str:
@@ -78,9 +108,16 @@ def _prompts(words: argparse.Namespace) -> list[str]:
 
 
 def _record(
-    opened: OpenedModel, generator: Generator, prompts: list[str], rows: list[Generated]
+    opened: OpenedModel,
+    generator: Generator,
+    prompts: list[str],
+    rows: list[Generated],
+    speed_up: float | None,
 ) -> dict[str, Any]:
     stats = generator.stats
+    more: dict[str, Any] = {} if speed_up is None else {"speed_up": speed_up}
+    if isinstance(stats, SpeculativeStats):
+        more |= {"acceptance_rate": stats.acceptance_rate, "tokens_per_step": stats.tokens_per_step}
     return {
         "model": str(opened.path),
         "labels": opened.labels,
@@ -93,5 +130,5 @@ def _record(
             }
             for prompt, row in zip(prompts, rows, strict=True)
         ],
-        "stats": {**dataclasses.asdict(stats), "tok_s": stats.tokens_per_second},
+        "stats": {**dataclasses.asdict(stats), "tok_s": stats.tokens_per_second, **more},
     }

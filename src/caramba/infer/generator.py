@@ -128,7 +128,7 @@ class Generator:
         )
         rows = Row.of(found, config, self.eos_ids, self.tokenizer, seeds)
         self.stats = self._new_stats()
-        with _eval_mode(self.model):
+        with eval_mode(self.model):
             for group in grouped([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)
         self.stats.new_tokens = sum(len(row.tokens) for row in rows)
@@ -257,7 +257,8 @@ class StepState:
 
 
 @contextlib.contextmanager
-def _eval_mode(model: Model) -> Iterator[None]:
+def eval_mode(model: Model) -> Iterator[None]:
+    """Run a block with the model in eval mode, then as it was."""
     was_training = model.training
     model.eval()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.decode import prefill
 from caramba.infer.drafting import Drafter, DraftLength, LookupDrafter, ModelDrafter
-from caramba.infer.generator import GenerateStats, Generator, OnText
+from caramba.infer.generator import Generated, GenerateStats, Generator, OnText, eval_mode
+from caramba.infer.prompts import Prompt
 from caramba.infer.row import Row
 from caramba.infer.sampling import distribution, draw, uniforms
 from caramba.infer.scoring import KINDS
@@ -113,13 +115,34 @@ class SpeculativeGenerator(Generator):
                 f"speculation: the draft model has {draft.spec.embedder.vocab_size} vocabulary entries, the target "
                 f"{model.spec.embedder.vocab_size}; use a draft of the same tokenizer"
             )
-        self.draft = None if draft is None else draft.eval()
+        self.draft = draft
         self.stats = SpeculativeStats()
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted over drafted tokens of the last call."""
         return self.stats.acceptance_rate if isinstance(self.stats, SpeculativeStats) else 0.0
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | Tensor,
+        *,
+        mask: Tensor | None = None,
+        seeds: Sequence[int] | None = None,
+        on_text: OnText | None = None,
+    ) -> list[Generated]:
+        """Continue one prompt; see `Generator.generate`.
+
+        Raises:
+            ConfigError: more than one prompt, besides what the plain generator refuses.
+        """
+        if len(prompts) > 1 and not isinstance(prompts, str):
+            raise ConfigError(
+                f"speculation: got {len(prompts)} prompts; rows of a batch accept different numbers of drafts and the "
+                "cache has one length for all, so give one prompt at a time, or generate without speculation"
+            )
+        with contextlib.nullcontext() if self.draft is None else eval_mode(self.draft):
+            return super().generate(prompts, mask=mask, seeds=seeds, on_text=on_text)
 
     def _new_stats(self) -> SpeculativeStats:
         return SpeculativeStats()
@@ -129,11 +152,6 @@ class SpeculativeGenerator(Generator):
         return [*super()._position_limits(), *(() if most is None else (most,))]
 
     def _run(self, rows: Sequence[Row], on_text: OnText | None) -> None:
-        if len(rows) > 1:
-            raise ConfigError(
-                f"speculation: got {len(rows)} prompts; rows of a batch accept different numbers of drafts and the "
-                "cache has one length for all, so give one prompt at a time, or generate without speculation"
-            )
         stats = self.stats
         assert isinstance(stats, SpeculativeStats)
         row, device = rows[0], self.model.embedder.token.weight.device

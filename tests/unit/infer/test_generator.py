@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from caramba.model import Model, build_model
 from tests.unit.model.model_specs import VOCAB, transformer
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3], [9, 8, 7, 6]]
-SAMPLED = {"temperature": 1.2, "top_p": 0.95, "repetition_penalty": 1.3}
+SAMPLED: dict[str, Any] = {"temperature": 1.2, "top_p": 0.95, "repetition_penalty": 1.3}
 
 
 def sharp(spec: ModelSpec) -> Model:
