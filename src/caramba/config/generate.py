@@ -10,6 +10,7 @@ from caramba.config.base import Config, Later
 from caramba.config.kvcache import CacheKind, KVCacheKind
 from caramba.config.leaf import Positive
 
+DEFAULT_SEED = 1337
 TokenIds = tuple[Annotated[int, Field(ge=0)], ...]
 
 
@@ -38,7 +39,9 @@ class GenerateConfig(Config):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="texts that end a row and are cut off, also across token borders"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        default=None, description="of the first row, one more for each further; unset: the run's, else 1337"
+    )
     max_seq_len: Positive | None = Field(
         default=None, description="most tokens of prompt and new text together"
     )
@@ -51,10 +54,23 @@ class GenerateConfig(Config):
     )
 
     @property
+    def first_seed(self) -> int:
+        """The seed of the first row."""
+        return DEFAULT_SEED if self.seed is None else self.seed
+
+    @property
     def eos_ids(self) -> tuple[int, ...]:
         """The end marks that are named here."""
         ids = self.eos_token_id
         return () if ids is None else (ids,) if isinstance(ids, int) else ids
+
+
+class SampleConfig(Config):
+    """What a run of `mode: sample` generates: each prompt's continuation, by the model as it is at that point."""
+
+    prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    role: Literal["teacher", "student"] = "student"
+    generate: GenerateConfig = GenerateConfig()
 
 
 class SpeculativeConfig(Config):

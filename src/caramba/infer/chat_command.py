@@ -83,7 +83,9 @@ class ChatSession:
         if dropped:
             logger.info(f"(the oldest {dropped} turns no longer fit the context and are forgotten)")
         try:
-            (row,) = self.generator.generate([ids], seeds=[config.seed + self.turns], on_text=_Printer())
+            (row,) = self.generator.generate(
+                [ids], seeds=[config.first_seed + self.turns], on_text=_Printer()
+            )
         except BaseException:
             self.dialogue.withdraw()
             raise

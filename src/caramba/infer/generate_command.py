@@ -53,7 +53,7 @@ def generate(argv: list[str]) -> int:
     stats = generator.stats
     logger.info(
         f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tok/s, cache {stats.cache_bytes / 1e6:.2f} MB, "
-        f"ended by {', '.join(row.finish for row in rows)}, seed {generator.config.seed}"
+        f"ended by {', '.join(row.finish for row in rows)}, seed {generator.config.first_seed}"
     )
     if isinstance(stats, SpeculativeStats):
         against = "" if speed_up is None else f", {speed_up:.2f}x the decode speed of none"

@@ -44,7 +44,7 @@ class Row:
         """
         if config.stop and tokenizer is None:
             raise ConfigError("generate: stop texts need a tokenizer; give one, or end at eos_token_id")
-        given = range(config.seed, config.seed + len(prompts)) if seeds is None else seeds
+        given = range(config.first_seed, config.first_seed + len(prompts)) if seeds is None else seeds
         if len(given) != len(prompts) or any(not 0 <= seed < 2**63 for seed in given):
             raise ConfigError(
                 f"generate: got seeds {list(given)[:8]} for {len(prompts)} prompts; expected one per prompt, "
