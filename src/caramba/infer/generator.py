@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,14 +18,13 @@ from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.infer.decode import decode_step, prefill
 from caramba.infer.prompts import Prompt, encode_prompts, grouped, refuse_prompts
-from caramba.infer.row import Row
-from caramba.infer.sampling import distribution, draw, uniforms
+from caramba.infer.row import OnText, Row
 from caramba.infer.scoring import KINDS
+from caramba.infer.step import StepState
 from caramba.model import Model
 from caramba.runtime import synchronize
 
 READ_EVERY = 8
-OnText = Callable[[int, str], None]
 
 
 @dataclass(frozen=True)
@@ -180,80 +179,6 @@ class Generator:
     def _context(self, batch_size: int, n_tokens: int) -> Context:
         kind = self.config.cache_kind or KINDS.get(self.model.embedder.token.weight.dtype, KVCacheKind.FP32)
         return self.model.new_context(batch_size, n_tokens, kind, static=True)
-
-
-@dataclass
-class StepState:
-    """What a step reads and writes on the device: tensors of fixed shapes, so that it can be compiled and captured.
-
-    Row b has drawn `step - delay[b]` tokens; while that is below 0 it is still fed its own prompt.
-    """
-
-    prompts: Tensor  # [B, longest] int64
-    delay: Tensor  # [B] int64
-    uniform: Tensor  # [B, max_new_tokens] float64
-    tokens: Tensor  # [B, max_new_tokens] int64
-    logprobs: Tensor  # [B, max_new_tokens] float32
-    seen: Tensor | None  # [B, V] bool
-    step: Tensor  # [] int64
-    start: int
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[Row], config: GenerateConfig, vocab_size: int, device: torch.device
-    ) -> StepState:
-        """Return the state before the first step."""
-        lengths = [len(row.prompt) for row in rows]
-        prompts = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
-        for index, row in enumerate(rows):
-            prompts[index, : len(row.prompt)] = torch.tensor(row.prompt)
-            seen[index, row.prompt] = True
-        n_new = config.max_new_tokens
-        uniform = torch.stack([uniforms(row.seed, n_new) for row in rows])
-        shape = (len(rows), n_new)
-        return cls(
-            prompts=prompts.to(device),
-            delay=(torch.tensor(lengths) - min(lengths)).to(device),
-            uniform=uniform.to(torch.float32).to(device) if device.type == "mps" else uniform.to(device),
-            tokens=torch.zeros(shape, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(shape, dtype=torch.float32, device=device),
-            seen=seen.to(device) if config.repetition_penalty != 1.0 else None,
-            step=torch.zeros((), dtype=torch.int64, device=device),
-            start=min(lengths),
-        )
-
-    def choose(self, logits: Tensor, config: GenerateConfig) -> Tensor:
-        """Draw every row's token, record it, and return what is fed next, without a wait for the device.
-
-        Shape: logits [B, V] to [B].
-        """
-        own = self.step - self.delay
-        last = self.tokens.shape[1] - 1
-        slot = own.clamp(0, last)[:, None]
-        chosen = draw(distribution(logits, config, self.seen), self.uniform.gather(1, slot)[:, 0])[:, None]
-        logprob = logits.float().log_softmax(-1).gather(1, chosen)
-        counts = ((own >= 0) & (own <= last))[:, None]
-        self.tokens.scatter_(1, slot, torch.where(counts, chosen, self.tokens.gather(1, slot)))
-        self.logprobs.scatter_(1, slot, torch.where(counts, logprob, self.logprobs.gather(1, slot)))
-        at = (self.start + self.step).clamp(max=self.prompts.shape[1] - 1).expand(len(own))[:, None]
-        fed = torch.where((own < 0)[:, None], self.prompts.gather(1, at), chosen)
-        if self.seen is not None:
-            self.seen.scatter_(1, fed, True)
-        self.step += 1
-        return fed[:, 0]
-
-    def read(self, rows: Sequence[Row], position: int, on_text: OnText | None) -> bool:
-        """Give every row what it has drawn by `position`, the one wait of these steps; return whether all ended."""
-        live = [row for row in rows if row.finish is None]
-        low = min(len(row.tokens) for row in live)
-        high = min(max(position - len(row.prompt) for row in live), self.tokens.shape[1])
-        tokens, logprobs = self.tokens[:, low:high].tolist(), self.logprobs[:, low:high].tolist()
-        for index, row in enumerate(rows):
-            first, end = len(row.tokens) - low, position - len(row.prompt) - low
-            if row.finish is None and end > first:
-                row.take(tokens[index][first:end], logprobs[index][first:end], on_text)
-        return all(row.finish is not None for row in rows)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,8 @@ from caramba.data import Tokenizer
 from caramba.errors import CheckpointError, ConfigError
 from caramba.infer.stream import TextStream
 
+OnText = Callable[[int, str], None]
+
 
 @dataclass
 class Row:
@@ -62,9 +64,7 @@ class Row:
             for index, (prompt, seed) in enumerate(zip(prompts, given, strict=True))
         ]
 
-    def take(
-        self, tokens: Sequence[int], logprobs: Sequence[float], on_text: Callable[[int, str], None] | None
-    ) -> None:
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float], on_text: OnText | None) -> None:
         """Take drawn tokens in order until the row ends; those after its end do not count.
 
         Raises:
@@ -91,14 +91,14 @@ class Row:
             if len(self.tokens) == self.max_new_tokens:
                 self.finish = "length"
 
-    def close(self, on_text: Callable[[int, str], None] | None) -> None:
+    def close(self, on_text: OnText | None) -> None:
         """Take the text that was held back; it too may complete a stop text."""
         if self.stream is not None and self.finish != "stop":
             self._emit(self.stream.close(), on_text)
             if self.stream.is_stopped:
                 self.finish = "stop"
 
-    def _emit(self, text: str, on_text: Callable[[int, str], None] | None) -> None:
+    def _emit(self, text: str, on_text: OnText | None) -> None:
         self.text += text
         if text and on_text is not None:
             on_text(self.index, text)

@@ -19,9 +19,9 @@ from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.decode import prefill
 from caramba.infer.drafting import Drafter, DraftLength, LookupDrafter, ModelDrafter
-from caramba.infer.generator import Generated, GenerateStats, Generator, OnText, eval_mode
+from caramba.infer.generator import Generated, GenerateStats, Generator, eval_mode
 from caramba.infer.prompts import Prompt
-from caramba.infer.row import Row
+from caramba.infer.row import OnText, Row
 from caramba.infer.sampling import distribution, draw, uniforms
 from caramba.infer.scoring import KINDS
 from caramba.model import Model
