@@ -44,6 +44,8 @@ def _dispatch(argv: list[str]) -> int:
         "resume": _resume,
         "export": _export,
         "eval": _eval,
+        "generate": _generate,
+        "chat": _chat,
         "doctor": _doctor,
         "schema": _schema,
         "prepare": _prepare,
@@ -102,6 +104,18 @@ def _eval(argv: list[str]) -> int:
     from caramba.benchmark.evaluate import evaluate
 
     return evaluate(argv)
+
+
+def _generate(argv: list[str]) -> int:
+    from caramba.infer.generate_command import generate
+
+    return generate(argv)
+
+
+def _chat(argv: list[str]) -> int:
+    from caramba.infer.chat_command import chat
+
+    return chat(argv)
 
 
 def _doctor(argv: list[str]) -> int:

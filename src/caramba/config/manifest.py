@@ -10,6 +10,7 @@ from caramba.config.base import Config, Later, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.fit import FitConfig
+from caramba.config.generate import SampleConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
 from caramba.config.train import PhaseConfig
@@ -41,12 +42,10 @@ STAGES = ("transplant", "final", "verify")  # what is recorded beside a group's 
 
 
 class RunConfig(Config):
-    """One run of a group: a phase of training with its own checkpoint, checks alone, or (later) sampling or chat."""
+    """One run of a group: a phase of training with its own checkpoint, checks alone, sampling, or (later) chat."""
 
     id: Slug
-    mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "sample", "chat")] = (
-        "train"
-    )
+    mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "chat")] = "train"
     exp: ExperimentName | None = Field(
         default=None,
         description="train this attention from scratch in the manifest's model, d_ff set so that parameters match",
@@ -55,6 +54,20 @@ class RunConfig(Config):
     steps: Positive | None = Field(default=None, description="overrides train.steps")
     train: PhaseConfig | None = None
     verify: tuple[VerifyConfig, ...] = ()
+    sample: SampleConfig | None = Field(default=None, description="what mode=sample generates")
+
+    @model_validator(mode="after")
+    def _samples_alone(self) -> RunConfig:
+        if (self.mode == "sample") != (self.sample is not None):
+            raise ValueError(
+                f"mode={self.mode} {'has no use for' if self.sample else 'needs'} sample; write both, such as "
+                'mode: sample with sample: {prompts: ["Once upon a time"]}'
+            )
+        if self.sample is not None and (self.train is not None or self.verify or self.steps or self.exp):
+            raise ValueError(
+                "mode=sample trains and verifies nothing; move train and verify to a run before it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _variants_stand_alone(self) -> RunConfig:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 from caramba import artifact
 from caramba.config.benchmark import ControlsBenchmarkConfig
+from caramba.config.generate import SampleConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_teacher_caches
+from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
@@ -56,6 +58,7 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     session = Session.open(manifest, group, folder)
     check_calibration(session)
     check_teacher_caches(session)
+    check_samples(session)
     failure: VerificationFailed | None = None
     try:
         with attention_backends(session.device, session.attention):
@@ -66,6 +69,8 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
                     train_run(session, item, is_last=item is last_trained(group))
                 elif item.verify:
                     verify_run(session, item)
+                elif item.sample is not None:
+                    sample_run(session, item, item.sample)
             finish(session)
     except VerificationFailed as error:
         failure = error
@@ -121,6 +126,17 @@ def verify_run(session: Session, run: RunConfig) -> None:
         read_back(session)
         session.ledger.add(StageRecord(_unphased(run.id), verdicts=verify(session, run)))
     hold(session.ledger[run.id].verdicts)
+
+
+def sample_run(session: Session, run: RunConfig, config: SampleConfig) -> None:
+    """Generate from the model as it is and write samples/RUN.json, unless that is done."""
+    if run.id in session.ledger:
+        return
+    if config.role == "student" and session.student is None:
+        transplant_student(session)
+    read_back(session)
+    write_samples(session, run, config)
+    session.ledger.add(StageRecord(_unphased(run.id)))
 
 
 def last_trained(group: GroupConfig) -> RunConfig | None:

@@ -1,13 +1,23 @@
-"""Inference: opening a trained model, prefill and decode with a cache, scores of given text."""
+"""Inference: opening a trained model, generating text, prefill and decode with a cache, scores of given text."""
 
+from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.decode import decode_step, greedy, prefill
+from caramba.infer.generator import Generated, GenerateStats, Generator, generate
 from caramba.infer.opened import OpenedModel, open_model
 from caramba.infer.scoring import Scored, greedy_until, score_continuations
+from caramba.infer.speculative import SpeculativeGenerator
 
 __all__ = [
+    "GenerateConfig",
+    "GenerateStats",
+    "Generated",
+    "Generator",
     "OpenedModel",
     "Scored",
+    "SpeculativeConfig",
+    "SpeculativeGenerator",
     "decode_step",
+    "generate",
     "greedy",
     "greedy_until",
     "open_model",

@@ -13,7 +13,7 @@ from caramba.errors import ConfigError
 from caramba.infer.decode import decode_step, prefill
 from caramba.model import Model
 
-_KINDS = {
+KINDS = {
     torch.float32: KVCacheKind.FP32,
     torch.float16: KVCacheKind.FP16,
     torch.bfloat16: KVCacheKind.BF16,
@@ -98,7 +98,7 @@ def greedy_until(
     new: list[int] = []
     if max_new_tokens < 1:
         return new
-    context = model.new_context(1, len(prompt) + max_new_tokens, _KINDS[weight.dtype])
+    context = model.new_context(1, len(prompt) + max_new_tokens, KINDS[weight.dtype])
     logits = prefill(model, torch.tensor([list(prompt)], dtype=torch.int64, device=weight.device), context)
     while True:
         token = int(logits.argmax(-1))

@@ -34,6 +34,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--tokenizer PATH] [--out FILE]",
         "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness",
     ),
+    "generate": (
+        "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] "
+        "[--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--cache-kind KIND] [--dtype float32|bf16|fp16] "
+        "[--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N] [--spec-compare] "
+        "[--which teacher|student] [--tokenizer PATH] [--json]",
+        "continue prompts with a run, an export or a Hugging Face folder",
+    ),
+    "chat": (
+        "RUN|DIR [--system TEXT] [--plain] [the options of generate]",
+        "converse with a model, on a terminal or line by line from a pipe",
+    ),
     "doctor": ("", "check this machine: packages, devices, memory, folders"),
     "prepare": (
         "text PATH... | fineweb | stdlib --output DIR",

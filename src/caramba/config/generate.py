@@ -1,0 +1,104 @@
+"""How text is generated: lengths, sampling, where it ends, and the cache that it takes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from caramba.config.base import Config, Later
+from caramba.config.kvcache import CacheKind, KVCacheKind
+from caramba.config.leaf import Positive
+
+DEFAULT_SEED = 1337
+TokenIds = tuple[Annotated[int, Field(ge=0)], ...]
+
+
+class GenerateConfig(Config):
+    """One generation. `temperature=0` takes the most likely token; the filters then change nothing.
+
+    The distribution that a token is drawn from is built in this order: repetition penalty, temperature, top_k, top_p,
+    min_p; each filter works on what the one before left, renormalised.
+    """
+
+    max_new_tokens: Positive = 128
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_k: Positive | None = Field(default=None, description="keep this many of the most likely tokens")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="keep the fewest tokens whose probabilities reach this sum"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=0.0, description="keep tokens of at least this share of the most likely one's probability"
+    )
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        default=1.0, description="above 1 makes tokens of the prompt and of the new text less likely"
+    )
+    eos_token_id: Annotated[int, Field(ge=0)] | TokenIds | None = Field(
+        default=None, description="ends a row; where unset the tokenizer's end mark"
+    )
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="texts that end a row and are cut off, also across token borders"
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        default=None, description="of the first row, one more for each further; unset: the run's, else 1337"
+    )
+    max_seq_len: Positive | None = Field(
+        default=None, description="most tokens of prompt and new text together"
+    )
+    cache_kind: Annotated[CacheKind | None, Later("the inference work", KVCacheKind.AUTO)] = Field(
+        default=None, description="where unset the model's own precision"
+    )
+    prefill_chunk: Positive | None = Field(default=None, description="tokens per forward of the prompt")
+    read_every: Positive | None = Field(
+        default=None, description="steps between reads of the new tokens; unset: 1 for a stream, else 8"
+    )
+
+    @property
+    def first_seed(self) -> int:
+        """The seed of the first row."""
+        return DEFAULT_SEED if self.seed is None else self.seed
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The end marks that are named here."""
+        ids = self.eos_token_id
+        return () if ids is None else (ids,) if isinstance(ids, int) else ids
+
+
+class SampleConfig(Config):
+    """What a run of `mode: sample` generates: each prompt's continuation, by the model as it is at that point."""
+
+    prompts: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)]
+    role: Literal["teacher", "student"] = "student"
+    generate: GenerateConfig = GenerateConfig()
+
+
+class SpeculativeConfig(Config):
+    """Speculation: drafted tokens are verified together; the distribution of the text stays the model's own.
+
+    `adaptive` doubles the number drafted after a round in which all were accepted and takes one less after a round
+    with a rejection. Below `spec_disable_below_accept` drafting stops, and is tried again after `retry_after` tokens;
+    it stays on from there only if the share reaches the floor plus `hysteresis`.
+    """
+
+    spec_method: Literal["lookup", "draft"] = "lookup"
+    spec_k: Annotated[int, Field(ge=1, le=16)] = 4
+    spec_k_adaptive: bool = True
+    spec_extra_token: bool = Field(
+        default=True,
+        description="take one more token from the verifying forward when all drafts are accepted",
+    )
+    spec_disable_below_accept: Annotated[float, Field(ge=0, le=1)] = 0.1
+    hysteresis: Annotated[float, Field(ge=0, le=1)] = 0.05
+    window: Positive = Field(default=32, description="drafted tokens over which acceptance is judged")
+    retry_after: Positive = 64
+    max_ngram: Positive = Field(default=4, description="longest run of tokens that a lookup matches")
+
+    @model_validator(mode="after")
+    def _reachable(self) -> SpeculativeConfig:
+        if self.spec_disable_below_accept + self.hysteresis > 1:
+            raise ValueError(
+                f"spec_disable_below_accept={self.spec_disable_below_accept} plus hysteresis={self.hysteresis} is "
+                "above 1, which no share reaches; lower one"
+            )
+        return self

@@ -1,0 +1,147 @@
+"""The words that `caramba generate` and `caramba chat` share: which model, and how text is drawn from it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from caramba.config.generate import GenerateConfig, SpeculativeConfig
+from caramba.config.parse import parse_as
+from caramba.errors import ConfigError
+from caramba.infer.generator import Generator
+from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
+from caramba.infer.speculative import SpeculativeGenerator
+from caramba.model import Model
+from caramba.runtime import choose_device
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+KEYS = {
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "seed": int,
+    "max_new_tokens": int,
+    "max_seq_len": int,
+    "cache_kind": str,
+    "prefill_chunk": int,
+}
+SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
+OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (
+    " [--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N]"
+)
+
+
+class Arguments(argparse.ArgumentParser):
+    """A command's parser: a mistake is a ConfigError that ends with the usage."""
+
+    def __init__(self, command: str, own: str) -> None:
+        super().__init__(prog=f"caramba {command}", add_help=False, allow_abbrev=False)
+        self.command, self.own = command, own
+        self.add_argument("run")
+        for key, kind in KEYS.items():
+            self.add_argument(f"--{key.replace('_', '-')}", type=kind)
+        for key, kind in SPECULATION.items():
+            self.add_argument(f"--{key.replace('_', '-')}", type=kind)
+        self.add_argument("--draft")
+        self.add_argument("--stop", action="append", default=[])
+        self.add_argument("--which", default="student", choices=("teacher", "student"))
+        self.add_argument("--tokenizer")
+        self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
+        self.add_argument("--dtype", choices=tuple(DTYPES))
+        self.add_argument("--quiet", action="store_true")
+        self.add_argument("--debug", action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.command}: {message}; caramba {self.command} RUN|DIR {self.own}{OPTIONS}")
+
+
+def sampling_config(words: argparse.Namespace) -> GenerateConfig:
+    """Return what the words set of the config, and nothing else, so that a wrong value fails before a model loads.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    config = parse_as(
+        GenerateConfig, _given(words, KEYS) | ({"stop": tuple(words.stop)} if words.stop else {})
+    )
+    if config.cache_kind == "auto":
+        raise ConfigError("cache_kind=auto is not built yet: it comes with the inference work; name a kind")
+    speculation = _given(words, SPECULATION)
+    method = parse_as(SpeculativeConfig, speculation).spec_method if speculation else None
+    if (speculation and "spec_method" not in speculation) or (words.draft is not None and method != "draft"):
+        raise ConfigError(
+            "speculation: name --spec-method lookup, or --spec-method draft with --draft RUN|DIR"
+        )
+    if method == "draft" and words.draft is None:
+        raise ConfigError(
+            "speculation: --spec-method draft needs a smaller model of the same tokenizer: --draft RUN|DIR"
+        )
+    return config
+
+
+def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[OpenedModel, Generator]:
+    """Open the model and its tokenizer, and a generator that keeps within the model's context.
+
+    Without `--max-new-tokens` it is the usual number, or half of a short context.
+
+    Raises:
+        ConfigError: no such run, or a model without a tokenizer.
+    """
+    opened = open_model(
+        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
+    )
+    tokenizer = need_tokenizer(opened, words.command)
+    if words.dtype is not None:
+        opened.model.to(DTYPES[words.dtype])
+    values: dict[str, Any] = {"eos_token_id": (tokenizer.eos_id, *_stated_ends(opened))}
+    limit = config.max_seq_len or opened.max_positions
+    values["max_seq_len"] = limit
+    if words.max_new_tokens is None:
+        values["max_new_tokens"] = max(1, min(config.max_new_tokens, limit // 2))
+    speculation = _given(words, SPECULATION)
+    if not speculation:
+        return opened, Generator(opened.model, tokenizer, config, **values)
+    values = config.model_dump(exclude_unset=True) | values | speculation
+    draft = None if words.draft is None else _open_draft(words, opened)
+    return opened, SpeculativeGenerator(opened.model, tokenizer, draft=draft, **values)
+
+
+def _given(words: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: getattr(words, key) for key in keys if getattr(words, key) is not None}
+
+
+def _open_draft(words: argparse.Namespace, target: OpenedModel) -> Model:
+    """Open the draft model.
+
+    Raises:
+        ConfigError: it reads another tokenizer's tokens.
+    """
+    opened = open_model(words.draft, device=choose_device(words.device))
+    mine, theirs = opened.tokenizer, target.tokenizer
+    if mine is not None and theirs is not None and mine.hash != theirs.hash:
+        raise ConfigError(
+            f"speculation: the draft {words.draft} was trained with tokenizer {mine.name} ({mine.hash[:8]}), the model "
+            f"with {theirs.name} ({theirs.hash[:8]}); use a draft of the same tokenizer"
+        )
+    return opened.model if words.dtype is None else opened.model.to(DTYPES[words.dtype])
+
+
+def _stated_ends(opened: OpenedModel) -> tuple[int, ...]:
+    """Return the end marks of a folder's generation_config.json: chat models end a turn with a mark of their own."""
+    file = opened.path / "generation_config.json"
+    if not opened.path.is_dir() or not file.is_file():
+        return ()
+    try:
+        stated = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: not a JSON object ({error}); copy the folder again") from None
+    ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if not all(isinstance(item, int) and item >= 0 for item in ids):
+        raise ConfigError(f"{file}: eos_token_id is {stated!r}, expected a token id or a list of them")
+    return tuple(ids)

@@ -1,0 +1,134 @@
+"""`caramba generate RUN|DIR --prompt TEXT`: text from a run, an export or a Hugging Face folder."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.infer.arguments import Arguments, open_generator, sampling_config
+from caramba.infer.generator import Generated, Generator
+from caramba.infer.opened import OpenedModel
+from caramba.infer.speculative import SpeculativeGenerator, SpeculativeStats
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not steer a terminal
+
+
+def generate(argv: list[str]) -> int:
+    """Run the command and return the exit status.
+
+    Raises:
+        ConfigError: a wrong argument, an unknown run, a prompt that is empty or does not fit.
+    """
+    parser = Arguments("generate", "--prompt TEXT... | --prompt-file FILE [--json]")
+    parser.add_argument("--prompt", action="append", default=[])
+    parser.add_argument("--prompt-file")
+    parser.add_argument("--spec-compare", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    words = parser.parse_args(argv)
+    words.command = "generate"
+    logger.quiet = words.quiet or words.json
+    config, prompts = sampling_config(words), _prompts(words)
+    opened, generator = open_generator(words, config)
+    is_streamed = len(prompts) == 1 and not words.json
+    if words.spec_compare and not isinstance(generator, SpeculativeGenerator):
+        raise ConfigError("generate: --spec-compare times speculation against none; name --spec-method")
+    rows = generator.generate(prompts, on_text=_show if is_streamed else None)
+    speed_up = _speed_up(generator, prompts) if words.spec_compare else None
+    if words.json:
+        print(json.dumps(_record(opened, generator, prompts, rows, speed_up), indent=2))
+        return 0
+    if is_streamed:
+        print()
+    else:
+        for index, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            print(f"[{index}] {clean(prompt)}\n{clean(row.text or '')}")
+    stats = generator.stats
+    logger.info(
+        f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tok/s, cache {stats.cache_bytes / 1e6:.2f} MB, "
+        f"ended by {', '.join(row.finish for row in rows)}, seed {generator.config.first_seed}"
+    )
+    if isinstance(stats, SpeculativeStats):
+        against = "" if speed_up is None else f", {speed_up:.2f}x the decode speed of none"
+        logger.info(f"{speculation(stats)}{against}")
+    return 0
+
+
+def speculation(stats: SpeculativeStats) -> str:
+    """Return how speculation went, in words."""
+    return (
+        f"{stats.accepted} of {stats.drafted} drafts accepted ({stats.acceptance_rate:.1%}), "
+        f"{stats.tokens_per_step:.2f} tokens a step, {stats.fallbacks} fallbacks"
+    )
+
+
+def _speed_up(generator: Generator, prompts: list[str]) -> float:
+    """Return the decode speed, tokens over time, as a multiple of the plain generator's: medians of three runs each,
+    in turn, after one of both that is not timed."""
+    plain = Generator(generator.model, generator.tokenizer, generator.config)
+    speeds: dict[bool, list[float]] = {True: [], False: []}
+    for repetition in range(4):
+        for one in (generator, plain):
+            one.generate(prompts)
+            if repetition:
+                speeds[one is generator].append(one.stats.new_tokens / one.stats.decode_s)
+    return statistics.median(speeds[True]) / statistics.median(speeds[False])
+
+
+def clean(text: str) -> str:
+    """Return a model's text without control characters other than newline and tab."""
+    return CONTROL.sub("", text)
+
+
+def _show(row: int, text: str) -> None:
+    sys.stdout.write(clean(text))
+    sys.stdout.flush()
+
+
+def _prompts(words: argparse.Namespace) -> list[str]:
+    prompts = list(words.prompt)
+    if words.prompt_file is not None:
+        file = Path(words.prompt_file).expanduser()
+        try:
+            prompts.append(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"generate: --prompt-file {file}: {error}; name a UTF-8 text file") from None
+    if not prompts:
+        raise ConfigError(
+            "generate: no prompt; give --prompt TEXT (more than once for a batch) or --prompt-file FILE"
+        )
+    return prompts
+
+
+def _record(
+    opened: OpenedModel,
+    generator: Generator,
+    prompts: list[str],
+    rows: list[Generated],
+    speed_up: float | None,
+) -> dict[str, Any]:
+    stats = generator.stats
+    more: dict[str, Any] = {} if speed_up is None else {"speed_up": speed_up}
+    if isinstance(stats, SpeculativeStats):
+        more |= {"acceptance_rate": stats.acceptance_rate, "tokens_per_step": stats.tokens_per_step}
+    return {
+        "model": str(opened.path),
+        "labels": opened.labels,
+        "config": generator.config.model_dump(mode="json"),
+        "rows": [
+            {
+                "prompt": prompt,
+                "prompt_tokens": len(row.prompt),
+                **{key: value for key, value in dataclasses.asdict(row).items() if key != "prompt"},
+            }
+            for prompt, row in zip(prompts, rows, strict=True)
+        ],
+        "stats": {**dataclasses.asdict(stats), "tok_s": stats.tokens_per_second, **more},
+    }

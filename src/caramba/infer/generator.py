@@ -1,0 +1,206 @@
+"""Text from a model: prefill, then one step for all rows at a time, until every row has ended."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from caramba.cache import Context
+from caramba.config.generate import GenerateConfig
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.parse import parse_as
+from caramba.data import Tokenizer
+from caramba.infer.decode import decode_step, prefill
+from caramba.infer.prompts import Prompt, encode_prompts, grouped, refuse_prompts
+from caramba.infer.row import OnText, Row
+from caramba.infer.scoring import KINDS
+from caramba.infer.step import StepState
+from caramba.model import Model
+from caramba.runtime import synchronize
+
+READ_EVERY = 8
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What followed one prompt.
+
+    Attributes:
+        tokens: the new tokens, without the end mark; with the one that completed a stop text.
+        logprobs: log softmax(logits) in nats of each, before temperature, penalty and filters.
+        text: of the new tokens, cut where a stop text begins; None without a tokenizer.
+        finish: `eos`, `stop`, or `length`.
+        seed: gives the same tokens again, alone or in any batch.
+    """
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str | None
+    finish: Literal["eos", "stop", "length"]
+    seed: int
+
+
+@dataclass
+class GenerateStats:
+    """Time and memory of the last call: decode runs from the first token on, and counts tokens that rows kept."""
+
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    steps: int = 0
+    new_tokens: int = 0
+    cache_bytes: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows over the time of prefill and decode."""
+        spent = self.prefill_s + self.decode_s
+        return self.new_tokens / spent if spent > 0 else 0.0
+
+
+class Generator:
+    """Generates from one model, in eval mode. `stats` tells of the last call.
+
+    Rows of unequal length need no padding: a batch starts at its shortest prompt, and the longer ones are fed their
+    own tokens while the shorter ones are fed drawn ones. Every row so stands at its own positions from 0, and batch
+    equals single up to the rounding of a product of another shape. Rows whose prompts differ by more than
+    `max_new_tokens` run after each other.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokenizer: Tokenizer | None = None,
+        config: GenerateConfig | None = None,
+        **values: Any,
+    ) -> None:
+        """Take a config, or its keys by name.
+
+        Raises:
+            ConfigError: a value out of range, or stop texts without a tokenizer.
+        """
+        given = {} if config is None else config.model_dump(exclude_unset=True)
+        self.config = parse_as(GenerateConfig, given | values)
+        self.model, self.tokenizer = model, tokenizer
+        self.stats = GenerateStats()
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a row: those of the config, without any there the tokenizer's end mark."""
+        if self.config.eos_token_id is None and self.tokenizer is not None:
+            return (self.tokenizer.eos_id,)
+        return self.config.eos_ids
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | Tensor,
+        *,
+        mask: Tensor | None = None,
+        seeds: Sequence[int] | None = None,
+        on_text: OnText | None = None,
+    ) -> list[Generated]:
+        """Continue every prompt: texts, lists of ids, or a padded tensor [B, T] int64 with its mask [B, T].
+
+        Args:
+            seeds: one per row; without them the config's seed, one more for each further row.
+            on_text: called with the row and its next piece of text, whole characters and nothing that is cut later.
+
+        Raises:
+            ConfigError: an empty or too long prompt, a token outside the vocabulary, or a wrong number of seeds.
+            CheckpointError: the model's logits are not numbers.
+        """
+        config = self.config
+        found = encode_prompts(prompts, self.tokenizer, mask)
+        spec = self.model.spec.embedder
+        refuse_prompts(
+            found,
+            vocab_size=spec.vocab_size,
+            max_new_tokens=config.max_new_tokens,
+            limit=min(self._position_limits(), default=None),
+        )
+        rows = Row.of(found, config, self.eos_ids, self.tokenizer, seeds)
+        self.stats = self._new_stats()
+        with eval_mode(self.model):
+            for group in grouped([len(ids) for ids in found], config.max_new_tokens):
+                self._run([rows[index] for index in group], on_text)
+        self.stats.new_tokens = sum(len(row.tokens) for row in rows)
+        return [
+            Generated(
+                tuple(row.prompt),
+                tuple(row.tokens),
+                tuple(row.logprobs),
+                row.text if self.tokenizer is not None else None,
+                row.finish or "length",
+                row.seed,
+            )
+            for row in rows
+        ]
+
+    def _new_stats(self) -> GenerateStats:
+        return GenerateStats()
+
+    def _position_limits(self) -> list[int]:
+        stated = (self.config.max_seq_len, self.model.spec.embedder.max_positions)
+        return [limit for limit in stated if limit is not None]
+
+    def _run(self, rows: Sequence[Row], on_text: OnText | None) -> None:
+        config, device = self.config, self.model.embedder.token.weight.device
+        lengths = [len(row.prompt) for row in rows]
+        start, longest = min(lengths), max(lengths)
+        ctx = self._context(len(rows), longest + config.max_new_tokens)
+        began = time.perf_counter()
+        state = StepState.of(rows, config, self.model.spec.embedder.vocab_size, device)
+        logits = prefill(self.model, state.prompts[:, :start], ctx, config.prefill_chunk)
+        synchronize(device)
+        prefilled = time.perf_counter()
+        n_steps = longest - start + config.max_new_tokens
+        every = config.read_every or (1 if on_text is not None else READ_EVERY)
+        for step in range(n_steps):
+            token = state.choose(logits, config)
+            is_last = step + 1 == n_steps
+            if (is_last or (step + 1) % every == 0) and state.read(rows, start + step + 1, on_text):
+                break
+            if not is_last:
+                logits = decode_step(self.model, token, ctx)
+                self.stats.steps += 1
+        for row in rows:
+            row.close(on_text)
+        self.stats.prefill_s += prefilled - began
+        self.stats.decode_s += time.perf_counter() - prefilled
+        self.stats.cache_bytes = max(self.stats.cache_bytes, ctx.nbytes())
+
+    def _context(self, batch_size: int, n_tokens: int) -> Context:
+        kind = self.config.cache_kind or KINDS.get(self.model.embedder.token.weight.dtype, KVCacheKind.FP32)
+        return self.model.new_context(batch_size, n_tokens, kind, static=True)
+
+
+@contextlib.contextmanager
+def eval_mode(model: Model) -> Iterator[None]:
+    """Run a block with the model in eval mode, then as it was."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Prompt] | Tensor,
+    tokenizer: Tokenizer | None = None,
+    *,
+    mask: Tensor | None = None,
+    seeds: Sequence[int] | None = None,
+    on_text: OnText | None = None,
+    **values: Any,
+) -> list[Generated]:
+    """Continue prompts with a model; `values` are the keys of GenerateConfig. See `Generator.generate`."""
+    return Generator(model, tokenizer, **values).generate(prompts, mask=mask, seeds=seeds, on_text=on_text)

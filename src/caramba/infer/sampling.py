@@ -1,0 +1,75 @@
+"""The exact distribution that the next token is drawn from, and the draw."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.config.generate import GenerateConfig
+
+
+def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = None) -> Tensor:
+    """Return the probabilities p of the next token: of softmax(logits / temperature), what the filters keep.
+
+    A seen token's logit z becomes z / penalty where positive and z * penalty otherwise. top_k keeps the k most likely,
+    of equals those of lower id; top_p the fewest most likely ones of sum >= top_p; min_p those of p >= min_p * max p.
+    What is kept is renormalised. Temperature 0 puts all on the most likely token.
+
+    Shape: logits [..., V] and seen [..., V] bool to [..., V], float64 (float32 on MPS, which has no other).
+
+    Reference: Fan et al., 2018, arXiv:1805.04833 (top-k); Holtzman et al., 2019, arXiv:1904.09751 (top-p); Nguyen et
+    al., 2024, arXiv:2407.01082 (min-p); Keskar et al., 2019, arXiv:1909.05858 (penalty).
+    """
+    scores = logits.to(wide_dtype(logits.device))
+    if seen is not None and config.repetition_penalty != 1.0:
+        penalty = config.repetition_penalty
+        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    if config.temperature == 0:
+        likeliest = scores.argmax(-1, keepdim=True)
+        return torch.zeros_like(scores).scatter_(-1, likeliest, 1.0)
+    # The maximum first: a small temperature would send the quotient beyond the largest number.
+    scores = (scores - scores.amax(-1, keepdim=True)) / config.temperature
+    probs = scores.softmax(-1)
+    if config.top_k is not None or config.top_p < 1.0:
+        probs = _ranked(probs, config)
+    if config.min_p > 0:
+        probs = torch.where(probs >= config.min_p * probs.amax(-1, keepdim=True), probs, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _ranked(probs: Tensor, config: GenerateConfig) -> Tensor:
+    """Zero what top_k and top_p leave out."""
+    ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+    if config.top_k is not None and config.top_k < probs.shape[-1]:
+        place = torch.arange(probs.shape[-1], device=probs.device)
+        ranked = torch.where(place < config.top_k, ranked, 0.0)
+        ranked = ranked / ranked.sum(-1, keepdim=True)
+    if config.top_p < 1.0:
+        ranked = torch.where(ranked.cumsum(-1) - ranked < config.top_p, ranked, 0.0)
+    return torch.zeros_like(probs).scatter_(-1, order, ranked)
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return the token whose share of the cumulated probabilities holds `uniform`: the inverse of their distribution.
+
+    One number in [0, 1) decides a draw, so the same number gives the same token on any device and in any batch; a
+    token of probability 0 is never drawn, and the probabilities need not sum to 1.
+
+    Shape: probs [..., V] and uniform [...] to [...] int64.
+    """
+    cumulated = probs.cumsum(-1)
+    total = cumulated[..., -1]
+    # u * total can round up to the total, which no token's share holds.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    point = torch.minimum(uniform.to(probs.dtype) * total, below)
+    return (cumulated <= point[..., None]).sum(-1)
+
+
+def uniforms(seed: int, n: int) -> Tensor:
+    """Return the n numbers in [0, 1) of a row's seed, float64 on the CPU, whatever device it runs on."""
+    return torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu")
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating type of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64

@@ -1,0 +1,87 @@
+"""One step's draw for all rows, on the device, and the read that brings what was drawn to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from caramba.config.generate import GenerateConfig
+from caramba.infer.row import OnText, Row
+from caramba.infer.sampling import distribution, draw, uniforms, wide_dtype
+
+
+@dataclass
+class StepState:
+    """What a step reads and writes on the device: tensors of fixed shapes, so that it can be compiled and captured.
+
+    Row b has drawn `step - delay[b]` tokens; while that is below 0 it is still fed its own prompt.
+    """
+
+    prompts: Tensor  # [B, longest] int64
+    delay: Tensor  # [B] int64
+    uniform: Tensor  # [B, max_new_tokens] float64
+    tokens: Tensor  # [B, max_new_tokens] int64
+    logprobs: Tensor  # [B, max_new_tokens] float32
+    seen: Tensor | None  # [B, V] bool
+    step: Tensor  # [] int64
+    start: int
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[Row], config: GenerateConfig, vocab_size: int, device: torch.device
+    ) -> StepState:
+        """Return the state before the first step."""
+        lengths = [len(row.prompt) for row in rows]
+        prompts = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
+        seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
+        for index, row in enumerate(rows):
+            prompts[index, : len(row.prompt)] = torch.tensor(row.prompt)
+            seen[index, row.prompt] = True
+        n_new = config.max_new_tokens
+        uniform = torch.stack([uniforms(row.seed, n_new) for row in rows])
+        shape = (len(rows), n_new)
+        return cls(
+            prompts=prompts.to(device),
+            delay=(torch.tensor(lengths) - min(lengths)).to(device),
+            uniform=uniform.to(wide_dtype(device)).to(device),
+            tokens=torch.zeros(shape, dtype=torch.int64, device=device),
+            logprobs=torch.zeros(shape, dtype=torch.float32, device=device),
+            seen=seen.to(device) if config.repetition_penalty != 1.0 else None,
+            step=torch.zeros((), dtype=torch.int64, device=device),
+            start=min(lengths),
+        )
+
+    def choose(self, logits: Tensor, config: GenerateConfig) -> Tensor:
+        """Draw every row's token, record it, and return what is fed next, without a wait for the device.
+
+        Shape: logits [B, V] to [B].
+        """
+        own = self.step - self.delay
+        last = self.tokens.shape[1] - 1
+        slot = own.clamp(0, last)[:, None]
+        chosen = draw(distribution(logits, config, self.seen), self.uniform.gather(1, slot)[:, 0])[:, None]
+        logprob = logits.float().log_softmax(-1).gather(1, chosen)
+        counts = ((own >= 0) & (own <= last))[:, None]
+        self.tokens.scatter_(1, slot, torch.where(counts, chosen, self.tokens.gather(1, slot)))
+        self.logprobs.scatter_(1, slot, torch.where(counts, logprob, self.logprobs.gather(1, slot)))
+        at = (self.start + self.step).clamp(max=self.prompts.shape[1] - 1).expand(len(own))[:, None]
+        fed = torch.where((own < 0)[:, None], self.prompts.gather(1, at), chosen)
+        if self.seen is not None:
+            self.seen.scatter_(1, fed, True)
+        self.step += 1
+        return fed[:, 0]
+
+    def read(self, rows: Sequence[Row], position: int, on_text: OnText | None) -> bool:
+        """Give every row what it has drawn by `position`, the one wait of these steps; return whether all ended."""
+        live = [row for row in rows if row.finish is None]
+        low = min(len(row.tokens) for row in live)
+        high = min(max(position - len(row.prompt) for row in live), self.tokens.shape[1])
+        tokens, logprobs = self.tokens[:, low:high].tolist(), self.logprobs[:, low:high].tolist()
+        for index, row in enumerate(rows):
+            first, end = len(row.tokens) - low, position - len(row.prompt) - low
+            if row.finish is None and end > first:
+                row.take(tokens[index][first:end], logprobs[index][first:end], on_text)
+        return all(row.finish is not None for row in rows)

@@ -1,0 +1,163 @@
+"""caramba generate and chat as a user types them: on a Hugging Face folder, an export and a run."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+
+from caramba.cli import main
+from caramba.data import ByteTokenizer
+from caramba.export.tokenizer import write_tokenizer
+from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
+from tests.unit.hf.folders import BASE
+
+CONTEXT = 96
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of random weights, sharp enough that its choices do not hang on rounding."""
+    path = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**(BASE | {"vocab_size": 257, "max_position_embeddings": CONTEXT}))
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(path)
+    write_tokenizer(path, ByteTokenizer(), max_positions=CONTEXT)
+    return path
+
+
+def generated(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    capsys.readouterr()
+    assert main(["generate", *words, "--device", "cpu", "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_greedy_text_is_that_of_transformers(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["def f(x):", "a", "The quick brown fox"]
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    options = ("--temperature", "0", "--max-new-tokens", "24", "--repetition-penalty", "1.2")
+    found = generated(capsys, str(folder), *words, *options)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder)
+    for prompt, row in zip(prompts, found["rows"], strict=True):
+        ids = torch.tensor([list(prompt.encode())])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=24,
+            repetition_penalty=1.2,
+            eos_token_id=256,
+            pad_token_id=256,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        tokens = [int(token) for token in out.sequences[0, ids.shape[1] :] if token != 256]
+        assert row["tokens"] == tokens
+        expected = [
+            float(logits[0].log_softmax(-1)[token]) for logits, token in zip(out.logits, tokens, strict=False)
+        ]
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_seeds_give_the_same_text_alone_and_in_a_batch(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--temperature", "0.7", "--top-p", "0.9", "--max-new-tokens", "16")
+    both = generated(capsys, str(folder), "--prompt", "abc", "--prompt", "z", "--seed", "3", *options)["rows"]
+    alone = generated(capsys, str(folder), "--prompt", "z", "--seed", "4", *options)["rows"]
+    assert both[1]["tokens"] == alone[0]["tokens"]
+
+
+def test_what_cannot_be_done_is_said_with_status_2(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, text in (
+        ((), "no prompt; give --prompt TEXT"),
+        (("--prompt", "a", "--top-p", "1.5"), "top_p: got 1.5, expected less than or equal to 1"),
+        (("--prompt", "a", "--top-k", "x"), "argument --top-k: invalid int value: 'x'"),
+        (("--prompt", ""), "prompt 0 is empty"),
+        (("--prompt", "a" * 90), "prompt 0 of 90 tokens and max_new_tokens=48 exceed the 96 positions"),
+        (("--prompt", "a", "--cache-kind", "auto"), "cache_kind=auto is not built yet"),
+        (("--prompt", "a", "--stop", ""), "stop[0]: String should have at least 1 character"),
+        (("--prompt-file", str(tmp_path / "no")), "No such file"),
+        (("--prompt", "a", "--tokenizer", "nowhere"), "there is no tokenizer file"),
+    ):
+        capsys.readouterr()
+        assert main(["generate", str(folder), "--device", "cpu", *words]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_a_conversation_comes_through_a_pipe(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chat(lines: str, status: int = 0) -> str:
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        capsys.readouterr()
+        assert main(["chat", str(folder), "--device", "cpu", "--max-new-tokens", "12", "--quiet"]) == status
+        return capsys.readouterr().out
+
+    first = chat("hello\n/stats\n/reset\nhello\n\n/stats\n/help\n/quit\nnever read\n")
+    assert "1 turns, " in first
+    assert "2 turns, " in first
+    assert "tok/s" in first
+    assert "cache " in first
+    assert "/reset  forget the conversation" in first
+    assert chat("hello\n").strip() == first.split("1 turns")[0].strip()
+    assert chat("x" * 200 + "\n", status=2) == ""
+
+
+@pytest.mark.slow
+def test_a_run_and_its_export_give_the_same_text(tmp_path: Path, cache: Path) -> None:
+    done = caramba(
+        ["experiment=smoke", "device=cpu", "benchmark=none", *SMALL, *SMALL_TEACHER], tmp_path, cache
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = str(only_run(tmp_path))
+    assert caramba(["export", run, "--out", "out"], tmp_path, cache).returncode == 0
+    options = ("--prompt", "import os", "--max-new-tokens", "16", "--json", "--device", "cpu")
+    rows = []
+    for place in (run, "out"):
+        done = caramba(["generate", place, *options], tmp_path, cache)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows.append(json.loads(done.stdout)["rows"][0])
+    assert rows[0]["tokens"] == rows[1]["tokens"]
+    assert rows[0]["text"] == rows[1]["text"]
+    done = caramba(["chat", run, "--max-new-tokens", "8"], tmp_path, cache, input="hi\n/stats\n")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 turns, " in done.stdout
+
+
+def test_speculation_reports_itself_and_keeps_the_text(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = (str(folder), "--prompt", "abcabcabcab", "--max-new-tokens", "40", "--temperature", "0.8")
+    plain = generated(capsys, *options)["rows"][0]
+    found = generated(capsys, *options, "--spec-method", "lookup", "--spec-compare")
+    assert found["rows"][0]["tokens"] == plain["tokens"]
+    assert found["stats"]["speed_up"] > 0
+    assert found["stats"]["drafted"] >= found["stats"]["accepted"]
+    drafted = generated(capsys, *options, "--spec-method", "draft", "--draft", str(folder), "--spec-k", "3")
+    assert drafted["stats"]["acceptance_rate"] > 0.9
+    assert len(drafted["rows"][0]["tokens"]) <= 40
+    for words, text in (
+        (("--spec-k", "3"), "name --spec-method lookup"),
+        (("--spec-method", "draft"), "needs a smaller model of the same tokenizer: --draft"),
+        (("--spec-method", "lookup", "--draft", str(folder)), "or --spec-method draft with --draft"),
+        (("--spec-method", "lookup", "--prompt", "b"), "got 2 prompts"),
+        (("--spec-compare",), "--spec-compare times speculation against none"),
+        (("--spec-method", "lookup", "--spec-k", "17"), "spec_k: got 17, expected less than or equal to 16"),
+    ):
+        capsys.readouterr()
+        assert main(["generate", *options, "--device", "cpu", *words]) == 2
+        assert text in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""Generation on a CUDA device: the CPU's text from the same seeds, and a draw that a graph can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from caramba.config.generate import GenerateConfig
+from caramba.infer import Generator, SpeculativeGenerator
+from caramba.infer.row import Row
+from caramba.infer.step import StepState
+from caramba.model import build_model
+from tests.unit.model.model_specs import VOCAB, transformer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
+VALUES: dict[str, Any] = {
+    "max_new_tokens": 12,
+    "temperature": 0.9,
+    "top_k": 12,
+    "top_p": 0.95,
+    "repetition_penalty": 1.2,
+}
+
+
+@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
+def test_the_same_seeds_give_the_text_of_the_cpu(name: str) -> None:
+    model = build_model(transformer(name), seed=0)
+    there = Generator(model, **VALUES).generate(PROMPTS)
+    model = model.cuda()
+    here = Generator(model, **VALUES).generate(PROMPTS)
+    assert [row.tokens for row in here] == [row.tokens for row in there]
+    lookup = SpeculativeGenerator(model, **VALUES).generate(PROMPTS[1:2], seeds=[1338])
+    assert lookup[0].tokens == there[1].tokens
+    draft = SpeculativeGenerator(model, draft=model, spec_method="draft", **VALUES)
+    draft.generate(PROMPTS[1:2])
+    assert draft.acceptance_rate > 0.9
+
+
+@torch.inference_mode()
+def test_a_captured_draw_is_the_eager_one() -> None:
+    config = GenerateConfig(**VALUES, min_p=0.01)
+    rows = Row.of([list(prompt) for prompt in PROMPTS], config, (), None, None)
+    device = torch.device("cuda")
+    logits = torch.randn(20, 3, VOCAB, generator=torch.Generator().manual_seed(0)).to(device)
+    eager, captured = (StepState.of(rows, config, VOCAB, device) for _ in range(2))
+    expected = [eager.choose(one, config) for one in logits]
+    warm = StepState.of(rows, config, VOCAB, device)
+    static = logits[0].clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            warm.choose(static, config)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fed = captured.choose(static, config)
+    found = []
+    for one in logits:
+        static.copy_(one)
+        graph.replay()
+        found.append(fed.clone())
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert torch.equal(captured.tokens, eager.tokens)
+    assert torch.equal(captured.logprobs, eager.logprobs)

@@ -1,0 +1,206 @@
+"""Speculation on real tiny models: the same text where it must be, the same distribution everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from caramba.config.generate import GenerateConfig, SpeculativeConfig
+from caramba.errors import ConfigError
+from caramba.infer import Generator, SpeculativeGenerator
+from caramba.infer.drafting import DraftLength, LookupDrafter
+from caramba.infer.sampling import distribution, draw
+from caramba.infer.speculative import verify_drafts
+from caramba.model import Model, build_model
+from tests.unit.model.model_specs import VOCAB, transformer
+
+PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+LONG: dict[str, Any] = {"max_new_tokens": 40, "cache_kind": "fp32"}
+
+
+def sharp(name: str, seed: int = 0, by: float = 6.0) -> Model:
+    model = build_model(transformer(name), seed=seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(by)
+    return model.eval()
+
+
+@pytest.fixture(scope="module", params=["gqa_scaled", "decoupled_tie", "latent_gate"])
+def target(request: pytest.FixtureRequest) -> Model:
+    return sharp(request.param)
+
+
+@pytest.fixture(scope="module")
+def other() -> Model:
+    return sharp("standard", seed=7)
+
+
+@pytest.mark.parametrize(
+    "values", [{"temperature": 0.0}, {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}]
+)
+@pytest.mark.parametrize("extra", [True, False])
+def test_lookup_gives_the_text_of_the_plain_generator(
+    target: Model, values: dict[str, Any], extra: bool
+) -> None:
+    (plain,) = Generator(target, **LONG, **values).generate([PROMPT])
+    generator = SpeculativeGenerator(target, spec_k=5, spec_extra_token=extra, **LONG, **values)
+    (row,) = generator.generate([PROMPT])
+    assert row.tokens == plain.tokens
+    assert row.logprobs == pytest.approx(plain.logprobs, abs=1e-3)
+    assert generator.stats.drafted > 0
+
+
+def test_greedy_with_any_draft_is_greedy(target: Model, other: Model) -> None:
+    values = {"temperature": 0.0, "repetition_penalty": 1.1, **LONG}
+    plain = Generator(target, **values).generate([PROMPT])
+    for draft in (target, other):
+        generator = SpeculativeGenerator(target, draft=draft, spec_method="draft", spec_k=4, **values)
+        assert generator.generate([PROMPT])[0].tokens == plain[0].tokens
+        if draft is target:
+            assert generator.acceptance_rate == 1.0
+            # One token comes from prefill; of 5 a round, the last one is what is left.
+            assert generator.stats.steps == 8
+
+
+def test_a_model_that_drafts_for_itself_has_every_sampled_draft_accepted(target: Model) -> None:
+    generator = SpeculativeGenerator(
+        target, draft=target, spec_method="draft", top_k=9, temperature=1.4, **LONG
+    )
+    (row,) = generator.generate([PROMPT])
+    assert generator.acceptance_rate == pytest.approx(1.0, abs=0.05)  # but for the rounding of two shapes
+    assert len(row.tokens) == 40
+    assert generator.generate([PROMPT])[0] == row
+    assert generator.generate([PROMPT], seeds=[8])[0].tokens != row.tokens
+
+
+def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
+    """The statistic, and what it stays below with 99.99 % (Wilson and Hilferty)."""
+    kept = p > 0
+    assert not counts[~kept].any()
+    expected = counts.sum() * p[kept]
+    dof = int(kept.sum()) - 1
+    bound = dof * (1 - 2 / (9 * dof) + 3.72 * (2 / (9 * dof)) ** 0.5) ** 3
+    return float(((counts[kept] - expected) ** 2 / expected).sum()), bound
+
+
+@pytest.mark.parametrize("draft_seed", [0, 7])  # the target itself, and a bad draft
+def test_fifty_thousand_verifications_follow_the_target(draft_seed: int) -> None:
+    model, draft = sharp("standard", by=3), sharp("standard", seed=draft_seed, by=3)
+    config = GenerateConfig(temperature=1.1, top_k=8, top_p=0.97)
+    prompts = torch.tensor([[*PROMPT, token] for token in range(VOCAB)])
+    with torch.no_grad():
+        p1, q1 = (distribution(m(prompts[:1, :-1])[0, -1], config) for m in (model, draft))
+        p2, q2 = (distribution(m(prompts)[:, -1], config) for m in (model, draft))
+        p3 = torch.stack(
+            [
+                distribution(model(torch.cat((prompts, torch.full((VOCAB, 1), token)), 1))[:, -1], config)
+                for token in range(VOCAB)
+            ],
+            dim=1,
+        )
+    n = 50_000
+    u = torch.rand(6, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    d1 = draw(q1.expand(n, -1), u[0])
+    d2 = draw(q2[d1], u[1])
+    target = torch.stack((p1.expand(n, -1), p2[d1], p3[d1, d2]), dim=1)
+    proposed = torch.stack((q1.expand(n, -1), q2[d1]), dim=1)
+    accepted, token = verify_drafts(target, proposed, torch.stack((d1, d2), 1), u[2:4].T, u[4])
+    x1 = torch.where(accepted == 0, token, d1)
+    x2 = torch.where(accepted == 0, draw(p2[x1], u[5]), torch.where(accepted == 1, token, d2))
+    joint = (p1[:, None] * p2).flatten().numpy()
+    counts = np.bincount((x1 * VOCAB + x2).numpy(), minlength=VOCAB * VOCAB)
+    common = np.where(n * joint >= 5, joint, 0)  # rare pairs together
+    rare = joint.sum() - common.sum()
+    counts = np.append(np.where(common > 0, counts, 0), counts[(common == 0)].sum())
+    found, bound = chi_square(counts, np.append(common, rare if rare > 1e-9 else 0))
+    assert found < bound
+    expected = float(torch.minimum(p1, q1).sum())  # the best that any coupling can do
+    assert float((accepted >= 1).double().mean()) == pytest.approx(expected, abs=0.01)
+    if draft_seed == 0:
+        assert bool((accepted == 2).all())
+        last = np.bincount(token[(d1 == int(p1.argmax()))].numpy(), minlength=VOCAB)
+        assert last.sum() > 1000
+
+
+def test_what_a_generator_writes_follows_the_target() -> None:
+    model, draft = sharp("standard", by=3), sharp("standard", seed=7, by=3)
+    values: dict[str, Any] = {"temperature": 1.2, "top_k": 3, "max_new_tokens": 3, "cache_kind": "fp32"}
+    generator = SpeculativeGenerator(model, draft=draft, spec_method="draft", spec_k=2, **values)
+    counts: dict[tuple[int, ...], int] = {}
+    n = 300
+    for seed in range(n):
+        tokens = generator.generate([[1, 2]], seeds=[seed])[0].tokens[1:]
+        counts[tokens] = counts.get(tokens, 0) + 1
+    config, p = generator.config, {}
+    with torch.no_grad():
+
+        def after(ids: list[int]) -> dict[int, float]:
+            found = distribution(model(torch.tensor([ids]))[0, -1], config)
+            return {int(token): float(found[token]) for token in found.nonzero()[:, 0]}
+
+        for a, pa in after([1, 2]).items():
+            for b, pb in after([1, 2, a]).items():
+                for c, pc in after([1, 2, a, b]).items():
+                    p[b, c] = p.get((b, c), 0.0) + pa * pb * pc
+    pairs = sorted(set(p) | set(counts))
+    probabilities = np.array([p.get(pair, 0.0) for pair in pairs])
+    seen = np.array([counts.get(pair, 0) for pair in pairs])
+    common = n * probabilities >= 5
+    found, bound = chi_square(
+        np.append(seen[common], seen[~common].sum()),
+        np.append(probabilities[common], probabilities[~common].sum()),
+    )
+    assert found < bound
+
+
+def test_lookup_takes_the_longest_and_latest_run_and_repeats_itself() -> None:
+    drafter = LookupDrafter(3)
+    assert drafter.propose([5], 3) == ([], None)
+    assert drafter.propose([5, 6, 7, 9, 6, 7, 8, 5, 6, 7], 2)[0] == [9, 6]  # 5 6 7, before 6 7
+    assert drafter.propose([5, 6, 7, 9, 6, 7, 8, 5, 6, 7, 2, 2, 2], 4)[0] == [2, 2, 2, 2]
+
+
+def test_length_adapts_falls_back_and_comes_back_with_hysteresis() -> None:
+    config = SpeculativeConfig(
+        spec_k=8, window=10, retry_after=6, spec_disable_below_accept=0.5, hysteresis=0.2
+    )
+    length = DraftLength(config)
+    assert (length.next(20), length.next(3)) == (8, 3)
+    length.update(8, 1, 2)
+    assert length.next(20) == 7
+    length.update(7, 7, 8)
+    assert length.next(20) == 8
+    for _ in range(6):
+        length.update(8, 0, 1)
+        if length.fallbacks:
+            break
+    assert (length.next(20), length.fallbacks) == (0, 1)
+    length.update(0, 0, 6)
+    assert length.next(20) == 8
+    for _ in range(4):  # 2 of 3 judged: above the floor, below floor and hysteresis
+        length.update(4, 2, 3)
+    assert length.fallbacks == 2
+
+
+def test_misuse_is_named(target: Model, other: Model) -> None:
+    with pytest.raises(ConfigError, match=r"got 2 prompts; .*one prompt at a time"):
+        SpeculativeGenerator(target, **LONG).generate([PROMPT, PROMPT])
+    with pytest.raises(ConfigError, match=r"spec_method=draft needs a draft model"):
+        SpeculativeGenerator(target, spec_method="draft")
+    with pytest.raises(ConfigError, match=r"spec_method=lookup has no use for a draft model"):
+        SpeculativeGenerator(target, draft=other)
+    with pytest.raises(ConfigError, match=r"spec_k: got 0, expected greater than or equal to 1"):
+        SpeculativeGenerator(target, spec_k=0)
+    with pytest.raises(ConfigError, match=r"is above 1, which no share reaches"):
+        SpeculativeGenerator(target, spec_disable_below_accept=0.9, hysteresis=0.2)
+    spec = transformer("standard").model_dump()
+    spec["embedder"]["vocab_size"] = VOCAB + 1
+    small = build_model(type(transformer("standard")).model_validate(spec), seed=0)
+    with pytest.raises(
+        ConfigError, match=f"draft model has {VOCAB + 1} vocabulary entries, the target {VOCAB}"
+    ):
+        SpeculativeGenerator(target, draft=small, spec_method="draft")
