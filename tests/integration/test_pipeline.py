@@ -65,6 +65,7 @@ def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
         "latency_vs_context.png",
         "memory_scaling.png",
         "tables.tex",
+        "report.html",
     }
     assert names <= {item["path"] for item in report["artifacts"]}
     for item in report["artifacts"]:
