@@ -11,4 +11,4 @@ mkdir "$work/elsewhere"
 cd "$work/elsewhere"
 "$work/venv/bin/caramba" compile model=llama32_dba train=blockwise --print-plan
 "$work/venv/bin/caramba" experiment=smoke --quiet
-ls runs/*/*/artifacts/report.json runs/*/*/artifacts/tables.tex runs/*/*/artifacts/summary.png
+ls runs/*/*/artifacts/report.json runs/*/*/artifacts/report.html runs/*/*/artifacts/tables.tex runs/*/*/artifacts/summary.png

@@ -69,7 +69,13 @@ def test_controls_are_distilled_measured_and_survive_a_kill(tmp_path: Path, cach
 def test_impossible_controls_are_rows_with_the_reason(tmp_path: Path, cache: Path) -> None:
     # A student nearly as wide as its teacher, and no phase that trains the teacher further.
     widths = ("model.surgery.sem_dim=32", "model.surgery.geo_dim=24", "model.surgery.v_dim=64")
-    words = [*WORDS, *widths, f"{CONFIG}.cache_kinds=[bf16]", "~train.phases.teacher_continued"]
+    words = [
+        "model=tiny_dba_per_head",
+        *WORDS,
+        *widths,
+        f"{CONFIG}.cache_kinds=[bf16]",
+        "~train.phases.teacher_continued",
+    ]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)

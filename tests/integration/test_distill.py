@@ -249,7 +249,7 @@ def test_compiled_code_agrees(teacher: Path, tmp_path: Path, cache: Path) -> Non
 def test_a_teacher_that_only_its_run_describes_is_checked_before_any_work(
     words: list[str], message: str, teacher: Path, tmp_path: Path, cache: Path
 ) -> None:
-    manifest = ["model=tiny_dba_latent", "model.teacher.manifest=null", "train=blockwise"]
+    manifest = ["model.teacher.manifest=null", "train=blockwise"]
     common = [word for word in SMOKE if "teacher" not in word]
     done = caramba([*common, *manifest, f"model.teacher.checkpoint={teacher}", *words], tmp_path, cache)
     assert done.returncode == 2, done.stdout + done.stderr

@@ -65,6 +65,7 @@ def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
         "latency_vs_context.png",
         "memory_scaling.png",
         "tables.tex",
+        "report.html",
     }
     assert names <= {item["path"] for item in report["artifacts"]}
     for item in report["artifacts"]:
@@ -73,14 +74,17 @@ def test_report_has_every_key_and_its_hashes_hold(upcycled: Path) -> None:
         )
 
 
-def test_cache_bytes_are_those_of_the_dimensions(upcycled: Path) -> None:
+def test_cache_is_the_latent_and_the_geometric_key(upcycled: Path) -> None:
     metrics = json.loads((upcycled / "artifacts/report.json").read_text())["metrics"]
     manifest = json.loads((upcycled / "manifest.json").read_text())
     student = metrics["memory.student.kv_bytes_per_token_layer@seq=64,kind=fp16"]["value"]
     teacher = metrics["memory.teacher.kv_bytes_per_token_layer@seq=64,kind=fp16"]["value"]
     attention = manifest["model"]["topology"]["layers"][0]["layers"][0]["layers"][1]
-    assert student == 2 * (attention["sem_dim"] + attention["geo_dim"] + attention["v_dim"])
-    assert teacher / student >= 2.0
+    assert (attention["layout"], attention["v_dim"]) == ("latent", None)
+    assert student == 2 * (attention["sem_dim"] + attention["geo_dim"]) == 2 * (18 + 14)
+    assert teacher == 2 * 128
+    name = "topology.layers.0.layers.0.layers.1.projection.v_up"
+    assert load_tensors(upcycled / "checkpoints/global.safetensors")[name].shape == (4, 18, 32)
 
 
 def test_final_student_is_the_global_phases_student(upcycled: Path) -> None:

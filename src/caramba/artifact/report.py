@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, cast
 
-from caramba.artifact.metrics import undefined_ratios, verdict_keys
+from caramba.artifact.metrics import verdict_keys
 from caramba.errors import CarambaError
 from caramba.result import Artifact, Metric, RunResult, to_plain
 
@@ -32,7 +32,6 @@ def build_report(
     Raises:
         CarambaError: a value is NaN, infinite or not JSON; the message names its key.
     """
-    left_out = [*omitted, *(Omission(item.key, item.reason) for item in undefined_ratios(result))]
     failed = [bench for bench in result.benchmarks if not bench.succeeded]
     report: dict[str, Any] = {
         "schema": SCHEMA,
@@ -49,7 +48,7 @@ def build_report(
         "failures": [{"id": bench.id, "error": bench.error} for bench in failed],
         "verify": _verify(result),
         "artifacts": artifacts,
-        "omitted": left_out,
+        "omitted": omitted,
     }
     plain = to_plain(report)
     refuse_unwritable(plain)

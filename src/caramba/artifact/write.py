@@ -10,16 +10,18 @@ from caramba.artifact.controls import PLOT_FILE as CONTROLS_FILE
 from caramba.artifact.controls import draw_controls, skipped_controls
 from caramba.artifact.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
 from caramba.artifact.latex import build_tables
-from caramba.artifact.metrics import collect
+from caramba.artifact.metrics import collect, undefined_ratios
+from caramba.artifact.page import build_page
 from caramba.artifact.report import Omission, build_report
 from caramba.artifact.rows import missing_reason, to_csv
 from caramba.artifact.summary import FILE as SUMMARY_FILE
 from caramba.artifact.summary import draw_summary
+from caramba.artifact.tables import list_tables
 from caramba.artifact.transplant import CSV_FILE, PLOT_FILE, draw_transplant, transplant_csv
 from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
 from caramba.runs.files import sha256_of, write_json, write_whole
 
-REPORT_FILE, TABLES_FILE = "report.json", "tables.tex"
+REPORT_FILE, PAGE_FILE, TABLES_FILE = "report.json", "report.html", "tables.tex"
 CSV_KINDS = ("perplexity", "latency", "memory")
 ASKED_KINDS = ("accuracy", "controls")  # their files are missed only where such a benchmark was asked for
 
@@ -27,8 +29,9 @@ ASKED_KINDS = ("accuracy", "controls")  # their files are missed only where such
 def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
     """Write `run_dir/artifacts/` and return its files with their hashes, report.json first.
 
-    report.json is written last and lists the others, so it is there only when all of them are. A file without
-    data is left out and listed under "omitted" with the reason; one left by an earlier call is removed.
+    report.html links to the files beside it and holds the figures; report.json is written last and lists the others,
+    so it is there only when all of them are. A file without data is left out and listed under "omitted" with the
+    reason; one left by an earlier call is removed.
 
     Raises:
         CarambaError: a metric or another value of the report is not finite or malformed; nothing is written then.
@@ -45,6 +48,9 @@ def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
             write_whole(folder / name, content)
     written = [name for name, content in contents.items() if content is not None]
     files = tuple(Artifact(name, sha256_of(folder / name)) for name in written)
+    tables = list_tables(result, metrics)
+    write_whole(folder / PAGE_FILE, build_page(result, metrics, tables, contents, files, omitted))
+    files = (*files, Artifact(PAGE_FILE, sha256_of(folder / PAGE_FILE)))
     write_json(folder / REPORT_FILE, build_report(result, metrics, files, tuple(omitted)))
     report = Artifact(REPORT_FILE, sha256_of(folder / REPORT_FILE))
     return ArtifactIndex(str(folder), (report, *files))
@@ -80,4 +86,5 @@ def _contents(
     contents[TABLES_FILE] = build_tables(result, metrics)
     if contents[TABLES_FILE] is None:
         omitted.append(Omission(TABLES_FILE, "no benchmark and no verification has a row for a table"))
+    omitted += [Omission(item.key, item.reason) for item in undefined_ratios(result)]
     return contents, omitted

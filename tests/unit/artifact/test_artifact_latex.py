@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from caramba.artifact.latex import build_tables, escape, number
+from caramba.artifact.latex import build_tables, escape, typeset
 from caramba.artifact.metrics import collect
+from caramba.artifact.tables import number
 from caramba.result import Check, RunResult, Verdict
 
 NASTY = "50%_of$a&b#c {x} ~^\\ <|> é 模 -- \n end"
@@ -90,7 +91,7 @@ def test_specials_are_escaped() -> None:
     ],
 )  # fmt: skip
 def test_numbers_have_four_digits(value: float, text: str) -> None:
-    assert number(value) == text
+    assert typeset(number(value)) == text
 
 
 @pytest.mark.latex

@@ -30,6 +30,7 @@ FILES = [
     "transplant.csv",
     "transplant.png",
     "tables.tex",
+    "report.html",
 ]
 
 
@@ -124,15 +125,16 @@ def test_a_failed_benchmark_is_recorded_and_the_rest_is_written(
     assert {entry.path for entry in index.entries} == {"report.json", *FILES} - set(gone)
 
 
-def test_a_run_without_any_measurement_leaves_a_report_alone(result: RunResult, tmp_path: Path) -> None:
+def test_a_run_without_any_measurement_leaves_its_reports_alone(result: RunResult, tmp_path: Path) -> None:
     (tmp_path / "artifacts").mkdir()
     for stale in FILES:
         (tmp_path / "artifacts" / stale).write_text("of an earlier call")
     index = write(dataclasses.replace(result, benchmarks=(), verdicts=(), transplant=None), tmp_path)
-    assert [entry.path for entry in index.entries] == ["report.json"]
-    assert [path.name for path in (tmp_path / "artifacts").iterdir()] == ["report.json"]
+    reports = ["report.json", "report.html"]
+    assert [entry.path for entry in index.entries] == reports
+    assert sorted(path.name for path in (tmp_path / "artifacts").iterdir()) == sorted(reports)
     reasons = {item["name"]: item["reason"] for item in report_of(tmp_path)["omitted"]}
-    assert set(reasons) == set(FILES)
+    assert set(reasons) == set(FILES) - {"report.html"}
     assert reasons["memory_scaling.png"] == "no memory benchmark ran"
 
 

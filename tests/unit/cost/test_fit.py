@@ -44,6 +44,7 @@ def nodes(model: ModelConfig, kind: type) -> list:
         ("tiny", 1_000_000),
         ("tiny", 150_000_000),
         ("tiny_dba", 20_000_000),
+        ("tiny_dba_per_head", 20_000_000),
         ("dba", 3_000_000),
         ("llama32_1b", 150_000_000),
         ("llama32_1b", 3_000_000_000),

@@ -170,7 +170,7 @@ class TestRendering:
         assert "1,235,814,400 (1.24B) parameters, from meta-llama/Llama-3.2-1B" in text
         assert "Run it: caramba launch model=llama32_dba\n" in text
 
-    @pytest.mark.parametrize("preset", ["tiny_dba", "llama32_dba_per_head", "dba"])
+    @pytest.mark.parametrize("preset", ["tiny_dba", "tiny_dba_per_head", "llama32_dba_per_head", "dba"])
     def test_fits_in_110_columns_without_control_sequences(self, preset):
         runs = UPCYCLE if preset != "dba" else (phase("pretrain"),)
         text = render_text(plan(manifest(preset, *runs)))

@@ -104,8 +104,9 @@ def test_student_changes_nothing_but_attention():
         )
 
 
-def test_tiny_is_about_a_million_and_its_student_caches_at_most_half():
-    model = compose_model("tiny_dba")
+@pytest.mark.parametrize("preset", ["tiny_dba", "tiny_dba_per_head"])
+def test_tiny_is_about_a_million_and_its_students_cache_a_quarter(preset):
+    model = compose_model(preset)
     teacher, student = model_cost(model.teacher.manifest), model_cost(model)
     assert 0.8e6 < teacher.params < 1.3e6
-    assert 2 * student.topology.kv_elements_per_token <= teacher.topology.kv_elements_per_token
+    assert 4 * student.topology.kv_elements_per_token == teacher.topology.kv_elements_per_token

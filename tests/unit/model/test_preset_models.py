@@ -55,7 +55,7 @@ def test_documented_bytes_per_token_and_layer_are_those_of_the_tensors(preset: s
 
 
 def test_a_small_preset_runs_as_planned() -> None:
-    for preset in ("tiny", "tiny_dba", "tiny_dba_latent", "dba"):
+    for preset in ("tiny", "tiny_dba", "tiny_dba_per_head", "dba"):
         model = compose_model(preset)
         built = build_model(model, seed=0).eval()
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The latent preset from one command: every phase, checks and benchmarks, and from scratch beside per-head heads."""
+"""The per-head layout from one command, every phase to artifacts, and from scratch beside the latent one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from caramba.model import load_pretrained
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
+WIDTHS = {"k_sem": 4, "k_geo": 12, "v": 16}
 
-def test_every_phase_runs_and_the_cache_is_the_latent_and_the_geometric_key(
-    tmp_path: Path, cache: Path
-) -> None:
-    words = ["model=tiny_dba_latent", "experiment=smoke", "benchmark=quick", *SMALL, *SMALL_TEACHER]
+
+def test_every_phase_runs_and_the_cache_is_semantic_geometric_and_value(tmp_path: Path, cache: Path) -> None:
+    words = ["model=tiny_dba_per_head", "experiment=smoke", "benchmark=quick", *SMALL, *SMALL_TEACHER]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)
@@ -22,15 +22,17 @@ def test_every_phase_runs_and_the_cache_is_the_latent_and_the_geometric_key(
         name: metrics[f"memory.{name}.kv_bytes_per_token_layer@seq=64,kind=fp16"]["value"]
         for name in ("teacher", "student")
     }
-    assert bytes_of == {"teacher": 2 * 128, "student": 2 * (18 + 14)}
+    assert bytes_of == {"teacher": 2 * 128, "student": 2 * (4 + 12 + 16)}
     assert metrics["latency.student.decode_ms@prompt=16,gen=4,batch=1"]["value"] > 0
     model, _ = load_pretrained(run / "checkpoints/global.safetensors")
-    assert model.state_dict()["topology.layers.0.layers.0.layers.1.projection.v_up"].shape == (4, 18, 32)
+    projections = "topology.layers.0.layers.0.layers.1.projection"
+    shapes = {name: tuple(model.state_dict()[f"{projections}.{name}.weight"].shape) for name in WIDTHS}
+    assert shapes == {name: (width, 128) for name, width in WIDTHS.items()}
 
 
-def test_it_trains_from_scratch_as_per_head_decoupled_attention_does(tmp_path: Path, cache: Path) -> None:
+def test_both_layouts_train_from_scratch_alike(tmp_path: Path, cache: Path) -> None:
     losses = {}
-    for model in ("tiny_dba", "tiny_dba_latent"):
+    for model in ("tiny_dba", "tiny_dba_per_head"):
         folder = tmp_path / model
         folder.mkdir()
         words = [f"model={model}", "train=pretrain", "data=stdlib_bytes", "data.max_bytes=400000"]
@@ -41,5 +43,5 @@ def test_it_trains_from_scratch_as_per_head_decoupled_attention_does(tmp_path: P
         with (only_run(folder) / "metrics.csv").open() as file:
             losses[model] = [float(row["loss"]) for row in csv.DictReader(file) if row.get("loss")]
     # Batches differ more than steps so near the start: compare the best that each reached.
-    assert min(losses["tiny_dba_latent"]) < 0.65 * losses["tiny_dba_latent"][0]
-    assert min(losses["tiny_dba_latent"]) < 1.15 * min(losses["tiny_dba"])
+    assert min(losses["tiny_dba"]) < 0.65 * losses["tiny_dba"][0]
+    assert min(losses["tiny_dba"]) < 1.15 * min(losses["tiny_dba_per_head"])
