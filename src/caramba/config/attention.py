@@ -449,16 +449,22 @@ class AttentionLayerConfig(LayerConfig):
 
     def _saved_latent(self) -> int:
         """As `_saved`: expanded, the latent and q, k, v and output as wide as the keys of every head; absorbed, the
-        one key that is the value too, queries and output as wide, and what the maps read.
+        one key that is the value too, queries and output as wide, and what the maps read. First tokens add the queries
+        of both, twice the semantic ones, their scores and probabilities, what they give, and features of the others.
         """
         dims, heads, width = self.dims(), self.n_heads, self.n_heads * self.query_dim
         projected = self.d_model + width + heads * dims.rope * self.decoupled_gate
         scaled = (width + heads * dims.rope) * self.learned_temperature
+        keys, first = self.query_dim + dims.rope if self._trains_expanded else dims.qk, 0
+        if dims.first_tokens:
+            keys = aligned(keys + 2)
+            first = 4 * width + heads * dims.rope + 2 * heads * (dims.first_tokens + 1)
+            first += width * self.learned_temperature
         if self._trains_expanded:
-            form = dims.v + 4 * heads * (self.query_dim + dims.rope)
+            form = dims.v + 4 * heads * keys
         else:
-            form = width + dims.qk + 2 * heads * dims.qk + heads * dims.v
-        return projected + scaled + form + heads + width
+            form = width + keys + 2 * heads * keys + heads * dims.v
+        return projected + scaled + form + heads + width + first
 
     @property
     def _trains_expanded(self) -> bool:
