@@ -398,8 +398,7 @@ class AttentionLayerConfig(LayerConfig):
         """Check the width and count.
 
         The latent layout decodes in its absorbed form, and a forward over a sequence takes the expanded one where
-        that is less work; the maps cost the same in both, once per token. The first tokens' own projections run once per
-        sequence and count as parameters alone.
+        that is less work; the maps cost the same in both, once per token.
         """
         expect_width(width, self.d_model, "d_model")
         dims = self.dims()
@@ -413,8 +412,8 @@ class AttentionLayerConfig(LayerConfig):
         return self._with_first_tokens(cost, work) if dims.first_tokens else cost
 
     def _with_first_tokens(self, cost: Cost, work: AttentionWork) -> Cost:
-        """Add what the first tokens take: features that carry their part of the softmax, scores and values of their own,
-        and the query's product with the mean of keys."""
+        """Add what first tokens take: features that carry their part of the softmax, projections, scores and values of
+        their own, and the query's product with the mean of keys."""
         dims, heads, width = self.dims(), self.n_heads, self.query_dim
         once = sum(math.prod(shape) for shape in self._first_tokens_shapes().values() if len(shape) > 1)
         expanded = heads * (aligned(width + dims.rope + 2) + aligned(width + 1))

@@ -82,8 +82,8 @@ class SurgeryConfig(Config):
     """How a student's attention is initialised from its teacher's.
 
     `sem_dim`, `geo_dim`, `v_dim`, `layout` and `exact_first_tokens` are the one place where a preset states what is
-    cached: its attention reads them. With `kv_budget_bytes`, bytes per token over all layers at 16 bits, the widths of each layer are chosen
-    by measured error instead, and those of the attention are only where the schema starts from.
+    cached: its attention reads them. With `kv_budget_bytes`, bytes per token over all layers at 16 bits, the widths of
+    each layer are chosen by measured error instead, and those of the attention are only where the schema starts from.
     """
 
     method: Literal["dba", "weight_svd", "random", "copy"] = "dba"

@@ -115,7 +115,9 @@ def calibrate(
 
 def calibration_key(teacher: Model, text: CalibrationText, first_tokens: int = 0) -> str:
     """Return a SHA-256 over the teacher's description and weights, the calibration text and the settings."""
-    digest = hashlib.sha256(f"{_VERSION} {ROTATION_WINDOWS} {first_tokens} {teacher.spec.topology!r}".encode())
+    digest = hashlib.sha256(
+        f"{_VERSION} {ROTATION_WINDOWS} {first_tokens} {teacher.spec.topology!r}".encode()
+    )
     named = {**teacher.state_dict(), "windows": text.windows}
     if text.documents is not None:
         named["documents"] = text.documents

@@ -222,7 +222,9 @@ def test_any_other_topology_runs_without_caramba(tmp_path, name):
     if name == "latent":
         assert per_token == 2 * 4 * ((12 + 4) + (6 + 4))  # two sequences of fp32: c and k_geo of both layers
     if name == "first tokens":
-        assert first == 2 * 2 * 3 * 2 * (8 + 8) * 4  # two sequences, two layers, three tokens of two heads' k and v
+        assert (
+            first == 2 * 2 * 3 * 2 * (8 + 8) * 4
+        )  # two sequences, two layers, three tokens of two heads' k and v
     assert result["allocated"] == 46 * per_token + first
     assert result["text"].tolist() == list(b"the <eos> cat")
     assert set(result["angles"]) <= {torch.float32}

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.layer.test_latent import OPTIONS as LATENT_OPTIONS
+from tests.unit.layer.test_latent import SHAPES, both_forms, features, turned
+from tests.unit.layer.test_latent import build as build_latent
 from torch import Tensor
 
 from caramba.cache import Context, FirstTokensKVCache, new_layer_cache
@@ -15,9 +18,6 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, CausalScore, Documents
 from caramba.layer.first_tokens import attend_beside
-from tests.unit.layer.test_latent import OPTIONS as LATENT_OPTIONS
-from tests.unit.layer.test_latent import SHAPES, both_forms, features, turned
-from tests.unit.layer.test_latent import build as build_latent
 
 T = 9
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -32,9 +32,9 @@ def build(shape: str = "wide", n: int = 3, **fields: Any) -> AttentionLayer:
     return build_latent(shape, exact_first_tokens=n, **fields)
 
 
-def definition(layer: AttentionLayer, x: Tensor) -> Tensor:
+def definition(layer: AttentionLayer, x: Tensor, tensors: dict[str, Tensor] | None = None) -> Tensor:
     """One head at a time: keys and values of full width for the first tokens, of the latent for the others."""
-    w = {name.removeprefix("projection."): value for name, value in layer.state_dict().items()}
+    w = {name.removeprefix("projection."): value for name, value in (tensors or layer.state_dict()).items()}
     config, width, n = layer.config, layer.config.query_dim, layer.config.exact_first_tokens
     zero, rotates = x.new_zeros(()), config.rope_enabled
     geo, whole = (w[f"{name}rope.inv_freq"][0] if rotates else None for name in ("", "first."))
@@ -167,7 +167,7 @@ def test_a_cache_refuses_what_is_not_its_own() -> None:
     layer = build(n=4).float()
     cache, plain = (new_layer_cache(dims, 2, 12) for dims in (layer.dims, build_latent().dims))
     _, streams = layer.projection(features(6).float())
-    with pytest.raises(ConfigError, match="got streams .*k_first.*, expected .*'c', 'k_geo'"):
+    with pytest.raises(ConfigError, match=r"got streams .*k_first.*, expected .*'c', 'k_geo'"):
         plain.append(streams)
     with pytest.raises(ConfigError, match="without k_first, v_first"):
         cache.append({name: streams[name] for name in ("c", "k_geo")})
@@ -178,8 +178,12 @@ def test_a_cache_refuses_what_is_not_its_own() -> None:
     with torch.no_grad():
         _, streams = layer.projection(features(6).float())
     cache.append(streams)
-    state = cache.state_dict() | {f"{name}.values": streams[name][:, :, :2] for name in ("k_first", "v_first")}
-    with pytest.raises(ConfigError, match="the state has 2 tokens of k_first and 6 of the others, expected 4"):
+    state = cache.state_dict() | {
+        f"{name}.values": streams[name][:, :, :2] for name in ("k_first", "v_first")
+    }
+    with pytest.raises(
+        ConfigError, match="the state has 2 tokens of k_first and 6 of the others, expected 4"
+    ):
         new_layer_cache(layer.dims, 2, 12).load_state_dict(state)
 
 
@@ -189,9 +193,8 @@ def test_gradients_are_those_of_the_definition() -> None:
         layer = build(shape, 3, **OPTIONS["gates"])
         names, parameters = zip(*layer.named_parameters(), strict=True)
         found = torch.autograd.grad(layer(x).square().sum(), parameters)
-        state = dict(layer.named_parameters())
-        layer.state_dict = lambda: state | dict(layer.named_buffers())  # pyright: ignore[reportAttributeAccessIssue]
-        expected = torch.autograd.grad(definition(layer, x).square().sum(), parameters)
+        tensors = {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+        expected = torch.autograd.grad(definition(layer, x, tensors).square().sum(), parameters)
         for name, ours, theirs in zip(names, found, expected, strict=True):
             assert (ours != 0).any(), name
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-8, msg=name)

@@ -58,7 +58,11 @@ def student_of(
         ({}, {}, 1e-12),
         ({"bias": "qkv"}, {"bias": "qkv", "learned_temperature": True, "decoupled_gate": True}, 1e-12),
         ({"rope_scaling": YARN}, {"rope_scaling": YARN}, 1e-12),
-        ({"rope_scaling": YARN}, {}, 1e-7),  # the factor is in float32 in one table, in float64 in the other's weights
+        (
+            {"rope_scaling": YARN},
+            {},
+            1e-7,
+        ),  # the factor is in float32 in one table, in float64 in the other's weights
         ({"rope_base": 50.0}, {}, 1e-12),
     ],
     ids=["plain", "bias", "yarn", "yarn folded", "base"],
@@ -125,7 +129,9 @@ def test_statistics_of_first_tokens_alone_are_refused() -> None:
     with pytest.raises(CarambaError, match="windows have 6 tokens, and exact_first_tokens=6 leaves none"):
         collect_statistics(teacher, layers, tokens(2, 6, 1), first_tokens=6)
     ids = torch.arange(3).repeat_interleave(4)[None]
-    with pytest.raises(CarambaError, match="no document of the calibration text has more than exact_first_tok"):
+    with pytest.raises(
+        CarambaError, match="no document of the calibration text has more than exact_first_tok"
+    ):
         collect_statistics(teacher, layers, tokens(1, 12, 1), documents=ids, first_tokens=4)
     text = CalibrationText(tokens(2, 6, 1), tokens(1, 6, 2))
     assert calibration_key(teacher, text) != calibration_key(teacher, text, 1)
@@ -167,5 +173,7 @@ def test_what_it_cannot_hold_is_refused_by_name() -> None:
         AttentionLayerConfig.model_validate({**base, "mode": "gqa"})
     teacher = attention_configs(spec().topology)[0]
     student = attention_configs(latent_spec(4, 2, exact_first_tokens=2, n_kv_heads=4).topology)[0]
-    with pytest.raises(ConfigError, match="keeps the teacher's keys and values, of 2 heads, and the student has"):
+    with pytest.raises(
+        ConfigError, match="keeps the teacher's keys and values, of 2 heads, and the student has"
+    ):
         check_pair(teacher, student, SurgeryConfig())
