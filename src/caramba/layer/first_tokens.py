@@ -12,6 +12,8 @@ from caramba.layer.projection import split_heads, widened
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore
 
+TWO_WIDTHS_LIMIT = 128
+
 
 class FirstTokens(nn.Module):
     """Keys and values of the first n tokens of a sequence, as grouped-query attention has them.
@@ -147,7 +149,9 @@ def attend_beside(
     width, v_width = k.shape[-1], v.shape[-1]
     is_one = v is k
     k = _widened_to(k.to(q.dtype), width + 2)
-    v = k if is_one else _widened_to(v.to(q.dtype), v_width + 1)
+    # Only cuDNN takes two widths, and none above 128: beyond it flash attention wants one.
+    v_columns = v_width + 1 if k.shape[-1] <= TWO_WIDTHS_LIMIT else k.shape[-1]
+    v = k if is_one else _widened_to(v.to(q.dtype), v_columns)
     key, value = q.new_zeros(k.shape[-1]), q.new_zeros(v.shape[-1])
     key[width : width + 2] = 1.0
     value[v_width] = 1.0
