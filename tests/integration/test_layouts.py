@@ -45,3 +45,21 @@ def test_both_layouts_train_from_scratch_alike(tmp_path: Path, cache: Path) -> N
     # Batches differ more than steps so near the start: compare the best that each reached.
     assert min(losses["tiny_dba"]) < 0.65 * losses["tiny_dba"][0]
     assert min(losses["tiny_dba"]) < 1.15 * min(losses["tiny_dba_per_head"])
+
+
+def test_first_tokens_at_full_precision_go_through_every_phase(tmp_path: Path, cache: Path) -> None:
+    words = ["model=tiny_dba", "experiment=smoke", "benchmark=quick", *SMALL, *SMALL_TEACHER]
+    done = caramba([*words, "model.surgery.exact_first_tokens=4"], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = only_run(tmp_path)
+    with (run / "artifacts/memory.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["kind"] == "fp16"]
+    # Marginal bytes are the latent's, and the first tokens are 4 layers x 4 tokens x 2 heads x (32 + 32) besides.
+    kept = {row["model"]: float(row["first_bytes"]) / int(row["batch"]) for row in rows}
+    assert kept == {"teacher": 0.0, "student": 2.0 * 4 * 4 * 2 * (32 + 32)}
+    assert {row["model"]: float(row["kv_bytes_per_token_layer"]) for row in rows}["student"] == 2 * (18 + 14)
+    moved = {}
+    for stage in ("transplant", "global"):
+        model, _ = load_pretrained(run / f"checkpoints/{stage}.safetensors")
+        moved[stage] = model.state_dict()["topology.layers.0.layers.0.layers.1.projection.first.k.weight"]
+    assert not moved["transplant"].equal(moved["global"])  # they train with the queries that read them

@@ -32,8 +32,9 @@ def measure(
     """Fill a cache of exactly `length` tokens by prefill and count.
 
     `kv_bytes_per_token` is what one more token of one sequence takes for good, scales and padding included. Of
-    `cache_bytes`, all that is allocated, `tail_bytes` hold tokens that a quantised format still has in 16 bits and
-    `slack_bytes` nothing; peak is weights plus the largest sum of live tensors; on CUDA it is the allocator's own peak.
+    `cache_bytes`, all that is allocated, `tail_bytes` hold tokens that a quantised format still has in 16 bits,
+    `first_bytes` first tokens that are kept at full precision besides, a constant per sequence, and `slack_bytes`
+    nothing; peak is weights plus the largest sum of live tensors; on CUDA it is the allocator's own peak.
     """
     tokens = torch.randint(vocab_size, (batch, length), generator=torch.Generator().manual_seed(0)).to(device)
     weights = model_bytes(model)
@@ -53,6 +54,7 @@ def measure(
         "peak_bytes": float(weights + peak),
         "cache_bytes": float(ctx.nbytes()),
         "tail_bytes": float(ctx.tail_bytes()),
+        "first_bytes": float(ctx.first_bytes()),
         "slack_bytes": float(ctx.nbytes() - ctx.used_bytes()),
     }
 

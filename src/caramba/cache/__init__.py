@@ -2,6 +2,7 @@
 batch."""
 
 from caramba.cache.context import Context
+from caramba.cache.first_tokens import FirstTokensKVCache
 from caramba.cache.layer import (
     DecoupledLayerKVCache,
     LatentLayerKVCache,
@@ -16,6 +17,7 @@ __all__ = [
     "TAIL_TOKENS",
     "Context",
     "DecoupledLayerKVCache",
+    "FirstTokensKVCache",
     "KVCacheKind",
     "KVCacheTensor",
     "KVCacheTensorConfig",

@@ -136,6 +136,10 @@ class Context:
         """Return the bytes, of those used, of the tokens that quantised caches still have in 16 bits."""
         return sum(cache.tail_bytes for cache in self.caches)
 
+    def first_bytes(self) -> int:
+        """Return the bytes, of those used, of first tokens that are kept at full precision besides."""
+        return sum(cache.first_bytes for cache in self.caches)
+
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one more token of one sequence takes for good, all applications together."""

@@ -79,6 +79,11 @@ class LayerCache:
         return sum(tensor.tail_bytes for tensor in self._tensors.values())
 
     @property
+    def first_bytes(self) -> int:
+        """Bytes, of those used, of first tokens that are kept at full precision besides."""
+        return 0
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes that one token of one sequence takes for good, all streams together."""
         return sum(tensor.bytes_per_token for tensor in self._tensors.values())
@@ -221,6 +226,20 @@ def new_layer_cache(
     Raises:
         ConfigError: no cache class holds these streams, or the kind is `auto`, which nobody has chosen yet.
     """
+    if dims.first_tokens:
+        # A subclass of what this module defines.
+        from caramba.cache.first_tokens import FirstTokensKVCache
+
+        return FirstTokensKVCache(
+            dims,
+            batch_size=batch_size,
+            max_tokens=max_tokens,
+            kind=kind,
+            device=device,
+            static=static,
+            tail_tokens=tail_tokens,
+            hadamard=hadamard,
+        )
     names = tuple(name for name, _, _ in dims.streams)
     for cls in (LayerKVCache, DecoupledLayerKVCache, LatentLayerKVCache):
         if cls.names == names:

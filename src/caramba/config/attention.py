@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -80,6 +81,7 @@ class AttentionDims:
     """Widths of one attention layer, derived once from its config.
 
     Per head: `qk` (query and key), `v`; cached streams as (name, heads, width per head), all in elements.
+    `first_streams` are stored besides, of the first `first_tokens` tokens of a sequence alone.
     """
 
     n_heads: int
@@ -88,6 +90,8 @@ class AttentionDims:
     v: int
     rope: int
     streams: Streams
+    first_tokens: int = 0
+    first_streams: Streams = ()
 
     @property
     def cached(self) -> int:
@@ -95,11 +99,18 @@ class AttentionDims:
         return sum(heads * width for _, heads, width in self.streams)
 
 
+def aligned(width: int) -> int:
+    """Return the next multiple of 8, the widths that fused backends take."""
+    return -(-width // 8) * 8
+
+
 class AttentionLayerConfig(LayerConfig):
     """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together.
 
     Under `layout: latent` all heads read one latent, `sem_dim` wide, as semantic key and value, so `n_kv_heads` has
-    no effect there; `head_dim` is the width of each query before the maps into the latent.
+    no effect there but on the first tokens; `head_dim` is the width of each query before the maps into the latent.
+    `exact_first_tokens` of a sequence, or document, are read through keys and values of `n_kv_heads` heads instead,
+    `head_dim` wide, which are cached at full precision: a constant per sequence, no bytes per token.
 
     `null_attn` learns a key and a value per key/value head that every query may attend to, under `latent` one
     latent and one geometric key; `rope_semantic` rotates
@@ -126,6 +137,7 @@ class AttentionLayerConfig(LayerConfig):
     decoupled_gate: bool = False
     decoupled_gate_dynamic: bool = False
     tie_qk: bool = False
+    exact_first_tokens: Annotated[int, Field(ge=0)] = 0
     null_attn: bool = False
     learned_temperature: bool = False
     local_window: Positive | None = None
@@ -145,6 +157,7 @@ class AttentionLayerConfig(LayerConfig):
         "decoupled_gate_dynamic",
         "tie_qk",
         "rope_semantic",
+        "exact_first_tokens",
     )
 
     @model_validator(mode="after")
@@ -225,7 +238,14 @@ class AttentionLayerConfig(LayerConfig):
                     f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set head_dim, the "
                     "width of each query"
                 )
+            if self.exact_first_tokens:
+                self._first_tokens_rules()
             return
+        if self.exact_first_tokens:
+            raise ValueError(
+                f"exact_first_tokens={self.exact_first_tokens} belongs to layout=latent, got "
+                f"layout={self.layout}; remove it or use layout: latent"
+            )
         if self.tie_qk and kv_heads != self.n_heads:
             raise ValueError(
                 f"tie_qk needs one key head per query head ({self.n_heads}), got n_kv_heads={kv_heads}; set "
@@ -248,6 +268,24 @@ class AttentionLayerConfig(LayerConfig):
                 f"n_heads={self.n_heads} does not divide d_model={self.d_model}; set v_dim or head_dim"
             )
 
+    def _first_tokens_rules(self) -> None:
+        reasons = {
+            "local_window": "a query would see tokens that its window hides",
+            "null_attn": "one row stands before the tokens already, that of the first ones",
+            "dropout": "the first tokens' probabilities would be dropped together",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not defined with exact_first_tokens="
+                    f"{self.exact_first_tokens}: {reason}; set exact_first_tokens: 0 or remove {name}"
+                )
+        width = self.head_dim or self.d_model // self.n_heads
+        if self.rope_enabled and width % 2:
+            raise ValueError(
+                f"exact_first_tokens rotates whole heads, which need an even width, got {width}; change head_dim"
+            )
+
     def dims(self) -> AttentionDims:
         """Derive the widths. Latent: every query head reads the one latent and the one geometric key."""
         heads, kv_heads = self.n_heads, self.n_kv_heads or self.n_heads
@@ -262,8 +300,10 @@ class AttentionLayerConfig(LayerConfig):
         assert self.geo_dim is not None
         if self.layout == "latent":
             streams = (("c", 1, self.sem_dim), ("k_geo", 1, self.geo_dim))
+            n = self.exact_first_tokens
+            first = (("k_first", kv_heads, head_dim), ("v_first", kv_heads, head_dim)) if n else ()
             return AttentionDims(
-                heads, kv_heads, self.sem_dim + self.geo_dim, self.sem_dim, self.geo_dim, streams
+                heads, kv_heads, self.sem_dim + self.geo_dim, self.sem_dim, self.geo_dim, streams, n, first
             )
         sem, geo = self.sem_dim // kv_heads, self.geo_dim // kv_heads
         v = self.v_dim // kv_heads if self.v_dim else head_dim
@@ -338,7 +378,21 @@ class AttentionLayerConfig(LayerConfig):
         elif self.null_attn:
             # One-dimensional: added once per sequence like a bias, and decayed no more than one.
             shapes |= {"null_k": (kv_heads * dims.qk,), "null_v": (kv_heads * dims.v,)}
-        return shapes
+        return shapes | self._first_tokens_shapes()
+
+    def _first_tokens_shapes(self) -> Shapes:
+        """Return the weights that only the first tokens go through; the value's bias holds minus the mean that
+        surgery splits off."""
+        if not self.exact_first_tokens:
+            return {}
+        width = (self.n_kv_heads or self.n_heads) * self.query_dim
+        shapes: Shapes = {
+            "first.k.weight": (width, self.d_model),
+            "first.v.weight": (width, self.d_model),
+            "first.v.bias": (width,),
+            "first.key_mean": (width,),
+        }
+        return shapes | ({"first.k.bias": (width,)} if self.bias else {})
 
     def infer(self, width: Width) -> Cost:
         """Check the width and count.
@@ -352,8 +406,30 @@ class AttentionLayerConfig(LayerConfig):
         work = AttentionWork(
             dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn), expanded
         )
-        return layer_cost(
+        cost = layer_cost(
             self._label(), self.type, width, width, self.parameter_shapes(), self._saved(), work, dims.streams
+        )
+        return self._with_first_tokens(cost, work) if dims.first_tokens else cost
+
+    def _with_first_tokens(self, cost: Cost, work: AttentionWork) -> Cost:
+        """Add what first tokens take: features that carry their part of the softmax, projections, scores and values of
+        their own, and the query's product with the mean of keys."""
+        dims, heads, width = self.dims(), self.n_heads, self.query_dim
+        once = sum(math.prod(shape) for shape in self._first_tokens_shapes().values() if len(shape) > 1)
+        expanded = heads * (aligned(width + dims.rope + 2) + aligned(width + 1))
+        work = replace(
+            work,
+            width=2 * heads * aligned(dims.qk + 2),
+            forward_width=expanded if self._trains_expanded else None,
+            first=dims.first_tokens,
+            first_width=2 * heads * width,
+            first_weights=once,
+        )
+        return replace(
+            cost,
+            matmul_params_used=cost.matmul_params_used - once + heads * width,
+            attention=(work,),
+            kv_first=((dims.first_tokens, dims.first_streams),),
         )
 
     def _saved(self) -> int:
@@ -372,16 +448,22 @@ class AttentionLayerConfig(LayerConfig):
 
     def _saved_latent(self) -> int:
         """As `_saved`: expanded, the latent and q, k, v and output as wide as the keys of every head; absorbed, the
-        one key that is the value too, queries and output as wide, and what the maps read.
+        one key that is the value too, queries and output as wide, and what the maps read. First tokens add the queries
+        of both, twice the semantic ones, their scores and probabilities, what they give, and features of the others.
         """
         dims, heads, width = self.dims(), self.n_heads, self.n_heads * self.query_dim
         projected = self.d_model + width + heads * dims.rope * self.decoupled_gate
         scaled = (width + heads * dims.rope) * self.learned_temperature
+        keys, first = self.query_dim + dims.rope if self._trains_expanded else dims.qk, 0
+        if dims.first_tokens:
+            keys = aligned(keys + 2)
+            first = 4 * width + heads * dims.rope + 2 * heads * (dims.first_tokens + 1)
+            first += width * self.learned_temperature
         if self._trains_expanded:
-            form = dims.v + 4 * heads * (self.query_dim + dims.rope)
+            form = dims.v + 4 * heads * keys
         else:
-            form = width + dims.qk + 2 * heads * dims.qk + heads * dims.v
-        return projected + scaled + form + heads + width
+            form = width + keys + 2 * heads * keys + heads * dims.v
+        return projected + scaled + form + heads + width + first
 
     @property
     def _trains_expanded(self) -> bool:
@@ -397,4 +479,5 @@ class AttentionLayerConfig(LayerConfig):
             return f"{self.mode}, {heads} heads x {dims.qk}"
         names = {"k_sem": "sem", "k_geo": "geo", "c": "latent"}
         widths = " ".join(f"{names.get(name, name)} {count * width}" for name, count, width in dims.streams)
-        return f"{self.mode} {self.layout}, {heads} heads, {widths}"
+        first = f", first {dims.first_tokens} exact" if dims.first_tokens else ""
+        return f"{self.mode} {self.layout}, {heads} heads, {widths}{first}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from caramba.config.kvcache import KVCacheKind, Streams, bytes_of_streams
+from caramba.config.kvcache import EXACT_BYTES, KVCacheKind, Streams, bytes_of_streams
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,32 @@ class AttentionWork:
 
     `width` is H * (qk + v), per head; `window` the most tokens whose keys a query may see, its own included;
     `null` the keys that belong to no token and that every query sees besides. `forward_width` is the width where
-    a whole sequence runs in one forward, None when that is the width of a decode too.
+    a whole sequence runs in one forward, None when that is the width of a decode too. The `first` tokens of a
+    sequence go through `first_weights` of their own and are seen at `first_width`; the queries after them see one key
+    of `width` besides that stands for them.
     """
 
     width: int
     window: int | None = None
     null: int = 0
     forward_width: int | None = None
+    first: int = 0
+    first_width: int = 0
+    first_weights: int = 0
 
     def mean_keys(self, context: int) -> Fraction:
-        """Mean number of keys that a causal query sees over positions 1..context, its own and null included."""
-        seen = min(context, self.window or context)
-        return self.null + Fraction(seen * (seen + 1) // 2 + (context - seen) * seen, context)
+        """Mean number of keys that a causal query sees over positions 1..context, its own and null included, those
+        of the first tokens not."""
+        after = max(context - self.first, 0)
+        seen = min(after, self.window or after)
+        standing_in = after if self.first else 0
+        return self.null + Fraction(seen * (seen + 1) // 2 + (after - seen) * seen + standing_in, context)
+
+    def first_flops(self, context: int) -> Fraction:
+        """FLOPs per token of the first tokens' own projections, scores and values, over positions 1..context."""
+        n = min(context, self.first)
+        pairs = n * (n + 1) // 2 + (context - n) * n
+        return Fraction(2 * (pairs * self.first_width + n * self.first_weights), context)
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,8 @@ class Cost:
         matmul_params_used: weights that multiply activations, per token, once per application.
         attention: score and value work, one entry per attention application in execution order.
         kv: cached streams (name, heads, width per head), one entry per attention application, same order.
+        kv_first: tokens and streams of which only a sequence's first tokens are cached, of the applications that
+            keep any; a constant per sequence, apart from every figure per token.
         activation_elements: elements kept per token for the backward pass, summed over what autograd saves:
             each matrix product and norm keeps its input (one tensor where several read the same one), a norm
             its statistics (RMSNorm, unfused, the normalised input too), a gated feed-forward its gate,
@@ -100,6 +116,7 @@ class Cost:
     matmul_params_used: int
     attention: tuple[AttentionWork, ...] = ()
     kv: tuple[Streams, ...] = ()
+    kv_first: tuple[tuple[int, Streams], ...] = ()
     activation_elements: int = 0
     children: tuple[Cost, ...] = ()
     repeat: int = 1
@@ -124,11 +141,22 @@ class Cost:
         return sum(self.kv_bytes_per_layer(kind), Fraction(0))
 
     def kv_bytes(self, kind: KVCacheKind, tokens: int) -> Fraction:
-        """Bytes of all caches of one sequence of `tokens`.
+        """Bytes of all caches of one sequence of `tokens`, what is kept of its first tokens included.
 
         Every token counts, under a local window too: a window limits what queries see, not what caches keep.
         """
-        return tokens * self.kv_bytes_per_token(kind)
+        return tokens * self.kv_bytes_per_token(kind) + self.first_bytes(kind, tokens)
+
+    def first_bytes(self, kind: KVCacheKind, tokens: int | None = None) -> int:
+        """Bytes that a sequence's first tokens take at full precision, besides the bytes of every token.
+
+        They have the cache's own type, bfloat16 beside a quantised one. `tokens` is the sequence's length.
+        """
+        size = EXACT_BYTES.get(kind, EXACT_BYTES[KVCacheKind.BF16])
+        return sum(
+            min(n, n if tokens is None else tokens) * sum(heads * width for _, heads, width in streams) * size
+            for n, streams in self.kv_first
+        )
 
     def flops_per_token(self, context: int) -> float:
         """FLOPs per token of one forward over a sequence: 2 * matmul_params_used + sum over attention of
@@ -145,6 +173,7 @@ class Cost:
 
     def _flops(self, context: int, width: Callable[[AttentionWork], int]) -> float:
         attention = sum((2 * work.mean_keys(context) * width(work) for work in self.attention), Fraction(0))
+        attention += sum((work.first_flops(context) for work in self.attention), Fraction(0))
         return float(2 * self.matmul_params_used + attention)
 
     def leaves(self) -> Iterator[tuple[Cost, int, int]]:
@@ -199,6 +228,7 @@ def container_cost(
         matmul_params_used=sum(child.matmul_params_used for child in children) * repeat,
         attention=tuple(work for child in children for work in child.attention) * repeat,
         kv=tuple(streams for child in children for streams in child.kv) * repeat,
+        kv_first=tuple(first for child in children for first in child.kv_first) * repeat,
         activation_elements=sum(child.activation_elements for child in children) * repeat,
         children=children,
         repeat=repeat,

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config
 from caramba.config.layer import Positive
 from caramba.config.node import parse_node
 from caramba.config.topology import TopologyConfig
@@ -81,9 +81,9 @@ class TeacherConfig(Config):
 class SurgeryConfig(Config):
     """How a student's attention is initialised from its teacher's.
 
-    `sem_dim`, `geo_dim`, `v_dim` and `layout` are the one place where a preset states the cached widths: its attention
-    reads them. With `kv_budget_bytes`, bytes per token over all layers at 16 bits, the widths of each layer are chosen
-    by measured error instead, and those of the attention are only where the schema starts from.
+    `sem_dim`, `geo_dim`, `v_dim`, `layout` and `exact_first_tokens` are the one place where a preset states what is
+    cached: its attention reads them. With `kv_budget_bytes`, bytes per token over all layers at 16 bits, the widths of
+    each layer are chosen by measured error instead, and those of the attention are only where the schema starts from.
     """
 
     method: Literal["dba", "weight_svd", "random", "copy"] = "dba"
@@ -98,7 +98,10 @@ class SurgeryConfig(Config):
     calibration_tokens: Positive | None = Field(
         default=None, description="tokens of the train split that statistics are taken over; default 262144"
     )
-    exact_first_tokens: Annotated[int, Field(ge=0), Later("first tokens at full precision")] = 0
+    exact_first_tokens: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="first tokens of a sequence whose keys and values stay the teacher's, under layout: latent",
+    )
 
 
 class ModelConfig(ModelSpec):

@@ -121,6 +121,13 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
             f"{where}: the latent student's queries are {student.query_dim} wide, the teacher's {teacher.dims().qk}; "
             f"set head_dim: {teacher.dims().qk}"
         )
+    kept = student.exact_first_tokens
+    if kept and student.dims().n_kv_heads != teacher.dims().n_kv_heads:
+        raise ConfigError(
+            f"{where}: exact_first_tokens={kept} keeps the teacher's keys and values, of {teacher.dims().n_kv_heads} "
+            f"heads, and the student has n_kv_heads={student.dims().n_kv_heads}; set n_kv_heads: "
+            f"{teacher.dims().n_kv_heads}"
+        )
     if not is_latent and student.dims().n_kv_heads != teacher.dims().n_kv_heads:
         raise ConfigError(
             f"{where}: layout=per_head: the student has {student.dims().n_kv_heads} key/value heads, the teacher "
@@ -132,6 +139,16 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
             f"{where}: the teacher's projections have biases (bias: {teacher.bias}) and the student has bias: "
             f"{student.bias}; set the student's bias: {teacher.bias}"
         )
+
+
+def first_tokens_apart(node: Any) -> int:
+    """Return how many first tokens every decoupled layer of a topology keeps apart: what statistics may leave out."""
+    counts = [
+        config.exact_first_tokens
+        for config in attention_configs(node)
+        if config.mode is AttentionMode.DECOUPLED
+    ]
+    return min(counts, default=0)
 
 
 def _check_widths(where: str, teacher: AttentionLayerConfig, student: AttentionLayerConfig) -> None:
@@ -181,10 +198,9 @@ def _check_copy(where: str, teacher: AttentionLayerConfig, student: AttentionLay
 
 def _check_stated_widths(surgery: SurgeryConfig, ours: list[AttentionLayerConfig]) -> None:
     """The widths that `surgery` states are those of the attention; a budget chooses its own."""
-    if surgery.kv_budget_bytes is not None:
-        return
+    names = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens")
     for config in ours:
-        for name in ("layout", "sem_dim", "geo_dim", "v_dim"):
+        for name in names if surgery.kv_budget_bytes is None else names[-1:]:
             stated, found = getattr(surgery, name), getattr(config, name)
             if config.mode is AttentionMode.DECOUPLED and stated is not None and stated != found:
                 raise ConfigError(

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from caramba.config.cost import Cost, Width
+from caramba.config.kvcache import KVCacheKind
 from caramba.cost.fit import FitResult
 from caramba.cost.model import ModelCost
 from caramba.cost.planning import CacheRow, ExperimentPlan, StagePlan
@@ -55,6 +56,7 @@ def _model(model: ModelCost, context: int) -> dict[str, Any]:
         "decode_flops_per_token": model.decode_flops_per_token(context),
         "activation_elements_per_token": model.activation_elements,
         "kv_elements_per_token": model.topology.kv_elements_per_token,
+        "kv_first_bytes_per_sequence_fp16": model.first_bytes(KVCacheKind.FP16),
         "topology": _node(model.topology),
     }
 

@@ -81,6 +81,10 @@ class ModelCost:
         """Exact bytes per token of all caches together."""
         return self.topology.kv_bytes_per_token(kind)
 
+    def first_bytes(self, kind: KVCacheKind) -> int:
+        """Bytes per sequence of first tokens that are cached at full precision, besides those of every token."""
+        return self.topology.first_bytes(kind)
+
     def flops_per_token(self, context: int) -> float:
         """Forward FLOPs per token at a causal context, the head's 2 * V * M included; a lookup costs none."""
         return self.topology.flops_per_token(context) + 2.0 * self.vocab_size * self.d_model

@@ -111,6 +111,8 @@ def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) ->
     phases = [run.train for group in groups for run in group.runs if run.train is not None]
     kinds, measured = _cache_kinds(groups)
     notes = ("cache kind auto is chosen by measurement when the run reaches it",) if measured else ()
+    if kept := student.first_bytes(KVCacheKind.FP16):
+        notes += (f"first tokens at full precision take {kept:,} bytes a sequence besides in fp16",)
     return ExperimentPlan(
         name=manifest.name,
         command=command,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from caramba.layer import AttentionLayer, Documents
+from caramba.layer import AttentionLayer, Documents, LatentProjection
 from caramba.layer.projection import widened
 
 
@@ -93,9 +93,19 @@ def attention_log_probabilities(
     k, _ = layer.projection.keys_values(streams)
     groups, length = q.shape[1] // k.shape[1], x.shape[1]
     picked = q.gather(2, rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
+    picked, picked_first = picked.split((k.shape[-1], q.shape[-1] - k.shape[-1]), dim=-1)
     picked = picked.unflatten(1, (k.shape[1], groups))
     scores = widened(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
     places = torch.arange(length, device=x.device)
+    rule = layer.projection.first if isinstance(layer.projection, LatentProjection) else None
+    if rule is not None:
+        q_sem = picked.flatten(1, 2)[..., : picked_first.shape[-1]]
+        exact = rule.scores(picked_first, q_sem, streams["k_first"])
+        if documents is None:
+            scores = torch.cat((exact, scores[..., exact.shape[-1] :]), dim=-1)
+        else:
+            kept = places - documents.first.gather(1, rows)[:, None, :, None] < rule.n_tokens
+            scores = torch.where(kept, exact, scores)
     window = length if layer.score.window is None else layer.score.window
     last = rows[:, None, :, None]
     hidden = (places > last) | (places <= last - window)

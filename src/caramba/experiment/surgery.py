@@ -11,6 +11,7 @@ import torch
 from caramba import upcycle
 from caramba.config.benchmark import PerplexityBenchmarkConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
+from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
 from caramba.data import TokenDataset, refuse_overlap
 from caramba.distill import block_errors
@@ -109,7 +110,11 @@ def calibrate(session: Session, surgery: SurgeryConfig) -> upcycle.Calibration:
     text = upcycle.CalibrationText(measured, by, documents, held_documents)
     logger.info(f"calibration: {len(chosen)} windows of {windows.block_size} tokens, {len(held)} held out")
     return upcycle.calibrate(
-        frozen(session.model_of("teacher")), text, cache=home() / "surgery", progress=logger.info
+        frozen(session.model_of("teacher")),
+        text,
+        first_tokens=first_tokens_apart(session.manifest.model.topology),
+        cache=home() / "surgery",
+        progress=logger.info,
     )
 
 

@@ -42,8 +42,11 @@ class View:
     def dims(self) -> AttentionDims:
         """Return the widths of an attention layer."""
         assert self._dims is not None
-        streams = tuple((name, heads, width) for name, heads, width in self._dims["streams"])
-        return AttentionDims(**{**self._dims, "streams": streams})
+        streams = {
+            key: tuple((name, heads, width) for name, heads, width in self._dims[key])
+            for key in ("streams", "first_streams")
+        }
+        return AttentionDims(**{**self._dims, **streams})
 
 
 def _viewed(value: Any) -> Any:

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.projection import GatedProjection, split_heads
+from caramba.layer.first_tokens import FirstTokens, attend_beside
+from caramba.layer.projection import GatedProjection, split_heads, widened
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 
@@ -44,8 +45,13 @@ class LatentProjection(GatedProjection):
     `null_attn` adds one latent `null_c` [R] and one geometric key `null_geo` [Dgeo] of no position. Surgery that
     centres its keys has to add the mean's part of the score, q . mu, back to them.
 
+    With `exact_first_tokens` the first n tokens of a sequence are read through keys and values of their own, `first`,
+    in one softmax with the others; their c and k_geo are cached and not read. The gate weighs the latent's two paths
+    and leaves them alone; the temperature scales every score.
+
     Shape: q [H*D, M], c [R, M], k_geo [Dgeo, M], `q_sem_map` [H, D, R], `q_geo_map` [H, D, Dgeo], `v_up` [H, R, D].
-    forward returns q [B, H, T, D + Dgeo], its geometric part after RoPE, and c [B, 1, T, R], k_geo [B, 1, T, Dgeo].
+    forward returns q [B, H, T, D + Dgeo], its geometric part after RoPE, and c [B, 1, T, R], k_geo [B, 1, T, Dgeo];
+    with first tokens q has D features more, those that read them, and k_first, v_first [B, K, <= n, D] are streams.
 
     Reference: DeepSeek-AI, 2024, arXiv:2405.04434 (latent attention and its absorbed form).
     """
@@ -61,6 +67,7 @@ class LatentProjection(GatedProjection):
         self.v_up = nn.Parameter(torch.empty(heads, latent, width))
         self.null_c = nn.Parameter(torch.zeros(latent)) if config.null_attn else None
         self.null_geo = nn.Parameter(torch.zeros(geo)) if config.null_attn else None
+        self.first = FirstTokens(config) if self.dims.first_tokens else None
         self.rope = (
             RotaryEmbedding(geo, config.rope_base, config.rope_scaling, explicit=True)
             if config.rope_enabled
@@ -87,8 +94,12 @@ class LatentProjection(GatedProjection):
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
             q_geo, k_geo = rotate(q_geo, cos, sin), rotate(k_geo, cos, sin)
-        q = self._scaled(torch.cat(self._gated(x, q, q_geo), dim=-1), c.dtype)
-        return q, {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
+        streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
+        parts = self._gated(x, q, q_geo)
+        if self.first is not None:
+            q_first, kept = self.first(x, q, offset)
+            parts, streams = (*parts, widened(q_first)), streams | kept
+        return self._scaled(torch.cat(parts, dim=-1), c.dtype), streams
 
     def attend(
         self,
@@ -115,6 +126,10 @@ class LatentProjection(GatedProjection):
             # Keys that no query sees would be expanded for nothing.
             n_keys = min(n_keys, score.window + q.shape[2] - 1)
         k, v = self.keys_values({name: streams[name][:, :, -n_keys:].to(q.dtype) for name in ("c", "k_geo")})
+        if self.first is not None:
+            q, kept, total = self._read_first(self.first, q, streams, first)
+            read, share = attend_beside(score, q, k, v, total, self.first.n_tokens, first)
+            return read + (share * kept).to(read.dtype)
         null = None
         if self.null_c is not None and self.null_geo is not None:
             rows = {"c": self.null_c.expand(1, 1, 1, -1), "k_geo": self.null_geo.expand(1, 1, 1, -1)}
@@ -130,8 +145,11 @@ class LatentProjection(GatedProjection):
         A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
         whole key as value, and the part of the output that it adds is dropped: no copy, where padding c is one.
         """
+        kept = total = None
+        if self.first is not None:
+            q, kept, total = self._read_first(self.first, q, streams, first)
         q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
-        has_one_width = q.shape[2] > 1 or q.dtype in HALF_PRECISION
+        has_one_width = q.shape[2] > 1 or q.dtype in HALF_PRECISION or self.first is not None
         mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
         null = None
         if self.null_c is not None and self.null_geo is not None:
@@ -141,8 +159,22 @@ class LatentProjection(GatedProjection):
         key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
         key = key.to(q.dtype)
         value = key if has_one_width else key[..., : self.dims.v]
-        read = score(torch.cat((mapped, q_geo), dim=-1), key, value, null, first)
-        return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
+        queries = torch.cat((mapped, q_geo), dim=-1)
+        if self.first is None or kept is None or total is None:
+            read = score(queries, key, value, null, first)
+            return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
+        read, share = attend_beside(score, queries, key, value, total, self.first.n_tokens, first)
+        out = torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
+        return out + (share * kept).to(out.dtype)
+
+    def _read_first(
+        self, rows: FirstTokens, q: Tensor, streams: Mapping[str, Tensor], first: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Split off the queries of the first tokens; return the others, what these give and their log-sum-exp."""
+        q, q_first = q.split((self.query_dim + self.dims.rope, self.query_dim), dim=-1)
+        n_keys = streams["c"].shape[2]
+        q_sem = q[..., : self.query_dim]
+        return q, *rows.read(q_first, q_sem, streams["k_first"], streams["v_first"], n_keys, first)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.

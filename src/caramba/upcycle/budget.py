@@ -138,12 +138,12 @@ def _curve(
     layer: AttentionLayer, config: AttentionLayerConfig, statistics: LayerStatistics, held: HeldOut, most: int
 ) -> list[Choice]:
     if config.layout == "latent":
-        return _latent_curve(layer, statistics, held, most)
+        return _latent_curve(layer, statistics, held, most, config.exact_first_tokens)
     return _per_head_curve(layer, config, statistics, held, most)
 
 
 def _latent_curve(
-    layer: AttentionLayer, statistics: LayerStatistics, held: HeldOut, most: int
+    layer: AttentionLayer, statistics: LayerStatistics, held: HeldOut, most: int, first_tokens: int
 ) -> list[Choice]:
     """Measure latents of many widths for each geometric width: one eigenbasis serves all of them."""
     dims = layer.dims
@@ -157,7 +157,7 @@ def _latent_curve(
         for rank in (
             step for step in _STEPS if step <= widest and step + geo <= most and _is_sane(step, geo)
         ):
-            damage = held.relative(latent_output(held, maps.narrowed(rank))) ** 2
+            damage = held.relative(latent_output(held, maps.narrowed(rank), first_tokens)) ** 2
             choices.append(Choice(rank + geo, damage, (("sem_dim", rank), ("geo_dim", geo))))
     return choices
 

@@ -21,7 +21,7 @@ CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048
 HELD_OUT_TOKENS = 4096
 ROTATION_WINDOWS = 32
-_VERSION = "2"  # raise when the same inputs start to give other statistics
+_VERSION = "3"  # raise when the same inputs start to give other statistics
 
 
 @dataclass(frozen=True)
@@ -78,17 +78,20 @@ def calibrate(
     teacher: Model,
     text: CalibrationText,
     *,
+    first_tokens: int = 0,
     cache: Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Calibration:
     """Measure the teacher's attention layers on `text`, or read from the folder `cache` what was measured before.
+
+    Statistics leave out the `first_tokens` that the student's layers keep exact; held-out windows have all.
 
     Raises:
         CarambaError: a layer gave a value that is not finite.
     """
     layers = tuple(teacher.attention_layers())
     device = teacher.embedder.token.weight.device
-    path = None if cache is None else cache / f"{calibration_key(teacher, text)}.safetensors"
+    path = None if cache is None else cache / f"{calibration_key(teacher, text, first_tokens)}.safetensors"
     if path is not None and path.is_file():
         statistics = unpack(load_tensors(path, device))
         if progress is not None:
@@ -100,6 +103,7 @@ def calibrate(
             text.windows,
             documents=text.documents,
             rotation_windows=ROTATION_WINDOWS,
+            first_tokens=first_tokens,
             progress=progress,
         )
         if path is not None:
@@ -109,9 +113,11 @@ def calibrate(
     return Calibration(layers, tuple(statistics), tuple(held_out), counted)
 
 
-def calibration_key(teacher: Model, text: CalibrationText) -> str:
+def calibration_key(teacher: Model, text: CalibrationText, first_tokens: int = 0) -> str:
     """Return a SHA-256 over the teacher's description and weights, the calibration text and the settings."""
-    digest = hashlib.sha256(f"{_VERSION} {ROTATION_WINDOWS} {teacher.spec.topology!r}".encode())
+    digest = hashlib.sha256(
+        f"{_VERSION} {ROTATION_WINDOWS} {first_tokens} {teacher.spec.topology!r}".encode()
+    )
     named = {**teacher.state_dict(), "windows": text.windows}
     if text.documents is not None:
         named["documents"] = text.documents

@@ -30,9 +30,16 @@ def convert(
         assert config.sem_dim is not None
         # Statistics of weights alone know no attention: rotations are then judged by their energy.
         geometry = split_keys(teacher, statistics, config.geo_dim, turns=held_out is not None)
-        maps = search_beta(teacher, statistics, geometry, config.sem_dim, held_out)
-        state = latent_state(teacher, maps, rotary_factor(student.projection), has_bias=bool(config.bias))
-        error = None if held_out is None else held_out.relative(latent_output(held_out, maps))
+        n_first = config.exact_first_tokens
+        maps = search_beta(teacher, statistics, geometry, config.sem_dim, held_out, n_first)
+        state = latent_state(
+            teacher,
+            maps,
+            rotary_factor(student.projection),
+            has_bias=bool(config.bias),
+            keeps_first=n_first > 0,
+        )
+        error = None if held_out is None else held_out.relative(latent_output(held_out, maps, n_first))
         kept, beta, pairs = maps.energy, maps.beta, maps.geometry.pairs
     else:
         maps = per_head_maps(
@@ -70,12 +77,18 @@ def search_beta(
     geometry: Geometry,
     rank: int,
     held_out: HeldOut | None,
+    first_tokens: int = 0,
 ) -> LatentMaps:
-    """Return the latent maps with the best beta = 2^n, walking down the held-out block error from beta = 1."""
+    """Return the latent maps with the best beta = 2^n, walking down the held-out block error from beta = 1.
+
+    The block has `first_tokens` that stay exact.
+    """
 
     def at(step: int) -> tuple[float, LatentMaps]:
         maps = latent_maps(teacher, statistics, geometry, statistics.queries, rank, 2.0**step)
-        return (0.0 if held_out is None else held_out.relative(latent_output(held_out, maps))), maps
+        if held_out is None:
+            return 0.0, maps
+        return held_out.relative(latent_output(held_out, maps, first_tokens)), maps
 
     best = at(0)
     if held_out is None:

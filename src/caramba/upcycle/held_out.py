@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer import AttentionLayer, Documents
+from caramba.layer.first_tokens import attend_beside, read_first
 from caramba.layer.projection import widened
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
@@ -42,8 +43,12 @@ class HeldOut:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the layer's window, within documents. Shape: [N, H, T, D], [N, K, T, D] and [N, K, T, Dv]."""
-        first = None if self.documents is None else Documents.of(self.documents).first
-        return CausalScore(self.layer.config.local_window)(q, k, v, None, first)
+        return CausalScore(self.layer.config.local_window)(q, k, v, None, self.first)
+
+    @property
+    def first(self) -> Tensor | None:
+        """The place in its row where each token's document begins, [N, T], None where a row is one sequence."""
+        return None if self.documents is None else Documents.of(self.documents).first
 
 
 @torch.no_grad()
@@ -88,8 +93,11 @@ def capture(
 
 
 @torch.no_grad()
-def latent_output(held: HeldOut, maps: LatentMaps) -> Tensor:
-    """Return the block output, without bias, of a latent layer with these maps, [N, T, M]."""
+def latent_output(held: HeldOut, maps: LatentMaps, first_tokens: int = 0) -> Tensor:
+    """Return the block output, without bias, of a latent layer with these maps, [N, T, M].
+
+    The first `first_tokens` of each sequence, or document, keep their own keys and values.
+    """
     layer = held.layer
     dims, dtype = layer.dims, held.q.dtype
     group = dims.n_heads // dims.n_kv_heads
@@ -107,10 +115,31 @@ def latent_output(held: HeldOut, maps: LatentMaps) -> Tensor:
     cos, sin = _table(held, rope.inv_freq[:, maps.geometry.pairs], rope.attention_factor)
     q = torch.cat((q_sem, rotate(q_geo, cos, sin)), -1) * dims.qk**-0.5
     k = torch.cat((c[:, None], rotate(k_geo, cos, sin)), -1)
-    out = held.attend(q, k, c[:, None]) @ per_head(maps.value)
     n = dims.n_kv_heads * dims.qk
-    mean = maps.mean[n:].to(dtype).unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(group, 0)
-    return _project(layer, out + mean[:, None])
+    mean = maps.mean[n:].to(dtype).unflatten(0, (dims.n_kv_heads, dims.v))
+    if first_tokens:
+        kept, total = _read_first(held, maps, mean, first_tokens)
+        score, first = CausalScore(layer.config.local_window), held.first
+        k = k.to(dtype)
+        out, share = attend_beside(score, q.to(dtype), k, k, total, first_tokens, first)
+        out = out[..., : maps.rank] @ per_head(maps.value) + share * kept
+    else:
+        out = held.attend(q, k, c[:, None]) @ per_head(maps.value)
+    return _project(layer, out + mean.repeat_interleave(group, 0)[:, None])
+
+
+def _read_first(held: HeldOut, maps: LatentMaps, mean: Tensor, first_tokens: int) -> tuple[Tensor, Tensor]:
+    """Return what the first tokens' own keys and values give, less the values' mean, and their log-sum-exp."""
+    rope = standard_projection(held.layer).rope
+    assert rope is not None
+    dtype, n_tokens, scale = held.q.dtype, held.q.shape[2], held.layer.dims.qk**-0.5
+    cos, sin = _table(held, rope.inv_freq, rope.attention_factor)
+    k, v = rotate(held.k, cos, sin).to(dtype), held.v - mean[:, None]
+    first = held.first
+    if first is None:
+        k, v = k[:, :, :first_tokens], v[:, :, :first_tokens]
+    q, q_sem = rotate(held.q, cos, sin).to(dtype) * scale, held.q * scale
+    return read_first(q, q_sem, k, v, maps.key_mean.to(dtype), first_tokens, n_tokens, first)
 
 
 @torch.no_grad()

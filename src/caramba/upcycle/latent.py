@@ -2,7 +2,8 @@
 
 With y = [k_s; v], k_s the keys' position-free residual turned by its mean rotation, S_g = sum_i E[q_i q_i^T] / D and
 E_g = sum_i W_O,i^T W_O,i over the heads i of key/value head g: PCA of [S_g^1/2 k_s ; beta E_g^1/2 v]. The inverses go
-into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out.
+into the query maps and the value expansion; the value mean becomes the output bias, the key mean drops out. Beside
+first tokens that stay exact it does not: their scores lose what centring took from the others', q . mean.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from caramba.upcycle.statistics import LayerStatistics, standard_projection
 class LatentMaps:
     """A latent layer in terms of its teacher's queries, keys and values, float64; heads in K groups.
 
-    c = (y - mean) @ latent, k_geo = k @ geometry.key, q_sem = q @ query, v = c @ value + the value mean.
+    c = (y - mean) @ latent, k_geo = k @ geometry.key, q_sem = q @ query, v = c @ value + the value mean; scores lack
+    q . key_mean, with `key_mean` [K, D] in the teacher's own scale.
     """
 
     geometry: Geometry
@@ -31,6 +33,7 @@ class LatentMaps:
     value: Tensor
     energies: Tensor
     beta: float
+    key_mean: Tensor
 
     @property
     def rank(self) -> int:
@@ -75,16 +78,23 @@ def latent_maps(
     basis, energies = leading(into.T @ statistics.covariance @ into, rank)
     query = torch.einsum("kde,ker->kdr", key_inverse, basis[:n].unflatten(0, (kv_heads, -1))) * factor
     value = torch.einsum("kde,ker->krd", value_inverse, basis[n:].unflatten(0, (kv_heads, -1)))
-    return LatentMaps(geometry, statistics.mean, into @ basis, query, value, energies, beta)
+    key_mean = (statistics.mean[:n] @ geometry.residual).unflatten(0, (kv_heads, -1)) * factor
+    return LatentMaps(geometry, statistics.mean, into @ basis, query, value, energies, beta, key_mean)
 
 
 def latent_state(
-    layer: AttentionLayer, maps: LatentMaps, student_factor: float, *, has_bias: bool
+    layer: AttentionLayer,
+    maps: LatentMaps,
+    student_factor: float,
+    *,
+    has_bias: bool,
+    keeps_first: bool = False,
 ) -> dict[str, Tensor]:
     """Return the weights of a latent attention layer by name, float64.
 
     `student_factor` is what the student's rotary table multiplies queries and keys by (YaRN), as the teacher's may.
     With `has_bias` queries and geometric keys carry the teacher's biases; the latent and the output always do.
+    `keeps_first` adds the teacher's own keys and values, which the first tokens keep.
     """
     projection, dims = standard_projection(layer), layer.dims
     rope = projection.rope
@@ -109,6 +119,16 @@ def latent_state(
     if has_bias:
         state["projection.q.bias"] = _bias(projection.q)
         state["projection.k_geo.bias"] = offset[:n] @ maps.geometry.key
+    if keeps_first:
+        state |= {
+            "projection.first.k.weight": w_k * geo_factor,
+            "projection.first.v.weight": w_v,
+            "projection.first.v.bias": offset[n:] - maps.mean[n:],
+            "projection.first.key_mean": maps.key_mean,
+            "projection.first.rope.inv_freq": rope.inv_freq,
+        }
+        if has_bias:
+            state["projection.first.k.bias"] = offset[:n] * geo_factor
     return state
 
 

@@ -3,6 +3,9 @@
 Per layer, over the tokens of the calibration windows, in float64 on the model's device: the second moment of the joint
 vector y = [k; v] before RoPE, its mean, the second moment of every query head, and the attention-weighted mean rotation
 rho = E_attention[exp(i theta (t - u))]. Everything later follows from these; no activation is kept.
+
+Where the first n tokens keep keys and values of their own they are left out: the latent never stands for them, and the
+sinks that they often are have keys far from all others. The mean rotation is then over the attention that is left.
 """
 
 from __future__ import annotations
@@ -65,13 +68,17 @@ def unrotated(layer: AttentionLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 @torch.no_grad()
-def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor, documents: Tensor | None = None) -> Tensor:
-    """Sum the teacher's attention-weighted rotations exp(i theta_p (t - u)) over sequences, queries and keys.
+def mean_rotation(
+    layer: AttentionLayer, q: Tensor, k: Tensor, documents: Tensor | None = None, first_tokens: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Sum the teacher's attention-weighted rotations exp(i theta_p (t - u)) over sequences, queries and keys, and the
+    weights.
 
     Attention is computed from QUERY_CHUNK queries at a time, with the layer's own window and rotary table, within
-    documents where these are kept apart; queries of padding, of document -1, do not count.
+    documents where these are kept apart; queries of padding, of document -1, do not count, and neither do the first
+    `first_tokens` keys of a sequence or document.
 
-    Shape: q [B, H, T, D], k [B, K, T, D] unrotated, documents [B, T] -> [H, P] complex128.
+    Shape: q [B, H, T, D], k [B, K, T, D] unrotated, documents [B, T] -> [H, P] complex128 and [H] float64.
     """
     projection = standard_projection(layer)
     rope = projection.rope
@@ -85,7 +92,10 @@ def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor, documents: Tensor
     positions = torch.arange(n_tokens, device=q.device)
     seen_from = None if documents is None else Documents.of(documents).first[:, None, :, None]
     counted = None if documents is None else (documents >= 0)[:, None, :, None]
+    places = positions if documents is None else Documents.of(documents).positions[:, None, None]
+    is_first = places < first_tokens  # [T] or [B, 1, 1, T]
     total = torch.zeros(q.shape[1], cos.shape[1], dtype=torch.complex128, device=q.device)
+    mass = torch.zeros(q.shape[1], dtype=torch.float64, device=q.device)
     for start in range(0, n_tokens, QUERY_CHUNK):
         stop = min(start + QUERY_CHUNK, n_tokens)
         first = max(0, start - window + 1)
@@ -96,17 +106,19 @@ def mean_rotation(layer: AttentionLayer, q: Tensor, k: Tensor, documents: Tensor
         scores = queries[:, :, start:stop] @ turned[:, :, first:stop].transpose(-1, -2)
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         weights = weights if counted is None else weights * counted[:, :, start:stop]
+        weights = weights.masked_fill(is_first[..., first:stop], 0.0)
+        mass += weights.double().sum((0, 2, 3))
         even, odd = weights @ cos[first:stop], weights @ sin[first:stop]
         real = (even * cos[start:stop] + odd * sin[start:stop]).double().sum((0, 2))
         imaginary = (even * sin[start:stop] - odd * cos[start:stop]).double().sum((0, 2))
         total += torch.complex(real, imaginary)
-    return total
+    return total, mass
 
 
 class _Accumulator:
     """The running sums of one layer."""
 
-    def __init__(self, layer: AttentionLayer) -> None:
+    def __init__(self, layer: AttentionLayer, first_tokens: int = 0) -> None:
         dims, device = layer.dims, layer.out.weight.device
         width = dims.n_kv_heads * (dims.qk + dims.v)
 
@@ -117,13 +129,14 @@ class _Accumulator:
         self.moment, self.sum = zeros(width, width), zeros(width)
         self.queries = zeros(dims.n_heads, dims.qk, dims.qk)
         self.rotation = zeros(dims.n_heads, dims.qk // 2, dtype=torch.complex128)
+        self.mass = zeros(dims.n_heads)
         self.n_tokens = 0
-        self.n_rotated = 0
+        self.first_tokens = first_tokens
 
     def add(self, x: Tensor, rotates: bool, documents: Tensor | None = None) -> bool:
         """Add the features of some sequences [B, T, M] but padding; return whether what they gave is finite."""
         q, k, v = unrotated(self.layer, x)
-        counted = slice(None) if documents is None else documents.flatten() >= 0
+        counted = self._counted(x, documents)
         joint = (
             torch.cat((k.transpose(1, 2).flatten(2), v.transpose(1, 2).flatten(2)), -1)
             .flatten(0, 1)[counted]
@@ -135,10 +148,21 @@ class _Accumulator:
         self.queries += wide.transpose(1, 2) @ wide
         self.n_tokens += joint.shape[0]
         if rotates:
-            self.rotation += mean_rotation(self.layer, q, k, documents)
-            self.n_rotated += joint.shape[0]
+            rotation, mass = mean_rotation(self.layer, q, k, documents, self.first_tokens)
+            self.rotation += rotation
+            self.mass += mass
         sums = self.sum.sum() + self.moment.diagonal().sum() + self.queries.sum() + self.rotation.abs().sum()
         return bool(torch.isfinite(sums))
+
+    def _counted(self, x: Tensor, documents: Tensor | None) -> Tensor | slice:
+        """Return which of the tokens [B, T, M] are neither padding nor first ones, [B T]."""
+        if documents is None and not self.first_tokens:
+            return slice(None)
+        if documents is None:
+            places = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+            return (places >= self.first_tokens).flatten()
+        places = Documents.of(documents).positions
+        return ((documents >= 0) & (places >= self.first_tokens)).flatten()
 
     def hook(
         self, where: str, *, rotates: bool, documents: Tensor | None
@@ -156,7 +180,14 @@ class _Accumulator:
 
     def finish(self) -> LayerStatistics:
         kv_heads = self.layer.dims.n_kv_heads
-        rotation = self.rotation.unflatten(0, (kv_heads, -1)).mean(1) / self.n_rotated
+        if not self.n_tokens:
+            raise CarambaError(
+                f"surgery: no document of the calibration text has more than exact_first_tokens={self.first_tokens} "
+                "tokens, which leaves none to measure; use longer documents or fewer first tokens"
+            )
+        # Heads that look at first tokens alone have no rotation to average.
+        mass = self.mass.unflatten(0, (kv_heads, -1)).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+        rotation = self.rotation.unflatten(0, (kv_heads, -1)).sum(1) / mass[:, None]
         n = self.n_tokens
         return LayerStatistics(self.moment / n, self.sum / n, self.queries / n, rotation)
 
@@ -184,20 +215,28 @@ def collect_statistics(
     *,
     documents: Tensor | None = None,
     rotation_windows: int = 32,
+    first_tokens: int = 0,
     progress: Callable[[str], None] | None = None,
 ) -> list[LayerStatistics]:
     """Run the teacher once over token windows [N, T] and return the statistics of the named layers.
 
-    `documents` [N, T] are kept apart, as in `Model`, and padding, of document -1, is left out.
+    `documents` [N, T] are kept apart, as in `Model`, and padding, of document -1, is left out; so are the first
+    `first_tokens` of each.
 
     The mean rotation comes from about `rotation_windows` of them, spread evenly: text changes along a corpus. Memory is
     one batch's activations and the accumulators: 8 (K (D + Dv))^2 bytes a layer, and as much again for the batch's
     joint vector.
 
     Raises:
-        CarambaError: a layer gave a value that is not finite; the message names layer and batch.
+        CarambaError: a layer gave a value that is not finite, the message names layer and batch; or windows no longer
+            than the first tokens.
     """
-    sums = [_Accumulator(layer) for _, layer in layers]
+    if windows.shape[1] <= first_tokens:
+        raise CarambaError(
+            f"surgery: calibration windows have {windows.shape[1]} tokens, and exact_first_tokens={first_tokens} "
+            "leaves none to measure; use a longer block_size or fewer first tokens"
+        )
+    sums = [_Accumulator(layer, first_tokens) for _, layer in layers]
     seen, size = 0, batch_size(windows)
     n_batches, wanted = -(-len(windows) // size), -(-rotation_windows // size)
     device = teacher.embedder.token.weight.device

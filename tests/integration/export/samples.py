@@ -36,6 +36,7 @@ LATENT = {
     "sem_dim": 12,
     "geo_dim": 4,
 }
+FIRST = {**LATENT, "n_kv_heads": 2, "exact_first_tokens": 3}
 LLAMA3 = {"type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
 
 

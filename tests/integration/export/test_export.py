@@ -14,6 +14,8 @@ from safetensors import safe_open
 from caramba.checkpoint import load_tensors
 from caramba.checkpoint.formats import read_model_tensors
 from caramba.cli import main
+from caramba.config.kvcache import KVCacheKind
+from caramba.cost import model_cost
 from caramba.data import train_bpe
 from caramba.errors import ConfigError
 from caramba.export.write import check_out
@@ -21,6 +23,7 @@ from caramba.infer import greedy, open_model
 from caramba.model import load_pretrained
 from tests.integration.export.samples import (
     DBA,
+    FIRST,
     GQA,
     LATENT,
     LLAMA3,
@@ -169,6 +172,7 @@ REMOTE = {
         *block(LATENT),
         *block({**LATENT, "sem_dim": 6, "null_attn": True, "decoupled_gate": True, "bias": True}),
     ),
+    "first tokens": spec(*block(FIRST), *block({**FIRST, "sem_dim": 6, "bias": True})),
     "gates": transformer(
         {**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False
     ),
@@ -194,6 +198,7 @@ REMOTE = {
     [
         "dba",
         "latent",
+        "first tokens",
         pytest.param("gates", marks=pytest.mark.slow),
         pytest.param("every topology", marks=pytest.mark.slow),
     ],
@@ -212,10 +217,15 @@ def test_any_other_topology_runs_without_caramba(tmp_path, name):
     assert result["beams"].shape == (1, 44)
     # 41 tokens are cached after 40 and one more; generate caches all but the last of its 47, in exactly that room.
     per_token = 2 * model.new_context(1, 1, static=True).bytes_per_token
-    assert result["used"] == 41 * per_token
+    first = 2 * model_cost(model.spec).first_bytes(KVCacheKind.FP32)
+    assert result["used"] == 41 * per_token + first
     if name == "latent":
         assert per_token == 2 * 4 * ((12 + 4) + (6 + 4))  # two sequences of fp32: c and k_geo of both layers
-    assert result["allocated"] == 46 * per_token
+    if name == "first tokens":
+        assert (
+            first == 2 * 2 * 3 * 2 * (8 + 8) * 4
+        )  # two sequences, two layers, three tokens of two heads' k and v
+    assert result["allocated"] == 46 * per_token + first
     assert result["text"].tolist() == list(b"the <eos> cat")
     assert set(result["angles"]) <= {torch.float32}
     assert result["grad"].abs().sum() > 0
@@ -236,9 +246,10 @@ def padded(prompts: list[torch.Tensor], fill: int = 9) -> tuple[torch.Tensor, to
     return torch.stack(rows), torch.stack(mask)
 
 
-def test_prompts_padded_on_the_left_are_scored_and_continued_as_each_alone(tmp_path):
+@pytest.mark.parametrize("name", ["dba", "first tokens"])
+def test_prompts_padded_on_the_left_are_scored_and_continued_as_each_alone(tmp_path, name):
     """Greedy, beams, with and without a cache; two of the prompts are equally long and share one."""
-    model = loud(REMOTE["dba"])
+    model = loud(REMOTE[name])
     folder = exported(tmp_path, make_run(tmp_path, model))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
     prompts = [tokens()[0, :length] for length in (5, 12)] + [tokens()[1, :5], tokens()[1, :1]]
@@ -261,7 +272,8 @@ def test_prompts_padded_on_the_left_are_scored_and_continued_as_each_alone(tmp_p
             assert torch.equal(beams[at, -8:], theirs.generate(prompt[None], num_beams=3, **options)[0, -8:])
     stored = sum(len(prompt) + 7 for prompt in prompts)  # padding is not cached, nor the last new token
     per_token = model.new_context(1, 1, static=True).bytes_per_token
-    assert done.past_key_values.used_bytes() == stored * per_token
+    first = len(prompts) * model_cost(model.spec).first_bytes(KVCacheKind.FP32)
+    assert done.past_key_values.used_bytes() == stored * per_token + first
     labels = batch.masked_fill(mask == 0, -100)
     loss = theirs.train()(batch, attention_mask=mask, labels=labels).loss
     each = [F.cross_entropy(model(row[None])[0, :-1], row[1:], reduction="sum") for row in prompts]

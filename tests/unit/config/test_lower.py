@@ -151,7 +151,7 @@ def test_every_typo_of_a_mapping_is_reported_at_once():
 def test_unbuilt_values_are_found_wherever_they_are():
     manifest = lower({"model": MODEL, "data": DATA, "runs": [PRETRAIN]})
     assert list(find_unbuilt(manifest)) == []
-    model = {**MODEL, "teacher": {"manifest": MODEL}, "surgery": {"exact_first_tokens": 4}}
+    model = {**MODEL, "teacher": {"manifest": MODEL}, "surgery": {"method": "random"}}
     attention = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "null_attn": True, "q_chunk": 2}
     model["topology"] = {"type": "StackedTopology", "layers": [attention]}
     train = {"phase": "global", "steps": 2, "dtype": "float16", "batch_size": "auto", "num_workers": 1}
@@ -159,10 +159,8 @@ def test_unbuilt_values_are_found_wherever_they_are():
     bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4", "auto"]}}]
     manifest = lower({"model": model, "data": DATA, "runs": runs, "benchmarks": bench})
     found = {item.path[-1] for item in find_unbuilt(manifest)}
-    assert found == {"exact_first_tokens", "dtype", "batch_size", "quantization_modes"}
-    with pytest.raises(
-        ConfigError, match=r"4 settings:[\s\S]*model.surgery.exact_first_tokens=4 is not built yet"
-    ):
+    assert found == {"dtype", "batch_size", "quantization_modes"}
+    with pytest.raises(ConfigError, match=r"3 settings:[\s\S]*batch_size=auto is not built yet"):
         refuse_unbuilt(manifest)
 
 

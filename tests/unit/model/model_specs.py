@@ -44,6 +44,16 @@ ATTENTION: dict[str, dict[str, Any]] = {
         "null_attn": True,
         "local_window": 3,
     },
+    "latent_first": {**LATENT, "sem_dim": 12, "exact_first_tokens": 3, "bias": "qkv"},
+    "latent_first_narrow": {
+        **LATENT,
+        "sem_dim": 3,
+        "exact_first_tokens": 1,
+        "decoupled_gate": True,
+        "decoupled_gate_dynamic": True,
+        "learned_temperature": True,
+        "q_chunk": 2,
+    },
     "no_rope": {**DECOUPLED, "rope_enabled": False},
 }
 

@@ -54,6 +54,9 @@ def attentions(draw: st.DrawFn) -> Node:
             "decoupled_gate": draw(flag),
         }
         node["decoupled_gate_dynamic"] = node["decoupled_gate"] and draw(flag)
+        if draw(flag):
+            node |= {"exact_first_tokens": draw(st.sampled_from([1, 2, 5, 40]))}
+            node |= {"null_attn": False, "local_window": None, "dropout": 0.0}
     elif mode == "decoupled":
         node |= {
             "sem_dim": kv_heads * draw(st.sampled_from([2, 4])),

@@ -194,7 +194,14 @@ def test_statistics_are_those_of_the_definition(teacher: Model, calibration: Cal
     weights = (scores / DIM**0.5).masked_fill(distance < 0, float("-inf")).softmax(-1)
     turns = torch.exp(1j * distance[..., None] * theta)
     rotation = torch.einsum("bhtu,tup->hp", weights.to(turns.dtype), turns)
-    torch.testing.assert_close(mean_rotation(layer, q, k), rotation, rtol=1e-4, atol=1e-3)
+    found, mass = mean_rotation(layer, q, k)
+    torch.testing.assert_close(found, rotation, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(mass, weights.sum((0, 2, 3)).double())
+    # Without the first tokens as keys, and with what is left of the attention.
+    found, mass = mean_rotation(layer, q, k, first_tokens=3)
+    rotation = torch.einsum("bhtu,tup->hp", weights[..., 3:].to(turns.dtype), turns[:, 3:])
+    torch.testing.assert_close(found, rotation, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(mass, weights[..., 3:].sum((0, 2, 3)).double())
 
 
 def test_components_of_one_frequency_are_orthogonal_and_complete(
