@@ -7,13 +7,14 @@ from caramba.ops.backend import (
     get_backend_info,
     implementation,
 )
-from caramba.ops.dba_decode import StoredStream, dba_decode
+from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
 from caramba.ops.quantize import quantize
 
 __all__ = [
+    "MAX_QUERIES",
     "METAL_AVAILABLE",
     "STORED",
     "TRITON_AVAILABLE",
