@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,19 @@ class RuntimePlan:
 
 
 def plan(
-    phase: PhaseConfig, *, device: str, kernels: str, name: str, d_model: int = AUTO_LR_WIDTH
+    phase: PhaseConfig,
+    *,
+    device: str,
+    kernels: str,
+    ops: Mapping[str, str],
+    name: str,
+    d_model: int = AUTO_LR_WIDTH,
 ) -> RuntimePlan:
     """Decide how a phase of a model of width `d_model` runs here. Nothing is measured yet: every decision says what
-    fixed it."""
+    fixed it.
+
+    `ops` is the backend of every op on that device, as `caramba.kernels.load` returned it under the policy `kernels`.
+    """
     chosen = choose_device(phase.device or device)
     facts = device_facts(chosen)
     asked = phase.device or device
@@ -69,7 +79,7 @@ def plan(
             if prefers_cudnn(chosen)
             else "torch picks the backend by shape and device",
         ),
-        "kernels": Decision("reference", f"kernels={kernels}: no op has a device kernel yet"),
+        "kernels": Decision(dict(ops), f"kernels={kernels}: what was attached for {chosen.type}"),
     }
     key = json.dumps([facts, phase.model_dump(mode="json")], sort_keys=True, default=str)
     return RuntimePlan(name, hashlib.sha256(key.encode()).hexdigest(), facts, decisions)
