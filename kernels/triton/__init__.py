@@ -17,5 +17,7 @@ LAUNCHERS: dict[str, str] = {
     "swiglu_backward": "caramba.kernels.triton.swiglu:swiglu_backward",
     "swiglu_packed": "caramba.kernels.triton.swiglu:swiglu_packed",
     "swiglu_packed_backward": "caramba.kernels.triton.swiglu:swiglu_packed_backward",
+    "dequantize": "caramba.kernels.triton.dequantize:dequantize",
+    "quantize": "caramba.kernels.triton.quantize:quantize",
 }
 """Op -> "module:function" of its launcher; an op that is not here runs its reference."""

@@ -32,6 +32,8 @@ class CheckpointError(CarambaError):
 class KernelUnavailable(CarambaError):  # noqa: N818 - the name that users know
     """A kernel was required and cannot be built or loaded on this device."""
 
+    exit_status = 2
+
 
 class VerificationFailed(CarambaError):  # noqa: N818 - as above
     """A verification with `fail_fast: true` crossed its threshold."""

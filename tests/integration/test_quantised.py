@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from caramba.ops.backend import OPS
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
 pytestmark = pytest.mark.slow
@@ -27,6 +29,11 @@ def test_formats_side_by_side(tmp_path: Path) -> None:
         assert metrics[f"latency.{model}.itl_ms@prompt=128,gen=16,batch=1,kind=mixed"]["value"] > 0
     assert metrics["memory.teacher.kv_bytes_per_token_layer@seq=1024,kind=q4_0"]["value"] == 72
     assert metrics["ratio.perplexity@kind=mixed"]["value"] > 0
+    decided = json.loads((run / "plan.json").read_text())
+    for phase in decided.values():
+        ran = phase["decisions"]["kernels"]
+        assert ran["reason"].startswith("kernels=auto: what was attached for")
+        assert set(ran["value"]) == set(OPS)
     rows = list(csv.DictReader((run / "artifacts/memory.csv").open()))
     assert {row["kind"] for row in rows} == {"fp16", "q8_0", "q4_0", "nf4", "mixed"}
     assert all(
@@ -47,8 +54,17 @@ def test_what_would_measure_nothing_is_refused_before_the_run(tmp_path: Path) ->
     assert not list(tmp_path.glob("runs/*/*"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has kernels")
+def test_require_is_refused_where_there_are_no_kernels(tmp_path: Path) -> None:
+    done = caramba(["launch", *WORDS, "kernels=require"], tmp_path, tmp_path / "cache")
+    assert done.returncode == 2
+    assert "kernels: require on cpu" in done.stderr + done.stdout
+    assert "there are no kernels for cpu; use kernels: auto" in " ".join((done.stderr + done.stdout).split())
+
+
 def test_doctor_says_which_implementation_the_ops_run(tmp_path: Path) -> None:
     done = caramba(["doctor"], tmp_path, tmp_path / "cache")
     (line,) = (line for line in done.stdout.splitlines() if line.strip().startswith("kernels"))
     assert "quantize" in line
     assert "dequantize" in line
+    assert "op call on the host" in done.stdout

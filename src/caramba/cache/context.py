@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from caramba.cache.layer import LayerCache
@@ -32,6 +33,7 @@ class Context:
         self.caches = tuple(caches)
         self.position = 0
         self._cursor = 0
+        self._lengths: tuple[tuple[int, int | None], Tensor, Tensor | None] | None = None
 
     def begin(self) -> None:
         """Start a forward: the next cache is the first, and every cache holds exactly `position` tokens."""
@@ -63,6 +65,27 @@ class Context:
                 "make the context with this model's new_context()"
             )
         self.position = end
+
+    def lengths(self, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
+        """Return the tokens that `cache` holds on its device, int32 [B], and those in blocks, int32 [1], if any are.
+
+        All applications of a forward hold as many, so one pair of tensors serves them.
+        """
+        some = next(iter(cache.tensors.values()))
+        counts, known = (cache.n_tokens, cache.n_packed), self._lengths
+        if (
+            known is not None
+            and known[0] == counts
+            and known[1].shape[0] == some.batch_size
+            and known[1].device == some.device
+        ):
+            return known[1], known[2]
+        whole = torch.full((some.batch_size,), counts[0], dtype=torch.int32, device=some.device)
+        packed = (
+            None if counts[1] is None else torch.full((1,), counts[1], dtype=torch.int32, device=some.device)
+        )
+        self._lengths = counts, whole, packed
+        return whole, packed
 
     def truncate(self, n_tokens: int) -> None:
         """Roll every cache and the position back to the first `n_tokens` tokens, as if no more had been

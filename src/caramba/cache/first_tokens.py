@@ -23,6 +23,8 @@ class FirstTokensKVCache(LatentLayerKVCache):
     of everything.
     """
 
+    keeps_first_tokens = True
+
     def __init__(
         self,
         dims: AttentionDims,

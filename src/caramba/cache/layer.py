@@ -13,6 +13,7 @@ from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind, Streams, kind_of_stream
 from caramba.config.layer import AttentionDims
 from caramba.errors import ConfigError
+from caramba.ops import StoredStream
 
 FOUR_BIT = (KVCacheKind.Q4_0, KVCacheKind.NF4)
 ROTATED = ("k", "k_sem", "k_geo", "c")
@@ -22,6 +23,7 @@ class LayerCache:
     """Streams of one attention application, by name; all hold the same number of tokens."""
 
     names: ClassVar[tuple[str, ...]] = ()
+    keeps_first_tokens: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -109,13 +111,38 @@ class LayerCache:
         Shape: in [B, K, T, D] per stream, out [B, K, S, D] with S = tokens before + T, in the storage dtype, of
         quantised streams in the dtype that came in.
         """
+        self.write(streams)
+        return self.read(streams[self.names[0]].dtype)
+
+    def write(self, streams: Mapping[str, Tensor]) -> None:
+        """Store the next tokens of every stream, [B, K, T, D] each, and read none.
+
+        Raises:
+            CacheFull: more tokens than fit; the cache is unchanged.
+            ConfigError: streams of another layer, or that autograd follows.
+        """
         if set(streams) != set(self.names):
             raise ConfigError(
                 f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self.names)}; "
                 "make the context with this model's new_context()"
             )
         self._store(streams)
-        return self.read(streams[self.names[0]].dtype)
+
+    def stored(self) -> dict[str, StoredStream]:
+        """Return every stream as it lies in memory, the whole allocation, which `n_tokens` and `n_packed` bound."""
+        return {name: tensor.stored() for name, tensor in self._tensors.items()}
+
+    @property
+    def n_packed(self) -> int | None:
+        """Tokens that the quantised streams hold as blocks, the same for all; None where no stream is quantised."""
+        return next(
+            (tensor.n_packed for tensor in self._tensors.values() if tensor.n_packed is not None), None
+        )
+
+    @property
+    def is_rotated(self) -> bool:
+        """Whether a stream's blocks are Hadamard-rotated, while its 16-bit tail is not."""
+        return any(tensor.config.hadamard for tensor in self._tensors.values())
 
     def _store(self, streams: Mapping[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
@@ -206,6 +233,14 @@ class LatentLayerKVCache(LayerCache):
             return stored
         c, k_geo = stored["joined"].split([width for _, _, width in self.streams], dim=-1)
         return {"c": c, "k_geo": k_geo, **stored}
+
+    def stored(self) -> dict[str, StoredStream]:
+        stored = super().stored()
+        if "joined" not in stored:
+            return stored
+        kind, values = stored["joined"].kind, stored["joined"].values
+        parts = values.split([width for _, _, width in self.streams], dim=-1)
+        return {name: StoredStream(kind, part) for name, part in zip(self.names, parts, strict=True)}
 
 
 def new_layer_cache(

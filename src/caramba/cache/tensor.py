@@ -12,6 +12,7 @@ from torch import Tensor
 from caramba.cache.store import BlockStore, ExactStore, Store
 from caramba.config.kvcache import BLOCKS, KVCacheKind
 from caramba.errors import CacheFull, ConfigError
+from caramba.ops import StoredStream
 
 DTYPES = {KVCacheKind.FP32: torch.float32, KVCacheKind.FP16: torch.float16, KVCacheKind.BF16: torch.bfloat16}
 TAIL_TOKENS = 64
@@ -181,6 +182,19 @@ class KVCacheTensor:
         Without one, an exact kind returns a view in its own type, a quantised one float32.
         """
         return self.store.read(self.n_tokens, dtype)
+
+    def stored(self) -> StoredStream:
+        """Return the allocation as it is, with the name of its format."""
+        if isinstance(self.store, BlockStore):
+            return StoredStream(
+                self.config.kind, self.store.codes.data, self.store.scales.data, self.store.tail.data
+            )
+        return StoredStream(self.config.kind, self.store.buffers["values"].data)
+
+    @property
+    def n_packed(self) -> int | None:
+        """Tokens that are held as blocks, the others being in the tail; None of an exact kind."""
+        return self.store.n_packed if isinstance(self.store, BlockStore) else None
 
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on. The allocation stays, ready to be filled again."""

@@ -163,9 +163,7 @@ class Manifest(Config):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     group: str | None = None
     resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")
-    kernels: Annotated[
-        Literal["auto", "require", "reference"], Later("the kernel and cache work", "require")
-    ] = "auto"
+    kernels: Literal["auto", "require", "reference"] = "auto"
     model: ModelConfig
     fit: FitConfig | None = Field(
         default=None, description="scale the model to a size; a launch resolves it into concrete widths"

@@ -25,7 +25,7 @@ from caramba.distill import (
 )
 from caramba.experiment.session import Session
 from caramba.model import Model
-from caramba.runtime import RuntimePlan, get_world_size, plan
+from caramba.runtime import RuntimePlan, get_world_size
 
 
 def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model) -> Objective:
@@ -125,7 +125,7 @@ def check_teacher_caches(session: Session) -> None:
         phase = run.train
         if phase is None or not phase.cache_teacher_outputs or run.id in session.ledger:
             continue
-        decided = plan(phase, device=session.manifest.device, kernels=session.manifest.kernels, name=run.id)
+        decided = session.plan(phase, run.id)
         assert isinstance(phase.batch_size, int)
         reads = phase.steps * phase.batch_size * phase.gradient_accumulation_steps * get_world_size()
         samples = min(reads, len(session.training_windows(phase)))

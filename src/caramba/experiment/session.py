@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch.utils.data import Subset
 
-from caramba import upcycle
+from caramba import kernels, upcycle
 from caramba.benchmark import Subjects, check_accuracy, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs, check_surgery
-from caramba.config.train import PhaseConfig
+from caramba.config.train import AUTO_LR_WIDTH, PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.distill import Batch
@@ -27,7 +27,15 @@ from caramba.experiment.ledger import Ledger
 from caramba.experiment.text import check_tokenizer, open_text
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
-from caramba.runtime import AttentionChoice, choose_attention, choose_device, families_of, is_main_process
+from caramba.runtime import (
+    AttentionChoice,
+    RuntimePlan,
+    choose_attention,
+    choose_device,
+    families_of,
+    is_main_process,
+    plan,
+)
 from caramba.verify import prepare
 
 
@@ -53,6 +61,7 @@ class Session:
         Without runs, benchmarks and a teacher no data is read: the model is loaded, recorded and ready to export.
         """
         device = choose_device(manifest.device)
+        kernels.load(device, manifest.kernels)
         reads_text = bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
         text = open_text(manifest, group) if reads_text else None
         if text is not None:
@@ -252,6 +261,24 @@ class Session:
             return windows
         assert isinstance(phase.batch_size, int)
         return Subset(windows, range(min(len(windows), batches * phase.batch_size)))
+
+    def plan(self, phase: PhaseConfig, name: str, d_model: int = AUTO_LR_WIDTH) -> RuntimePlan:
+        """Decide how a phase runs, with the kernels of its device attached.
+
+        Raises:
+            KernelUnavailable: `kernels: require`, and an op would run its reference there.
+        """
+        asked, policy = self.manifest.device, self.manifest.kernels
+        ops = kernels.load(choose_device(phase.device or asked), policy)
+        return plan(
+            phase,
+            device=asked,
+            kernels=policy,
+            ops=ops,
+            name=name,
+            d_model=d_model,
+            attention=self.attention,
+        )
 
     def move_to(self, device: torch.device) -> None:
         """Put the current models on the device of the next phase."""

@@ -20,7 +20,7 @@ from caramba.experiment.surgery import transplant_student
 from caramba.model import build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
-from caramba.runtime import is_main_process, plan
+from caramba.runtime import is_main_process
 from caramba.train import (
     BenchmarkArtifacts,
     BlockwiseDistillation,
@@ -99,14 +99,7 @@ def fit_phase(
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
         model = copy.deepcopy(model)
-    decided = plan(
-        phase,
-        device=session.manifest.device,
-        kernels=session.manifest.kernels,
-        name=name,
-        d_model=model.spec.embedder.d_model,
-        attention=session.attention,
-    )
+    decided = session.plan(phase, name, model.spec.embedder.d_model)
     phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))
     objective = build_objective(session, phase, decided, model.to(session.device))

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from caramba import kernels
 from caramba.checkpoint import read_metadata
 from caramba.checkpoint.formats import is_dcp, read_model_metadata
 from caramba.config.hf import is_hf_folder, read_hf_config
@@ -58,7 +59,7 @@ def open_model(
     tokenizer: str | None = None,
 ) -> OpenedModel:
     """Load the model of `role` from a run (a directory, a name, or `latest`), a weights file, an export, or a Hugging
-    Face folder.
+    Face folder, and attach the device's kernels unless its run asked for the reference.
 
     Args:
         with_tokenizer: whether to open the tokenizer: that of the run's data, or of the folder where it has one.
@@ -70,6 +71,8 @@ def open_model(
         DataError: the run's data, which holds its tokenizer, cannot be opened, or the tokenizer does not fit.
     """
     opened = _open(text, role, device, with_tokenizer and tokenizer is None)
+    is_reference = opened.manifest is not None and opened.manifest.kernels == "reference"
+    kernels.load(device, "reference" if is_reference else "auto")
     if tokenizer is None:
         return opened
     chosen, entries = load_tokenizer(tokenizer), opened.model.spec.embedder.vocab_size

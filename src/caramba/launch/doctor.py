@@ -21,18 +21,7 @@ REQUIRED = (
     *("numpy", "safetensors", "tokenizers", "matplotlib", "rich"),
 )
 OPTIONAL = ("triton", "wandb", "litellm", "lm_eval", "submitit")
-TORCH_PROBE = """
-import json, torch
-cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-mps = getattr(torch.backends, "mps", None)
-from caramba import kernels
-device = "cuda" if cuda else "mps" if mps and mps.is_available() else "cpu"
-kernels.load(device)
-info = kernels.get_backend_info(device)
-print(json.dumps({"version": torch.__version__, "cuda": cuda, "cuda_version": torch.version.cuda,
-                  "mps": bool(mps and mps.is_available()), "threads": torch.get_num_threads(),
-                  "kernels": [device, info["ops"]]}))
-"""
+TORCH_PROBE = "import json; from caramba.kernels.probe import probe; print(json.dumps(probe()))"
 
 
 @dataclass(frozen=True)
@@ -95,8 +84,15 @@ def _torch() -> Iterator[Finding]:
     yield Finding("torch import", f"{facts['version']}, {facts['threads']} threads", True)
     yield Finding("cuda", f"{cuda} (built for {facts['cuda_version']})" if facts["cuda_version"] else cuda)
     yield Finding("mps", "available" if facts["mps"] else "none")
-    device, ops = facts["kernels"]
-    yield Finding("kernels", f"on {device}: " + ", ".join(f"{op} {backend}" for op, backend in ops.items()))
+    device = facts["device"]
+    if facts["driver"]:
+        yield Finding("driver", facts["driver"])
+    ops = ", ".join(f"{op} {backend}" for op, backend in facts["ops"].items())
+    yield Finding("kernels", f"on {device}: {ops}")
+    yield Finding("op call on the host", f"{facts['call_us']:.1f} us (dequantize of one block)")
+    if facts["roofs"]:
+        roofs = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in facts["roofs"].items())
+        yield Finding("memory roofs", f"{roofs}, measured on {facts['roof_bytes'] / 1e9:.1f} GB")
 
 
 def memory_gb() -> float | None:

@@ -7,13 +7,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import Context
+from caramba.cache import Context, LayerCache
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.errors import ConfigError
 from caramba.layer.documents import Documents
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
 from caramba.layer.score import CausalScore, Null
+from caramba.layer.stored import StoredKeys
+from caramba.ops import MAX_QUERIES, fused_decode_available
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:
@@ -85,10 +87,21 @@ class AttentionLayer(nn.Module):
         else:
             q, streams = self.projection(x, 0 if ctx is None else ctx.position)
             if ctx is not None:
-                streams = ctx.next_cache().append(streams)
+                cache = ctx.next_cache()
+                if self._is_fused(cache, q):
+                    cache.write(streams)
+                    stored = StoredKeys(cache.stored(), *ctx.lengths(cache), cache.n_tokens)
+                    heads = self.projection.attend_stored(q, stored, self.score.window, self._null())
+                    return self.out(heads.transpose(1, 2).flatten(2))
+                streams = cache.append(streams)
         first = ctx.first if isinstance(ctx, Documents) else None
         heads = self.projection.attend(q, streams, self.score, self._null(), first)
         return self.out(heads.transpose(1, 2).flatten(2))
+
+    def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:
+        """Whether these few queries can read the cache in the format that it is stored in."""
+        has_dropout = self.training and self.score.dropout > 0
+        return q.shape[2] <= MAX_QUERIES and not has_dropout and fused_decode_available(cache, q.device)
 
     def _null(self) -> Null:
         return None if self.null_k is None or self.null_v is None else (self.null_k, self.null_v)

@@ -13,6 +13,7 @@ from caramba.layer.first_tokens import FirstTokens, attend_beside
 from caramba.layer.projection import GatedProjection, split_heads, widened
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
+from caramba.layer.stored import StoredKeys
 
 
 def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
@@ -175,6 +176,16 @@ class LatentProjection(GatedProjection):
         n_keys = streams["c"].shape[2]
         q_sem = q[..., : self.query_dim]
         return q, *rows.read(q_first, q_sem, streams["k_first"], streams["v_first"], n_keys, first)
+
+    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+        """Attend in the absorbed form."""
+        q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
+        mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
+        rows = None
+        if self.null_c is not None and self.null_geo is not None:
+            rows = self.null_c[None], self.null_geo[None]
+        read = keys.attend(mapped, q_geo.to(mapped.dtype), ("c", "k_geo"), window=window, null=rows)
+        return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.

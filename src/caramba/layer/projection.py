@@ -12,6 +12,7 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
+from caramba.layer.stored import StoredKeys
 from caramba.ops.widen import widened
 
 
@@ -58,6 +59,10 @@ class Projection(nn.Module):
     ) -> Tensor:
         """Return what each head reads from all tokens stored, [B, H, T, value_dim]; `first` as in the score op."""
         return score(q, *self.keys_values(streams), null, first)
+
+    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+        """Return what each head reads, [B, H, T, value_dim], from the tokens in the format that they are stored in."""
+        raise NotImplementedError
 
     def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
@@ -189,6 +194,16 @@ class DecoupledProjection(GatedProjection):
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return torch.cat((streams["k_sem"], streams["k_geo"]), dim=-1), streams["v"]
+
+    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+        geo, kv_heads = self.dims.rope, self.dims.n_kv_heads
+        widths = (self.dims.qk - geo, geo)
+        rows = None
+        if null is not None:
+            k, v = (row.view(kv_heads, -1) for row in null)
+            rows = (*k.split(widths, dim=-1), v)
+        q_sem, q_geo = q.split(widths, dim=-1)
+        return keys.attend(q_sem, q_geo, ("k_sem", "k_geo", "v"), window=window, null=rows)
 
 
 def _head_norm(config: AttentionLayerConfig, width: int) -> nn.Module:

@@ -9,7 +9,7 @@ from caramba.ops.backend import (
     is_fused,
 )
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
-from caramba.ops.dba_decode import StoredStream, dba_decode
+from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
@@ -23,6 +23,7 @@ from caramba.ops.rope import rope
 from caramba.ops.swiglu import swiglu
 
 __all__ = [
+    "MAX_QUERIES",
     "METAL_AVAILABLE",
     "STORED",
     "TRITON_AVAILABLE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -43,8 +43,16 @@ DISPATCH_KEYS = {"cuda": "CUDA", "mps": "MPS", "cpu": "CPU"}
 _attached: dict[tuple[str, str], str] = {}
 
 
+DECOUPLED = (("k_sem", "k_geo", "v"), ("c", "k_geo"))
+"""Streams of the caches that `dba_decode` reads."""
+
+
 class _Cache(Protocol):
-    names: Any
+    names: ClassVar[tuple[str, ...]]
+    keeps_first_tokens: ClassVar[bool]
+
+    @property
+    def is_rotated(self) -> bool: ...
 
 
 def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]) -> None:
@@ -91,5 +99,12 @@ def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def fused_decode_available(cache: _Cache, device: torch.device | str) -> bool:
-    """Whether a decode step on this cache runs a kernel that reads the stored format, without dequantising first."""
-    return ("dba_decode", torch.device(device).type) in _attached and cache.names != ("k", "v")
+    """Whether a decode step on this cache runs a kernel that reads the stored format, without dequantising first.
+
+    It does for the caches of decoupled attention where a launcher of `dba_decode` is attached, unless blocks are
+    Hadamard-rotated (the tail beside them is not, and one query cannot serve both) or first tokens are kept exact
+    (their keys are of another shape).
+    """
+    is_attached = ("dba_decode", torch.device(device).type) in _attached
+    is_plain = not (cache.is_rotated or cache.keeps_first_tokens)
+    return is_attached and is_plain and cache.names in DECOUPLED

@@ -25,6 +25,7 @@ def dequantize(
     Raises:
         ConfigError: a kind that is not a block format, or codes and scales that are not of that kind and width.
     """
+    _check(codes, scales, kind, width)
     return torch.ops.caramba.dequantize.default(codes, scales, str(kind), width, dtype)
 
 

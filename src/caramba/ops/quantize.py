@@ -36,6 +36,7 @@ def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     Reference: Gerganov et al., ggml (q8_0, q4_0: same blocks and levels; ours divide by the rounded scale);
     Dettmers et al., 2023, arXiv:2305.14314 (NormalFloat).
     """
+    _checked(x, kind)
     return torch.ops.caramba.quantize.default(x, str(kind))
 
 

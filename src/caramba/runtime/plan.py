@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,16 @@ def plan(
     *,
     device: str,
     kernels: str,
+    ops: Mapping[str, str],
     name: str,
     d_model: int = AUTO_LR_WIDTH,
     attention: AttentionChoice | None = None,
 ) -> RuntimePlan:
     """Decide how a phase of a model of width `d_model` runs here. Nothing is measured yet: every decision says what
-    fixed it."""
+    fixed it.
+
+    `ops` is the backend of every op on that device, as `caramba.kernels.load` returned it under the policy `kernels`.
+    """
     chosen = choose_device(phase.device or device)
     facts = device_facts(chosen)
     asked = phase.device or device
@@ -71,7 +76,7 @@ def plan(
         "compile_model": Decision(phase.compile_model, "the manifest"),
         "activation_checkpointing": Decision(phase.activation_checkpointing, "the manifest"),
         "attention": _attention(attention or choose_attention(chosen)),
-        "kernels": Decision("reference", f"kernels={kernels}: no op has a device kernel yet"),
+        "kernels": Decision(dict(ops), f"kernels={kernels}: what was attached for {chosen.type}"),
     }
     key = json.dumps([facts, phase.model_dump(mode="json")], sort_keys=True, default=str)
     return RuntimePlan(name, hashlib.sha256(key.encode()).hexdigest(), facts, decisions)

@@ -11,7 +11,7 @@ from caramba.runtime import RuntimePlan, plan
 
 def planned(d_model: int = 128, **settings: object) -> RuntimePlan:
     phase = PhaseConfig.model_validate({"phase": "blockwise", "steps": 5, **settings})
-    return plan(phase, device="cpu", kernels="auto", name="x", d_model=d_model)
+    return plan(phase, device="cpu", kernels="auto", ops={"quantize": "reference"}, name="x", d_model=d_model)
 
 
 @pytest.mark.parametrize(
