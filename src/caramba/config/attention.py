@@ -372,7 +372,8 @@ class AttentionLayerConfig(LayerConfig):
 
     def _saved_latent(self) -> int:
         """As `_saved`: expanded, the latent and q, k, v and output as wide as the keys of every head; absorbed, the
-        one key that is the value too, queries and output as wide, and what the maps read.
+        one key that is the value too, queries and output as wide, and what the maps read (of the queries a view,
+        which keeps their geometric part too).
         """
         dims, heads, width = self.dims(), self.n_heads, self.n_heads * self.query_dim
         projected = self.d_model + width + heads * dims.rope * self.decoupled_gate
@@ -380,7 +381,7 @@ class AttentionLayerConfig(LayerConfig):
         if self._trains_expanded:
             form = dims.v + 4 * heads * (self.query_dim + dims.rope)
         else:
-            form = width + dims.qk + 2 * heads * dims.qk + heads * dims.v
+            form = width + heads * dims.rope + dims.qk + 2 * heads * dims.qk + heads * dims.v
         return projected + scaled + form + heads + width
 
     @property

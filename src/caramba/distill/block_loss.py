@@ -89,11 +89,10 @@ def attention_log_probabilities(
 
     Shape: x [B, T, M], rows int64 [B, n] -> [B, H, n, T], or [B, H, n, 1 + T] with a null key.
     """
-    q, streams = layer.projection(x, 0 if documents is None else documents.positions)
+    q, streams = layer.projection(x, 0 if documents is None else documents.positions, rows)
     k, _ = layer.projection.keys_values(streams)
-    groups, length = q.shape[1] // k.shape[1], x.shape[1]
-    picked = q.gather(2, rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
-    picked = picked.unflatten(1, (k.shape[1], groups))
+    length = x.shape[1]
+    picked = q.unflatten(1, (k.shape[1], -1))
     scores = widened(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
     places = torch.arange(length, device=x.device)
     window = length if layer.score.window is None else layer.score.window

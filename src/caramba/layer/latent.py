@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.projection import GatedProjection, split_heads
+from caramba.layer.projection import GatedProjection, angles_at, picked, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 
@@ -81,14 +81,17 @@ class LatentProjection(GatedProjection):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        q, c, k_geo = split_heads(self.q(x), self.dims.n_heads), self.c(x), split_heads(self.k_geo(x), 1)
+    def forward(
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        asking = picked(x, rows)
+        q, c, k_geo = split_heads(self.q(asking), self.dims.n_heads), self.c(x), split_heads(self.k_geo(x), 1)
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
-            q_geo, k_geo = rotate(q_geo, cos, sin), rotate(k_geo, cos, sin)
-        q = self._scaled(torch.cat(self._gated(x, q, q_geo), dim=-1), c.dtype)
-        return q, {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
+            q_geo = rotate(q_geo, angles_at(cos, rows), angles_at(sin, rows))
+            k_geo = rotate(k_geo, cos, sin)
+        return self._joined(asking, q, q_geo, c.dtype), {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
 
     def attend(
         self,
