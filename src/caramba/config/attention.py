@@ -95,6 +95,10 @@ class AttentionDims:
         return sum(heads * width for _, heads, width in self.streams)
 
 
+COPIED = ("q.weight", "q.bias", "out.weight")
+"""The weights of a latent layer that surgery takes from the teacher as they are; all others are made of statistics."""
+
+
 class AttentionLayerConfig(LayerConfig):
     """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together.
 
@@ -353,7 +357,15 @@ class AttentionLayerConfig(LayerConfig):
             dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn), expanded
         )
         return layer_cost(
-            self._label(), self.type, width, width, self.parameter_shapes(), self._saved(), work, dims.streams
+            self._label(),
+            self.type,
+            width,
+            width,
+            self.parameter_shapes(),
+            self._saved(),
+            work,
+            dims.streams,
+            COPIED if self.is_latent else (),
         )
 
     def _saved(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from caramba.config.attention import COPIED
 from caramba.distill.block_loss import BlockDistance, attention_kl
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.objective import Backward, Batch, Objective
@@ -51,6 +52,8 @@ class BlockwiseObjective(Objective):
             student's stack then runs once, without gradients but in its attention layers.
         cache: keeps the teacher's block inputs and outputs; None runs the teacher at every step.
         shard: the blocks that this rank trains.
+        keeps_copied: leave the weights as they are that surgery copied, W_q and W_o of latent layers, which spares
+            the two largest weight gradients of a block.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class BlockwiseObjective(Objective):
         n_queries: int = 64,
         cache: TeacherCache | None = None,
         shard: BlockShard | None = None,
+        keeps_copied: bool = False,
     ) -> None:
         self.model, self.teacher, self.pairs = model, teacher, tuple(pairs)
         self.shard = shard or BlockShard([name for name, _, _ in pairs])
         self.schedule, self.on_student = schedule, on_student
         self.attention_weight, self.n_queries = attention_weight, n_queries
+        self.keeps_copied = keeps_copied
         self.targets = BlockTargets(teacher, self.pairs, cache)
         self.distance = BlockDistance()
         self._layers = {name: (source, target) for name, source, target in pairs}
@@ -79,11 +84,21 @@ class BlockwiseObjective(Objective):
             (f"{name}.{key}", value)
             for name, _, layer in self.pairs
             if name in self.shard.owned
-            for key, value in layer.named_parameters()
+            for key, value in self._trained(layer)
         ]
 
     def clip_groups(self) -> list[list[nn.Parameter]]:
-        return [list(layer.parameters()) for name, _, layer in self.pairs if name in self.shard.owned]
+        layers = [layer for name, _, layer in self.pairs if name in self.shard.owned]
+        return [[value for _, value in self._trained(layer)] for layer in layers]
+
+    def _trained(self, layer: AttentionLayer) -> list[tuple[str, nn.Parameter]]:
+        """Return the named parameters of a student layer that train."""
+        copied = COPIED if self.keeps_copied and layer.config.is_latent else ()
+        return [
+            (key, value)
+            for key, value in layer.named_parameters()
+            if key.removeprefix("projection.") not in copied
+        ]
 
     def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
         return (step, steps) if self.schedule is None else self.schedule.span(step, steps)
