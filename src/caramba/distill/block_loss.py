@@ -48,26 +48,51 @@ def _mean(x: Tensor, documents: Tensor | None) -> Tensor:
     return (x * counted).sum() / (counted.sum() * x.shape[-1]).clamp_min(1)
 
 
+def sample_queries(tokens: Tensor, n_queries: int) -> Tensor:
+    """Draw `n_queries` positions of each sequence without repetition, all if it has no more.
+
+    They come from torch's CPU generator, which a run seeds and saves, and reach the device without a wait for it.
+
+    Shape: tokens [B, T] -> int64 [B, min(n, T)] on the same device.
+    """
+    batch, length = tokens.shape
+    rows = torch.stack([torch.randperm(length)[:n_queries] for _ in range(batch)])
+    return (rows.pin_memory() if tokens.is_cuda else rows).to(tokens.device, non_blocking=True)
+
+
+class AttentionDivergence(nn.Module):
+    """`attention_kl` as a module, so that a compiled step makes one pass over the scores of what here are ten."""
+
+    def forward(
+        self,
+        teacher: AttentionLayer,
+        student: AttentionLayer,
+        teacher_x: Tensor,
+        student_x: Tensor,
+        rows: Tensor,
+        documents: Documents | None = None,
+        counted: Tensor | None = None,
+    ) -> Tensor:
+        return attention_kl(teacher, student, teacher_x, student_x, rows, documents, counted)
+
+
 def attention_kl(
     teacher: AttentionLayer,
     student: AttentionLayer,
     teacher_x: Tensor,
     student_x: Tensor,
-    n_queries: int,
+    rows: Tensor,
     documents: Documents | None = None,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and sampled queries; of
+    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and the queries at `rows`; of
     these only the `counted` ones, which padding is not.
 
-    `n_queries` positions per sequence are drawn without repetition from torch's CPU generator, which a run seeds and
-    saves; scores are [B, H, n, S] at most, never [T, S]. Layers of the same number of query heads are compared head
-    by head.
+    Scores are [B, H, n, S] at most, never [T, S], and a latent student expands no keys. Layers of the same number of
+    query heads are compared head by head.
 
-    Shape: both inputs [B, T, M], counted bool [B, T] -> [].
+    Shape: both inputs [B, T, M], rows int64 [B, n] (see `sample_queries`), counted bool [B, T] -> [].
     """
-    batch, length, _ = student_x.shape
-    rows = torch.stack([torch.randperm(length)[:n_queries] for _ in range(batch)]).to(student_x.device)
     with torch.no_grad():
         log_p = attention_log_probabilities(teacher, teacher_x, rows, documents)
     log_q = attention_log_probabilities(student, student_x, rows, documents)
@@ -90,7 +115,7 @@ def attention_log_probabilities(
     Shape: x [B, T, M], rows int64 [B, n] -> [B, H, n, T], or [B, H, n, 1 + T] with a null key.
     """
     q, streams = layer.projection(x, 0 if documents is None else documents.positions, rows)
-    k, _ = layer.projection.keys_values(streams)
+    q, k = layer.projection.score_operands(q, streams)
     length = x.shape[1]
     picked = q.unflatten(1, (k.shape[1], -1))
     scores = widened(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)

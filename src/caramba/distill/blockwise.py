@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.attention import COPIED
-from caramba.distill.block_loss import BlockDistance, attention_kl
+from caramba.distill.block_loss import AttentionDivergence, BlockDistance, sample_queries
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
@@ -31,18 +31,21 @@ BLOCK, RAW = "block", "l1"
 
 @dataclass(frozen=True)
 class _Block:
-    """One application of a block: what the student and the teacher read, what the teacher gave, and documents."""
+    """One application of a block: what the student and the teacher read, what the teacher gave, documents, and the
+    queries whose attention is compared."""
 
     student_x: Tensor
     teacher_x: Tensor
     target: Tensor
     documents: Tensor | None
     apart: Documents | None
+    rows: Tensor | None
 
 
 class BlockwiseObjective(Objective):
     """Trains the attention layers of `model` on the teacher's blocks: sum|o_s - o_t| / sum|o_t| each, plus
-    `attention_weight` times KL(A_t || A_s) on `n_queries` sampled queries per sequence.
+    `attention_weight` times KL(A_t || A_s) on `n_queries` sampled queries per sequence, the same for all blocks of a
+    step.
 
     `loss` is the mean over the blocks that train now, `block/NAME` each block's, `l1/NAME` its mean |o_s - o_t|.
 
@@ -76,7 +79,7 @@ class BlockwiseObjective(Objective):
         self.attention_weight, self.n_queries = attention_weight, n_queries
         self.keeps_copied = keeps_copied
         self.targets = BlockTargets(teacher, self.pairs, cache)
-        self.distance = BlockDistance()
+        self.distance, self.divergence = BlockDistance(), AttentionDivergence()
         self._layers = {name: (source, target) for name, source, target in pairs}
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -117,7 +120,7 @@ class BlockwiseObjective(Objective):
 
     def compilable(self) -> list[nn.Module]:
         layers = [layer for _, source, target in self.pairs for layer in (source, target)]
-        return [*layers, self.distance]
+        return [*layers, self.distance, *([self.divergence] if self.attention_weight else [])]
 
     def finish(self) -> None:
         self.shard.gather({name: layer for name, _, layer in self.pairs})
@@ -134,10 +137,11 @@ class BlockwiseObjective(Objective):
         found: dict[str, list[Tensor]] = {}
         documents = documents_of(batch)
         apart = None if documents is None else Documents.of(documents)
+        rows = sample_queries(batch[0], self.n_queries) if self.attention_weight else None
 
         def train(name: str, student_x: Tensor, teacher_x: Tensor, target: Tensor) -> Tensor:
             with torch.set_grad_enabled(backward is not None):
-                block = _Block(student_x.detach(), teacher_x, target, documents, apart)
+                block = _Block(student_x.detach(), teacher_x, target, documents, apart, rows)
                 output, losses = self._block(name, block)
                 if backward is not None:
                     backward(losses[BLOCK])
@@ -174,10 +178,10 @@ class BlockwiseObjective(Objective):
         output = student(block.student_x, block.apart)
         raw, size = self.distance(output, block.target, block.documents)
         losses = {BLOCK: raw / size, RAW: raw}
-        if self.attention_weight:
+        if block.rows is not None:
             counted = None if block.documents is None else block.documents >= 0
-            kl = attention_kl(
-                source, student, block.teacher_x, block.student_x, self.n_queries, block.apart, counted
+            kl = self.divergence(
+                source, student, block.teacher_x, block.student_x, block.rows, block.apart, counted
             )
             losses |= {BLOCK: losses[BLOCK] + self.attention_weight * kl, "attention_kl": kl}
         return output, losses

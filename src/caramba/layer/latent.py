@@ -133,19 +133,23 @@ class LatentProjection(GatedProjection):
         A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
         whole key as value, and the part of the output that it adds is dropped: no copy, where padding c is one.
         """
-        q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
         has_one_width = q.shape[2] > 1 or q.dtype in HALF_PRECISION
-        mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
+        queries, key = self.score_operands(q, streams)
         null = None
         if self.null_c is not None and self.null_geo is not None:
             null_k = torch.cat((self.null_c, self.null_geo))
             null = null_k, null_k if has_one_width else self.null_c
+        value = key if has_one_width else key[..., : self.dims.v]
+        read = score(queries, key, value, null, first)
+        return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
+
+    def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the queries [q_h A_h, q_geo], [B, H, T, R + Dgeo], and the one key [c, k_geo], [B, 1, S, R + Dgeo]."""
+        q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
+        mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
         joined = streams.get("joined")
         key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
-        key = key.to(q.dtype)
-        value = key if has_one_width else key[..., : self.dims.v]
-        read = score(torch.cat((mapped, q_geo), dim=-1), key, value, null, first)
-        return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
+        return torch.cat((mapped, q_geo), dim=-1), key.to(q.dtype)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.

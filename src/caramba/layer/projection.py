@@ -80,6 +80,13 @@ class Projection(nn.Module):
         """Return what each head reads from all tokens stored, [B, H, T, value_dim]; `first` as in the score op."""
         return score(q, *self.keys_values(streams), null, first)
 
+    def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return queries [B, H, T, W] and keys [B, K, S, W] whose products are the scores.
+
+        Meant for few queries on many keys: nothing is made per key that the streams do not hold.
+        """
+        return q, self.keys_values(streams)[0]
+
     def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
         scaled = widened(q) * (1.0 / math.sqrt(self.query_dim))
