@@ -108,8 +108,8 @@ class TestStages:
         assert stage.total_flops == pytest.approx(work * stage.tokens)
 
     def test_copied_weights_that_stay_take_neither_gradients_nor_work(self):
-        made = plan(manifest("tiny_dba_latent", phase("blockwise"), phase("blockwise", trainable="maps")))
-        everything, maps = (stage.estimate for stage in made.stages)
+        choices = (phase("blockwise", trainable=name) for name in ("all", "maps"))
+        everything, maps = (plan(manifest("tiny_dba_latent", one)).stages[0].estimate for one in choices)
         copied = 4 * (128 * 4 * 32 + 4 * 32 * 128)  # W_q and W_o of four layers
         assert everything.trained_params - maps.trained_params == copied
         assert everything.memory.optimizer_bytes - maps.memory.optimizer_bytes == 8 * copied
