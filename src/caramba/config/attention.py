@@ -383,15 +383,15 @@ class AttentionLayerConfig(LayerConfig):
         return self.d_model + 4 * heads * max(dims.qk, dims.v) + heads * dims.v + heads + norms + scaled
 
     def _saved_latent(self) -> int:
-        """As `_saved`: expanded, the latent and q, k, v and output as wide as the keys of every head; absorbed, the
-        one key that is the value too, queries and output as wide, and what the maps read (of the queries a view,
-        which keeps their geometric part too).
+        """As `_saved`: expanded, the latent with k_geo and q, k, v and output as wide as the keys of every head;
+        absorbed, the one key that is the value too, queries and output as wide, and what the maps read (of the queries
+        a view, which keeps their geometric part too).
         """
         dims, heads, width = self.dims(), self.n_heads, self.n_heads * self.query_dim
         projected = self.d_model + width + heads * dims.rope * self.decoupled_gate
         scaled = (width + heads * dims.rope) * self.learned_temperature
         if self._trains_expanded:
-            form = dims.v + 4 * heads * (self.query_dim + dims.rope)
+            form = dims.v + dims.rope + 4 * heads * (self.query_dim + dims.rope)
         else:
             form = width + heads * dims.rope + dims.qk + 2 * heads * dims.qk + heads * dims.v
         return projected + scaled + form + heads + width

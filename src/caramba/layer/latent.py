@@ -85,13 +85,29 @@ class LatentProjection(GatedProjection):
         self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         asking = picked(x, rows)
-        q, c, k_geo = split_heads(self.q(asking), self.dims.n_heads), self.c(x), split_heads(self.k_geo(x), 1)
+        q, (c, k_geo) = split_heads(self.q(asking), self.dims.n_heads), self._keys(x)
+        k_geo = k_geo[:, None]
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
             q_geo = rotate(q_geo, angles_at(cos, rows), angles_at(sin, rows))
             k_geo = rotate(k_geo, cos, sin)
         return self._joined(asking, q, q_geo, c.dtype), {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
+
+    def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latent c [B, T, R] and the geometric key before RoPE [B, T, Dgeo].
+
+        Training takes both from one product: each alone is too narrow to keep a GPU busy, forward and backward, and
+        reads all of x. Decoding joins no weights, at every token anew; layers that stand in for these are called.
+        """
+        if not torch.is_grad_enabled() or type(self.c) is not nn.Linear or type(self.k_geo) is not nn.Linear:
+            return self.c(x), self.k_geo(x)
+        geo_bias = self.c.bias.new_zeros(self.dims.rope) if self.k_geo.bias is None else self.k_geo.bias
+        weight = torch.cat((self.c.weight, self.k_geo.weight))
+        c, k_geo = F.linear(x, weight, torch.cat((self.c.bias, geo_bias))).split(
+            (self.dims.v, self.dims.rope), -1
+        )
+        return c, k_geo
 
     def attend(
         self,
