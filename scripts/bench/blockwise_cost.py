@@ -36,7 +36,7 @@ from caramba.runtime import choose_device, synchronize
 from caramba.upcycle import pair_attention
 
 WARM_UP = 2
-PARTS = ("teacher", "student forward", "backward", "optimiser")
+PARTS: tuple[str, ...] = ("teacher", "student forward", "backward", "optimiser")
 
 
 class Bench:
@@ -198,7 +198,7 @@ def measure(bench: Bench, repeats: int) -> tuple[dict[str, list[float]], dict[st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="tiny_dba_latent")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--block", type=int, default=128)

@@ -13,7 +13,7 @@ from caramba.config.benchmark import (
     PerplexityBenchmarkConfig,
 )
 from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
-from caramba.config.model import ModelSpec
+from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
 from caramba.errors import ConfigError
@@ -79,7 +79,7 @@ def check_vocabulary(manifest: Manifest) -> None:
             )
 
 
-def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, run: RunConfig) -> None:
+def _check_run(manifest: Manifest, model: ModelConfig, teacher: ModelSpec | None, run: RunConfig) -> None:
     phase = run.train
     if phase is None:
         return
@@ -112,7 +112,7 @@ def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, 
         _check_copied(run, model)
 
 
-def _check_copied(run: RunConfig, model: ModelSpec) -> None:
+def _check_copied(run: RunConfig, model: ModelConfig) -> None:
     """Refuse to leave weights as they are that surgery has not copied from the teacher."""
     layers = attention_configs(model.topology)
     place = next((at for at, layer in enumerate(layers) if not layer.is_latent), None)

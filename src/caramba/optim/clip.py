@@ -22,7 +22,8 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
     gradients = [group for group in gradients if group]
     if not gradients:
         return torch.zeros(())
-    norms = torch.stack(torch._foreach_norm([grad for group in gradients for grad in group]))
+    every = [grad for group in gradients for grad in group]
+    norms = torch.stack(torch._foreach_norm(every))  # pyright: ignore[reportPrivateImportUsage]
     sizes = [len(group) for group in gradients]
     if len(sizes) == 1:
         totals = torch.linalg.vector_norm(norms)[None]
@@ -33,5 +34,5 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
     if max_norm is not None:
         scales = (max_norm / (totals + EPSILON)).clamp(max=1.0)
         for group, scale in zip(gradients, scales.unbind(), strict=True):
-            torch._foreach_mul_(group, scale)
+            torch._foreach_mul_(group, scale)  # pyright: ignore[reportPrivateImportUsage]
     return totals[0] if len(sizes) == 1 else torch.linalg.vector_norm(totals)
