@@ -1,8 +1,10 @@
-"""What a blockwise step costs against one headless teacher forward, concurrent against sequential.
+"""What a blockwise step costs against one headless teacher forward, concurrent against sequential, and where it goes.
 
 Random weights of a preset serve, as cost does not depend on them. Variants take turns, so drift of the machine hits
-all.
-`naive` is one block a step with full teacher and student forwards, heads included.
+all, and each repeat's ratio is taken to the headless forward of the same repeat.
+`maps` leaves W_q and W_o as they are (a latent student), `attention KL` adds 0.1 KL(A_t || A_s) on 64 queries,
+`drift` reads the student's own states, and `naive` is one block a step with full teacher and student forwards, heads
+included. The split of a step is timed between marks, by device events on a GPU.
 Prints a table; with --out also writes JSON.
 
 Usage: python scripts/bench/blockwise_cost.py [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
@@ -13,26 +15,190 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from caramba.distill import BlockSchedule, BlockwiseObjective, relative_l1, tap_attention
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
-from caramba.model import Trace, build_model
+from caramba.model import Model, Trace, build_model
+from caramba.optim import clip_gradients
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device, synchronize
 from caramba.upcycle import pair_attention
 
+WARM_UP = 2
+PARTS: tuple[str, ...] = ("teacher", "student forward", "backward", "optimiser")
+
+
+class Bench:
+    """Teacher, student and one optimiser, and the steps to time on them."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        manifest = freeze([f"model={args.model}", "train=pretrain", *args.overrides]).manifest
+        described = manifest.model.teacher
+        assert described is not None
+        assert described.manifest is not None
+        self.teacher: Model = build_model(described.manifest, seed=1).to(device).eval().requires_grad_(False)
+        self.student: Model = build_model(manifest.model, seed=2).to(device)
+        if args.amp:
+            self.teacher = copy.deepcopy(self.teacher).to(torch.bfloat16)
+        self.pairs = pair_attention(self.teacher, self.student)
+        self.device = device
+        self.tokens = torch.randint(
+            manifest.model.embedder.vocab_size, (args.batch, args.block), device=device
+        )
+        self.objectives = {
+            "all": self.objective(),
+            "attention KL": self.objective(attention_weight=0.1),
+            "drift": self.objective(on_student=True),
+        }
+        if all(layer.config.is_latent for _, _, layer in self.pairs):
+            self.objectives["maps"] = self.objective(keeps_copied=True)
+        self.sequential = [
+            self.objective(schedule=BlockSchedule([name], steps=10**9, is_sequential=True))
+            for name, _, _ in self.pairs
+        ]
+        if args.compile:
+            # Every kind of step and every place of a naive one is a graph of its own.
+            torch._dynamo.config.recompile_limit = 64
+            layers = [layer for _, source, target in self.pairs for layer in (source, target)]
+            heads = [
+                module
+                for each in [*self.objectives.values(), *self.sequential]
+                for module in each.compilable()
+            ]
+            for module in dict.fromkeys([*layers, *heads]):
+                module.forward = torch.compile(module.forward)
+        trained = [parameter for _, parameter in self.objectives["all"].trainable()]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+    def objective(self, **how: Any) -> BlockwiseObjective:
+        return BlockwiseObjective(self.student, self.teacher, self.pairs, **how)
+
+    def step(self, objective: BlockwiseObjective, mark: Callable[[str], None] = lambda _part: None) -> None:
+        """One step as a run makes it; `mark` is told which part has just ended."""
+
+        def backward(loss: torch.Tensor) -> None:
+            mark("student forward")
+            loss.backward()
+            mark("backward")
+
+        objective.step((self.tokens, self.tokens), backward)
+        mark("teacher")
+        clip_gradients(objective.clip_groups(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark("optimiser")
+
+    def train_only(self, objective: BlockwiseObjective) -> None:
+        """Leave gradients to what the objective trains, as the start of a phase does."""
+        chosen = {id(parameter) for _, parameter in objective.trainable()}
+        for parameter in self.student.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+
+    @torch.no_grad()
+    def headless(self) -> None:
+        self.teacher.hidden(self.tokens)
+
+    def truncated(self) -> None:
+        layers = [(name, source) for name, source, _ in self.pairs]
+        tap_attention(self.teacher, layers, self.tokens, lambda *_: None)
+
+    def naive(self) -> None:
+        """A step of every block, each with full forwards of both models."""
+        for _, source, target in self.pairs:
+            self.student.requires_grad_(False)
+            target.requires_grad_(True)
+            with torch.no_grad(), Trace(self.teacher, lambda _n, m, it=source: m is it) as theirs:
+                self.teacher(self.tokens)
+            with Trace(self.student, lambda _n, m, it=target: m is it, detach=False) as ours:
+                self.student(self.tokens)
+            relative_l1(ours.outputs[0], theirs.outputs[0]).backward()
+            clip_gradients([list(target.parameters())], 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def split(self, objective: BlockwiseObjective) -> dict[str, float]:
+        """Milliseconds of one step by part."""
+        marks: list[tuple[str, Any]] = []
+
+        def mark(part: str) -> None:
+            if self.device.type == "cuda":
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                marks.append((part, event))
+            else:
+                synchronize(self.device)
+                marks.append((part, time.perf_counter()))
+
+        hooks = [layer.register_forward_pre_hook(lambda *_: mark("teacher")) for _, _, layer in self.pairs]
+        synchronize(self.device)
+        mark("start")
+        self.step(objective, mark)
+        synchronize(self.device)
+        for hook in hooks:
+            hook.remove()
+        spent = dict.fromkeys(PARTS, 0.0)
+        for (_, before), (part, after) in itertools.pairwise(marks):
+            is_event = self.device.type == "cuda"
+            spent[part] += before.elapsed_time(after) if is_event else 1000 * (after - before)
+        return spent
+
+    def variants(self) -> dict[str, Callable[[], object]]:
+        """What is timed, by name; the first is what the others are compared with."""
+
+        def concurrent(name: str) -> Callable[[], object]:
+            return lambda: self.step(self.objectives[name])
+
+        return {
+            "headless teacher forward": self.headless,
+            "truncated teacher forward": self.truncated,
+            **{f"concurrent, {name}": concurrent(name) for name in sorted(self.objectives)},
+            "sequential, a step of each block": lambda: [self.step(item) for item in self.sequential],
+            "naive, a step of each block": self.naive,
+        }
+
+
+def measure(bench: Bench, repeats: int) -> tuple[dict[str, list[float]], dict[str, int], dict[str, Any]]:
+    """Return the milliseconds and peak bytes of every variant, and the parts of a step, by objective."""
+    variants, is_cuda = bench.variants(), bench.device.type == "cuda"
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    peaks: dict[str, int] = {}
+    parts: dict[str, dict[str, list[float]]] = {
+        name: {part: [] for part in PARTS} for name in bench.objectives if name != "drift"
+    }
+    for repeat in range(repeats + WARM_UP):
+        for name, run in variants.items():
+            bench.train_only(bench.objectives.get(name.removeprefix("concurrent, "), bench.objectives["all"]))
+            synchronize(bench.device)
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            run()
+            synchronize(bench.device)
+            if repeat >= WARM_UP:
+                times[name].append(1000 * (time.perf_counter() - began))
+                if is_cuda:
+                    peaks[name] = torch.cuda.max_memory_allocated()
+        for name, spent in parts.items():
+            bench.train_only(bench.objectives[name])
+            for part, value in bench.split(bench.objectives[name]).items():
+                if repeat >= WARM_UP:
+                    spent[part].append(value)
+    return times, peaks, parts
+
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="tiny_dba")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--block", type=int, default=128)
@@ -44,84 +210,25 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="of the composition, as for a launch")
     args = parser.parse_args()
     device = choose_device(args.device)
-    manifest = freeze([f"model={args.model}", "train=pretrain", *args.overrides]).manifest
-    described = manifest.model.teacher
-    assert described is not None
-    assert described.manifest is not None
-    teacher = build_model(described.manifest, seed=1).to(device).eval().requires_grad_(False)
-    student = build_model(manifest.model, seed=2).to(device)
-    if args.amp:
-        teacher = copy.deepcopy(teacher).to(torch.bfloat16)
-    pairs = pair_attention(teacher, student)
-    names = [name for name, _, _ in pairs]
-    vocab = manifest.model.embedder.vocab_size
-    tokens = torch.randint(vocab, (args.batch, args.block), device=device)
-
-    objectives = {
-        "concurrent": BlockwiseObjective(student, teacher, pairs),
-        "drift": BlockwiseObjective(student, teacher, pairs, on_student=True),
-    }
-    sequential = [_only(student, teacher, pairs, place) for place in range(len(names))]
-    if args.compile:
-        for module in objectives["concurrent"].compilable():
-            module.forward = torch.compile(module.forward)
-    optimizer = torch.optim.AdamW([p for _, p in objectives["concurrent"].trainable()], lr=1e-4, fused=True)
-
-    def stepped(objective: BlockwiseObjective) -> None:
-        objective.step((tokens, tokens), lambda loss: loss.backward())
-        for group in objective.clip_groups():
-            torch.nn.utils.clip_grad_norm_(group, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def naive(place: int) -> None:
-        _, source, target = pairs[place]
-        student.requires_grad_(False)
-        target.requires_grad_(True)
-        with torch.no_grad(), Trace(teacher, lambda _n, module: module is source) as theirs:
-            teacher(tokens)
-        with Trace(student, lambda _n, module: module is target, detach=False) as ours:
-            student(tokens)
-        relative_l1(ours.outputs[0], theirs.outputs[0]).backward()
-        torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        student.requires_grad_(True)
-
-    @torch.no_grad()
-    def headless() -> None:
-        teacher.hidden(tokens)
-
-    variants: dict[str, Callable[[], object]] = {
-        "headless teacher forward": headless,
-        "truncated teacher forward": lambda: tap_attention(
-            teacher, [(name, source) for name, source, _ in pairs], tokens, lambda *_: None
-        ),
-        "concurrent, all blocks": lambda: stepped(objectives["concurrent"]),
-        "drift, all blocks": lambda: stepped(objectives["drift"]),
-        "sequential, a step of each block": lambda: [stepped(item) for item in sequential],
-        "naive, a step of each block": lambda: [naive(place) for place in range(len(names))],
-    }
-    times: dict[str, list[float]] = {name: [] for name in variants}
+    bench = Bench(args, device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
-        for repeat in range(args.repeats + 2):  # the first two warm up
-            for name, run in variants.items():
-                synchronize(device)
-                began = time.perf_counter()
-                run()
-                synchronize(device)
-                if repeat > 1:
-                    times[name].append(1000 * (time.perf_counter() - began))
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    for name, value in medians.items():
+        times, peaks, parts = measure(bench, args.repeats)
+    base = times["headless teacher forward"]
+    step = statistics.median(times["concurrent, all"])
+    print(f"{'':34s} {'median ms':>9s} {'min':>9s} {'max':>9s}   x headless (min to max)   x concurrent, all")
+    for name, values in times.items():
+        ratios = [value / other for value, other in zip(values, base, strict=True)]
         print(
-            f"{name:34s} {value:9.2f} ms  {value / medians['headless teacher forward']:6.2f} x headless forward"
-            f"  {value / medians['concurrent, all blocks']:6.2f} x concurrent"
+            f"{name:34s} {statistics.median(values):9.2f} {min(values):9.2f} {max(values):9.2f}"
+            f"   {statistics.median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            f"   {statistics.median(values) / step:8.2f}"
+            + (f"   peak {peaks[name] / 1e9:.2f} GB" if peaks else "")
         )
-    if device.type == "cuda":
-        print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.2f} GB")
+    for name, spent in parts.items():
+        cells = ", ".join(f"{part} {statistics.median(values):.2f}" for part, values in spent.items())
+        print(f"parts of a step, {name}, ms: {cells}")
     if args.out:
-        name = (
+        chip = (
             torch.cuda.get_device_name()
             if device.type == "cuda"
             else f"{torch.get_num_threads()} CPU threads"
@@ -131,23 +238,18 @@ def main() -> None:
             {
                 "benchmark": "blockwise_cost",
                 "made_by": " ".join(["python scripts/bench/blockwise_cost.py", *sys.argv[1:]]),
-                "machine": {"device": name, "torch": torch.__version__},
+                "machine": {"device": chip, "torch": torch.__version__},
                 "model": args.model,
                 "batch": args.batch,
                 "block": args.block,
                 "amp": args.amp,
                 "compiled": args.compile,
-                "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
                 "ms": times,
+                "parts_ms": parts,
+                "peak_memory_bytes": peaks,
             },
         )
         print(json.dumps({"written": str(args.out)}))
-
-
-def _only(student, teacher, pairs, place: int) -> BlockwiseObjective:  # type: ignore[no-untyped-def]
-    """Return the objective of a sequential phase at its block number `place`."""
-    schedule = BlockSchedule([pairs[place][0]], steps=10**9, is_sequential=True)
-    return BlockwiseObjective(student, teacher, pairs, schedule=schedule)
 
 
 if __name__ == "__main__":

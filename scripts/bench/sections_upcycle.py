@@ -51,26 +51,41 @@ def surgery_cost(data: dict[str, Any]) -> list[str]:
 
 
 def blockwise_cost(data: dict[str, Any]) -> list[str]:
-    """Blockwise steps against one headless forward of the teacher."""
-    medians = {name: statistics.median(times) for name, times in data["ms"].items()}
-    headless, concurrent = medians["headless teacher forward"], medians["concurrent, all blocks"]
+    """Blockwise steps against one headless forward of the teacher, and where their time goes."""
+    headless = data["ms"]["headless teacher forward"]
+    concurrent = statistics.median(data["ms"]["concurrent, all"])
+    peaks = data["peak_memory_bytes"]
     lines = [
         f"## A blockwise step of {data['model']}, {data['batch']} x {data['block']} tokens",
         "",
-        "| what | ms, median (range) | over a headless teacher forward | over a concurrent step |",
-        "|---|---|---|---|",
+        "| what | ms, median (range) | over a headless teacher forward (range) | over a concurrent step | peak, GB |",
+        "|---|---|---|---|---|",
     ]
     for name, times in data["ms"].items():
+        ratios = [time / other for time, other in zip(times, headless, strict=True)]
+        peak = f"{peaks[name] / 1e9:.1f}" if peaks else "not measured"
         lines.append(
-            f"| {name} | {medians[name]:.1f} ({min(times):.1f} to {max(times):.1f}) | {medians[name] / headless:.2f}x |"
-            f" {medians[name] / concurrent:.2f}x |"
+            f"| {name} | {statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f}) |"
+            f" {statistics.median(ratios):.2f}x ({min(ratios):.2f} to {max(ratios):.2f}) |"
+            f" {statistics.median(times) / concurrent:.2f}x | {peak} |"
         )
+    parts = {
+        name: {part: statistics.median(ms) for part, ms in each.items()}
+        for name, each in data["parts_ms"].items()
+    }
+    lines += [
+        "",
+        f"| parts of a step, ms | {' | '.join(next(iter(parts.values())))} |",
+        "|---|" + "---|" * len(next(iter(parts.values()))),
+        *(f"| {name} | {' | '.join(f'{ms:.1f}' for ms in each.values())} |" for name, each in parts.items()),
+    ]
     setting = ["bf16 autocast"] * bool(data["amp"]) + ["attention layers compiled"] * bool(data["compiled"])
     return [
         *lines,
         "",
-        f"Setting: {', '.join(setting) or 'fp32, eager'}. Must: concurrent 2.0x a headless forward; sequential 4x (with"
-        " truncated forwards) and 12x (with full forwards, 'naive') a concurrent step.",
+        f"Setting: {', '.join(setting) or 'fp32, eager'}; ratios are taken repeat by repeat. `maps` leaves W_q and W_o"
+        " as surgery copied them; `attention KL` adds 0.1 of it on 64 queries. Must: concurrent 2.0x a headless"
+        " forward; sequential 4x (with truncated forwards) and 12x (with full forwards, 'naive') a concurrent step.",
     ]
 
 

@@ -104,6 +104,10 @@ def aligned(width: int) -> int:
     return -(-width // 8) * 8
 
 
+COPIED = ("q.weight", "q.bias", "out.weight")
+"""The weights of a latent layer that surgery takes from the teacher as they are; all others are made of statistics."""
+
+
 class AttentionLayerConfig(LayerConfig):
     """Self-attention in four modes. `sem_dim`, `geo_dim`, `v_dim` are cached widths of all heads together.
 
@@ -407,7 +411,15 @@ class AttentionLayerConfig(LayerConfig):
             dims.n_heads * (dims.qk + dims.v), self.local_window, int(self.null_attn), expanded
         )
         cost = layer_cost(
-            self._label(), self.type, width, width, self.parameter_shapes(), self._saved(), work, dims.streams
+            self._label(),
+            self.type,
+            width,
+            width,
+            self.parameter_shapes(),
+            self._saved(),
+            work,
+            dims.streams,
+            COPIED if self.is_latent else (),
         )
         return self._with_first_tokens(cost, work) if dims.first_tokens else cost
 
@@ -447,9 +459,10 @@ class AttentionLayerConfig(LayerConfig):
         return self.d_model + 4 * heads * max(dims.qk, dims.v) + heads * dims.v + heads + norms + scaled
 
     def _saved_latent(self) -> int:
-        """As `_saved`: expanded, the latent and q, k, v and output as wide as the keys of every head; absorbed, the
-        one key that is the value too, queries and output as wide, and what the maps read. First tokens add the queries
-        of both, twice the semantic ones, their scores and probabilities, what they give, and features of the others.
+        """As `_saved`: expanded, the latent with k_geo and q, k, v and output as wide as the keys of every head;
+        absorbed, the one key that is the value too, queries and output as wide, and what the maps read (of the queries
+        a view, which keeps all of their parts). First tokens add their queries, the semantic ones once more, their
+        scores and probabilities, what they give, and features of the others.
         """
         dims, heads, width = self.dims(), self.n_heads, self.n_heads * self.query_dim
         projected = self.d_model + width + heads * dims.rope * self.decoupled_gate
@@ -457,12 +470,12 @@ class AttentionLayerConfig(LayerConfig):
         keys, first = self.query_dim + dims.rope if self._trains_expanded else dims.qk, 0
         if dims.first_tokens:
             keys = aligned(keys + 2)
-            first = 4 * width + heads * dims.rope + 2 * heads * (dims.first_tokens + 1)
+            first = (3 if self._trains_expanded else 4) * width + 2 * heads * (dims.first_tokens + 1)
             first += width * self.learned_temperature
         if self._trains_expanded:
-            form = dims.v + 4 * heads * keys
+            form = dims.v + dims.rope + 4 * heads * keys
         else:
-            form = width + keys + 2 * heads * keys + heads * dims.v
+            form = width + heads * dims.rope + keys + 2 * heads * keys + heads * dims.v
         return projected + scaled + form + heads + width + first
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -99,6 +99,7 @@ class Cost:
         kv: cached streams (name, heads, width per head), one entry per attention application, same order.
         kv_first: tokens and streams of which only a sequence's first tokens are cached, of the applications that
             keep any; a constant per sequence, apart from every figure per token.
+        copied_params: elements of a leaf that surgery takes from the teacher as they are.
         activation_elements: elements kept per token for the backward pass, summed over what autograd saves:
             each matrix product and norm keeps its input (one tensor where several read the same one), a norm
             its statistics (RMSNorm, unfused, the normalised input too), a gated feed-forward its gate,
@@ -118,6 +119,7 @@ class Cost:
     kv: tuple[Streams, ...] = ()
     kv_first: tuple[tuple[int, Streams], ...] = ()
     activation_elements: int = 0
+    copied_params: int = 0
     children: tuple[Cost, ...] = ()
     repeat: int = 1
     shared: bool = False
@@ -194,8 +196,10 @@ def layer_cost(
     saved: int,
     attention: AttentionWork | None = None,
     streams: Streams = (),
+    copied: Collection[str] = (),
 ) -> Cost:
-    """Return the cost of a leaf; parameters of two or more dimensions multiply activations."""
+    """Return the cost of a leaf; parameters of two or more dimensions multiply activations, and `copied` names those
+    that surgery copies."""
     return Cost(
         label=label,
         type=type,
@@ -206,6 +210,7 @@ def layer_cost(
         attention=() if attention is None else (attention,),
         kv=() if attention is None else (streams,),
         activation_elements=saved,
+        copied_params=sum(math.prod(shape) for name, shape in shapes.items() if name in copied),
     )
 
 

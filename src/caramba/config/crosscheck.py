@@ -13,7 +13,7 @@ from caramba.config.benchmark import (
     PerplexityBenchmarkConfig,
 )
 from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
-from caramba.config.model import ModelSpec
+from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
 from caramba.errors import ConfigError
@@ -79,7 +79,7 @@ def check_vocabulary(manifest: Manifest) -> None:
             )
 
 
-def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, run: RunConfig) -> None:
+def _check_run(manifest: Manifest, model: ModelConfig, teacher: ModelSpec | None, run: RunConfig) -> None:
     phase = run.train
     if phase is None:
         return
@@ -108,6 +108,25 @@ def _check_run(manifest: Manifest, model: ModelSpec, teacher: ModelSpec | None, 
                 f"run {run.id!r}: phase={phase.phase} pairs attention layers, and the student has {ours} while "
                 f"the teacher has {theirs}; give them the same depth"
             )
+    if phase.trainable == "maps":
+        _check_copied(run, model)
+
+
+def _check_copied(run: RunConfig, model: ModelConfig) -> None:
+    """Refuse to leave weights as they are that surgery has not copied from the teacher."""
+    layers = attention_configs(model.topology)
+    place = next((at for at, layer in enumerate(layers) if not layer.is_latent), None)
+    if place is not None:
+        raise ConfigError(
+            f"run {run.id!r}: trainable=maps leaves W_q and W_o as surgery to layout=latent copies them, and attention "
+            f"layer {place} is {layers[place].mode}, layout={layers[place].layout}; use trainable=all, or a latent "
+            "student (model=tiny_dba)"
+        )
+    if model.surgery is not None and model.surgery.method == "random":
+        raise ConfigError(
+            f"run {run.id!r}: trainable=maps leaves W_q and W_o as surgery copies them, and surgery.method=random "
+            "copies nothing; use trainable=all, or surgery.method=dba"
+        )
 
 
 def _check_positions(group: GroupConfig, specs: dict[str, ModelSpec | None]) -> None:

@@ -55,6 +55,7 @@ OWN_KEYS = {
     "convergence": BLOCK_PHASES,
     "schedule": BLOCK_PHASES,
     "attention_kl": BLOCK_PHASES,
+    "trainable": BLOCK_PHASES,
     "lora": ("global",),
 }
 
@@ -118,6 +119,10 @@ class PhaseConfig(Config):
     eval_every: Positive | None = None
     schedule: Literal["concurrent", "sequential"] = "concurrent"
     convergence: ConvergenceConfig | None = None
+    trainable: Literal["all", "maps"] = Field(
+        default="all",
+        description="maps: a latent student's W_q and W_o, which surgery copies, stay as they are",
+    )
     attention_kl: NonNegative = Field(
         default=0.0, description="weight of KL(teacher || student) of attention probabilities"
     )

@@ -9,7 +9,8 @@ Activations: batch * block * elements kept for backward, in the dtype of the com
     the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, in fp32: two
     vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits.
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
-    forward pass of the teacher where the phase runs it, without its head when it only feeds blocks.
+    forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
+    that stay as they are (trainable=maps) take no gradient.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | 
         params = trained.attention_params
         kept = trained.attention_activation_elements + 2 * trained.d_model
         flops = 3.0 * trained.attention_flops_per_token(context)
+        if phase.trainable == "maps":
+            params -= trained.copied_params
+            flops -= trained.copied_flops_per_token()
     else:
         params = trained.params
         kept = trained.activation_elements - 2 * trained.vocab_size

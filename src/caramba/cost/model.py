@@ -57,6 +57,11 @@ class ModelCost:
         return sum(leaf.params * copies for leaf, _, copies in self.topology.leaves() if leaf.attention)
 
     @property
+    def copied_params(self) -> int:
+        """Elements of `attention_params` that surgery takes from the teacher as they are (latent layers only)."""
+        return sum(leaf.copied_params * copies for leaf, _, copies in self.topology.leaves())
+
+    @property
     def activation_elements(self) -> int:
         """Elements kept per token for a backward pass through the whole model."""
         return self.topology.activation_elements + self.d_model + 2 * self.vocab_size
@@ -98,6 +103,10 @@ class ModelCost:
         return sum(
             runs * leaf.flops_per_token(context) for leaf, runs, _ in self.topology.leaves() if leaf.attention
         )
+
+    def copied_flops_per_token(self) -> float:
+        """FLOPs per token of the weight gradients that `copied_params` do without when they stay as they are."""
+        return sum(2.0 * runs * leaf.copied_params for leaf, runs, _ in self.topology.leaves())
 
     def training_flops_per_token(self, context: int) -> float:
         """Forward and backward FLOPs per token when everything trains: three times the forward ones."""

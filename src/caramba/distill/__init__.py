@@ -1,6 +1,6 @@
 """Objectives, block schedule and teacher targets; nothing here knows Lightning."""
 
-from caramba.distill.block_loss import attention_kl, relative_l1
+from caramba.distill.block_loss import attention_kl, relative_l1, sample_queries
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.blockwise import BlockwiseObjective, block_errors
 from caramba.distill.language_model import LanguageModelObjective, TeacherLogitsObjective
@@ -31,6 +31,7 @@ __all__ = [
     "refuse_over_cap",
     "relative_l1",
     "replace_attention",
+    "sample_queries",
     "tap_attention",
     "teacher_kl",
     "vocabulary_losses",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.layer import AttentionLayer, Documents, LatentProjection
-from caramba.layer.projection import widened
+from caramba.ops.widen import widened
 
 
 def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -48,26 +48,51 @@ def _mean(x: Tensor, documents: Tensor | None) -> Tensor:
     return (x * counted).sum() / (counted.sum() * x.shape[-1]).clamp_min(1)
 
 
+def sample_queries(tokens: Tensor, n_queries: int) -> Tensor:
+    """Draw `n_queries` positions of each sequence without repetition, all if it has no more.
+
+    They come from torch's CPU generator, which a run seeds and saves, and reach the device without a wait for it.
+
+    Shape: tokens [B, T] -> int64 [B, min(n, T)] on the same device.
+    """
+    batch, length = tokens.shape
+    rows = torch.stack([torch.randperm(length)[:n_queries] for _ in range(batch)])
+    return (rows.pin_memory() if tokens.is_cuda else rows).to(tokens.device, non_blocking=True)
+
+
+class AttentionDivergence(nn.Module):
+    """`attention_kl` as a module, so that a compiled step makes one pass over the scores of what here are ten."""
+
+    def forward(
+        self,
+        teacher: AttentionLayer,
+        student: AttentionLayer,
+        teacher_x: Tensor,
+        student_x: Tensor,
+        rows: Tensor,
+        documents: Documents | None = None,
+        counted: Tensor | None = None,
+    ) -> Tensor:
+        return attention_kl(teacher, student, teacher_x, student_x, rows, documents, counted)
+
+
 def attention_kl(
     teacher: AttentionLayer,
     student: AttentionLayer,
     teacher_x: Tensor,
     student_x: Tensor,
-    n_queries: int,
+    rows: Tensor,
     documents: Documents | None = None,
     counted: Tensor | None = None,
 ) -> Tensor:
-    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and sampled queries; of
+    """KL(A_t || A_s) of attention probabilities in nats, mean over sequences, heads and the queries at `rows`; of
     these only the `counted` ones, which padding is not.
 
-    `n_queries` positions per sequence are drawn without repetition from torch's CPU generator, which a run seeds and
-    saves; scores are [B, H, n, S] at most, never [T, S]. Layers of the same number of query heads are compared head
-    by head.
+    Scores are [B, H, n, S] at most, never [T, S], and a latent student expands no keys. Layers of the same number of
+    query heads are compared head by head.
 
-    Shape: both inputs [B, T, M], counted bool [B, T] -> [].
+    Shape: both inputs [B, T, M], rows int64 [B, n] (see `sample_queries`), counted bool [B, T] -> [].
     """
-    batch, length, _ = student_x.shape
-    rows = torch.stack([torch.randperm(length)[:n_queries] for _ in range(batch)]).to(student_x.device)
     with torch.no_grad():
         log_p = attention_log_probabilities(teacher, teacher_x, rows, documents)
     log_q = attention_log_probabilities(student, student_x, rows, documents)
@@ -89,18 +114,20 @@ def attention_log_probabilities(
 
     Shape: x [B, T, M], rows int64 [B, n] -> [B, H, n, T], or [B, H, n, 1 + T] with a null key.
     """
-    q, streams = layer.projection(x, 0 if documents is None else documents.positions)
-    k, _ = layer.projection.keys_values(streams)
-    groups, length = q.shape[1] // k.shape[1], x.shape[1]
-    picked = q.gather(2, rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[-1]))
-    picked, picked_first = picked.split((k.shape[-1], q.shape[-1] - k.shape[-1]), dim=-1)
-    picked = picked.unflatten(1, (k.shape[1], groups))
+    q, streams = layer.projection(x, 0 if documents is None else documents.positions, rows)
+    rule = layer.projection.first if isinstance(layer.projection, LatentProjection) else None
+    q_sem = q_first = q
+    if rule is not None:
+        width = layer.projection.query_dim
+        q, q_first = q.split((q.shape[-1] - width, width), dim=-1)
+        q_sem = q[..., :width]
+    q, k = layer.projection.score_operands(q, streams)
+    length = x.shape[1]
+    picked = q.unflatten(1, (k.shape[1], -1))
     scores = widened(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
     places = torch.arange(length, device=x.device)
-    rule = layer.projection.first if isinstance(layer.projection, LatentProjection) else None
     if rule is not None:
-        q_sem = picked.flatten(1, 2)[..., : picked_first.shape[-1]]
-        exact = rule.scores(picked_first, q_sem, streams["k_first"])
+        exact = rule.scores(q_first, q_sem, streams["k_first"])
         if documents is None:
             scores = torch.cat((exact, scores[..., exact.shape[-1] :]), dim=-1)
         else:

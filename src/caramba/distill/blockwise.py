@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from caramba.distill.block_loss import BlockDistance, attention_kl
+from caramba.config.attention import COPIED
+from caramba.distill.block_loss import AttentionDivergence, BlockDistance, sample_queries
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
@@ -30,18 +31,21 @@ BLOCK, RAW = "block", "l1"
 
 @dataclass(frozen=True)
 class _Block:
-    """One application of a block: what the student and the teacher read, what the teacher gave, and documents."""
+    """One application of a block: what the student and the teacher read, what the teacher gave, documents, and the
+    queries whose attention is compared."""
 
     student_x: Tensor
     teacher_x: Tensor
     target: Tensor
     documents: Tensor | None
     apart: Documents | None
+    rows: Tensor | None
 
 
 class BlockwiseObjective(Objective):
     """Trains the attention layers of `model` on the teacher's blocks: sum|o_s - o_t| / sum|o_t| each, plus
-    `attention_weight` times KL(A_t || A_s) on `n_queries` sampled queries per sequence.
+    `attention_weight` times KL(A_t || A_s) on `n_queries` sampled queries per sequence, the same for all blocks of a
+    step.
 
     `loss` is the mean over the blocks that train now, `block/NAME` each block's, `l1/NAME` its mean |o_s - o_t|.
 
@@ -51,6 +55,8 @@ class BlockwiseObjective(Objective):
             student's stack then runs once, without gradients but in its attention layers.
         cache: keeps the teacher's block inputs and outputs; None runs the teacher at every step.
         shard: the blocks that this rank trains.
+        keeps_copied: leave the weights as they are that surgery copied, W_q and W_o of latent layers, which spares
+            the two largest weight gradients of a block.
     """
 
     def __init__(
@@ -65,13 +71,15 @@ class BlockwiseObjective(Objective):
         n_queries: int = 64,
         cache: TeacherCache | None = None,
         shard: BlockShard | None = None,
+        keeps_copied: bool = False,
     ) -> None:
         self.model, self.teacher, self.pairs = model, teacher, tuple(pairs)
         self.shard = shard or BlockShard([name for name, _, _ in pairs])
         self.schedule, self.on_student = schedule, on_student
         self.attention_weight, self.n_queries = attention_weight, n_queries
+        self.keeps_copied = keeps_copied
         self.targets = BlockTargets(teacher, self.pairs, cache)
-        self.distance = BlockDistance()
+        self.distance, self.divergence = BlockDistance(), AttentionDivergence()
         self._layers = {name: (source, target) for name, source, target in pairs}
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -79,11 +87,21 @@ class BlockwiseObjective(Objective):
             (f"{name}.{key}", value)
             for name, _, layer in self.pairs
             if name in self.shard.owned
-            for key, value in layer.named_parameters()
+            for key, value in self._trained(layer)
         ]
 
     def clip_groups(self) -> list[list[nn.Parameter]]:
-        return [list(layer.parameters()) for name, _, layer in self.pairs if name in self.shard.owned]
+        layers = [layer for name, _, layer in self.pairs if name in self.shard.owned]
+        return [[value for _, value in self._trained(layer)] for layer in layers]
+
+    def _trained(self, layer: AttentionLayer) -> list[tuple[str, nn.Parameter]]:
+        """Return the named parameters of a student layer that train."""
+        copied = COPIED if self.keeps_copied and layer.config.is_latent else ()
+        return [
+            (key, value)
+            for key, value in layer.named_parameters()
+            if key.removeprefix("projection.") not in copied
+        ]
 
     def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
         return (step, steps) if self.schedule is None else self.schedule.span(step, steps)
@@ -102,7 +120,7 @@ class BlockwiseObjective(Objective):
 
     def compilable(self) -> list[nn.Module]:
         layers = [layer for _, source, target in self.pairs for layer in (source, target)]
-        return [*layers, self.distance]
+        return [*layers, self.distance, *([self.divergence] if self.attention_weight else [])]
 
     def finish(self) -> None:
         self.shard.gather({name: layer for name, _, layer in self.pairs})
@@ -119,10 +137,11 @@ class BlockwiseObjective(Objective):
         found: dict[str, list[Tensor]] = {}
         documents = documents_of(batch)
         apart = None if documents is None else Documents.of(documents)
+        rows = sample_queries(batch[0], self.n_queries) if self.attention_weight else None
 
         def train(name: str, student_x: Tensor, teacher_x: Tensor, target: Tensor) -> Tensor:
             with torch.set_grad_enabled(backward is not None):
-                block = _Block(student_x.detach(), teacher_x, target, documents, apart)
+                block = _Block(student_x.detach(), teacher_x, target, documents, apart, rows)
                 output, losses = self._block(name, block)
                 if backward is not None:
                     backward(losses[BLOCK])
@@ -159,10 +178,10 @@ class BlockwiseObjective(Objective):
         output = student(block.student_x, block.apart)
         raw, size = self.distance(output, block.target, block.documents)
         losses = {BLOCK: raw / size, RAW: raw}
-        if self.attention_weight:
+        if block.rows is not None:
             counted = None if block.documents is None else block.documents >= 0
-            kl = attention_kl(
-                source, student, block.teacher_x, block.student_x, self.n_queries, block.apart, counted
+            kl = self.divergence(
+                source, student, block.teacher_x, block.student_x, block.rows, block.apart, counted
             )
             losses |= {BLOCK: losses[BLOCK] + self.attention_weight * kl, "attention_kl": kl}
         return output, losses

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from caramba.data import IGNORED
-from caramba.layer.projection import widened
 from caramba.model import Model
 from caramba.model.head import Head, TiedHead
 from caramba.ops import linear_cross_entropy
+from caramba.ops.widen import widened
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ def _blockwise(
         on_student=phase.phase == "drift",
         attention_weight=phase.attention_kl,
         n_queries=phase.attention_queries,
+        keeps_copied=phase.trainable == "maps",
         cache=_cache(session, phase, decided),
         shard=shard,
     )

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from caramba.config.attention import aligned
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.projection import split_heads, widened
+from caramba.layer.projection import angles_at, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore
+from caramba.ops.widen import widened
 
 TWO_WIDTHS_LIMIT = 128
 
@@ -49,8 +50,12 @@ class FirstTokens(nn.Module):
         """Set the mean to zero."""
         nn.init.zeros_(self.key_mean)
 
-    def forward(self, x: Tensor, q: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor, q: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the queries q [B, H, T, D] after RoPE, and the streams of the tokens among the first n.
+
+        Queries of the tokens `rows` int64 [B, n] alone are [B, H, n, D].
 
         With the position of every token, [B, T], where documents begin anywhere, the streams are those of all tokens.
         """
@@ -58,7 +63,8 @@ class FirstTokens(nn.Module):
         k, v = split_heads(self.k(x[:, :n]), self.n_kv_heads), split_heads(self.v(x[:, :n]), self.n_kv_heads)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
-            q, k = rotate(q, cos, sin), rotate(k, cos[..., :n, :], sin[..., :n, :])
+            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows))
+            k = rotate(k, cos[..., :n, :], sin[..., :n, :])
         return q, {"k_first": k.to(v.dtype), "v_first": v}
 
     def scores(self, q: Tensor, q_sem: Tensor, k: Tensor) -> Tensor:

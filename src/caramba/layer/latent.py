@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.first_tokens import FirstTokens, attend_beside
-from caramba.layer.projection import GatedProjection, split_heads, widened
+from caramba.layer.projection import GatedProjection, angles_at, picked, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
@@ -89,18 +89,38 @@ class LatentProjection(GatedProjection):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        q, c, k_geo = split_heads(self.q(x), self.dims.n_heads), self.c(x), split_heads(self.k_geo(x), 1)
+    def forward(
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        asking = picked(x, rows)
+        q, (c, k_geo) = split_heads(self.q(asking), self.dims.n_heads), self._keys(x)
+        k_geo = k_geo[:, None]
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
-            q_geo, k_geo = rotate(q_geo, cos, sin), rotate(k_geo, cos, sin)
+            q_geo = rotate(q_geo, angles_at(cos, rows), angles_at(sin, rows))
+            k_geo = rotate(k_geo, cos, sin)
         streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
-        parts = self._gated(x, q, q_geo)
+        beside: tuple[Tensor, ...] = ()
         if self.first is not None:
-            q_first, kept = self.first(x, q, offset)
-            parts, streams = (*parts, widened(q_first)), streams | kept
-        return self._scaled(torch.cat(parts, dim=-1), c.dtype), streams
+            q_first, kept = self.first(x, q, offset, rows)
+            beside, streams = (q_first,), streams | kept
+        return self._joined(asking, q, q_geo, c.dtype, *beside), streams
+
+    def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latent c [B, T, R] and the geometric key before RoPE [B, T, Dgeo].
+
+        Training takes both from one product: each alone is too narrow to keep a GPU busy, forward and backward, and
+        reads all of x. Decoding joins no weights, at every token anew; layers that stand in for these are called.
+        """
+        if not torch.is_grad_enabled() or type(self.c) is not nn.Linear or type(self.k_geo) is not nn.Linear:
+            return self.c(x), self.k_geo(x)
+        geo_bias = self.c.bias.new_zeros(self.dims.rope) if self.k_geo.bias is None else self.k_geo.bias
+        weight = torch.cat((self.c.weight, self.k_geo.weight))
+        c, k_geo = F.linear(x, weight, torch.cat((self.c.bias, geo_bias))).split(
+            (self.dims.v, self.dims.rope), -1
+        )
+        return c, k_geo
 
     def attend(
         self,
@@ -149,24 +169,27 @@ class LatentProjection(GatedProjection):
         kept = total = None
         if self.first is not None:
             q, kept, total = self._read_first(self.first, q, streams, first)
-        q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
         has_one_width = q.shape[2] > 1 or q.dtype in HALF_PRECISION or self.first is not None
-        mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
+        queries, key = self.score_operands(q, streams)
         null = None
         if self.null_c is not None and self.null_geo is not None:
             null_k = torch.cat((self.null_c, self.null_geo))
             null = null_k, null_k if has_one_width else self.null_c
-        joined = streams.get("joined")
-        key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
-        key = key.to(q.dtype)
         value = key if has_one_width else key[..., : self.dims.v]
-        queries = torch.cat((mapped, q_geo), dim=-1)
         if self.first is None or kept is None or total is None:
             read = score(queries, key, value, null, first)
             return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
         read, share = attend_beside(score, queries, key, value, total, self.first.n_tokens, first)
         out = torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
         return out + (share * kept).to(out.dtype)
+
+    def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the queries [q_h A_h, q_geo], [B, H, T, R + Dgeo], and the one key [c, k_geo], [B, 1, S, R + Dgeo]."""
+        q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
+        mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
+        joined = streams.get("joined")
+        key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
+        return torch.cat((mapped, q_geo), dim=-1), key.to(q.dtype)
 
     def _read_first(
         self, rows: FirstTokens, q: Tensor, streams: Mapping[str, Tensor], first: Tensor | None

@@ -21,6 +21,22 @@ def split_heads(x: Tensor, n_heads: int) -> Tensor:
     return x.unflatten(-1, (n_heads, -1)).transpose(1, 2)
 
 
+def picked(x: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the tokens `rows` int64 [B, n] of each sequence, or all if None. Shape: [B, T, M] -> [B, n, M]."""
+    return x if rows is None else x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def angles_at(angles: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the cos or sin of the tokens `rows` int64 [B, n] of each sequence, or all if None.
+
+    Shape: [G, T, P] or [B, G, T, P] -> [B, G, n, P].
+    """
+    if rows is None:
+        return angles
+    every = angles.expand(len(rows), *angles.shape[-3:])
+    return every.gather(2, rows[:, None, :, None].expand(-1, every.shape[1], -1, every.shape[-1]))
+
+
 class Projection(nn.Module):
     """What every projection shares: the score scale 1/sqrt(query_dim), times exp(temperature) per head when
     learned.
@@ -28,6 +44,7 @@ class Projection(nn.Module):
     A projection is a callable (x [B, T, M], offset) -> (q [B, H, T, Dq], streams): q carries every scale and
     gate, applied in fp32 before the cast, so that the score op's own scale is 1; streams are the tensors to
     cache, by name, keys after RoPE. `offset` is the position of the first token, or of every token, [B, T].
+    `rows` int64 [B, n] asks for the queries of these tokens of each sequence only, [B, H, n, Dq].
     """
 
     rope: RotaryEmbedding | None
@@ -64,6 +81,13 @@ class Projection(nn.Module):
         """Return what each head reads, [B, H, T, value_dim], from the tokens in the format that they are stored in."""
         raise NotImplementedError
 
+    def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return queries [B, H, T, W] and keys [B, K, S, W] whose products are the scores.
+
+        Meant for few queries on many keys: nothing is made per key that the streams do not hold.
+        """
+        return q, self.keys_values(streams)[0]
+
     def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
         scaled = widened(q) * (1.0 / math.sqrt(self.query_dim))
@@ -90,13 +114,16 @@ class StandardProjection(Projection):
             RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
         )
 
-    def forward(self, x: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
-        q = self.q_norm(split_heads(self.q(x), self.dims.n_heads))
+    def forward(
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        q = self.q_norm(split_heads(self.q(picked(x, rows)), self.dims.n_heads))
         k = self.k_norm(split_heads(self.k(x), self.dims.n_kv_heads))
         v = split_heads(self.v(x), self.dims.n_kv_heads)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin, v.dtype)
+            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows))
+            k = rotate(k, cos, sin, v.dtype)
         return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -137,6 +164,19 @@ class GatedProjection(Projection):
         share = 2.0 * torch.sigmoid(logits)
         return q_sem * share, q_geo * (2.0 - share)
 
+    def _joined(self, x: Tensor, q_sem: Tensor, q_geo: Tensor, dtype: torch.dtype, *beside: Tensor) -> Tensor:
+        """Return the gated and scaled queries of both paths side by side, [B, H, T, Dsem + Dgeo] in `dtype`.
+
+        Queries `beside` them, which no gate weighs, come behind.
+
+        They are cast before they are joined, and joined in the order [B, T, H, ·] in which projections give and take
+        heads: what fused backends return then follows it, and no copy turns outputs or gradients around.
+        """
+        parts = [
+            self._scaled(part, dtype).transpose(1, 2) for part in (*self._gated(x, q_sem, q_geo), *beside)
+        ]
+        return torch.cat(parts, dim=-1).transpose(1, 2)
+
 
 class DecoupledProjection(GatedProjection):
     """Semantic queries and keys without positions, geometric ones with RoPE, and values, per key/value head.
@@ -172,24 +212,31 @@ class DecoupledProjection(GatedProjection):
             RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
         )
 
-    def forward(self, x: Tensor, offset: int | Tensor = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
-        sem = self.q_sem(x)
+        asking = picked(x, rows)
+        sem = self.q_sem(asking)
         q_sem = self.q_sem_norm(split_heads(sem, heads))
-        k_sem = self.k_sem_norm(split_heads(sem if self.k_sem is None else self.k_sem(x), kv_heads))
-        q_geo = self.q_geo_norm(split_heads(self.q_geo(x), heads))
+        if self.k_sem is not None:
+            sem = self.k_sem(x)
+        elif rows is not None:
+            sem = self.q_sem(x)
+        k_sem = self.k_sem_norm(split_heads(sem, kv_heads))
+        q_geo = self.q_geo_norm(split_heads(self.q_geo(asking), heads))
         k_geo = self.k_geo_norm(split_heads(self.k_geo(x), kv_heads))
         v = split_heads(self.v(x), kv_heads)
         if self.rope is not None:
             cos, sin = self.rope(offset, x.shape[1], x.device)
             k_geo = rotate(k_geo, cos, sin, v.dtype)
             repeats = heads // kv_heads
+            cos, sin = angles_at(cos, rows), angles_at(sin, rows)
             q_geo = rotate(q_geo, cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3))
         if self.rope_sem is not None:
             cos, sin = self.rope_sem(offset, x.shape[1], x.device)
-            q_sem, k_sem = rotate(q_sem, cos, sin), rotate(k_sem, cos, sin)
-        q_sem, q_geo = self._gated(x, q_sem, q_geo)
-        q = self._scaled(torch.cat((q_sem, q_geo), dim=-1), v.dtype)
+            q_sem, k_sem = rotate(q_sem, angles_at(cos, rows), angles_at(sin, rows)), rotate(k_sem, cos, sin)
+        q = self._joined(asking, q_sem, q_geo, v.dtype)
         return q, {"k_sem": k_sem.to(v.dtype), "k_geo": k_geo.to(v.dtype), "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from caramba.optim.adamw import build_optimizer
 from caramba.optim.average import WeightAverage
+from caramba.optim.clip import clip_gradients
 from caramba.optim.schedule import learning_rate
 
-__all__ = ["WeightAverage", "build_optimizer", "learning_rate"]
+__all__ = ["WeightAverage", "build_optimizer", "clip_gradients", "learning_rate"]

@@ -15,7 +15,7 @@ from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
 from caramba.distill import Batch, Objective
 from caramba.errors import CarambaError
-from caramba.optim import WeightAverage, build_optimizer, learning_rate
+from caramba.optim import WeightAverage, build_optimizer, clip_gradients, learning_rate
 
 
 class CarambaModule(pl.LightningModule):
@@ -71,14 +71,12 @@ class CarambaModule(pl.LightningModule):
         rate = learning_rate(self.phase, *self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        limit = float("inf") if self.phase.max_grad_norm is None else self.phase.max_grad_norm
-        groups = self.objective.clip_groups()
-        norms = [torch.nn.utils.clip_grad_norm_(parameters, limit) for parameters in groups]
+        norm = clip_gradients(self.objective.clip_groups(), self.phase.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()
-        return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        return norm
 
     def finish(self) -> None:
         """Turn the trained weights into those that are saved: their average if one is kept, merged and gathered."""

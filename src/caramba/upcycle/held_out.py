@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.first_tokens import attend_beside, read_first
-from caramba.layer.projection import widened
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
+from caramba.ops.widen import widened
 from caramba.upcycle.latent import LatentMaps
 from caramba.upcycle.per_head import PerHeadMaps
 from caramba.upcycle.statistics import batches, standard_projection, unrotated

@@ -102,3 +102,38 @@ def test_only_the_models_that_a_benchmark_reads_are_bound() -> None:
     cross_check(manifest(only_teacher, teacher=None))
     with pytest.raises(ConfigError, match=r"model\.teacher\.manifest"):
         cross_check(manifest(only_teacher, student=None))
+
+
+def latent_manifest(surgery: dict[str, Any], **layout: Any) -> Manifest:
+    heads = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "head_dim": 4}
+    models = [
+        {
+            "embedder": {"vocab_size": 300, "d_model": 8},
+            "topology": {"type": "StackedTopology", "layers": [{**heads, **fields}]},
+        }
+        for fields in ({"mode": "standard"}, {"mode": "decoupled", **layout})
+    ]
+    train = {"phase": "blockwise", "steps": 1, "trainable": "maps"}
+    return Manifest.model_validate(
+        {
+            "name": "x",
+            "model": {**models[1], "teacher": {"manifest": models[0]}, "surgery": surgery},
+            "groups": [
+                {
+                    "name": "g",
+                    "data": {"type": "stdlib", "tokenizer": "byte"},
+                    "runs": [{"id": "r", "train": train}],
+                }
+            ],
+        }
+    )
+
+
+def test_maps_alone_train_where_surgery_copied_the_rest() -> None:
+    latent = {"layout": "latent", "sem_dim": 6, "geo_dim": 2}
+    cross_check(latent_manifest({"method": "dba"}, **latent))
+    with pytest.raises(ConfigError, match=r"'r': trainable=maps .* surgery.method=random copies nothing"):
+        cross_check(latent_manifest({"method": "random"}, **latent))
+    per_head = {"layout": "per_head", "sem_dim": 4, "geo_dim": 4, "v_dim": 8}
+    with pytest.raises(ConfigError, match="layer 0 is decoupled, layout=per_head; use trainable=all"):
+        cross_check(latent_manifest({"method": "dba"}, **per_head))

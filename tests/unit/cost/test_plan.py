@@ -107,6 +107,14 @@ class TestStages:
         assert stage.tokens == 10 * 4 * 64
         assert stage.total_flops == pytest.approx(work * stage.tokens)
 
+    def test_copied_weights_that_stay_take_neither_gradients_nor_work(self):
+        choices = (phase("blockwise", trainable=name) for name in ("all", "maps"))
+        everything, maps = (plan(manifest("tiny_dba", one)).stages[0].estimate for one in choices)
+        copied = 4 * (128 * 4 * 32 + 4 * 32 * 128)  # W_q and W_o of four layers
+        assert everything.trained_params - maps.trained_params == copied
+        assert everything.memory.optimizer_bytes - maps.memory.optimizer_bytes == 8 * copied
+        assert everything.flops_per_token - maps.flops_per_token == 2 * copied
+
     def test_steps_of_the_run_and_of_debug(self):
         run = {**phase("pretrain"), "steps": 50}
         experiment = manifest("tiny", run)

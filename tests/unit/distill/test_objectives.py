@@ -133,11 +133,11 @@ def test_attention_kl_is_the_textbook_sum_over_the_queries(extra: dict[str, obje
     p, q = (attention_log_probabilities(layer, x, every) for layer in (theirs, ours))
     torch.testing.assert_close(p.exp().sum(-1), torch.ones(2, 4, 9, dtype=torch.float64))
     terms = torch.where(p > float("-inf"), p.exp() * (p - q), 0.0)
-    loss = attention_kl(theirs, ours, x, x, n_queries=9)
+    loss = attention_kl(theirs, ours, x, x, every)
     torch.testing.assert_close(loss, terms.sum(-1).mean())
     loss.backward()
     assert all(torch.isfinite(w.grad).all() for w in ours.projection.parameters() if w.grad is not None)
-    assert abs(attention_kl(theirs, theirs, x, x, n_queries=3).item()) < 1e-12
+    assert abs(attention_kl(theirs, theirs, x, x, every[:, :3]).item()) < 1e-12
     special = build_model(student_spec(4, 8, 8, **extra), seed=3).double().attention_layers()[0][1]
     rows = attention_log_probabilities(special, x, every)
     torch.testing.assert_close(rows.exp().sum(-1), torch.ones(2, 4, 9, dtype=torch.float64))
@@ -146,7 +146,7 @@ def test_attention_kl_is_the_textbook_sum_over_the_queries(extra: dict[str, obje
         v = torch.cat((special.null_v.view(1, 2, 1, -1).expand(2, -1, -1, -1), v), dim=2)
     o = rows.exp() @ v.repeat_interleave(2, dim=1)
     torch.testing.assert_close(special.out(o.transpose(1, 2).flatten(2)), special(x))
-    special_loss = attention_kl(theirs, special, x, x, n_queries=9)
+    special_loss = attention_kl(theirs, special, x, x, every)
     special_loss.backward()
     assert all(torch.isfinite(w.grad).all() for w in special.projection.parameters() if w.grad is not None)
 

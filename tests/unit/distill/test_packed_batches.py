@@ -121,9 +121,9 @@ def test_attention_of_padding_does_not_count() -> None:
     teacher = build_model(spec(), seed=1).eval().requires_grad_(False)
     _, source, layer = pair_attention(teacher, build_model(student_spec(4, 8, 8), seed=2))[0]
     x = torch.randn(1, 9, source.config.d_model, generator=torch.Generator().manual_seed(0)) * 4
-    ids = torch.tensor([[0, 0, 0, 0, 0, -1, -1, -1, -1]])
-    padded = attention_kl(source, layer, x, x, 9, Documents.of(ids), ids >= 0)
-    torch.testing.assert_close(padded, attention_kl(source, layer, x[:, :5], x[:, :5], 5))
+    ids, every = torch.tensor([[0, 0, 0, 0, 0, -1, -1, -1, -1]]), torch.arange(9)[None]
+    padded = attention_kl(source, layer, x, x, every, Documents.of(ids), ids >= 0)
+    torch.testing.assert_close(padded, attention_kl(source, layer, x[:, :5], x[:, :5], every[:, :5]))
     # The objective passes on what is padding.
     one = [("one", source, layer)]
     ours = BlockwiseObjective(teacher, teacher, one, attention_weight=1.0, n_queries=9)

@@ -11,6 +11,7 @@ from torch import Tensor
 from caramba.cache import Context, LatentLayerKVCache, new_layer_cache
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
+from caramba.distill.lora import LoraLinear
 from caramba.layer import AttentionLayer, LatentProjection
 from caramba.layer.latent import expands
 
@@ -188,6 +189,31 @@ def test_fresh_maps_keep_the_scale_of_plain_heads() -> None:
     scores = q @ k.mT
     assert 0.8 < scores.std() < 1.25
     assert 0.8 < v.std() < 1.25
+
+
+@pytest.mark.parametrize("option", ["plain", "null"])
+def test_training_takes_latent_and_geometric_keys_from_one_product(option: str) -> None:
+    layer, x = build(**OPTIONS[option]), features()
+    projection = layer.projection
+    assert isinstance(projection, LatentProjection)
+    both = (projection.c, projection.k_geo)
+    calls: list[object] = []
+    for linear in both:
+        linear.register_forward_hook(lambda module, *_: calls.append(module))
+    with torch.no_grad():
+        expected = layer(x)
+    assert calls == list(both), "decoding runs the layers as they are"
+    out = layer(x)
+    assert len(calls) == 2
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    joined = torch.autograd.grad(out.square().sum(), [p for linear in both for p in linear.parameters()])
+    projection.c = LoraLinear(projection.c, rank=2, alpha=2.0, dropout=0.0)  # type: ignore[assignment]
+    alone = layer(x)
+    assert len(calls) == 4, "a layer that stands in for another is called"
+    kept = [projection.c.base_layer.weight, projection.c.base_layer.bias, *projection.k_geo.parameters()]
+    separate = torch.autograd.grad(alone.square().sum(), kept)
+    for a, b in zip(joined, separate, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("option", ["plain", "gates"])

@@ -51,6 +51,7 @@ def test_an_automatic_learning_rate_falls_with_the_width() -> None:
             {"phase": "global", "attention_kl": 0.1},
             "attention_kl belongs to phase=blockwise or drift, got phase=global",
         ),
+        ({"phase": "global", "trainable": "maps"}, "trainable belongs to phase=blockwise or drift"),
         ({"phase": "global", "schedule": "sequential"}, "schedule belongs to phase=blockwise or drift"),
         ({"phase": "global", "cache_teacher_outputs": True}, "objective=ce reads no teacher outputs"),
         ({"phase": "global", "objective": "kl", "kl_weight": 0.2}, "kl_weight belongs to objective=mixed"),

@@ -70,7 +70,7 @@ def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
     write_table(tuned_path(), "cpu", {"torch": "another"}, [again])
     assert attention_rows(read_tables(tuned_path())["cpu"]) == [again]
     phase = PhaseConfig.model_validate({"phase": "blockwise", "steps": 5})
-    decided = plan(phase, device="cpu", kernels="auto", name="x").decisions["attention"]
+    decided = plan(phase, device="cpu", kernels="auto", ops={}, name="x").decisions["attention"]
     assert decided.value.endswith("math")
     assert decided.reason == f"measured on cpu ({tuned_path()})"
 
