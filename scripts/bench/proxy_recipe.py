@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from proxy_study import CONTINUED, Study, measure, rate, transplant_into
-from torch import nn
+from torch import Tensor, nn
 
 from caramba.distill import BlockwiseObjective, Objective, TeacherLogitsObjective
 from caramba.layer import RMSNormLayer, SwiGLULayer
@@ -30,6 +30,8 @@ class Recipe:
         map_lr: learning rate of attention projections in the global phase, as a multiple of `global_lr`.
         kl_weight: 1 is KL to the teacher alone; the rest is cross-entropy on the text.
         attention_weight: of KL(A_t || A_s) on sampled queries, in the blockwise phases.
+        corrupt: share of the input tokens in the global phase that are replaced by others of the batch: on text that
+            the teacher has seen several times it is surer than on new text, and the student should follow both.
         muon: matrices of the stack take Muon instead of AdamW in the global phase (the rest, AdamW).
     """
 
@@ -41,6 +43,7 @@ class Recipe:
     map_lr: float = 1.0
     kl_weight: float = 1.0
     attention_weight: float = 0.0
+    corrupt: float = 0.0
     muon: bool = False
 
 
@@ -105,6 +108,13 @@ def optimizers(
     return made
 
 
+def corrupted(batch: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Replace a share of the tokens [B, T] by tokens of other places of the batch."""
+    others = torch.randint(batch.numel(), batch.shape, generator=generator, device=batch.device)
+    replaced = torch.rand(batch.shape, generator=generator, device=batch.device) < share
+    return torch.where(replaced, batch.flatten()[others], batch)
+
+
 def train(
     study: Study, objective: Objective, made: list[torch.optim.Optimizer], *, steps: int, run: Run, first: int
 ) -> dict[str, float]:
@@ -114,17 +124,19 @@ def train(
     for parameter in objective.model.parameters():
         parameter.requires_grad_(id(parameter) in chosen)
     objective.model.train()
+    noise = torch.Generator(study.device).manual_seed(run.seed)
     began = time.monotonic()
     steady, steady_step = began, 0
-    losses: dict[str, torch.Tensor] = {}
+    losses: dict[str, Tensor] = {}
     for step in range(steps):
         for optimizer in made:
             for group in optimizer.param_groups:
                 group["lr"] = rate(step, steps, group["peak"], max(steps // 30, 1))
+        x, y = study.batch(batch, 100 + run.seed, first + step)
+        if run.recipe.corrupt and isinstance(objective, TeacherLogitsObjective):
+            x = corrupted(x, run.recipe.corrupt, noise)
         with study.autocast():
-            losses = objective.step(
-                study.batch(batch, 100 + run.seed, first + step), lambda loss: loss.backward()
-            )
+            losses = objective.step((x, y), lambda loss: loss.backward())
         for group in objective.clip_groups():
             nn.utils.clip_grad_norm_(group, 1.0)
         for optimizer in made:
