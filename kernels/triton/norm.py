@@ -183,7 +183,14 @@ def _sum_kernel(
     tl.store(out_ptr + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < width)
 
 
-def _tile(width: int) -> tuple[int, int, int]:
+def sum_programs(sums: Tensor | None, out: Tensor, acc: tl.dtype) -> None:
+    """Add [P, D] to `out` [D]."""
+    if sums is not None:
+        programs, width = sums.shape
+        _sum_kernel[(triton.cdiv(width, 32),)](sums, out, programs, width, acc, 64, 32, num_warps=4)
+
+
+def tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
     if width > WIDEST:
         raise ValueError(f"norm: rows of {width} elements, expected at most {WIDEST}; use kernels: reference")
@@ -192,7 +199,7 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block_m, block_n, min(max(block_m * block_n // TILE_WARP, 1), 16)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device not in _counts:
         _counts[device] = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -200,7 +207,7 @@ def _multiprocessors(device: torch.device) -> int:
     return _counts[device]
 
 
-def _accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
+def accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
 
 
@@ -223,7 +230,7 @@ def _forward(
     x = x.contiguous()
     residual = residual if residual is None else residual.contiguous()
     width = x.shape[-1]
-    dtype, acc = _accumulator(x)
+    dtype, acc = accumulator(x)
     y = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
     rstd = x.new_empty(x.shape[:-1], dtype=dtype)
@@ -233,7 +240,7 @@ def _forward(
         rstd.fill_(float("nan"))
         return y, total, mean if mean is None else mean.fill_(float("nan")), rstd
     n_rows = x.numel() // width
-    block_m, block_n, warps = _tile(width)
+    block_m, block_n, warps = tile(width)
     scale, threshold = _dropout(p)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
@@ -263,7 +270,7 @@ def _backward(
     grad, x = grad.contiguous(), x.contiguous()
     grad_sum = grad_sum if grad_sum is None else grad_sum.contiguous()
     width = x.shape[-1]
-    dtype, acc = _accumulator(x)
+    dtype, acc = accumulator(x)
     grad_x = torch.empty_like(x)
     grads = [
         x.new_empty(0, dtype=dtype)
@@ -276,9 +283,9 @@ def _backward(
     if x.numel() == 0:
         return grad_x, grads[0], grads[1]
     n_rows = x.numel() // width
-    block_m, block_n, warps = _tile(width)
+    block_m, block_n, warps = tile(width)
     programs = min(
-        triton.cdiv(n_rows, block_m), _multiprocessors(x.device) * min(max(PER_SM // block_n, 2), 8)
+        triton.cdiv(n_rows, block_m), multiprocessors(x.device) * min(max(PER_SM // block_n, 2), 8)
     )
     sums = [
         None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
@@ -295,10 +302,7 @@ def _backward(
             num_warps=min(2 * warps, 32) if activation != "none" or block_n >= 16384 else warps,
         )
         for partial, out in zip(sums, grads, strict=True):
-            if partial is not None:
-                _sum_kernel[(triton.cdiv(width, 32),)](
-                    partial, out, programs, width, acc, 64, 32, num_warps=4
-                )
+            sum_programs(partial, out, acc)
     return grad_x, grads[0], grads[1]
 
 

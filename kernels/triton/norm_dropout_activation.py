@@ -1,0 +1,151 @@
+"""Layer norm, dropout and an activation: programs take tiles of rows in turn, and keep weight and bias in registers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from caramba.kernels.triton.activation import activated, kept, slope
+from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile
+
+ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}
+THREADS_FORWARD, THREADS_BACKWARD = 768, 512
+"""Threads of a multiprocessor that programs occupy, which leaves each 80 and 128 registers."""
+
+
+@triton.jit
+def _load(ptr, mask, EXACT: tl.constexpr):
+    return tl.load(ptr) if EXACT else tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(ptr, value, mask, EXACT: tl.constexpr):
+    if EXACT:
+        tl.store(ptr, value)
+    else:
+        tl.store(ptr, value, mask=mask)
+
+
+@triton.jit
+def _add_pairs(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit(do_not_specialize=["threshold", "seed"])
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    n_rows,
+    width,
+    eps,
+    keep_scale,
+    threshold,
+    seed,
+    DROPOUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """EXACT: rows fill their tile, and tiles the rows. The scale of dropout is in weight and bias, once a program."""
+    col = tl.arange(0, BLOCK_N)
+    in_width = col < width
+    if weight_ptr is not None:
+        weight = _load(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    for start in range(tl.program_id(0) * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (row < n_rows)[:, None] & in_width[None, :]
+        at = row[:, None] * width + col[None, :]
+        x = _load(x_ptr + at, mask, EXACT).to(ACC)
+        mean = tl.sum(x, axis=1) / width
+        x = x - mean[:, None]
+        if not EXACT:
+            x = tl.where(mask, x, 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps)
+        tl.store(mean_ptr + row, mean, mask=row < n_rows)
+        tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
+        y = x * rstd[:, None]
+        y = y * weight if weight_ptr is not None else y * keep_scale
+        if bias_ptr is not None:
+            y = y + bias
+        if DROPOUT:
+            y = tl.where(kept(row, seed, threshold, BLOCK_M, BLOCK_N), y, 0.0)
+        y = activated(y, ACTIVATION, y_ptr.dtype.element_ty)
+        _store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, EXACT)
+
+
+@triton.jit(do_not_specialize=["threshold", "seed"])
+def _backward_kernel(
+    grad_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    grad_x_ptr,
+    weight_sums_ptr,
+    bias_sums_ptr,
+    n_rows,
+    width,
+    keep_scale,
+    threshold,
+    seed,
+    DROPOUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Every program keeps its own sums of the gradients of weight and bias, of which the scale of dropout is taken once."""
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_N)
+    in_width = col < width
+    if weight_ptr is not None:
+        weight = _load(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    weight_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    bias_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for start in range(program * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+        in_rows = row < n_rows
+        mask = in_rows[:, None] & in_width[None, :]
+        at = row[:, None] * width + col[None, :]
+        x = _load(x_ptr + at, mask, EXACT).to(ACC)
+        grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
+        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
+        mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
+        unit = (x - mean) * rstd
+        if not EXACT:
+            unit = tl.where(mask, unit, 0.0)
+        before = unit * weight if weight_ptr is not None else unit * keep_scale
+        if bias_ptr is not None:
+            before = before + bias
+        if DROPOUT:
+            keep = kept(row, seed, threshold, BLOCK_M, BLOCK_N)
+            # A dropped element passes no gradient, whatever its slope.
+            grad = tl.where(keep, grad, 0.0)
+        grad = grad * slope(before, ACTIVATION, grad_x_ptr.dtype.element_ty)
+        if weight_ptr is not None:
+            weight_sums += grad * unit
+        if bias_ptr is not None:
+            bias_sums += grad
+        inner = grad * weight if weight_ptr is not None else grad * keep_scale
+        along, shift = tl.reduce((inner * unit, inner), 1, _add_pairs)
+        grad_x = (inner - unit * (along / width)[:, None] - (shift / width)[:, None]) * rstd
+        _store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask, EXACT)
+    out = program.to(tl.int64) * width + col
+    if weight_ptr is not None:
+        tl.store(weight_sums_ptr + out, tl.sum(weight_sums, axis=0) * keep_scale, mask=in_width)
+    if bias_ptr is not None:
+        tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0) * keep_scale, mask=in_width)
