@@ -33,7 +33,7 @@ def lower_tail(a, DTYPE: tl.constexpr):
         q = q * a - 0.044599276
         q = q * a - 0.46968025
         q = q * a - 1.14626181
-        return tl.exp2(q * a - 1.0003587)
+        tail = tl.exp2(q * a - 1.0003587)
     elif DTYPE == tl.float16:
         q = -1.79341635e-06 * a + 6.09033523e-05
         q = q * a - 0.000926022185
@@ -41,33 +41,36 @@ def lower_tail(a, DTYPE: tl.constexpr):
         q = q * a - 0.0539377816
         q = q * a - 0.458480567
         q = q * a - 1.15124679
-        return tl.exp2(q * a - 0.99999547)
+        tail = tl.exp2(q * a - 0.99999547)
     else:
-        return 0.5 - 0.5 * tl.erf(a * 0.7071067811865476)
+        tail = 0.5 - 0.5 * tl.erf(a * 0.7071067811865476)
+    return tail
 
 
 @triton.jit
 def activated(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """The activation, for an output of DTYPE."""
     if ACTIVATION == RELU:
-        return tl.where(x <= 0, 0.0, x)
+        y = tl.where(x <= 0, 0.0, x)
     elif ACTIVATION == GELU:
         a = tl.abs(x)
-        return tl.where(x <= 0, 0.0, x) - a * lower_tail(a, DTYPE)
+        y = tl.where(x <= 0, 0.0, x) - a * lower_tail(a, DTYPE)
     else:
-        return x / (1.0 + tl.exp(-x))
+        y = x / (1.0 + tl.exp(-x))
+    return y
 
 
 @triton.jit
 def slope(x, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
     """The activation's derivative; that of relu at 0 is 0."""
     if ACTIVATION == RELU:
-        return tl.where(x > 0, 1.0, 0.0)
+        y = tl.where(x > 0, 1.0, 0.0)
     elif ACTIVATION == GELU:
         tail = lower_tail(tl.abs(x), DTYPE)
         # exp(-x^2 / 2) / sqrt(2 pi)
         density = tl.exp2(x * x * -0.7213475204444817 - 1.3257480647361595)
-        return tl.where(x > 0, 1.0 - tail, tail) + x * density
+        y = tl.where(x > 0, 1.0 - tail, tail) + x * density
     else:
         share = 1.0 / (1.0 + tl.exp(-x))
-        return share * (1.0 + x * (1.0 - share))
+        y = share * (1.0 + x * (1.0 - share))
+    return y

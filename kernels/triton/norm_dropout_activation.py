@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from caramba.kernels.triton.activation import activated, kept, slope
+from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile
 from torch import Tensor
 
 import triton
 import triton.language as tl
-from caramba.kernels.triton.activation import activated, kept, slope
-from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile
 
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}
 THREADS_FORWARD, THREADS_BACKWARD = 768, 512
@@ -26,11 +26,6 @@ def _store(ptr, value, mask, EXACT: tl.constexpr):
         tl.store(ptr, value)
     else:
         tl.store(ptr, value, mask=mask)
-
-
-@triton.jit
-def _add_pairs(a0, b0, a1, b1):
-    return a0 + a1, b0 + b1
 
 
 @triton.jit(do_not_specialize=["threshold", "seed"])
@@ -141,11 +136,94 @@ def _backward_kernel(
         if bias_ptr is not None:
             bias_sums += grad
         inner = grad * weight if weight_ptr is not None else grad * keep_scale
-        along, shift = tl.reduce((inner * unit, inner), 1, _add_pairs)
-        grad_x = (inner - unit * (along / width)[:, None] - (shift / width)[:, None]) * rstd
+        along, shift = tl.sum(inner * unit, axis=1) / width, tl.sum(inner, axis=1) / width
+        grad_x = (inner - unit * along[:, None] - shift[:, None]) * rstd
         _store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask, EXACT)
     out = program.to(tl.int64) * width + col
     if weight_ptr is not None:
         tl.store(weight_sums_ptr + out, tl.sum(weight_sums, axis=0) * keep_scale, mask=in_width)
     if bias_ptr is not None:
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0) * keep_scale, mask=in_width)
+
+
+def _launch_options(width: int, threads: int) -> tuple[int, int, int, int]:
+    """Rows and columns of a tile, its warps, and programs that a multiprocessor holds."""
+    block_m, block_n, warps = tile(width)
+    return block_m, block_n, warps, max(1, threads // (32 * warps))
+
+
+def _drops(p: float) -> tuple[float, int]:
+    """The scale of what is kept, and the threshold, shifted left by 16 and below 2^32: at p = 1 the scale is 0."""
+    return (1.0 / (1.0 - p) if p < 1.0 else 0.0), min(round(p * 2**16) << 16, 2**32 - 1)
+
+
+def norm_dropout_activation(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    width = x.shape[-1]
+    dtype, acc = accumulator(x)
+    y = torch.empty_like(x)
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=dtype) for _ in range(2))
+    if x.numel() == 0:
+        # What the mean of nothing is, as the reference has it.
+        return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
+    n_rows = x.numel() // width
+    block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
+    weight = weight if weight is None else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(programs,)](
+            *(x, weight, bias, y, mean, rstd, n_rows, width, eps, *_drops(p), seed),
+            *(p > 0, ACTIVATIONS[activation], acc, width == block_n and n_rows % block_m == 0),
+            *(block_m, block_n),
+            num_warps=warps,
+        )
+    return y, mean, rstd
+
+
+def norm_dropout_activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: int,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    width = x.shape[-1]
+    dtype, acc = accumulator(x)
+    grad_x = torch.empty_like(x)
+    grads = [
+        x.new_empty(0, dtype=dtype)
+        if vector is None
+        else torch.zeros_like(vector)
+        if x.numel() == 0
+        else torch.empty_like(vector)
+        for vector in (weight, bias)
+    ]
+    if x.numel() == 0:
+        return grad_x, grads[0], grads[1]
+    n_rows = x.numel() // width
+    block_m, block_n, warps, held = _launch_options(width, THREADS_BACKWARD)
+    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
+    sums = [
+        None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
+    ]
+    weight = weight if weight is None else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    with torch.cuda.device_of(x):
+        _backward_kernel[(programs,)](
+            *(grad, x, mean.contiguous(), rstd.contiguous(), weight, bias, grad_x, *sums),
+            *(n_rows, width, *_drops(p), seed, p > 0, ACTIVATIONS[activation], acc),
+            *(width == block_n and n_rows % block_m == 0, block_m, block_n),
+            # The sums of a row of 16384 need more registers.
+            num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
+        )
+        for partial, out in zip(sums, grads, strict=True):
+            sum_programs(partial, out, acc)
+    return grad_x, grads[0], grads[1]
