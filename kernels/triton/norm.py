@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ WIDEST = 65536
 TILE, TILE_WARP = 2048, 512
 """Elements of a tile of short rows, and elements to a warp."""
 PER_SM = 8192
-"""Elements of the rows that backward programs of one multiprocessor hold sums for, each at least a row."""
+"""Elements of the rows that backward programs of one multiprocessor hold sums for."""
 _counts: dict[torch.device, int] = {}
 
 
@@ -59,6 +61,15 @@ def _forward_kernel(
 
 
 @triton.jit
+def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load a tile, of zeros outside."""
+    row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < n_rows)[:, None] & (col < width)[None, :]
+    return tl.load(ptr + row[:, None] * width + col[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _backward_kernel(
     grad_ptr,
     grad_sum_ptr,
@@ -77,7 +88,10 @@ def _backward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Every program takes tiles in turn and keeps its own sums of the gradients of weight and bias."""
+    """Every program takes tiles in turn and keeps its own sums of the gradients of weight and bias.
+
+    A centred one asks for the next tile before it works on this one: its two sums of a row leave memory idle otherwise.
+    """
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     in_width = col < width
@@ -85,13 +99,22 @@ def _backward_kernel(
         weight = tl.load(weight_ptr + col, mask=in_width, other=0.0).to(ACC)[None, :]
     weight_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     bias_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    for start in range(program * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+    stride = tl.num_programs(0) * BLOCK_M
+    if CENTRED:
+        next_x = _rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N)
+        next_grad = _rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N)
+    for start in range(program * BLOCK_M, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         in_rows = row < n_rows
         mask = in_rows[:, None] & in_width[None, :]
         at = row[:, None] * width + col[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC)
-        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(ACC)
+        if CENTRED:
+            x, grad = next_x.to(ACC), next_grad.to(ACC)
+            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N)
+            next_grad = _rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N)
+        else:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC)
+            grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(ACC)
         rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
         if CENTRED:
             x = x - tl.load(mean_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
@@ -139,6 +162,7 @@ def sum_programs(sums: Tensor | None, out: Tensor, acc: tl.dtype) -> None:
         _sum_kernel[(triton.cdiv(width, 32),)](sums, out, programs, width, acc, 64, 32, num_warps=4)
 
 
+@functools.cache
 def tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
     if width > WIDEST:
@@ -221,9 +245,9 @@ def _backward(
         return grad_x, grads[0], grads[1]
     n_rows = x.numel() // width
     block_m, block_n, warps = tile(width)
-    programs = min(
-        triton.cdiv(n_rows, block_m), multiprocessors(x.device) * min(max(PER_SM // block_n, 2), 8)
-    )
+    # A multiprocessor has registers for one centred program of a row of 8192, and for two that are not.
+    held = min(max(PER_SM // block_n, 2 if mean is None else 1), 8)
+    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
     sums = [
         None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
     ]

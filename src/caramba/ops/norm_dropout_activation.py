@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import direct
 from caramba.ops.layer_norm import fake_gradients, normalised, normalised_gradients, scaled_and_shifted
 from caramba.ops.philox import kept, resolved
 from caramba.ops.rows import check_rows
@@ -66,7 +67,11 @@ def norm_dropout_activation(
         p, seed = 0.0, 0
     elif seed is None:
         seed = int(torch.randint(2**62, (1,)))
-    return torch.ops.caramba.norm_dropout_activation.default(x, weight, bias, eps, p, seed, activation)[0]
+    run = (
+        direct("norm_dropout_activation", x, weight, bias)
+        or torch.ops.caramba.norm_dropout_activation.default
+    )
+    return run(x, weight, bias, eps, p, seed, activation)[0]
 
 
 def _dropped(x: Tensor, p: float, seed: int) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba import kernels
 from caramba.ops import (
@@ -231,6 +232,43 @@ def test_lion_gives_the_references_bits(dtype: torch.dtype) -> None:
     for ours, want in zip(made, expected, strict=True):
         for x, y in zip(ours, want, strict=True):
             assert torch.equal(x, y)
+
+
+def test_calls_that_need_no_gradient_go_straight_to_the_launcher_with_the_same_bits() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, weight = drawn(4, 64), drawn(64, seed=1)
+    heads, cos = x.detach().view(1, 2, 4, 32), drawn(1, 4, 16, seed=2).detach()
+    calls: dict[str, Callable[[], Any]] = {
+        "rms_norm": lambda: rms_norm(x, weight),
+        "add_layer_norm": lambda: add_layer_norm(x, x, weight)[0],
+        "rope": lambda: rope(heads.requires_grad_(), cos, cos),
+        "swiglu": lambda: swiglu(x, x),
+        "swiglu_packed": lambda: swiglu(x),
+        "norm_dropout_activation": lambda: norm_dropout_activation(
+            x, weight, activation="silu", p=0.5, seed=1
+        ),
+    }
+    for op, call in calls.items():
+        names: list[str] = []
+        with Seen():
+            by_op = call()
+            assert f"caramba.{op}.default" in names
+            names.clear()
+            with torch.no_grad():
+                straight = call()
+        assert not [name for name in names if "caramba" in name]
+        assert torch.equal(straight, by_op)
+        assert by_op.requires_grad
+        assert not straight.requires_grad
+    squared = x.square().sum()
+    with torch.no_grad():
+        lion_step([x], [torch.zeros_like(x)], [torch.ones_like(x)], lr=0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
 
 
 def test_rows_beyond_registers_are_refused() -> None:
