@@ -1,6 +1,8 @@
-"""RMS and layer norm, with a residual or with dropout and an activation: one program for a tile of whole rows."""
+"""RMS and layer norm, with or without a residual: one program for a tile of whole rows."""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -13,23 +15,11 @@ WIDEST = 65536
 TILE, TILE_WARP = 2048, 512
 """Elements of a tile of short rows, and elements to a warp."""
 PER_SM = 8192
-"""Elements of the rows that backward programs of one multiprocessor hold sums for, each at least a row."""
-ACTIVATIONS = {"none": 0, "relu": 1, "gelu": 2, "silu": 3}
+"""Elements of the rows that backward programs of one multiprocessor hold sums for."""
 _counts: dict[torch.device, int] = {}
 
 
 @triton.jit
-def _kept(row, seed, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which elements of rows dropout keeps, as caramba.ops.philox defines it."""
-    quad = tl.arange(0, BLOCK_N // 4)[None, :] + tl.zeros([BLOCK_M, BLOCK_N // 4], tl.int32)
-    low = (row & 0xFFFFFFFF).to(tl.uint32)[:, None]
-    high = (row >> 32).to(tl.uint32)[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, quad, low, high, low * 0)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    return words.to(tl.int64) >= threshold
-
-
-@triton.jit(do_not_specialize=["threshold", "seed"])
 def _forward_kernel(
     x_ptr,
     residual_ptr,
@@ -42,12 +32,7 @@ def _forward_kernel(
     n_rows,
     width,
     eps,
-    keep_scale,
-    threshold,
-    seed,
     CENTRED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -72,18 +57,19 @@ def _forward_kernel(
         y = y * tl.load(weight_ptr + col, mask=col < width, other=0.0).to(ACC)[None, :]
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + col, mask=col < width, other=0.0).to(ACC)[None, :]
-    if DROPOUT:
-        y = tl.where(_kept(row, seed, threshold, BLOCK_M, BLOCK_N), y * keep_scale, 0.0)
-    if ACTIVATION == 1:
-        y = tl.where(y > 0, y, 0.0)
-    elif ACTIVATION == 2:
-        y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
-    elif ACTIVATION == 3:
-        y = y / (1.0 + tl.exp(-y))
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["threshold", "seed"])
+@triton.jit
+def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Load a tile, of zeros outside."""
+    row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+    col = tl.arange(0, BLOCK_N)
+    mask = (row < n_rows)[:, None] & (col < width)[None, :]
+    return tl.load(ptr + row[:, None] * width + col[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _backward_kernel(
     grad_ptr,
     grad_sum_ptr,
@@ -97,56 +83,42 @@ def _backward_kernel(
     bias_sums_ptr,
     n_rows,
     width,
-    keep_scale,
-    threshold,
-    seed,
     CENTRED: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Every program takes tiles in turn and keeps its own sums of the gradients of weight and bias."""
+    """Every program takes tiles in turn and keeps its own sums of the gradients of weight and bias.
+
+    A centred one asks for the next tile before it works on this one: its two sums of a row leave memory idle otherwise.
+    """
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     in_width = col < width
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + col, mask=in_width, other=0.0).to(ACC)[None, :]
-    if bias_ptr is not None and ACTIVATION > 0:
-        bias = tl.load(bias_ptr + col, mask=in_width, other=0.0).to(ACC)[None, :]
     weight_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     bias_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    for start in range(program * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+    stride = tl.num_programs(0) * BLOCK_M
+    if CENTRED:
+        next_x = _rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N)
+        next_grad = _rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N)
+    for start in range(program * BLOCK_M, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         in_rows = row < n_rows
         mask = in_rows[:, None] & in_width[None, :]
         at = row[:, None] * width + col[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC)
-        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(ACC)
+        if CENTRED:
+            x, grad = next_x.to(ACC), next_grad.to(ACC)
+            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N)
+            next_grad = _rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N)
+        else:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(ACC)
+            grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(ACC)
         rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
         if CENTRED:
             x = x - tl.load(mean_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
         unit = tl.where(mask, x * rstd, 0.0)
-        if ACTIVATION > 0:
-            before = unit
-            if weight_ptr is not None:
-                before = before * weight
-            if bias_ptr is not None:
-                before = before + bias
-            if DROPOUT:
-                keep = _kept(row, seed, threshold, BLOCK_M, BLOCK_N)
-                before = tl.where(keep, before * keep_scale, 0.0)
-            if ACTIVATION == 1:
-                grad = tl.where(before > 0, grad, 0.0)
-            elif ACTIVATION == 2:
-                density = tl.exp(-0.5 * before * before) * 0.3989422804014327
-                grad = grad * (0.5 * (1.0 + tl.erf(before * 0.7071067811865476)) + before * density)
-            else:
-                share = 1.0 / (1.0 + tl.exp(-before))
-                grad = grad * share * (1.0 + before * (1.0 - share))
-            if DROPOUT:
-                grad = tl.where(keep, grad * keep_scale, 0.0)
         inner = grad
         if weight_ptr is not None:
             weight_sums += grad * unit
@@ -183,7 +155,15 @@ def _sum_kernel(
     tl.store(out_ptr + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < width)
 
 
-def _tile(width: int) -> tuple[int, int, int]:
+def sum_programs(sums: Tensor | None, out: Tensor, acc: tl.dtype) -> None:
+    """Add [P, D] to `out` [D]."""
+    if sums is not None:
+        programs, width = sums.shape
+        _sum_kernel[(triton.cdiv(width, 32),)](sums, out, programs, width, acc, 64, 32, num_warps=4)
+
+
+@functools.cache
+def tile(width: int) -> tuple[int, int, int]:
     """Rows and columns of a tile, and its warps."""
     if width > WIDEST:
         raise ValueError(f"norm: rows of {width} elements, expected at most {WIDEST}; use kernels: reference")
@@ -192,7 +172,7 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block_m, block_n, min(max(block_m * block_n // TILE_WARP, 1), 16)
 
 
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     if device not in _counts:
         _counts[device] = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
@@ -200,12 +180,8 @@ def _multiprocessors(device: torch.device) -> int:
     return _counts[device]
 
 
-def _accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
+def accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
-
-
-def _dropout(p: float) -> tuple[float, int]:
-    return (1.0 / (1.0 - p) if p < 1.0 else 0.0), round(p * 2**32)
 
 
 def _forward(
@@ -215,15 +191,12 @@ def _forward(
     bias: Tensor | None,
     eps: float,
     centred: bool,
-    p: float = 0.0,
-    seed: int = 0,
-    activation: str = "none",
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return y, the sum, the mean and the reciprocal root, those that there are."""
     x = x.contiguous()
     residual = residual if residual is None else residual.contiguous()
     width = x.shape[-1]
-    dtype, acc = _accumulator(x)
+    dtype, acc = accumulator(x)
     y = torch.empty_like(x)
     total = None if residual is None else torch.empty_like(x)
     rstd = x.new_empty(x.shape[:-1], dtype=dtype)
@@ -233,15 +206,13 @@ def _forward(
         rstd.fill_(float("nan"))
         return y, total, mean if mean is None else mean.fill_(float("nan")), rstd
     n_rows = x.numel() // width
-    block_m, block_n, warps = _tile(width)
-    scale, threshold = _dropout(p)
+    block_m, block_n, warps = tile(width)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):
         _forward_kernel[(triton.cdiv(n_rows, block_m),)](
             *(x, residual, weight, bias, y, total, mean, rstd),
-            *(n_rows, width, eps, scale, threshold, seed),
-            *(centred, p > 0, ACTIVATIONS[activation], acc, block_m, block_n),
+            *(n_rows, width, eps, centred, acc, block_m, block_n),
             num_warps=warps,
         )
     return y, total, mean, rstd
@@ -255,15 +226,12 @@ def _backward(
     rstd: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    p: float = 0.0,
-    seed: int = 0,
-    activation: str = "none",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias; empty for a vector that is not there."""
     grad, x = grad.contiguous(), x.contiguous()
     grad_sum = grad_sum if grad_sum is None else grad_sum.contiguous()
     width = x.shape[-1]
-    dtype, acc = _accumulator(x)
+    dtype, acc = accumulator(x)
     grad_x = torch.empty_like(x)
     grads = [
         x.new_empty(0, dtype=dtype)
@@ -276,29 +244,24 @@ def _backward(
     if x.numel() == 0:
         return grad_x, grads[0], grads[1]
     n_rows = x.numel() // width
-    block_m, block_n, warps = _tile(width)
-    programs = min(
-        triton.cdiv(n_rows, block_m), _multiprocessors(x.device) * min(max(PER_SM // block_n, 2), 8)
-    )
+    block_m, block_n, warps = tile(width)
+    # A multiprocessor has registers for one centred program of a row of 8192, and for two that are not.
+    held = min(max(PER_SM // block_n, 2 if mean is None else 1), 8)
+    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
     sums = [
         None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
     ]
-    scale, threshold = _dropout(p)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):
         _backward_kernel[(programs,)](
             *(grad, grad_sum, x, mean, rstd.contiguous(), weight, bias, grad_x, sums[0], sums[1]),
-            *(n_rows, width, scale, threshold, seed),
-            *(mean is not None, p > 0, ACTIVATIONS[activation], acc, block_m, block_n),
-            # Activations need more registers; so do the sums of a row of 16384.
-            num_warps=min(2 * warps, 32) if activation != "none" or block_n >= 16384 else warps,
+            *(n_rows, width, mean is not None, acc, block_m, block_n),
+            # The sums of a row of 16384 need more registers.
+            num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
         )
         for partial, out in zip(sums, grads, strict=True):
-            if partial is not None:
-                _sum_kernel[(triton.cdiv(width, 32),)](
-                    partial, out, programs, width, acc, 64, 32, num_warps=4
-                )
+            sum_programs(partial, out, acc)
     return grad_x, grads[0], grads[1]
 
 
@@ -343,24 +306,3 @@ def layer_norm_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _backward(grad, grad_sum, x, mean.contiguous(), rstd, weight, bias)
-
-
-def norm_dropout_activation(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    y, _, mean, rstd = _forward(x, None, weight, bias, eps, True, p, seed, activation)
-    return y, mean, rstd
-
-
-def norm_dropout_activation_backward(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    p: float,
-    seed: int,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward(grad, None, x, mean.contiguous(), rstd, weight, bias, p, seed, activation)

@@ -57,11 +57,6 @@ def _backward_kernel(
     tl.store(grad_up_ptr + row * out_row + col, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
 
 
-def _flat(x: Tensor) -> Tensor:
-    """[..., F] as one row."""
-    return x.contiguous().view(1, -1)
-
-
 def _halves(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Contiguous [..., 2F] as two [R, F]."""
     rows = packed.view(-1, packed.shape[-1])
@@ -75,29 +70,30 @@ def _options(x: Tensor, width: int) -> tuple[int, int, tl.dtype, int]:
     return triton.cdiv(width, block), block, acc, max(1, WARPS * block // BLOCK)
 
 
-def _forward(gate: Tensor, up: Tensor, y: Tensor) -> None:
-    rows, width = gate.shape
+def _forward(gate: Tensor, up: Tensor, y: Tensor, width: int, stride: int) -> None:
+    """Rows of `width` elements, which begin every `stride` elements in gate and up."""
     n_blocks, block, acc, warps = _options(gate, width)
     with torch.cuda.device_of(gate):
-        _forward_kernel[(rows * n_blocks,)](
-            gate, up, y, width, n_blocks, gate.stride(0), up.stride(0), acc, block, num_warps=warps
+        _forward_kernel[(y.numel() // width * n_blocks,)](
+            gate, up, y, width, n_blocks, stride, stride, acc, block, num_warps=warps
         )
 
 
-def _backward(grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor) -> None:
-    rows, width = gate.shape
+def _backward(
+    grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, width: int, stride: int
+) -> None:
     n_blocks, block, acc, warps = _options(gate, width)
-    strides = (gate.stride(0), up.stride(0), grad_gate.stride(0))
     with torch.cuda.device_of(gate):
-        _backward_kernel[(rows * n_blocks,)](
-            *(grad, gate, up, grad_gate, grad_up, width, n_blocks, *strides, acc, block), num_warps=warps
+        _backward_kernel[(grad.numel() // width * n_blocks,)](
+            *(grad, gate, up, grad_gate, grad_up, width, n_blocks, stride, stride, stride, acc, block),
+            num_warps=warps,
         )
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    if y.numel():
-        _forward(_flat(gate), _flat(up), y)
+    if size := y.numel():
+        _forward(gate.contiguous(), up.contiguous(), y, size, size)
     return y
 
 
@@ -105,15 +101,15 @@ def swiglu_packed(packed: Tensor) -> Tensor:
     packed = packed.contiguous()
     y = packed.new_empty((*packed.shape[:-1], packed.shape[-1] // 2))
     if y.numel():
-        _forward(*_halves(packed), y)
+        _forward(*_halves(packed), y, y.shape[-1], packed.shape[-1])
     return y
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     shape = gate.shape
     grad_gate, grad_up = (torch.empty(shape, dtype=x.dtype, device=x.device) for x in (gate, up))
-    if grad.numel():
-        _backward(grad.contiguous(), _flat(gate), _flat(up), grad_gate.view(1, -1), grad_up.view(1, -1))
+    if size := grad.numel():
+        _backward(grad.contiguous(), gate.contiguous(), up.contiguous(), grad_gate, grad_up, size, size)
     return grad_gate, grad_up
 
 
@@ -121,5 +117,5 @@ def swiglu_packed_backward(grad: Tensor, packed: Tensor) -> Tensor:
     packed = packed.contiguous()
     out = torch.empty_like(packed)
     if out.numel():
-        _backward(grad.contiguous(), *_halves(packed), *_halves(out))
+        _backward(grad.contiguous(), *_halves(packed), *_halves(out), grad.shape[-1], packed.shape[-1])
     return out

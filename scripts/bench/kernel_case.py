@@ -15,6 +15,7 @@ from caramba.ops import implementation
 from caramba.ops.backend import OPS
 
 Call = Callable[..., Any]
+HOST_MUST_US = 25.0
 COLD_BYTES = 200_000_000  # over three times the L2 of an H200
 
 
@@ -24,7 +25,8 @@ class Case:
 
     `bytes_per_row` and `backward_bytes_per_row` are what must move at least; a backward of 0 is not measured. `must`
     and `backward_must` are shares of the copy roof. `flops_per_row` is for work bound by arithmetic. `exact` is what
-    ours should give where the peer draws random numbers of its own.
+    ours should give where the peer draws random numbers of its own. `host` prepares the call whose host time counts,
+    where `ours` does more than call the op.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Case:
     backward_must: float = 0.70
     flops_per_row: int = 0
     exact: Call | None = None
+    host: Callable[[tuple[Tensor, ...]], Callable[[], Any]] | None = None
 
     @property
     def backward_op(self) -> str:
@@ -136,17 +139,34 @@ def error_of(case: Case, call: Call, is_backward: bool, rows: int) -> float:
     )
 
 
-def host_us(case: Case) -> float:
-    """Microseconds that the host spends on an eager call of ours without gradients, on few rows."""
+def host_us(case: Case, is_backward: bool, device: torch.device) -> float:
+    """Microseconds that the host spends, on few rows, on an eager call without gradients, or on a backward."""
     tensors = case.make(min(case.rows, 8))
+    if is_backward:
+        results = [y for y in outputs(case.ours(*tensors)) if y.requires_grad]
+        wanted = [x for x in tensors if x.requires_grad]
+        grads = [torch.randn_like(y) for y in results]
+
+        def call() -> Any:
+            return torch.autograd.grad(results, wanted, grads, retain_graph=True)
+    elif case.host is not None:
+        call = case.host(tensors)
+    else:
+
+        def call() -> Any:
+            return case.ours(*tensors)
+
+    # Without a device the call is the work itself, of which twice is enough.
+    repeats, calls = (6, 50) if device.type == "cuda" else (1, 2)
     best = float("inf")
     with torch.no_grad():
-        for _ in range(6):
-            torch.cuda.synchronize()
+        for _ in range(repeats):
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             began = time.perf_counter()
-            for _ in range(50):
-                case.ours(*tensors)
-            best = min(best, (time.perf_counter() - began) / 50)
+            for _ in range(calls):
+                call()
+            best = min(best, (time.perf_counter() - began) / calls)
     return best * 1e6
 
 
@@ -197,8 +217,7 @@ def measure(
         "copy_tb_s": roof / 1e12,
         "sides": {},
     }
-    if not is_backward and device.type == "cuda":
-        row["host_us"] = host_us(case)
+    row |= {"host_us": host_us(case, is_backward, device), "host_must_us": HOST_MUST_US}
     for name in calls:
         values = sorted(times[name])
         median = statistics.median(values)

@@ -51,7 +51,8 @@ def told(row: dict[str, Any]) -> str:
         for name, side in row["sides"].items()
     )
     verdict = "ok  " if row["sides"]["ours"]["of_copy"] >= row["must"] else "MISS"
-    host = f", host {row['host_us']:.1f} us" if "host_us" in row else ""
+    late = "" if row["host_us"] <= row["host_must_us"] else " MISS"
+    host = f", host {row['host_us']:.1f} us of {row['host_must_us']:.0f}{late}"
     return (
         f"{verdict} {row['name']:22s} {row['pass']:8s} [{row['implementation']}] copy {row['copy_tb_s']:.2f} TB/s; "
         f"{sides}{host}"

@@ -52,6 +52,11 @@ def our_lion(w: Tensor, m: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     return w, m
 
 
+def lion_of(stacked: tuple[Tensor, ...]) -> Callable[[], None]:
+    lists = [list(x.unbind()) for x in stacked]
+    return lambda: lion_step(*lists, **LION)
+
+
 def norms(device: torch.device, dtype: torch.dtype, width: int) -> list[Case]:
     drawn, size = drawer(device, dtype), dtype.itemsize * width
     rows = 2**26 // width
@@ -188,6 +193,7 @@ def others(device: torch.device, dtype: torch.dtype) -> list[Case]:
             our_lion,
             lion,
             5 * 1024 * 1024 * size,
+            host=lion_of,
         ),
     ]
 

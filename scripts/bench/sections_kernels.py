@@ -34,8 +34,8 @@ def kernels(data: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"Median (20% to 80%) of graph replays in turns, on cold tensors; MB are useful bytes. The copy of each row"
-        f" moved {min(roofs):.2f} to {max(roofs):.2f} TB/s, read and written. Host: an eager call without gradients"
-        " (must 25).",
+        f" moved {min(roofs):.2f} to {max(roofs):.2f} TB/s, read and written. Host: an eager call without gradients,"
+        " or a backward (must 25).",
         "",
         "![Share of a copy's bandwidth](benchmarks/kernels.png)",
     ]

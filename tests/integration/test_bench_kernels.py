@@ -27,6 +27,8 @@ def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
     for row in data["rows"]:
         assert row["sides"]["ours"]["error"] < 4e-3, row
         assert row["sides"]["ours"]["median_us"] > 0
+        assert row["host_us"] > 0
+        assert row["host_must_us"] == 25
     assert out.with_suffix(".png").stat().st_size > 10_000
     program = (
         "import json,sys,sections_kernels as s; print('\\n'.join(s.kernels(json.load(open(sys.argv[1])))))"

@@ -108,3 +108,19 @@ def test_resuming_a_finished_run_repeats_nothing(whole: Path, cache: Path) -> No
     done = caramba(["resume", str(whole)], whole, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {file: file.stat().st_mtime_ns for file in whole.glob("checkpoints/*")} == before
+
+
+def test_lion_resumes_bit_equal(tmp_path: Path, cache: Path) -> None:
+    words = [*WORDS, "train.optimizer=lion", "train.lr=5e-4", "train.weight_decay=0.5"]
+    folders = [tmp_path / name for name in ("whole", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    done = caramba(words, folders[0], cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    interrupt_when("runs/*/*/checkpoints/blockwise.state.pt", words, folders[1], cache, signal.SIGKILL)
+    run = only_run(folders[1])
+    state = torch.load(run / "checkpoints" / "blockwise.state.pt", weights_only=True)
+    assert {key for one in state["optimizer_states"][0]["state"].values() for key in one} == {"momentum"}
+    done = caramba(["resume", str(run)], folders[1], cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_weights(run, only_run(folders[0]))

@@ -8,8 +8,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from caramba.config.base import Config, Later
 from caramba.config.layer import Positive
+from caramba.config.plain import is_mapping
 
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 PLANNING = "the runtime planning work"
 BLOCK_PHASES = ("blockwise", "drift")
@@ -17,6 +19,7 @@ BLOCK_PHASES = ("blockwise", "drift")
 # that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
 AUTO_LR_WIDTH = 2048
 AUTO_LR = {"pretrain": (3e-4, 1.0), "blockwise": (2e-4, 1.0), "drift": (1e-4, 1.0), "global": (8e-5, 0.5)}
+LION_BETAS = (0.9, 0.99)  # Chen et al., 2023, arXiv:2302.06675
 
 
 def _compile_mode(value: Any) -> Any:
@@ -96,9 +99,14 @@ class PhaseConfig(Config):
     )
     optimizer: Annotated[
         Literal["adamw", "sgd", "adafactor", "lion", "muon"],
-        Later("the training speed work", "sgd", "adafactor", "lion", "muon"),
-    ] = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
+        Later("the training speed work", "sgd", "adafactor", "muon"),
+    ] = Field(
+        default="adamw",
+        description="lion wants an lr 3 to 10 times smaller than AdamW's, and a weight_decay as many times larger",
+    )
+    betas: tuple[Beta, Beta] = Field(
+        default=(0.9, 0.95), description="0.9 and 0.99 where none are given for lion"
+    )
     scheduler: Annotated[
         Literal["none", "constant", "linear", "cosine", "wsd"], Later("the training speed work", "wsd")
     ] = "cosine"
@@ -163,8 +171,20 @@ class PhaseConfig(Config):
     orchestrator_decision_interval: Annotated[Positive | None, Later("the optimiser work")] = None
     orchestrator_initial_strategy: Annotated[str | None, Later("the optimiser work")] = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _lion_betas(cls, value: Any) -> Any:
+        if is_mapping(value) and value.get("optimizer") == "lion":
+            return {"betas": LION_BETAS, **value}
+        return value
+
     @model_validator(mode="after")
     def _rules(self) -> PhaseConfig:
+        if self.optimizer == "lion" and self.lr == "auto":
+            raise ValueError(
+                "lr=auto stands for AdamW's published rates, got optimizer=lion; give lr, 3 to 10 times smaller than "
+                "AdamW's"
+            )
         if self.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} exceeds steps={self.steps}; use {self.steps} or fewer"

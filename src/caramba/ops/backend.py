@@ -41,7 +41,8 @@ METAL_AVAILABLE: bool = torch.backends.mps.is_available()
 
 DISPATCH_KEYS = {"cuda": "CUDA", "mps": "MPS", "cpu": "CPU"}
 _attached: dict[tuple[str, str], str] = {}
-
+_launchers: dict[tuple[str, str], Callable[..., Any]] = {}
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 DECOUPLED = (("k_sem", "k_geo", "v"), ("c", "k_geo"))
 """Streams of the caches that `dba_decode` reads."""
@@ -73,6 +74,7 @@ def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]
         raise KernelUnavailable(f"op {op} on {device_type}: {present} is attached, cannot attach {backend}")
     torch.library.impl(f"caramba::{op}", DISPATCH_KEYS[device_type], launcher)
     _attached[op, device_type] = backend
+    _launchers[op, device_type] = launcher
 
 
 def implementation(op: str, device: torch.device | str) -> str:
@@ -83,6 +85,22 @@ def implementation(op: str, device: torch.device | str) -> str:
 def is_fused(op: str, x: torch.Tensor) -> bool:
     """Whether a call of an op on x runs a kernel. Never while compiling: Inductor fuses elementwise code itself."""
     return (op, x.device.type) in _attached and not torch.compiler.is_compiling()
+
+
+def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
+    """Return the launcher of an op, for a call with its arguments, where neither gradients nor a trace need the op.
+
+    The dispatcher and the Python of the op's autograd take longer than a launch. Subclasses of tensors, which may stand
+    for something else, always go through them.
+    """
+    if torch.compiler.is_compiling() or not _launchers:
+        return None
+    needs_grad = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (type(x) not in PLAIN or (needs_grad and x.requires_grad)):
+            return None
+    assert tensors[0] is not None
+    return _launchers.get((op, tensors[0].device.type))
 
 
 def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caramba.ops.backend import direct
 from caramba.ops.rows import check_rows
 from caramba.ops.widen import wide_empty, widened
 
@@ -39,7 +40,8 @@ def layer_norm(
     Reference: Ba et al., 2016, arXiv:1607.06450.
     """
     check_rows("layer_norm", x, weight=weight, bias=bias)
-    return torch.ops.caramba.layer_norm.default(x, weight, bias, eps)[0]
+    run = direct("layer_norm", x, weight, bias) or torch.ops.caramba.layer_norm.default
+    return run(x, weight, bias, eps)[0]
 
 
 def add_layer_norm(
@@ -57,7 +59,8 @@ def add_layer_norm(
         ConfigError: as `layer_norm`, and a residual that differs from x in shape, dtype or device.
     """
     check_rows("add_layer_norm", x, residual, weight=weight, bias=bias)
-    y, total, _, _ = torch.ops.caramba.add_layer_norm.default(x, residual, weight, bias, eps)
+    run = direct("add_layer_norm", x, residual, weight, bias) or torch.ops.caramba.add_layer_norm.default
+    y, total, _, _ = run(x, residual, weight, bias, eps)
     return y, total
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import direct
 from caramba.ops.widen import widened
 
 torch.library.define(
@@ -43,20 +44,29 @@ def lion_step(
     lengths = (len(parameters), len(momenta), len(grads))
     if len(set(lengths)) != 1:
         raise ConfigError(f"lion_step: {lengths} parameters, momenta and gradients; expected as many of each")
+    if not parameters:
+        return
+    device = parameters[0].device
     for index, group in enumerate(zip(parameters, momenta, grads, strict=True)):
+        p, m, g = group
+        if (
+            p.shape == m.shape == g.shape
+            and p.device == m.device == g.device == device
+            and (p.is_contiguous() and m.is_contiguous() and g.is_contiguous())
+        ):
+            continue
         for name, tensor in zip(("parameter", "momentum", "gradient"), group, strict=True):
-            if (
-                tensor.shape != group[0].shape
-                or tensor.device != parameters[0].device
-                or not tensor.is_contiguous()
-            ):
+            if tensor.shape != group[0].shape or tensor.device != device or not tensor.is_contiguous():
                 raise ConfigError(
                     f"lion_step: {name} {index} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, on "
-                    f"{tensor.device}; expected contiguous {tuple(group[0].shape)} on {parameters[0].device}"
+                    f"{tensor.device}; expected contiguous {tuple(group[0].shape)} on {device}"
                 )
-    torch.ops.caramba.lion_step.default(
-        list(parameters), list(momenta), list(grads), lr, beta1, beta2, weight_decay
-    )
+    run = None if torch.is_grad_enabled() else direct("lion_step", *parameters)
+    if run is None:
+        run = torch.ops.caramba.lion_step.default
+    else:  # as the op would, so that a backward through what has changed is refused
+        torch.autograd.graph.increment_version((*parameters, *momenta))
+    run(list(parameters), list(momenta), list(grads), lr, beta1, beta2, weight_decay)
 
 
 def reference_lion_step(

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import direct
 from caramba.ops.layer_norm import fake_gradients, normalised, normalised_gradients, scaled_and_shifted
-from caramba.ops.philox import kept
+from caramba.ops.philox import kept, resolved
 from caramba.ops.rows import check_rows
 from caramba.ops.widen import wide_empty, widened
 
@@ -41,9 +42,11 @@ def norm_dropout_activation(
 ) -> Tensor:
     """Return f(dropout(layer_norm(x))) with f of relu, gelu (exact) or silu, in at least fp32, rounded once.
 
-    Dropout zeroes an element with probability p and scales the others by 1 / (1 - p). Which it zeroes is a function
-    of `seed` and the element's place alone, so the backward draws it again and nothing is stored; without a seed one
-    is taken from torch's generator of the CPU. Out of training it is left out.
+    Dropout zeroes an element with probability p, taken to the nearest 1 / 65536 (below 1 / 131072 to none), and scales
+    the others by 1 / (1 - p). Which it zeroes is a function of `seed` and the element's place alone, so the backward
+    draws it again and nothing is stored; without a seed one is taken from torch's generator of the CPU. Out of training
+    it is left out. A kernel's gelu in bf16 has a relative error of 2.5e-4, an eighth of half a unit in the last place,
+    down to -5.5, and an absolute one of 1e-7 below; its slope one of 1.3e-4.
 
     Shape: x [..., D], weight and bias [D] or none, to [..., D], contiguous, in x's dtype.
 
@@ -59,11 +62,16 @@ def norm_dropout_activation(
         )
     if not 0.0 <= p <= 1.0:
         raise ConfigError(f"norm_dropout_activation: p={p}, expected a probability from 0 to 1")
-    if not training or p == 0.0:
+    p = resolved(p) if training else 0.0
+    if p == 0.0:
         p, seed = 0.0, 0
     elif seed is None:
         seed = int(torch.randint(2**62, (1,)))
-    return torch.ops.caramba.norm_dropout_activation.default(x, weight, bias, eps, p, seed, activation)[0]
+    run = (
+        direct("norm_dropout_activation", x, weight, bias)
+        or torch.ops.caramba.norm_dropout_activation.default
+    )
+    return run(x, weight, bias, eps, p, seed, activation)[0]
 
 
 def _dropped(x: Tensor, p: float, seed: int) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from caramba.ops.backend import direct
 from caramba.ops.rows import check_rows
 from caramba.ops.widen import wide_empty, widened
 
@@ -32,7 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Reference: Zhang and Sennrich, 2019, arXiv:1910.07467.
     """
     check_rows("rms_norm", x, weight=weight)
-    return torch.ops.caramba.rms_norm.default(x, weight, eps)[0]
+    run = direct("rms_norm", x, weight) or torch.ops.caramba.rms_norm.default
+    return run(x, weight, eps)[0]
 
 
 def add_rms_norm(
@@ -46,7 +48,8 @@ def add_rms_norm(
         ConfigError: as `rms_norm`, and a residual that differs from x in shape, dtype or device.
     """
     check_rows("add_rms_norm", x, residual, weight=weight)
-    y, total, _ = torch.ops.caramba.add_rms_norm.default(x, residual, weight, eps)
+    run = direct("add_rms_norm", x, residual, weight) or torch.ops.caramba.add_rms_norm.default
+    y, total, _ = run(x, residual, weight, eps)
     return y, total
 
 

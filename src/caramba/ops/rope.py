@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import direct
 from caramba.ops.widen import widened
 
 torch.library.define(
@@ -32,7 +33,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float = 1.0, dtype: torch.d
     Reference: Su et al., 2021, arXiv:2104.09864.
     """
     _check(x, cos, sin)
-    return torch.ops.caramba.rope.default(x, cos, sin, scale, False, dtype or x.dtype)
+    run = direct("rope", x, cos, sin) or torch.ops.caramba.rope.default
+    return run(x, cos, sin, scale, False, dtype or x.dtype)
 
 
 def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import direct
 from caramba.ops.widen import widened
 
 torch.library.define("caramba::swiglu", "(Tensor gate, Tensor up) -> Tensor")
@@ -36,7 +37,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
                 f"swiglu: packed gate and up are {gate.dtype} of shape {tuple(gate.shape)}, expected a floating "
                 "dtype and an even last axis"
             )
-        return torch.ops.caramba.swiglu_packed.default(gate)
+        return (direct("swiglu_packed", gate) or torch.ops.caramba.swiglu_packed.default)(gate)
     if not gate.is_floating_point() or (gate.shape, gate.dtype, gate.device) != (
         up.shape,
         up.dtype,
@@ -46,7 +47,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
             f"swiglu: gate is {gate.dtype} of shape {tuple(gate.shape)} on {gate.device}, up {up.dtype} of shape "
             f"{tuple(up.shape)} on {up.device}; expected two floating tensors alike"
         )
-    return torch.ops.caramba.swiglu.default(gate, up)
+    return (direct("swiglu", gate, up) or torch.ops.caramba.swiglu.default)(gate, up)
 
 
 def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:

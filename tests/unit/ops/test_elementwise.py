@@ -162,7 +162,7 @@ def test_rope_turns_complex_numbers_by_group_and_undoes_itself(groups: int) -> N
 
 
 def test_philox_gives_the_published_words() -> None:
-    """The known answers of Random123 for philox4x32-10."""
+    """The known answers of Random123 for philox4x32-10 and philox4x32-7."""
     zeros = tuple(torch.zeros(1, dtype=torch.int64) for _ in range(4))
     ones = tuple(torch.full((1,), 0xFFFFFFFF) for _ in range(4))
     pi = tuple(torch.tensor([word]) for word in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344))
@@ -170,6 +170,12 @@ def test_philox_gives_the_published_words() -> None:
         (zeros, 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         (ones, 2**64 - 1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
         (pi, 0x299F31D0A4093822, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        assert tuple(int(word) for word in philox(seed, counter, 10)) == words
+    for counter, seed, words in (
+        (zeros, 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        (ones, 2**64 - 1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (pi, 0x299F31D0A4093822, (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
     ):
         assert tuple(int(word) for word in philox(seed, counter)) == words
 
@@ -185,6 +191,9 @@ def test_dropout_is_a_function_of_seed_and_place_and_off_in_eval() -> None:
     assert torch.equal(mask[:9, :13], kept(7, 0.25, 9, 13, x.device))  # whatever the sizes
     assert (mask != kept(8, 0.25, 200, 50, x.device)).double().mean() == pytest.approx(0.375, abs=0.03)
     assert not norm_dropout_activation(x, activation="gelu", p=1.0, seed=1).any()
+    assert torch.equal(plain, norm_dropout_activation(x, activation="gelu", p=2**-17, seed=1)), "rounds to 0"
+    third = [norm_dropout_activation(x, activation="relu", p=p, seed=7) for p in (1 / 3, 21845 / 65536)]
+    assert torch.equal(*third), "the mask and the scale are those of the nearest 1/65536"
     torch.manual_seed(3)
     first = norm_dropout_activation(x, activation="silu", p=0.5)
     assert not torch.equal(first, norm_dropout_activation(x, activation="silu", p=0.5))

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba import kernels
 from caramba.ops import (
@@ -28,7 +29,7 @@ from caramba.ops import (
     swiglu,
 )
 from caramba.ops.lion import reference_lion_step
-from caramba.ops.philox import kept
+from caramba.ops.philox import kept, resolved
 
 HAS_GPU = torch.cuda.is_available()
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,7 +56,7 @@ def attached() -> Iterator[None]:
 
         for op, place in LAUNCHERS.items():
             module, _, name = place.partition(":")
-            if module.rpartition(".")[2] in ("norm", "rope", "swiglu", "lion"):
+            if module.rpartition(".")[2] in ("norm", "norm_dropout_activation", "rope", "swiglu", "lion"):
                 backend.attach(op, "cpu", "triton", getattr(importlib.import_module(module), name))
     for op in ("rms_norm", "add_layer_norm", "rope", "swiglu_packed", "norm_dropout_activation", "lion_step"):
         assert backend.implementation(op, DEVICE) == "triton"
@@ -121,7 +122,7 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 33), (0, 8), *LARGE])
+@pytest.mark.parametrize("shape", [(5, 48), (2, 3, 33), (32, 64), (0, 8), *LARGE])
 def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight, bias = (
         drawn(*shape, dtype=dtype),
@@ -143,14 +144,38 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
                 x, w, b, activation=f, eps=1e-3, p=p, seed=seed
             ),
             lambda x, w, b, plain=plain, p=p, mask=mask: plain(
-                F.layer_norm(x, shape[-1:], w, b, 1e-3) * mask / (1 - p)
+                F.layer_norm(x, shape[-1:], w, b, 1e-3) * mask / (1 - resolved(p))
             ),
             (x, weight, bias),
             dtype,
         )
-    lifted = x.new_full(shape[-1:], 10.0, dtype=torch.float32)  # no normalised element comes out at 0 by itself
+    lifted = x.new_full(
+        shape[-1:], 10.0, dtype=torch.float32
+    )  # no normalised element comes out at 0 by itself
     y = norm_dropout_activation(x.detach().float(), bias=lifted, activation="silu", p=p, seed=seed)
     assert torch.equal(y != 0, mask)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_gelu_of_every_number_of_16_bits_is_within_one_unit(dtype: torch.dtype) -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16)
+    every = bits.view(dtype).float()
+    every = every[(every.abs() > 2**-10) & (every.abs() < 40)][:: 1 if HAS_GPU else 29].requires_grad_()
+    # Rows of zeros are normalised to zeros, so that the bias is what the activation sees.
+    rows = torch.zeros(1, len(every), dtype=dtype, device=DEVICE)
+    y = norm_dropout_activation(rows, bias=every, activation="gelu")
+    (ours,) = torch.autograd.grad(y.sum(), every)
+    wide = every.detach().double().requires_grad_()
+    # 0.5 x erfc(-x / sqrt(2)), which unlike 1 + erf keeps its digits far out.
+    exact = 0.5 * wide * torch.special.erfc(-wide * 0.5**0.5)
+    (want,) = torch.autograd.grad(exact.sum(), wide)
+    assert (ours - want).abs().max() <= {torch.bfloat16: 1.3e-4, torch.float16: 3e-6}[dtype]
+    exact = exact.detach()
+    unit = torch.finfo(dtype).eps * 2.0 ** exact.abs().clamp(min=torch.finfo(dtype).tiny).log2().floor()
+    error = (y[0].double() - exact).abs()
+    far = wide < -5.5
+    assert (error / unit)[~far].max() <= (0.57 if dtype == torch.bfloat16 else 0.52)  # 0.5 is rounding alone
+    assert error[far].max() <= 1e-7
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -207,6 +232,43 @@ def test_lion_gives_the_references_bits(dtype: torch.dtype) -> None:
     for ours, want in zip(made, expected, strict=True):
         for x, y in zip(ours, want, strict=True):
             assert torch.equal(x, y)
+
+
+def test_calls_that_need_no_gradient_go_straight_to_the_launcher_with_the_same_bits() -> None:
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x, weight = drawn(4, 64), drawn(64, seed=1)
+    heads, cos = x.detach().view(1, 2, 4, 32), drawn(1, 4, 16, seed=2).detach()
+    calls: dict[str, Callable[[], Any]] = {
+        "rms_norm": lambda: rms_norm(x, weight),
+        "add_layer_norm": lambda: add_layer_norm(x, x, weight)[0],
+        "rope": lambda: rope(heads.requires_grad_(), cos, cos),
+        "swiglu": lambda: swiglu(x, x),
+        "swiglu_packed": lambda: swiglu(x),
+        "norm_dropout_activation": lambda: norm_dropout_activation(
+            x, weight, activation="silu", p=0.5, seed=1
+        ),
+    }
+    for op, call in calls.items():
+        names: list[str] = []
+        with Seen():
+            by_op = call()
+            assert f"caramba.{op}.default" in names
+            names.clear()
+            with torch.no_grad():
+                straight = call()
+        assert not [name for name in names if "caramba" in name]
+        assert torch.equal(straight, by_op)
+        assert by_op.requires_grad
+        assert not straight.requires_grad
+    squared = x.square().sum()
+    with torch.no_grad():
+        lion_step([x], [torch.zeros_like(x)], [torch.ones_like(x)], lr=0.1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
 
 
 def test_rows_beyond_registers_are_refused() -> None:

@@ -1,0 +1,229 @@
+"""Layer norm, dropout and an activation: programs take tiles of rows in turn, and keep weight and bias in registers."""
+
+from __future__ import annotations
+
+import torch
+from caramba.kernels.triton.activation import activated, kept, slope
+from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}
+THREADS_FORWARD, THREADS_BACKWARD = 768, 512
+"""Threads of a multiprocessor that programs occupy, which leaves each 80 and 128 registers."""
+
+
+@triton.jit
+def _load(ptr, mask, EXACT: tl.constexpr):
+    return tl.load(ptr) if EXACT else tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(ptr, value, mask, EXACT: tl.constexpr):
+    if EXACT:
+        tl.store(ptr, value)
+    else:
+        tl.store(ptr, value, mask=mask)
+
+
+@triton.jit(do_not_specialize=["threshold", "seed"])
+def _forward_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    mean_ptr,
+    rstd_ptr,
+    n_rows,
+    width,
+    eps,
+    keep_scale,
+    threshold,
+    seed,
+    DROPOUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """EXACT: rows fill their tile, and tiles the rows. The scale of dropout is in weight and bias, once a program."""
+    col = tl.arange(0, BLOCK_N)
+    in_width = col < width
+    if weight_ptr is not None:
+        weight = _load(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    for start in range(tl.program_id(0) * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+        mask = (row < n_rows)[:, None] & in_width[None, :]
+        at = row[:, None] * width + col[None, :]
+        x = _load(x_ptr + at, mask, EXACT).to(ACC)
+        mean = tl.sum(x, axis=1) / width
+        x = x - mean[:, None]
+        if not EXACT:
+            x = tl.where(mask, x, 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / width + eps)
+        tl.store(mean_ptr + row, mean, mask=row < n_rows)
+        tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
+        y = x * rstd[:, None]
+        y = y * weight if weight_ptr is not None else y * keep_scale
+        if bias_ptr is not None:
+            y = y + bias
+        if DROPOUT:
+            y = tl.where(kept(row, seed, threshold, BLOCK_M, BLOCK_N), y, 0.0)
+        y = activated(y, ACTIVATION, y_ptr.dtype.element_ty)
+        _store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, EXACT)
+
+
+@triton.jit(do_not_specialize=["threshold", "seed"])
+def _backward_kernel(
+    grad_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    weight_ptr,
+    bias_ptr,
+    grad_x_ptr,
+    weight_sums_ptr,
+    bias_sums_ptr,
+    n_rows,
+    width,
+    keep_scale,
+    threshold,
+    seed,
+    DROPOUT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ACC: tl.constexpr,
+    EXACT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Every program keeps its own sums of the gradients of weight and bias, of which the scale of dropout is taken once."""
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_N)
+    in_width = col < width
+    if weight_ptr is not None:
+        weight = _load(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+    weight_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    bias_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    for start in range(program * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+        in_rows = row < n_rows
+        mask = in_rows[:, None] & in_width[None, :]
+        at = row[:, None] * width + col[None, :]
+        x = _load(x_ptr + at, mask, EXACT).to(ACC)
+        grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
+        rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
+        mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
+        unit = (x - mean) * rstd
+        if not EXACT:
+            unit = tl.where(mask, unit, 0.0)
+        before = unit * weight if weight_ptr is not None else unit * keep_scale
+        if bias_ptr is not None:
+            before = before + bias
+        if DROPOUT:
+            keep = kept(row, seed, threshold, BLOCK_M, BLOCK_N)
+            # A dropped element passes no gradient, whatever its slope.
+            grad = tl.where(keep, grad, 0.0)
+        grad = grad * slope(before, ACTIVATION, grad_x_ptr.dtype.element_ty)
+        if weight_ptr is not None:
+            weight_sums += grad * unit
+        if bias_ptr is not None:
+            bias_sums += grad
+        inner = grad * weight if weight_ptr is not None else grad * keep_scale
+        along, shift = tl.sum(inner * unit, axis=1) / width, tl.sum(inner, axis=1) / width
+        grad_x = (inner - unit * along[:, None] - shift[:, None]) * rstd
+        _store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask, EXACT)
+    out = program.to(tl.int64) * width + col
+    if weight_ptr is not None:
+        tl.store(weight_sums_ptr + out, tl.sum(weight_sums, axis=0) * keep_scale, mask=in_width)
+    if bias_ptr is not None:
+        tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0) * keep_scale, mask=in_width)
+
+
+def _launch_options(width: int, threads: int) -> tuple[int, int, int, int]:
+    """Rows and columns of a tile, its warps, and programs that a multiprocessor holds."""
+    block_m, block_n, warps = tile(width)
+    return block_m, block_n, warps, max(1, threads // (32 * warps))
+
+
+def _drops(p: float) -> tuple[float, int]:
+    """The scale of what is kept, and the threshold, shifted left by 16 and below 2^32: at p = 1 the scale is 0."""
+    return (1.0 / (1.0 - p) if p < 1.0 else 0.0), min(round(p * 2**16) << 16, 2**32 - 1)
+
+
+def norm_dropout_activation(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = x.contiguous()
+    width = x.shape[-1]
+    dtype, acc = accumulator(x)
+    y = torch.empty_like(x)
+    mean, rstd = (x.new_empty(x.shape[:-1], dtype=dtype) for _ in range(2))
+    if x.numel() == 0:
+        # What the mean of nothing is, as the reference has it.
+        return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
+    n_rows = x.numel() // width
+    block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
+    weight = weight if weight is None else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
+    with torch.cuda.device_of(x):
+        _forward_kernel[(programs,)](
+            *(x, weight, bias, y, mean, rstd, n_rows, width, eps, *_drops(p), seed),
+            *(p > 0, ACTIVATIONS[activation], acc, width == block_n and n_rows % block_m == 0),
+            *(block_m, block_n),
+            num_warps=warps,
+        )
+    return y, mean, rstd
+
+
+def norm_dropout_activation_backward(
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    p: float,
+    seed: int,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, x = grad.contiguous(), x.contiguous()
+    width = x.shape[-1]
+    dtype, acc = accumulator(x)
+    grad_x = torch.empty_like(x)
+    grads = [
+        x.new_empty(0, dtype=dtype)
+        if vector is None
+        else torch.zeros_like(vector)
+        if x.numel() == 0
+        else torch.empty_like(vector)
+        for vector in (weight, bias)
+    ]
+    if x.numel() == 0:
+        return grad_x, grads[0], grads[1]
+    n_rows = x.numel() // width
+    block_m, block_n, warps, held = _launch_options(width, THREADS_BACKWARD)
+    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
+    sums = [
+        None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
+    ]
+    weight = weight if weight is None else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    with torch.cuda.device_of(x):
+        _backward_kernel[(programs,)](
+            *(grad, x, mean.contiguous(), rstd.contiguous(), weight, bias, grad_x, *sums),
+            *(n_rows, width, *_drops(p), seed, p > 0, ACTIVATIONS[activation], acc),
+            *(width == block_n and n_rows % block_m == 0, block_m, block_n),
+            # The sums of a row of 16384 need more registers.
+            num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
+        )
+        for partial, out in zip(sums, grads, strict=True):
+            sum_programs(partial, out, acc)
+    return grad_x, grads[0], grads[1]
