@@ -143,8 +143,9 @@ def measured_error(kernel: VarlenKernel, device: torch.device) -> float:
     Grouped heads, keys wider than values, documents of one token, and a window where the kernel has one.
     """
     generator = torch.Generator(device).manual_seed(0)
-    starts = torch.tensor([0, 1, 40, 96, 111, 192], device=device, dtype=torch.int32)
-    document = torch.bucketize(torch.arange(192, device=device), starts, right=True).view(2, 96)
+    places = torch.tensor([0, 1, 40, 96, 111, 192], device=device)
+    starts = places.to(torch.int32)
+    document = torch.bucketize(torch.arange(192, device=device), places, right=True).view(2, 96)
     apart = (document[:, :, None] != document[:, None, :])[:, None]
     distance = torch.arange(96, device=device)[:, None] - torch.arange(96, device=device)
 
