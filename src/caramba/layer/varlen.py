@@ -126,12 +126,21 @@ def find_kernel(device: torch.device) -> VarlenKernel | str:
     if device.type != "cuda":
         return f"variable-length attention is for CUDA, not for {device.type}"
     try:
-        from torch.nn.attention.varlen import varlen_attn  # absent before torch 2.10
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn, expected 2.11 or later"
+    return checked(varlen_attn, device)
 
-        kernel = VarlenKernel.of(varlen_attn)
+
+def checked(call: Callable[..., Any], device: torch.device, **serves: Any) -> VarlenKernel | str:
+    """Return the kernel of a function that gives the numbers of a mask on a device, or what is wrong with it."""
+    try:
+        kernel = VarlenKernel.of(call, device=device.type, **serves)
         error = measured_error(kernel, device)
-    except (ImportError, KernelUnavailable, RuntimeError, TypeError) as refusal:
-        return f"varlen_attn does not run: {type(refusal).__name__}: {str(refusal).splitlines()[0]}"
+    except KernelUnavailable as refusal:
+        return str(refusal)
+    except (RuntimeError, TypeError, ValueError) as refusal:
+        return f"varlen_attn does not run: {type(refusal).__name__}: {str(refusal).partition(chr(10))[0]}"
     if not error <= TOLERANCE:
         return f"varlen_attn differs from the mask by {error:.2g} relative, expected at most {TOLERANCE:g}"
     return kernel

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import KernelUnavailable
 from caramba.layer import AttentionLayer, Documents, attention_backends, documents_path
-from caramba.layer.varlen import VarlenKernel, find_kernel, measured_error, varlen_attention
+from caramba.layer.varlen import VarlenKernel, checked, find_kernel, measured_error, varlen_attention
 from caramba.runtime import AttentionChoice
 
 CPU = torch.device("cpu")
@@ -164,6 +164,41 @@ def test_the_path_is_decided_with_its_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert "compile_model" in documents_path(CPU, torch.bfloat16, [plain], choice, is_compiled=True)[1]
     slow = AttentionChoice(None, False, "measured", uses_varlen=False)
     assert documents_path(CPU, torch.bfloat16, [plain], slow) == ("mask", "varlen_attn is slower: measured")
+
+
+def test_a_function_is_taken_only_if_it_gives_the_numbers_of_the_mask() -> None:
+    serves: dict[str, Any] = {"dtypes": (torch.float64,)}
+
+    def rows_only(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        is_causal: bool = False,
+    ) -> Tensor:
+        return older(query, key, value, cu_seq_q[[0, -1]], cu_seq_k, max_q, max_k, is_causal)
+
+    def fails(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        is_causal: bool = False,
+    ) -> Tensor:
+        raise RuntimeError("no kernel image\nmore")
+
+    assert isinstance(checked(newer, CPU, **serves), VarlenKernel)
+    assert "differs from the mask by" in str(checked(rows_only, CPU, **serves))
+    assert checked(fails, CPU, **serves) == "varlen_attn does not run: RuntimeError: no kernel image"
+    assert "expected (query, key" in str(checked(lambda q: q, CPU, **serves))
 
 
 def test_signatures_that_are_not_known_are_refused() -> None:
