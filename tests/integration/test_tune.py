@@ -58,6 +58,7 @@ def test_a_table_that_cannot_be_read_stops_a_run_before_it_trains(tmp_path: Path
     assert not list(tmp_path.glob("runs/*/*/checkpoints/*"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
 def test_flex_attends_inside_documents_and_says_why_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = [Candidate("math", pads=True), Candidate("flex", pads=False)]
