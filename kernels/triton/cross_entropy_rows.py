@@ -37,6 +37,9 @@ def cross_entropy_rows_kernel(
     target = tl.load(targets + row)
     counts = target != ignore_index
     is_inside = (target >= 0) & (target < n_classes)
+    tl.device_assert(
+        is_inside | (target == ignore_index), "cross_entropy_rows: target outside the vocabulary"
+    )
     # Read before the reductions below, whose barriers stand between this and the pass that overwrites it.
     z_target = tl.load(place + tl.where(is_inside, target, 0)).to(tl.float32) * scale
 
@@ -60,7 +63,7 @@ def cross_entropy_rows_kernel(
     loss = tl.where(is_inside, loss, float("nan"))
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if WRITES:
-        slope = tl.where(counts, scale * (1.0 + 2.0 * z_loss * lse), 0.0)
+        slope = tl.where(is_inside, scale * (1.0 + 2.0 * z_loss * lse), float("nan"))
         at_target = tl.where(counts, scale, 0.0)
         for start in range(0, n_classes, BLOCK):
             at = start + lanes

@@ -96,7 +96,7 @@ def backward(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
 
 
 def memory(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Peak bytes beside the inputs, with the two gradients and without them."""
+    """Peak bytes beside the inputs: with the two gradients, without them, and without the weight's alone."""
     if not hidden.is_cuda:
         backward(loss, hidden, weight, targets)
         return {}
@@ -107,7 +107,12 @@ def memory(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> dict[
     backward(loss, hidden, weight, targets)
     peak = torch.cuda.max_memory_allocated() - before
     gradients = sum(x.numel() * x.element_size() for x in (hidden, weight))
-    return {"peak_bytes": peak, "extra_bytes": peak - gradients}
+    weight_gradient = weight.numel() * weight.element_size()
+    return {
+        "peak_bytes": peak,
+        "extra_bytes": peak - gradients,
+        "beside_dweight_bytes": peak - weight_gradient,
+    }
 
 
 def errors(

@@ -171,6 +171,7 @@ SECTIONS = {
     "kernels": sections_kernels.kernels,
     "decode": sections_decode.decode,
     "attention_backends": sections_upcycle.attention_backends,
+    "documents": sections_upcycle.documents,
     "linear_cross_entropy": sections_loss.linear_cross_entropy,
     "surgery_cost": sections_upcycle.surgery_cost,
     "blockwise_cost": sections_upcycle.blockwise_cost,

@@ -35,6 +35,26 @@ def _milliseconds(row: dict[str, Any]) -> str:
     return f"{time['median_ms']:.2f} ({time['p20_ms']:.2f} to {time['p80_ms']:.2f})"
 
 
+def documents(data: dict[str, Any]) -> list[str]:
+    """Attention layers on rows of documents, by what keeps these apart."""
+    batch, tokens = data["sizes"]
+    lines = [
+        f"## Documents of a row kept apart, one attention layer, forward and backward ({batch} x {tokens} tokens)",
+        "",
+        "| layer | documents a row | mask, ms | varlen, ms | peak memory, mask and varlen, GB | difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        sides = [row["paths"].get(path, {}) for path in ("mask", "varlen")]
+        times = [_milliseconds({"forward_backward": side}) if side else "not here" for side in sides]
+        memory = ", ".join(f"{side['peak_bytes'] / 1e9:.2f}" for side in sides if "peak_bytes" in side)
+        difference = f"{sides[1]['difference']:.1e}" if sides[1] else ""
+        lines.append(
+            f"| {row['layer']} | {row['documents']} | {' | '.join(times)} | {memory} | {difference} |"
+        )
+    return lines
+
+
 def surgery_cost(data: dict[str, Any]) -> list[str]:
     """Time of calibration and surgery."""
     total = data["calibration_s"] + data["surgery_s"]

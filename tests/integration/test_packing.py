@@ -62,6 +62,9 @@ def test_documents_kept_apart_train_and_resume_bit_equal(
     assert caramba(["resume", str(only_run(second))], second, cache).returncode == 0
     assert_same_weights(only_run(second), whole)
 
+    path = json.loads((whole / "plan.json").read_text())["pretrain"]["decisions"]["documents"]
+    assert path["value"] == "mask"
+    assert path["reason"] == "variable-length attention is for CUDA, not for cpu"
     report = json.loads((whole / "artifacts/report.json").read_text())
     meta = json.loads((folder / "meta.json").read_text())
     assert report["labels"]["data"] == "tokens"

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 from pathlib import Path
 
+import pytest
+import torch
+
+from caramba.runtime.tuned import Family
+from caramba.tune import Candidate, measure_family
+from caramba.tune.attention import Inputs, Size
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
 WORDS = (
@@ -48,3 +56,18 @@ def test_a_table_that_cannot_be_read_stops_a_run_before_it_trains(tmp_path: Path
     assert done.returncode == 2
     assert "tuned.json: not a table of caramba tune" in done.stderr
     assert not list(tmp_path.glob("runs/*/*/checkpoints/*"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="compiles for the CPU")
+def test_flex_attends_inside_documents_and_says_why_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways = [Candidate("math", pads=True), Candidate("flex", pads=False)]
+    monkeypatch.setattr("caramba.tune.attention.candidates", lambda *_: ways)
+    cpu, size = torch.device("cpu"), Size(2, 4, 128, torch.float32)
+    prefill = Family(72, 48, is_grouped=True, is_masked=True, trains=False)
+    inputs = Inputs.drawn(prefill, cpu, size)
+    exact, found = (inputs.call(way)() for way in ways)
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+    row, refused = measure_family(dataclasses.replace(prefill, trains=True), cpu, 0.0, size)
+    assert row.ms["flex"] is None
+    assert "backward on CPU" in refused["flex"]

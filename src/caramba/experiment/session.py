@@ -15,6 +15,7 @@ from caramba import kernels, upcycle
 from caramba.benchmark import Subjects, check_accuracy, run_suite
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.eval_cases import EvalVerifyConfig
+from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs, check_surgery
@@ -25,10 +26,12 @@ from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.text import check_tokenizer, open_text
+from caramba.layer import documents_path
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import (
     AttentionChoice,
+    Decision,
     RuntimePlan,
     choose_attention,
     choose_device,
@@ -93,11 +96,15 @@ class Session:
     @functools.cached_property
     def attention(self) -> AttentionChoice:
         """The order of attention backends for the shapes of the group's models, the same throughout the run."""
+        layers = self._layers()
+        return choose_attention(self.device, families_of(layers, self.group.data.keeps_documents_apart))
+
+    def _layers(self) -> list[AttentionLayerConfig]:
+        """Return the attention layers of the group's models."""
         specs: list[ModelSpec] = [model.spec for model in (self.teacher, self.student) if model is not None]
         if self.makes_student:
             specs.append(self.manifest.model)
-        layers = [config for spec in specs for config in attention_configs(spec.topology)]
-        return choose_attention(self.device, families_of(layers))
+        return [config for spec in specs for config in attention_configs(spec.topology)]
 
     @property
     def makes_student(self) -> bool:
@@ -270,7 +277,7 @@ class Session:
         """
         asked, policy = self.manifest.device, self.manifest.kernels
         ops = kernels.load(choose_device(phase.device or asked), policy)
-        return plan(
+        made = plan(
             phase,
             device=asked,
             kernels=policy,
@@ -279,6 +286,13 @@ class Session:
             d_model=d_model,
             attention=self.attention,
         )
+        if not self.group.data.keeps_documents_apart:
+            return made
+        device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
+        path = documents_path(
+            device, dtype, self._layers(), self.attention, is_compiled=bool(made.value("compile_model"))
+        )
+        return dataclasses.replace(made, decisions=made.decisions | {"documents": Decision(*path)})
 
     def move_to(self, device: torch.device) -> None:
         """Put the current models on the device of the next phase."""

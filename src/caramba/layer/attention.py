@@ -94,8 +94,8 @@ class AttentionLayer(nn.Module):
                     heads = self.projection.attend_stored(q, stored, self.score.window, self._null())
                     return self.out(heads.transpose(1, 2).flatten(2))
                 streams = cache.append(streams)
-        first = ctx.first if isinstance(ctx, Documents) else None
-        heads = self.projection.attend(q, streams, self.score, self._null(), first)
+        first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
+        heads = self.projection.attend(q, streams, self.score, self._null(), first, starts)
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:

@@ -1,14 +1,16 @@
-"""Which backend of scaled_dot_product_attention runs first, by device and model."""
+"""Which backend of scaled_dot_product_attention runs first, by device and model, and what keeps documents apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import score
+from caramba.layer.varlen import WIDEST, find_kernel, varlen_attention
 from caramba.runtime import AttentionChoice, choose_attention
 
 SDPA = {
@@ -25,15 +27,63 @@ def attention_backends(
 ) -> Iterator[AttentionChoice]:
     """Order the backends for models that run on `device`, as the table of `caramba tune` has it, and yield the order.
 
-    `choice` is one that was made for the shapes of certain models; without it all shapes of the table count.
+    `choice` is one that was made for the shapes of certain models; without it all shapes of the table count. Documents
+    of a row are attended to by a variable-length kernel where the device has one and the choice uses it.
     """
     chosen = choose_attention(device) if choice is None else choice
-    if chosen.order is None:
-        yield chosen
-        return
-    before, score.TWO_WIDTHS = score.TWO_WIDTHS, chosen.keeps_two_widths
-    try:
-        with sdpa_kernel([SDPA[name] for name in chosen.order], set_priority=True):
+    kernel = find_kernel(device) if chosen.uses_varlen else None
+    with varlen_attention(None if isinstance(kernel, str) else kernel):
+        if chosen.order is None:
             yield chosen
-    finally:
-        score.TWO_WIDTHS = before
+            return
+        before, score.TWO_WIDTHS = score.TWO_WIDTHS, chosen.keeps_two_widths
+        try:
+            with sdpa_kernel([SDPA[name] for name in chosen.order], set_priority=True):
+                yield chosen
+        finally:
+            score.TWO_WIDTHS = before
+
+
+def documents_path(
+    device: torch.device,
+    dtype: torch.dtype,
+    layers: Iterable[AttentionLayerConfig],
+    choice: AttentionChoice,
+    *,
+    is_compiled: bool = False,
+) -> tuple[str, str]:
+    """Return what keeps the documents of a row apart in training, `varlen`, `mask` or both, and why."""
+    kernel = find_kernel(device)
+    if isinstance(kernel, str):
+        return "mask", kernel
+    if not choice.uses_varlen:
+        return "mask", f"varlen_attn is slower: {choice.source}"
+    if dtype not in kernel.dtypes:
+        return "mask", f"varlen_attn takes 16 bits, not {str(dtype).removeprefix('torch.')}"
+    if is_compiled:
+        return "mask", "compile_model: the shapes of a graph do not follow the documents of a batch"
+    configs = list(layers)
+    masked = [
+        why for why in (_needs_mask(config, "window_size" in kernel.takes) for config in configs) if why
+    ]
+    if masked:
+        reasons = ", ".join(dict.fromkeys(masked))
+        value = "mask" if len(masked) == len(configs) else "varlen, mask"
+        return value, f"{len(masked)} of {len(configs)} attention layers need the mask: {reasons}"
+    return "varlen", "varlen_attn gave the numbers of the mask on this device"
+
+
+def _needs_mask(config: AttentionLayerConfig, has_window: bool) -> str:
+    """Return what of a layer no variable-length kernel does, empty where there is nothing."""
+    dims = config.dims()
+    width = max(dims.qk, dims.v)
+    if config.is_latent and dims.v > config.query_dim:  # the expanded form, as in `latent.expands`
+        width = config.query_dim + dims.rope
+    found = {
+        "null_attn": config.null_attn,
+        "exact_first_tokens": dims.first_tokens > 0,
+        f"dropout {config.dropout:g}": config.dropout > 0,
+        f"{width} features, over {WIDEST}": width > WIDEST,
+        "local_window": config.local_window is not None and not has_window,
+    }
+    return ", ".join(reason for reason, holds in found.items() if holds)

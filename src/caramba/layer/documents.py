@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.layer.varlen import active_kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -16,15 +18,19 @@ class Documents:
 
     Attention never crosses a document and positions count from 0 in each, so that a forward over packed rows equals
     one forward per document. It is all that a score op needs to choose its kernel: `first` bounds the keys of each
-    query from below, and a row's distinct values of it are the sequence starts that variable-length kernels take.
+    query from below, for a mask, and `starts` is what variable-length kernels take. How many documents there are sets
+    its shape, so that the host waits for the device once per batch where such a kernel is active.
 
     Attributes:
         first: place in the row of the first token of each token's document, int64 [B, T].
         positions: place of each token in its document, int64 [B, T].
+        starts: where the N documents begin in the B*T tokens of all rows, and B*T, int32 [N + 1]; None where attention
+            takes a mask, as inside a graph, see `active_kernel`.
     """
 
     first: Tensor
     positions: Tensor
+    starts: Tensor | None = None
 
     @classmethod
     def of(cls, ids: Tensor) -> Documents:
@@ -45,4 +51,7 @@ class Documents:
         begins = torch.ones_like(ids, dtype=torch.bool)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
         first = torch.where(begins, places, torch.zeros_like(places)).cummax(dim=1).values
-        return cls(first, places - first)
+        if active_kernel(ids.device) is None:
+            return cls(first, places - first)
+        starts = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).to(torch.int32)
+        return cls(first, places - first, starts)

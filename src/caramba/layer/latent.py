@@ -129,17 +129,23 @@ class LatentProjection(GatedProjection):
         score: CausalScore,
         null: Null = None,
         first: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Return what each head reads, [B, H, T, D], in the form that takes fewer FLOPs."""
         n_queries, n_keys = q.shape[2], streams["c"].shape[2]
         if score.window is not None:
             n_keys = min(n_keys, score.window + n_queries - 1)
         if expands(n_queries, n_keys, self.dims.v, self.query_dim):
-            return self.attend_expanded(q, streams, score, first)
-        return self.attend_absorbed(q, streams, score, first)
+            return self.attend_expanded(q, streams, score, first, starts)
+        return self.attend_absorbed(q, streams, score, first, starts)
 
     def attend_expanded(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, first: Tensor | None = None
+        self,
+        q: Tensor,
+        streams: Mapping[str, Tensor],
+        score: CausalScore,
+        first: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
         n_keys = streams["c"].shape[2]
@@ -156,10 +162,15 @@ class LatentProjection(GatedProjection):
             rows = {"c": self.null_c.expand(1, 1, 1, -1), "k_geo": self.null_geo.expand(1, 1, 1, -1)}
             null_k, null_v = self.keys_values(rows)
             null = null_k.flatten(), null_v.flatten()
-        return score(q, k, v, null, first)
+        return score(q, k, v, null, first, starts)
 
     def attend_absorbed(
-        self, q: Tensor, streams: Mapping[str, Tensor], score: CausalScore, first: Tensor | None = None
+        self,
+        q: Tensor,
+        streams: Mapping[str, Tensor],
+        score: CausalScore,
+        first: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
         """Attend with queries [q_h A_h, q_geo] to the one key [c, k_geo] and the one value c.
 
@@ -177,7 +188,7 @@ class LatentProjection(GatedProjection):
             null = null_k, null_k if has_one_width else self.null_c
         value = key if has_one_width else key[..., : self.dims.v]
         if self.first is None or kept is None or total is None:
-            read = score(queries, key, value, null, first)
+            read = score(queries, key, value, null, first, starts)
             return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
         read, share = attend_beside(score, queries, key, value, total, self.first.n_tokens, first)
         out = torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)

@@ -73,9 +73,10 @@ class Projection(nn.Module):
         score: CausalScore,
         null: Null = None,
         first: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
-        """Return what each head reads from all tokens stored, [B, H, T, value_dim]; `first` as in the score op."""
-        return score(q, *self.keys_values(streams), null, first)
+        """Return what each head reads, [B, H, T, value_dim]; `first` and `starts` as in the score op."""
+        return score(q, *self.keys_values(streams), null, first, starts)
 
     def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
         """Return what each head reads, [B, H, T, value_dim], from the tokens in the format that they are stored in."""

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from caramba.layer.varlen import VarlenKernel, active_kernel
+
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 Null = tuple[Tensor, Tensor] | None
 """A key [K*Dqk] and a value [K*Dv] that belong to no position."""
@@ -30,7 +32,9 @@ class CausalScore(nn.Module):
     Shape: q [B, H, T, Dqk], k [B, K, S, Dqk], v [B, K, S, Dv], returns [B, H, T, Dv] in q's dtype; k and v
     may come in another dtype, that of a cache. `null`, when given, is a key [K*Dqk] and a value [K*Dv] that
     belong to no position: every query sees them, whatever its window. `first`, when given, is the first key that
-    each query may see, int64 [B, T] (see `Documents`), and then S = T.
+    each query may see, int64 [B, T] (see `Documents`), and then S = T. With `starts` besides, which say the same,
+    a variable-length kernel attends where one is active and takes the call: no null key, no dropout, 16 bits and at
+    most 256 features.
     """
 
     def __init__(self, window: int | None = None, dropout: float = 0.0, q_chunk: int | None = None) -> None:
@@ -40,8 +44,17 @@ class CausalScore(nn.Module):
         self.q_chunk = q_chunk
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, null: Null = None, first: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        null: Null = None,
+        first: Tensor | None = None,
+        starts: Tensor | None = None,
     ) -> Tensor:
+        kernel = self.varlen_kernel(q, v, null, starts)
+        if kernel is not None and starts is not None:
+            return kernel.attend(q, k.to(q.dtype), v.to(q.dtype), starts, self.window)
         n_queries, n_keys = q.shape[2], k.shape[2]
         size = self.q_chunk
         if size is None or n_queries <= size:
@@ -54,6 +67,13 @@ class CausalScore(nn.Module):
             seen = before + end
             outputs.append(self._chunk(q[:, :, start:end], k[:, :, :seen], v[:, :, :seen], null, lowest))
         return torch.cat(outputs, dim=2)
+
+    def varlen_kernel(self, q: Tensor, v: Tensor, null: Null, starts: Tensor | None) -> VarlenKernel | None:
+        """Return what attends inside documents without a mask, None where a mask does."""
+        if starts is None or null is not None or (self.training and self.dropout > 0):
+            return None
+        kernel = active_kernel(q.device)
+        return kernel if kernel is not None and kernel.serves(q, v, self.window) else None
 
     def _chunk(self, q: Tensor, k: Tensor, v: Tensor, null: Null, first: Tensor | None) -> Tensor:
         n_queries, n_keys = q.shape[2], k.shape[2]

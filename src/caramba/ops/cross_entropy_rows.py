@@ -31,8 +31,8 @@ def cross_entropy_rows(
         loss = lse(s x) - s x[t] + c lse(s x)^2
         dx = s [(1 + 2 c lse) softmax(s x) - onehot(t)]
 
-    Both are 0 in a row whose target is `ignore_index`, whatever stands in it. The loss is NaN where the target is
-    outside the row.
+    Both are 0 in a row whose target is `ignore_index`, whatever stands in it, and NaN where the target is outside the
+    row; with TRITON_DEBUG=1 the Triton kernel stops there.
 
     Shape: logits [R, V] with stride 1 within a row, targets int64 [R], losses [R] in fp32 (float64 for logits in
     float64, which always run the reference).
@@ -70,6 +70,7 @@ def reference_cross_entropy_rows(
     if writes:
         z.sub_(lse).exp_().mul_(1.0 + 2.0 * z_loss * lse)
         z.scatter_add_(-1, index, torch.full_like(lse, -1.0))
+        z.masked_fill_(~inside[:, None], float("nan"))
         logits.copy_(z.mul_(scale).masked_fill_(~counts[:, None], 0.0))
 
 

@@ -14,8 +14,13 @@ from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 
 NAME = "caramba::linear_cross_entropy"
+EXTRA_BYTES = 10**9
+"""What a call may hold beside its inputs and the weight's gradient, unless the caller says how many rows a chunk has:
+a chunk of logits, the gradient of hidden, and copies of hidden and of the weight where their dtypes differ."""
 LOGITS_BYTES = 2**29
-"""Of one chunk of logits, unless the caller says how many rows a chunk has."""
+"""Of one chunk of logits at most. More makes no matrix product faster."""
+LEAST_LOGITS_BYTES = 2**28
+"""Of one chunk of logits where the rest leaves less than this: smaller ones make dW's traffic what a call takes."""
 ROW_TILE = 128  # a chunk of whole tiles leaves no matrix product with a nearly empty row of tiles
 COLUMN_TILE = 64  # rows of logits begin at multiples of 128 bytes, whatever the size of the vocabulary
 
@@ -43,26 +48,33 @@ def linear_cross_entropy(
     The gradients are made in the forward, chunk by chunk, 6 N M V operations in all and nothing twice; the backward
     only scales them. A chunk's logits, in hidden's dtype (under autocast in autocast's), are overwritten by their
     gradient; the softmax is in fp32 or float64. Beside the results, memory is one chunk of logits and, where dtypes
-    differ, the weight in hidden's. dW adds up in the weight's dtype over the chunks: in fp32 exact to rounding, in
-    bfloat16 one more rounding (2^-9 of the entry) per chunk.
+    differ, the weight in hidden's; the chunk is such that all this and dhidden, but not dW, stay within 1 GB where
+    256 MB of logits do. dW adds up in the weight's dtype over the chunks: in fp32 exact to rounding, in bfloat16 one
+    more rounding (2^-9 of the entry) per chunk.
 
     Args:
         targets: class of each row; `ignore_index` does not count. All ignored: the loss is 0 and so are gradients.
-        scale: s, of the logits. z_loss: c (PaLM has 1e-4). chunk: rows at a time; None: 512 MB of logits.
+        scale: s, of the logits. z_loss: c (PaLM has 1e-4). chunk: rows at a time; None: 256 to 512 MB of logits.
 
     Shape: hidden [N, M], weight [V, M], targets int64 [N] -> [] in fp32, in float64 for hidden in float64.
 
     Raises:
-        ConfigError: shapes that do not fit, targets that are no integers, or on a CPU a target outside the vocabulary
-        (elsewhere the loss is then NaN).
+        ConfigError: shapes that do not fit, targets that are no integers, or on a CPU a target outside the vocabulary.
+            Elsewhere the host does not wait for the targets: loss and dW are then NaN, and dhidden of that token, which
+            shows which one it is. With TRITON_DEBUG=1 the kernel stops there.
 
     Reference: Wijmans et al., 2024, arXiv:2411.09009 (a loss that never holds all logits); Chowdhery et al., 2022,
     arXiv:2204.02311 (z-loss).
     """
+    given = hidden
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     _check(hidden, weight, targets)
     makes_gradients = torch.is_grad_enabled()
+    if chunk is None:
+        copies = (hidden.dtype != given.dtype) + (makes_gradients and hidden.requires_grad)
+        features = copies * hidden.numel() + (weight.dtype != hidden.dtype) * weight.numel()
+        chunk = rows_per_chunk(hidden, weight.shape[0], features * hidden.element_size())
     mean = torch.ops.caramba.linear_cross_entropy.default(
         hidden,
         weight,
@@ -70,7 +82,7 @@ def linear_cross_entropy(
         ignore_index,
         scale,
         z_loss,
-        rows_per_chunk(hidden, weight.shape[0]) if chunk is None else max(1, chunk),
+        max(1, chunk),
         makes_gradients and hidden.requires_grad,
         makes_gradients and weight.requires_grad,
     )[0]
@@ -78,10 +90,15 @@ def linear_cross_entropy(
     return mean * len(targets) / counted
 
 
-def rows_per_chunk(hidden: Tensor, n_classes: int) -> int:
-    """Return how many rows of logits fill `LOGITS_BYTES`, in whole tiles, over chunks of about one size."""
+def rows_per_chunk(hidden: Tensor, n_classes: int, held_bytes: int = 0) -> int:
+    """Return how many rows of logits a chunk has, in whole tiles, over chunks of about one size.
+
+    `held_bytes` of the `EXTRA_BYTES` are taken by what else the call holds.
+    """
     itemsize = max(hidden.element_size(), 4 if hidden.device.type == "cpu" else 0)
-    most = max(ROW_TILE, LOGITS_BYTES // (itemsize * max(1, n_classes)) // ROW_TILE * ROW_TILE)
+    row_bytes = itemsize * max(1, -(-n_classes // COLUMN_TILE) * COLUMN_TILE)
+    logits_bytes = min(LOGITS_BYTES, max(LEAST_LOGITS_BYTES, EXTRA_BYTES - held_bytes))
+    most = max(ROW_TILE, logits_bytes // row_bytes // ROW_TILE * ROW_TILE)
     n_chunks = max(1, -(-len(hidden) // most))
     return max(1, -(-len(hidden) // (n_chunks * ROW_TILE))) * ROW_TILE
 

@@ -1,4 +1,4 @@
-"""What was measured once on a kind of device and is read by every run on it: the order of attention backends.
+"""What was measured once on a kind of device and is read by every run on it: how attention runs.
 
 `tuned.json` beside this file is the table that is shipped; `caramba tune` writes another, which goes before it.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ SHIPPED = Path(__file__).with_name("tuned.json")
 BACKENDS = ("cudnn", "flash", "efficient", "math")
 PADDED = ", padded"
 """After a backend's name: keys and values were widened to one width, which some backends need."""
+VARLEN = "varlen"
+FLEX = "flex"
+DOCUMENT_WAYS = (VARLEN, FLEX)
+"""Beside the backends, ways to keep documents apart without a mask. Flex is measured only: no run attends with it."""
 REFUSED = 10.0  # what a backend that refuses a shape counts for, in times of the fastest
 
 
@@ -55,19 +59,28 @@ class Family:
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of one family by candidate, a backend's name, perhaps with `PADDED`; a refusal is None."""
+    """Milliseconds of one family by candidate, a backend's name, perhaps with `PADDED`; a refusal is None.
+
+    `refused`: why, by candidate.
+    """
 
     family: Family
     ms: dict[str, float | None]
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The order in which backends are tried, None for torch's own, and whether two widths are left as they are."""
+    """The order in which backends are tried, None for torch's own, and whether two widths are left as they are.
+
+    `uses_varlen`: documents of a row are attended to by variable-length kernels where there is one, which holds unless
+    a mask was measured to be faster.
+    """
 
     order: tuple[str, ...] | None
     keeps_two_widths: bool
     source: str
+    uses_varlen: bool = True
 
 
 def tuned_path() -> Path:
@@ -120,7 +133,7 @@ def write_table(
         measured = {row.family for row in rows}
         rows = [*rows, *(row for row in attention_rows(before) if row.family not in measured)]
         decode = {**before.get("decode", {}), **(decode or {})}
-    listed = [{**asdict(row.family), "ms": row.ms} for row in rows]
+    listed = [{**asdict(row.family), "ms": row.ms, "refused": row.refused} for row in rows]
     devices[name] = {**before, "machine": machine, "attention": listed, "decode": decode or {}}
     write_json(path, {"format": FORMAT, "devices": devices})
 
@@ -131,10 +144,11 @@ def attention_rows(entry: dict[str, Any]) -> list[Row]:
     for item in entry["attention"]:
         values = dict(item)
         ms = {name: None if time is None else float(time) for name, time in values.pop("ms").items()}
-        unknown = {name.removesuffix(PADDED) for name in ms} - set(BACKENDS)
+        refused = {name: str(reason) for name, reason in values.pop("refused", {}).items()}
+        unknown = {name.removesuffix(PADDED) for name in ms} - {*BACKENDS, *DOCUMENT_WAYS}
         if unknown or all(time is None for time in ms.values()):
             raise ValueError(f"attention has {sorted(ms)}, expected a time of one of {', '.join(BACKENDS)}")
-        rows.append(Row(Family(**values), ms))
+        rows.append(Row(Family(**values), ms, refused))
     return rows
 
 
@@ -183,18 +197,18 @@ def rank(rows: Sequence[Row], source: str) -> AttentionChoice:
     means = as_is if keeps else padded
     # Math, measured on a CPU only, sorts last where it was not.
     order = sorted(means, key=lambda backend: (means[backend], BACKENDS.index(backend)))
-    return AttentionChoice(tuple(order[: order.index("math") + 1]), keeps, source)
+    return AttentionChoice(tuple(order[: order.index("math") + 1]), keeps, source, _varlen_leads(rows))
 
 
-def families_of(configs: Iterable[AttentionLayerConfig]) -> list[Family]:
-    """Return the families that training on the layers of a model runs."""
+def families_of(configs: Iterable[AttentionLayerConfig], is_masked: bool = False) -> list[Family]:
+    """Return the families that training on the layers of a model runs, on rows of documents or of plain text."""
     found: dict[Family, None] = {}
     for config in configs:
         dims = config.dims()
         if config.is_latent:  # in training keys and values are expanded to every head, see LatentProjection
-            found[Family(config.query_dim + dims.rope, config.query_dim)] = None
+            found[Family(config.query_dim + dims.rope, config.query_dim, is_masked=is_masked)] = None
         else:
-            found[Family(dims.qk, dims.v, dims.n_heads != dims.n_kv_heads)] = None
+            found[Family(dims.qk, dims.v, dims.n_heads != dims.n_kv_heads, is_masked)] = None
     return list(found)
 
 
@@ -204,12 +218,29 @@ def _means(rows: Sequence[Row], pads: bool) -> dict[str, float]:
     for backend in BACKENDS:
         logs = []
         for row in rows:
-            best = min(time for time in row.ms.values() if time is not None)
+            best = _fastest_backend(row)
             two_widths = row.family.d_qk != row.family.d_v
             time = row.ms.get(backend + PADDED if pads and two_widths else backend)
             logs.append(math.log(REFUSED if time is None else min(REFUSED, time / best)))
         found[backend] = math.exp(sum(logs) / len(logs)) if logs else 1.0
     return found
+
+
+def _fastest_backend(row: Row) -> float:
+    """Milliseconds of the fastest backend of scaled_dot_product_attention, infinite where all refuse."""
+    times = (time for name, time in row.ms.items() if name not in DOCUMENT_WAYS)
+    return min((time for time in times if time is not None), default=math.inf)
+
+
+def _varlen_leads(rows: Sequence[Row]) -> bool:
+    """Whether variable-length attention takes less time than the fastest backend with a mask, in the geometric mean."""
+    logs = []
+    for row in rows:
+        if VARLEN in row.ms:
+            time, best = row.ms[VARLEN], _fastest_backend(row)
+            slowness = REFUSED if time is None else min(REFUSED, max(1 / REFUSED, time / best))
+            logs.append(math.log(slowness))
+    return sum(logs) <= 0
 
 
 def _nearest(rows: Sequence[Row], families: Iterable[Family]) -> list[Row]:

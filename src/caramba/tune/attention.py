@@ -1,10 +1,12 @@
-"""Times the attention backends on families of shapes, the candidates of a family in turn."""
+"""Times the ways to attend on families of shapes, the candidates of a family in turn."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from caramba.layer.backends import SDPA
-from caramba.runtime.tuned import PADDED, Family, Row
+from caramba.layer.varlen import find_kernel
+from caramba.runtime.tuned import DOCUMENT_WAYS, FLEX, PADDED, VARLEN, Family, Row
 from caramba.tune.timing import Timed, time_in_turn
 
 WIDTHS = ((64, 64, True), (128, 128, True), (128, 64, False), (72, 48, True), (48, 64, True))
@@ -44,7 +47,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a family: a backend, and whether keys and values are widened to one width."""
+    """One way to run a family: a backend or a way of documents, and whether keys and values get one width."""
 
     backend: str
     pads: bool
@@ -55,12 +58,18 @@ class Candidate:
 
 
 def candidates(family: Family, device: torch.device) -> list[Candidate]:
-    """Return what may run a family on a device. Math is one on a CPU only: it keeps all scores."""
+    """Return what may run a family on a device. Math is one on a CPU only: it keeps all scores.
+
+    Variable-length attention and FlexAttention, compiled, are candidates for documents on CUDA.
+    """
     backends = ("cudnn", "flash", "efficient") if device.type == "cuda" else ("flash", "math")
     ways: tuple[bool, ...] = (False,)
     if family.d_qk != family.d_v:  # elsewhere than on CUDA the layers widen in any case
         ways = (False, True) if device.type == "cuda" else (True,)
-    return [Candidate(backend, pads) for pads in ways for backend in backends]
+    apart = (
+        [Candidate(way, False) for way in DOCUMENT_WAYS] if family.is_masked and device.type == "cuda" else []
+    )
+    return [*apart, *(Candidate(backend, pads) for pads in ways for backend in backends)]
 
 
 def measure_family(
@@ -68,78 +77,129 @@ def measure_family(
 ) -> tuple[Row, dict[str, str]]:
     """Time all candidates of a family, interleaved, within about `seconds`; return the row and why some refused.
 
+    What a forward makes once for all layers is left out: the mask of documents, that of blocks, starts of sequences.
+
     On CUDA the time is that of a replayed graph, so that what the host does is left out.
     """
-    inputs = _Inputs.drawn(family, device, size or Size.on(device))
+    inputs = Inputs.drawn(family, device, size or Size.on(device))
     timed: list[Timed] = [
-        Timed(candidate.name, inputs.call(family, candidate)) for candidate in candidates(family, device)
+        Timed(candidate.name, inputs.call(candidate)) for candidate in candidates(family, device)
     ]
     times, refused = time_in_turn(timed, device, seconds)
     found: dict[str, float | None] = {
         item.name: round(statistics.median(times[item.name]), 5) if item.name in times else None
         for item in timed
     }
-    return Row(family, found), refused
+    return Row(family, found, refused), refused
 
 
 @dataclass(frozen=True)
-class _Inputs:
+class Inputs:
+    """Tensors of a family, and the work of each candidate on them."""
+
+    family: Family
+    size: Size
     q: Tensor
     k: Tensor
     v: Tensor
     gradient: Tensor
-    mask: Tensor | None
 
     @classmethod
-    def drawn(cls, family: Family, device: torch.device, size: Size) -> _Inputs:
-        """Draw tensors as the layers make them: [B, T, H, D] seen as [B, H, T, D], with a mask every head its own."""
+    def drawn(cls, family: Family, device: torch.device, size: Size) -> Inputs:
+        """Draw tensors as the layers make them, [B, T, H, D] seen as [B, H, T, D], queries scaled."""
         generator = torch.Generator(device).manual_seed(0)
-        expands = family.is_masked or size.dtype == torch.float32  # as the layers do
-        kv_heads = size.n_heads // 4 if family.is_grouped and not expands else size.n_heads
+        kv_heads = size.n_heads // 4 if family.is_grouped else size.n_heads
 
-        def drawn(heads: int, width: int) -> Tensor:
+        def drawn(heads: int, width: int, scale: float = 1.0) -> Tensor:
             shape = (size.batch, size.tokens, heads, width)
             x = torch.randn(shape, device=device, dtype=size.dtype, generator=generator)
-            return x.transpose(1, 2)
+            return (x * scale).transpose(1, 2)
 
         return cls(
-            drawn(size.n_heads, family.d_qk).requires_grad_(family.trains),
+            family,
+            size,
+            drawn(size.n_heads, family.d_qk, family.d_qk**-0.5).requires_grad_(family.trains),
             drawn(kv_heads, family.d_qk).requires_grad_(family.trains),
             drawn(kv_heads, family.d_v).requires_grad_(family.trains),
             drawn(size.n_heads, family.d_v),
-            _documents_mask(size, device) if family.is_masked else None,
         )
 
-    def call(self, family: Family, candidate: Candidate) -> Callable[[], object]:
-        """Return the work of one repetition."""
-        width = max(family.d_qk, family.d_v)
-        is_grouped = self.q.shape[1] != self.k.shape[1]
-
-        def forward() -> Tensor:
-            q, k, v = (_widen(x, width) if candidate.pads else x for x in (self.q, self.k, self.v))
-            with sdpa_kernel([SDPA[candidate.backend]]):
-                out = F.scaled_dot_product_attention(
-                    *(q, k, v),
-                    attn_mask=self.mask,
-                    is_causal=self.mask is None,
-                    scale=family.d_qk**-0.5,
-                    enable_gqa=is_grouped,
-                )
-            return out[..., : family.d_v]
+    def call(self, candidate: Candidate) -> Callable[[], object]:
+        """Return the work of one repetition; what it needs beside the tensors is made in the first."""
+        ways = {VARLEN: self._varlen, FLEX: self._flex}
+        forward = ways.get(candidate.backend) or partial(self._fused, candidate)
 
         def both() -> object:
             return torch.autograd.grad(forward(), (self.q, self.k, self.v), self.gradient)
 
-        return both if family.trains else torch.no_grad()(forward)
+        return both if self.family.trains else torch.no_grad()(forward)
+
+    def _fused(self, candidate: Candidate) -> Tensor:
+        """Attend with a backend of scaled_dot_product_attention, heads repeated where the layers repeat them."""
+        width = max(self.family.d_qk, self.family.d_v)
+        q, k, v = (_widen(x, width) if candidate.pads else x for x in (self.q, self.k, self.v))
+        groups = q.shape[1] // k.shape[1]
+        repeats = groups > 1 and (self.family.is_masked or q.dtype == torch.float32)
+        if repeats:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        mask = self._mask if self.family.is_masked else None
+        with sdpa_kernel([SDPA[candidate.backend]]):
+            out = F.scaled_dot_product_attention(
+                *(q, k, v),
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=1.0,
+                enable_gqa=groups > 1 and not repeats,
+            )
+        return out[..., : self.family.d_v]
+
+    def _varlen(self) -> Tensor:
+        kernel = find_kernel(self.q.device)
+        if isinstance(kernel, str):
+            raise RuntimeError(kernel)
+        return kernel.attend(self.q, self.k, self.v, self._starts)
+
+    def _flex(self) -> Tensor:
+        attend, blocks = self._compiled_flex
+        is_grouped = self.q.shape[1] != self.k.shape[1]
+        return attend(self.q, self.k, self.v, block_mask=blocks, scale=1.0, enable_gqa=is_grouped)
+
+    @cached_property
+    def _document(self) -> Tensor:
+        """The document of each token of a row, of four: int64 [T]."""
+        return torch.arange(self.size.tokens, device=self.q.device) * 4 // self.size.tokens
+
+    @cached_property
+    def _mask(self) -> Tensor:
+        """Which keys each query sees, [B, 1, T, T]."""
+        places, document = torch.arange(self.size.tokens, device=self.q.device), self._document
+        mask = (places[None, :] <= places[:, None]) & (document[None, :] == document[:, None])
+        return mask.expand(self.size.batch, 1, -1, -1)
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        """Where documents begin in the tokens of all rows, and the end, int32 [4 B + 1]."""
+        tokens = self.size.tokens
+        first = [-(-tokens * number // 4) for number in range(4)]
+        places = [row * tokens + place for row in range(self.size.batch) for place in first]
+        return torch.tensor([*places, self.size.batch * tokens], device=self.q.device, dtype=torch.int32)
+
+    @cached_property
+    def _compiled_flex(self) -> tuple[Callable[..., Tensor], Any]:
+        """FlexAttention compiled for these shapes, and its mask of blocks."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # slow to import
+
+        document = self._document
+
+        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (key <= query) & (document[query] == document[key])
+
+        torch.compiler.reset()  # or the shapes of all families count against one limit
+        tokens = self.size.tokens
+        blocks = create_block_mask(sees, None, None, tokens, tokens, device=str(self.q.device))
+        compiled: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
+        return compiled, blocks
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-
-
-def _documents_mask(size: Size, device: torch.device) -> Tensor:
-    """Return which keys each query sees in rows of four documents, [B, 1, T, T]."""
-    places = torch.arange(size.tokens, device=device)
-    document = places * 4 // size.tokens
-    mask = (places[None, :] <= places[:, None]) & (document[None, :] == document[:, None])
-    return mask.expand(size.batch, 1, -1, -1)

@@ -15,8 +15,10 @@ import torch
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.ops import TRITON_AVAILABLE
-from caramba.runtime import choose_attention, choose_device, device_facts
+from caramba.runtime import AttentionChoice, choose_attention, choose_device, device_facts
 from caramba.runtime.tuned import (
+    BACKENDS,
+    DOCUMENT_WAYS,
     SHIPPED,
     Family,
     Row,
@@ -31,6 +33,7 @@ from caramba.tune.attention import FAMILIES, measure_family
 from caramba.tune.decode import tune_decode
 
 SECONDS = 300.0
+CUDA_ONLY = (*DOCUMENT_WAYS, *(name for name in BACKENDS if name not in ("flash", "math")))
 ATTENTION_SHARE = 0.25  # of the time; compiling the decode kernel takes most of the rest
 
 
@@ -64,7 +67,12 @@ def main(argv: list[str]) -> int:
     if has_kernel:
         write_table(out, name, machine, rows, tune_decode(device, given.seconds * (1 - ATTENTION_SHARE)))
     _table(name, rows)
-    logger.info(f"{name}: {_order(rank(rows, '').order)}")
+    logger.info(f"{name}: {_chosen(rank(rows, ''))}")
+    if device.type != "cuda":
+        logger.info(
+            f"these rows are {name} only, in float32 on small shapes; {', '.join(CUDA_ONLY)} and the decode kernel are "
+            "measured where there is CUDA, whose runs read rows of their own or those shipped"
+        )
     if out == tuned_path():
         logger.success(f"{out}; every run from this folder on {name} reads it")
     else:
@@ -112,15 +120,23 @@ def _show(device: torch.device, path: Path | None) -> None:
         devices = read_tables(place) if place.is_file() else {}
         if name in devices:
             logger.path(place, "table")
+            machine = devices[name].get("machine", {})
+            logger.info(
+                ", ".join(f"{key} {value}" for key, value in machine.items() if isinstance(value, str))
+            )
             _table(name, attention_rows(devices[name]))
-            logger.info(f"decode attention: {len(devices[name].get('decode', {}))} shapes measured")
+            decode = len(devices[name].get("decode", {}))
+            logger.info(f"decode attention: {f'{decode} shapes measured' if decode else 'not measured'}")
+            others = [other for other in devices if other != name]
+            if others:
+                logger.info(f"the table has also {', '.join(others)}")
             break
     else:
         if path is not None:
             raise ConfigError(f"tune: {path} has no {name}; it has {', '.join(devices) or 'nothing'}")
     if path is None:
         choice = choose_attention(device)
-        logger.info(f"{name}: {_order(choice.order)}; {choice.source}")
+        logger.info(f"{name}: {_chosen(choice)}; {choice.source}")
 
 
 def _table(name: str, rows: Sequence[Row]) -> None:
@@ -129,6 +145,12 @@ def _table(name: str, rows: Sequence[Row]) -> None:
         [_name(row.family), *(_milliseconds(row.ms, candidate) for candidate in candidates)] for row in rows
     ]
     logger.table(f"attention on {name}, ms", ["family", *candidates], cells)
+    reasons: dict[tuple[str, str], int] = {}
+    for row in rows:
+        for candidate, reason in row.refused.items():
+            reasons[candidate, reason] = reasons.get((candidate, reason), 0) + 1
+    for (candidate, reason), count in reasons.items():
+        logger.info(f"{candidate} refuses {count} of {len(rows)} families: {reason}")
 
 
 def _milliseconds(ms: dict[str, float | None], candidate: str) -> str:
@@ -144,8 +166,9 @@ def _name(family: Family) -> str:
     return " ".join(parts)
 
 
-def _order(order: tuple[str, ...] | None) -> str:
-    return "torch's own order" if order is None else ", ".join(order)
+def _chosen(choice: AttentionChoice) -> str:
+    order = "torch's own order" if choice.order is None else ", ".join(choice.order)
+    return order if choice.uses_varlen else f"{order}; documents by a mask, which is faster than varlen"
 
 
 class _Parser(argparse.ArgumentParser):

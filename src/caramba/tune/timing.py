@@ -38,8 +38,12 @@ def time_in_turn(
                 break
             try:
                 steps[item.name] = _step(item.call, device)
-            except RuntimeError as error:  # a backend does not take the shape, or memory is full
-                refused[item.name] = str(error).splitlines()[0]
+            except (
+                RuntimeError,
+                ValueError,
+                ImportError,
+            ) as error:  # not this shape, no compiler, or memory is full
+                refused[item.name] = _reason(error)
     times: dict[str, list[float]] = {name: [] for name in steps}
     for done in range(MOST_ROUNDS):
         if done >= LEAST_ROUNDS and time.perf_counter() - began > seconds:
@@ -47,6 +51,12 @@ def time_in_turn(
         for name, step in steps.items():
             times[name].append(step())
     return times, refused
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line that says something, cut to what a table holds."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return (lines[0] if lines else type(error).__name__)[:200]
 
 
 def _step(call: Callable[[], object], device: torch.device) -> Callable[[], float]:

@@ -18,6 +18,7 @@ from caramba.config.layer import RopeScalingConfig
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer import Documents, RotaryEmbedding
+from caramba.layer.varlen import VarlenKernel, varlen_attention
 
 N_TOKENS = 12
 
@@ -65,7 +66,13 @@ def test_gradients_compile_and_checkpointing_agree() -> None:
     hidden = model.embedder(tokens, apart.positions)
     for node in model.topology.layers:
         hidden = checkpoint(node, hidden, apart, use_reentrant=False)
-    for found in (model(tokens, documents=ids), compiled(tokens, documents=ids), model.logits(hidden)):
+
+    def refuses(*args: Tensor, **words: object) -> Tensor:
+        raise AssertionError("a graph keeps the mask")
+
+    with varlen_attention(VarlenKernel(refuses, frozenset({"window_size"}), "cpu", (torch.float64,))):
+        graph = compiled(tokens, documents=ids)
+    for found in (model(tokens, documents=ids), graph, model.logits(hidden)):
         for ours, theirs in zip(gradients(found.square().sum()), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
 

@@ -49,6 +49,7 @@ def padded_rows_keep_to_themselves() -> None:
     torch.testing.assert_close(losses[0].double(), -wanted[0, 9], rtol=1e-6, atol=1e-6)
     assert losses[1:].isnan().all(), "a target outside the vocabulary, and a row with NaN"
     assert buffer[:, 10:].isnan().all()
+    assert buffer[1, :10].isnan().all(), "the gradient of a target outside the vocabulary"
     grad = wanted[0].exp()
     grad[9] -= 1
     torch.testing.assert_close(buffer[0, :10].double(), grad, rtol=1e-5, atol=1e-6)

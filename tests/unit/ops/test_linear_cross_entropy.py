@@ -105,6 +105,23 @@ def test_chunks_are_whole_tiles_of_bounded_logits() -> None:
     assert rows_per_chunk(hidden[:100], 128256) == 128
     assert rows_per_chunk(hidden, 10**9) == 128
     assert rows_per_chunk(hidden, 50257) == 4096
+    # 8 x 2048 tokens of width 2048 under autocast: dhidden, hidden and the weight in bfloat16, and the logits beside
+    held = (2 * 16384 * 2048 + 128256 * 2048) * 2
+    rows = rows_per_chunk(hidden, 128256, held)
+    assert rows == 1280
+    assert held + rows * 128256 * 2 <= 10**9
+    assert rows_per_chunk(hidden, 128256, 2 * held) == 1024  # the rest alone is over it
+
+
+def test_a_target_outside_the_vocabulary_is_nan_where_the_host_does_not_wait() -> None:
+    logits, losses = torch.randn(4, 9), torch.empty(4)
+    expected = logits.softmax(-1)
+    expected[0, 8] -= 1
+    cross_entropy_rows(logits, torch.tensor([8, 9, -100, -1]), losses)
+    assert losses.isnan().tolist() == [False, True, False, True]
+    assert logits[[1, 3]].isnan().all()
+    torch.testing.assert_close(logits[0], expected[0])
+    assert not logits[2].any()
 
 
 def test_bad_input_is_refused_by_name() -> None:
@@ -190,3 +207,35 @@ def test_memory_on_the_gpu_is_one_chunk_beside_the_gradients() -> None:
     gradients = (hidden.numel() + weight.numel()) * 2
     extra = torch.cuda.max_memory_allocated() - before - gradients
     assert extra < 0.6e9, f"{extra / 1e9:.3f} GB beside the gradients"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
+def test_memory_at_8_x_2048_x_128256_is_one_gigabyte_with_dhidden(weight_dtype: torch.dtype) -> None:
+    kernels.load("cuda")
+    n, m, v = 8 * 2048, 2048, 128256
+    hidden = torch.randn(n, m, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.empty(v, m, device="cuda", dtype=weight_dtype).normal_(std=0.02).requires_grad_()
+    targets = torch.randint(v, (n,), device="cuda")
+    linear_cross_entropy(hidden[:256], weight, targets[:256]).backward()  # gives cuBLAS its workspace
+    hidden.grad = weight.grad = None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    linear_cross_entropy(hidden, weight, targets).backward()
+    extra = torch.cuda.max_memory_allocated() - before - weight.numel() * weight.element_size()
+    assert extra <= 1e9, f"{extra / 1e9:.3f} GB beside dW"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_target_outside_the_vocabulary_on_the_gpu() -> None:
+    kernels.load("cuda")
+    hidden, weight, targets = drawn(6, 16, 33, torch.bfloat16, "cuda")
+    hidden.requires_grad_()
+    targets[3] = 33
+    loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad is not None
+    assert hidden.grad.isnan().any(-1).tolist() == [row == 3 for row in range(6)]

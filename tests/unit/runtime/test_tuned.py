@@ -52,6 +52,20 @@ def test_the_fastest_leads_and_a_refusal_counts_against() -> None:
     assert not rank([one, padded], "x").keeps_two_widths
 
 
+def test_documents_take_a_mask_only_where_it_was_faster() -> None:
+    family = Family(64, 64, is_masked=True)
+    assert rank([Row(family, {"efficient": 2.0})], "x").uses_varlen  # not measured
+    fast = Row(family, {"varlen": 1.0, "flex": 0.5, "cudnn": None, "efficient": 2.0})
+    slow = Row(family, {"varlen": 5.0, "efficient": 2.0})
+    assert rank([fast], "x").uses_varlen
+    assert rank([fast], "x").order == ("efficient", "cudnn", "flash", "math")
+    assert not rank([slow], "x").uses_varlen
+    assert not rank([fast, slow], "x").uses_varlen
+    assert not rank([Row(family, {"varlen": None, "efficient": 2.0})], "x").uses_varlen
+    (packed,) = families_of([AttentionLayerConfig(d_model=16, n_heads=2)], is_masked=True)
+    assert packed == Family(8, 8, is_masked=True)
+
+
 def test_nothing_is_tried_after_math() -> None:
     assert rank([Row(Family(8, 8), {"flash": 2.0, "math": 1.0})], "x").order == ("math",)
 

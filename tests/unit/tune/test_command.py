@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from caramba.cli import main
 from caramba.layer import attention_backends
 from caramba.runtime import choose_attention
-from caramba.runtime.tuned import PADDED, read_tables, tuned_path
-from caramba.tune import FAMILIES, candidates, measure_family
+from caramba.runtime.tuned import PADDED, Family, attention_rows, read_tables, tuned_path, write_table
+from caramba.tune import FAMILIES, Candidate, candidates, measure_family
 from caramba.tune.attention import Size
 from caramba.tune.timing import LEAST_ROUNDS, Timed, time_in_turn
 
@@ -35,6 +36,9 @@ def test_the_budget_stops_it_and_the_table_is_read_by_runs(capsys: pytest.Captur
     assert main(["tune", "--device", "cpu", "--seconds", "0.01"]) == 0
     said = capsys.readouterr()
     assert "tune: 0.01 s were enough for 1 of 20 families of shapes; raise --seconds" in said.err
+    assert (
+        "these rows are cpu only, in float32 on small shapes; varlen, flex, cudnn, efficient and" in said.out
+    )
     (row,) = read_tables(tuned_path())["cpu"]["attention"]
     assert set(row["ms"]) == {"flash", "math"}
     assert all(ms > 0 for ms in row["ms"].values())
@@ -50,6 +54,8 @@ def test_the_budget_stops_it_and_the_table_is_read_by_runs(capsys: pytest.Captur
     assert str(tuned_path()) in shown
     assert "64/64 train grouped" in shown
     assert f"cpu: {', '.join(choice.order)}; measured on cpu" in shown
+    assert "decode attention: not measured" in shown
+    assert f"torch {torch.__version__}" in shown
 
 
 def test_every_family_has_a_backend_on_a_cpu() -> None:
@@ -72,6 +78,27 @@ def test_what_a_backend_refuses_is_said() -> None:
     assert list(times) == ["any"]
     assert len(times["any"]) == LEAST_ROUNDS
     assert "backend" in refused["cudnn"]
+
+
+def test_documents_are_timed_without_a_mask_on_cuda_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = Family(72, 48, True, is_masked=True)
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert [item.name for item in candidates(family, cuda)][:3] == ["varlen", "flex", "cudnn"]
+    assert not {"varlen", "flex"} & {item.name for item in candidates(replace(family, is_masked=False), cuda)}
+    assert not {"varlen", "flex"} & {item.name for item in candidates(family, cpu)}
+    ways = [Candidate("varlen", False), Candidate("math", True)]
+    monkeypatch.setattr("caramba.tune.attention.candidates", lambda *_: ways)
+    row, refused = measure_family(family, cpu, 0.0, Size(1, 4, 8, torch.float32))
+    assert row.ms["varlen"] is None
+    assert refused["varlen"] == "variable-length attention is for CUDA, not for cpu"
+    write_table(tuned_path(), "cpu", {"torch": "any"}, [row])
+    assert attention_rows(read_tables(tuned_path())["cpu"]) == [row]
+    assert main(["tune", "--device", "cpu", "--show"]) == 0
+    shown = capsys.readouterr().out
+    assert f"varlen refuses 1 of 1 families: {refused['varlen']}" in shown
+    assert "documents by a mask, which is faster than varlen" in shown
 
 
 def test_out_keeps_other_devices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

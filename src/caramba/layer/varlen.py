@@ -1,0 +1,181 @@
+"""Attention inside the documents of packed rows by variable-length kernels, which compute nothing across them."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from caramba.config.attention import aligned
+from caramba.errors import KernelUnavailable
+
+WIDEST = 256
+"""Features of a head that flash attention takes."""
+OPERANDS = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+TOLERANCE = 0.02  # relative, of outputs and gradients in bfloat16
+
+
+@dataclass(frozen=True)
+class VarlenKernel:
+    """A function with the signature of `torch.nn.attention.varlen.varlen_attn`, in any form that torch has had.
+
+    Attributes:
+        takes: names of its parameters. Causality is a window of (-1, 0) or the flag `is_causal`; without `scale` it
+            is 1/sqrt(D); without `enable_gqa` keys and values are repeated to the query heads.
+        device: type of the tensors it serves. dtypes: theirs.
+    """
+
+    call: Callable[..., Any]
+    takes: frozenset[str]
+    device: str = "cuda"
+    dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], **serves: Any) -> VarlenKernel:
+        """Read the signature of `call`.
+
+        Raises:
+            KernelUnavailable: a signature that is none of the known ones.
+        """
+        parameters = inspect.signature(call).parameters
+        needed = {name for name, item in parameters.items() if item.default is inspect.Parameter.empty}
+        if tuple(parameters)[: len(OPERANDS)] != OPERANDS or not needed <= set(OPERANDS):
+            raise KernelUnavailable(
+                f"varlen_attn of torch {torch.__version__} takes ({', '.join(parameters)}), expected "
+                f"({', '.join(OPERANDS)}) and options; documents are kept apart by a mask"
+            )
+        if not {"window_size", "is_causal"} & set(parameters):
+            raise KernelUnavailable(
+                f"varlen_attn of torch {torch.__version__} has neither window_size nor is_causal, so no causality; "
+                "documents are kept apart by a mask"
+            )
+        return cls(call, frozenset(parameters), **serves)
+
+    def serves(self, q: Tensor, v: Tensor, window: int | None) -> bool:
+        """Return whether it takes these queries [B, H, T, Dqk] and values [B, K, T, Dv]."""
+        return (
+            q.device.type == self.device
+            and q.dtype in self.dtypes
+            and max(q.shape[-1], v.shape[-1]) <= WIDEST
+            and (window is None or "window_size" in self.takes)
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None = None) -> Tensor:
+        """Return softmax(q k^T) v of every sequence by itself, causal, over at most the last `window` keys.
+
+        The longest sequence is known to the device alone; the length of a row bounds it. The narrower of keys and
+        values is widened by zeros, which change neither the score nor the part of the output that is kept.
+
+        Shape: q [B, H, T, Dqk], k [B, K, T, Dqk], v [B, K, T, Dv], starts as `Documents` has them -> [B, H, T, Dv].
+        """
+        (batch, n_heads, tokens, _), v_width = q.shape, v.shape[-1]
+        width = aligned(max(q.shape[-1], v_width))
+        groups = n_heads // k.shape[1]
+        words: dict[str, Any] = {}
+        if "scale" in self.takes:
+            words["scale"] = 1.0
+        else:
+            q = q * math.sqrt(width)
+        if groups > 1 and "enable_gqa" in self.takes:
+            words["enable_gqa"] = True
+        elif groups > 1:
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        if "window_size" in self.takes:
+            words["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            words["is_causal"] = True
+        rows = (F.pad(x, (0, width - x.shape[-1])).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        out = self.call(*rows, starts, starts, tokens, tokens, **words)
+        return out[..., :v_width].unflatten(0, (batch, tokens)).transpose(1, 2)
+
+
+_active: VarlenKernel | None = None
+
+
+def active_kernel(device: torch.device) -> VarlenKernel | None:
+    """Return what attends inside documents now: None inside a graph, whose sizes may not follow the documents."""
+    if _active is None or _active.device != device.type or torch.compiler.is_compiling():
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    return _active
+
+
+@contextmanager
+def varlen_attention(kernel: VarlenKernel | None) -> Iterator[None]:
+    """Attend inside documents with `kernel`, where it serves, and None: with a mask."""
+    global _active
+    before, _active = _active, kernel
+    try:
+        yield
+    finally:
+        _active = before
+
+
+@functools.cache
+def find_kernel(device: torch.device) -> VarlenKernel | str:
+    """Return the kernel of a device, after it gave the numbers of a mask, or why there is none."""
+    if device.type != "cuda":
+        return f"variable-length attention is for CUDA, not for {device.type}"
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no varlen_attn, expected 2.11 or later"
+    return checked(varlen_attn, device)
+
+
+def checked(call: Callable[..., Any], device: torch.device, **serves: Any) -> VarlenKernel | str:
+    """Return the kernel of a function that gives the numbers of a mask on a device, or what is wrong with it."""
+    try:
+        kernel = VarlenKernel.of(call, device=device.type, **serves)
+        error = measured_error(kernel, device)
+    except KernelUnavailable as refusal:
+        return str(refusal)
+    except (RuntimeError, TypeError, ValueError) as refusal:
+        return f"varlen_attn does not run: {type(refusal).__name__}: {str(refusal).partition(chr(10))[0]}"
+    if not error <= TOLERANCE:
+        return f"varlen_attn differs from the mask by {error:.2g} relative, expected at most {TOLERANCE:g}"
+    return kernel
+
+
+def measured_error(kernel: VarlenKernel, device: torch.device) -> float:
+    """Return the largest relative error of outputs and gradients against a mask, in fp32 or float64, on small rows.
+
+    Grouped heads, keys wider than values, documents of one token, and a window where the kernel has one.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    places = torch.tensor([0, 1, 40, 96, 111, 192], device=device)
+    starts = places.to(torch.int32)
+    document = torch.bucketize(torch.arange(192, device=device), places, right=True).view(2, 96)
+    apart = (document[:, :, None] != document[:, None, :])[:, None]
+    distance = torch.arange(96, device=device)[:, None] - torch.arange(96, device=device)
+
+    def drawn(heads: int, width: int) -> Tensor:
+        x = torch.randn(2, 96, heads, width, device=device, generator=generator)
+        return x.to(kernel.dtypes[-1]).transpose(1, 2).requires_grad_()
+
+    q, k, v, gradient = drawn(4, 72), drawn(2, 72), drawn(2, 64), drawn(4, 64).detach()
+    worst = 0.0
+    for window in (None, 7) if "window_size" in kernel.takes else (None,):
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            found = kernel.attend(q * 72**-0.5, k, v, starts, window)
+            ours = (found, *torch.autograd.grad(found, (q, k, v), gradient))
+            wide = torch.promote_types(q.dtype, torch.float32)
+            q_wide, k_wide, v_wide = (x.to(wide) for x in (q, k, v))
+            scores = (q_wide * 72**-0.5) @ k_wide.repeat_interleave(2, 1).mT
+            hidden = apart | (distance < 0) | (distance >= (window or 96))
+            weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+            exact = weights @ v_wide.repeat_interleave(2, 1)
+            theirs = (exact, *torch.autograd.grad(exact, (q, k, v), gradient.to(wide)))
+        for one, other in zip(ours, theirs, strict=True):
+            error = float((one.to(wide) - other).detach().norm() / other.detach().norm())
+            worst = max(worst, error) if error == error else math.inf
+    return worst

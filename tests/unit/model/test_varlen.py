@@ -1,0 +1,237 @@
+"""Attention by sequences of packed rows equals the mask, whatever form of varlen_attn torch has."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from model_specs import VOCAB, attention, block, spec
+from test_properties import lively
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.errors import KernelUnavailable
+from caramba.layer import AttentionLayer, Documents, attention_backends, documents_path
+from caramba.layer.varlen import VarlenKernel, checked, find_kernel, measured_error, varlen_attention
+from caramba.runtime import AttentionChoice
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2, -1], [7] * 12, [3, 3, 4, 4, 3, 3, 5, 6, 7, 8, 8, 8]])
+
+
+def by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, left: int, right: int
+) -> Tensor:
+    """softmax(scale q k^T) v of every sequence of [N, H, D], one at a time; windows as flash attention counts them."""
+    assert starts.dtype == torch.int32
+    assert query.shape[-1] == value.shape[-1]
+    assert query.shape[-1] % 8 == 0
+    places = starts.tolist()
+    outputs = []
+    for begin, end in pairwise(places):
+        assert begin < end
+        q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
+        groups = len(q) // len(k)
+        ahead = torch.arange(end - begin) - torch.arange(end - begin)[:, None]
+        hidden = (ahead > right if right >= 0 else ahead > end) | (
+            -ahead > left if left >= 0 else ahead > end
+        )
+        scores = scale * q @ k.repeat_interleave(groups, 0).mT
+        outputs.append(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v.repeat_interleave(groups, 0))
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def newer(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    assert scale is not None
+    return by_sequence(query, key, value, cu_seq_q, scale, *window_size)
+
+
+def older(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    return_aux: Any = None,
+) -> Tensor:
+    assert query.shape[1] == key.shape[1]
+    return by_sequence(query, key, value, cu_seq_q, query.shape[-1] ** -0.5, -1, 0 if is_causal else -1)
+
+
+def on_cpu(call: Any) -> VarlenKernel:
+    return VarlenKernel.of(call, device="cpu", dtypes=(torch.float64,))
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators whose name has a word in it."""
+
+    def __init__(self, word: str) -> None:
+        super().__init__()
+        self.word, self.count = word, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.word in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("call", [newer, older])
+def test_models_give_the_same_numbers_and_gradients(call: Any) -> None:
+    kernel = on_cpu(call)
+    assert measured_error(kernel, CPU) < 1e-12
+    layers = [attention("gqa_scaled"), block("decoupled_gate"), attention("window"), attention("latent")]
+    model = lively(spec(*layers, max_positions=12)).double()
+    tokens = torch.randint(VOCAB, IDS.shape, generator=torch.Generator().manual_seed(1))
+
+    def run() -> tuple[Tensor, ...]:
+        out = model(tokens, documents=IDS)
+        return out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))
+
+    expected = run()
+    calls: list[int] = []
+    counted = VarlenKernel(
+        lambda *args, **words: calls.append(1) or call(*args, **words), kernel.takes, "cpu", kernel.dtypes
+    )
+    with varlen_attention(counted):
+        found = run()
+    assert len(calls) == (4 if call is newer else 3)  # without windows the mask serves that layer
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_sequences_begin_where_documents_do() -> None:
+    assert Documents.of(IDS).starts is None
+    with varlen_attention(on_cpu(newer)):
+        starts = Documents.of(IDS).starts
+    assert starts is not None
+    assert starts.tolist() == [0, 1, 5, 11, 12, 24, 26, 28, 30, 31, 32, 33, 36]
+    assert starts.dtype == torch.int32
+
+
+def test_what_needs_a_mask_keeps_it_and_says_so() -> None:
+    def refuses(*args: Any, **words: Any) -> Tensor:
+        raise AssertionError
+
+    kernel = VarlenKernel(refuses, on_cpu(newer).takes, "cpu", (torch.float64,))
+    narrow = AttentionLayerConfig(d_model=16, n_heads=2)
+    for words in ({"null_attn": True}, {"dropout": 0.5}):
+        layer = AttentionLayer(narrow.model_copy(update=words)).double()
+        with varlen_attention(kernel):
+            assert layer(torch.randn(3, 12, 16).double(), Documents.of(IDS)).isfinite().all()
+    with varlen_attention(kernel), pytest.raises(AssertionError):
+        AttentionLayer(narrow).double()(torch.randn(3, 12, 16).double(), Documents.of(IDS))
+    layer = AttentionLayer(narrow)
+    with varlen_attention(kernel):  # of another dtype
+        layer(torch.randn(3, 12, 16), Documents.of(IDS))
+
+
+def test_the_path_is_decided_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = AttentionChoice(None, False, "measured")
+    plain = AttentionLayerConfig(d_model=16, n_heads=2)
+    null = plain.model_copy(update={"null_attn": True, "dropout": 0.1})
+    assert documents_path(CPU, torch.bfloat16, [plain], choice) == (
+        "mask",
+        "variable-length attention is for CUDA, not for cpu",
+    )
+    monkeypatch.setattr("caramba.layer.backends.find_kernel", lambda device: VarlenKernel.of(newer))
+    assert documents_path(CPU, torch.bfloat16, [plain], choice)[0] == "varlen"
+    assert documents_path(CPU, torch.bfloat16, [plain, null], choice) == (
+        "varlen, mask",
+        "1 of 2 attention layers need the mask: null_attn, dropout 0.1",
+    )
+    assert documents_path(CPU, torch.bfloat16, [null], choice)[0] == "mask"
+    assert "16 bits, not float32" in documents_path(CPU, torch.float32, [plain], choice)[1]
+    assert "compile_model" in documents_path(CPU, torch.bfloat16, [plain], choice, is_compiled=True)[1]
+    slow = AttentionChoice(None, False, "measured", uses_varlen=False)
+    assert documents_path(CPU, torch.bfloat16, [plain], slow) == ("mask", "varlen_attn is slower: measured")
+
+
+def test_a_function_is_taken_only_if_it_gives_the_numbers_of_the_mask() -> None:
+    serves: dict[str, Any] = {"dtypes": (torch.float64,)}
+
+    def rows_only(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        is_causal: bool = False,
+    ) -> Tensor:
+        return older(query, key, value, cu_seq_q[[0, -1]], cu_seq_k, max_q, max_k, is_causal)
+
+    def fails(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        is_causal: bool = False,
+    ) -> Tensor:
+        raise RuntimeError("no kernel image\nmore")
+
+    assert isinstance(checked(newer, CPU, **serves), VarlenKernel)
+    assert "differs from the mask by" in str(checked(rows_only, CPU, **serves))
+    assert checked(fails, CPU, **serves) == "varlen_attn does not run: RuntimeError: no kernel image"
+    assert "expected (query, key" in str(checked(lambda q: q, CPU, **serves))
+
+
+def test_signatures_that_are_not_known_are_refused() -> None:
+    with pytest.raises(KernelUnavailable, match=r"takes \(q, k\), expected \(query, key"):
+        VarlenKernel.of(lambda q, k: q)
+
+    def no_causality(
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: Any, max_k: Any
+    ) -> None: ...
+
+    with pytest.raises(KernelUnavailable, match="neither window_size nor is_causal"):
+        VarlenKernel.of(no_causality)
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert {"scale", "window_size"} <= VarlenKernel.of(varlen_attn).takes or torch.__version__ < "2.13"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["standard", "gqa_scaled", "decoupled", "latent", "window"])
+def test_on_the_gpu_it_equals_the_mask(name: str) -> None:
+    device = torch.device("cuda")
+    kernel = find_kernel(device)
+    assert isinstance(kernel, VarlenKernel), kernel
+    model = lively(spec(attention(name), max_positions=12)).to(device, torch.bfloat16)
+    exact = copy.deepcopy(model).float()
+    tokens = torch.randint(VOCAB, IDS.shape, generator=torch.Generator().manual_seed(1)).to(device)
+    ids = IDS.to(device)
+    expected = exact(tokens, documents=ids)
+    theirs = torch.autograd.grad(expected.square().mean(), list(exact.parameters()))
+    with attention_backends(device, AttentionChoice(None, False, "test")), Calls("_varlen_attn") as calls:
+        out = model(tokens, documents=ids)
+        ours = torch.autograd.grad(out.float().square().mean(), list(model.parameters()))
+    assert calls.count >= 1
+    for one, other in zip((out, *ours), (expected, *theirs), strict=True):
+        assert float((one.float() - other).norm()) <= 0.05 * float(other.norm()) + 1e-3
