@@ -235,7 +235,8 @@ def test_compiled_code_agrees(teacher: Path, tmp_path: Path, cache: Path) -> Non
     _, plain = losses_of(teacher, folders[0], cache)
     run, compiled = losses_of(teacher, folders[1], cache, "train.compile=true")
     assert decisions(run, "global")["compile_model"]["value"] is True
-    assert compiled == pytest.approx(plain, rel=1e-3)
+    # Other roundings turn the sign of small gradients, and AdamW's first steps are nearly signs.
+    assert compiled == pytest.approx(plain, rel=0.02)
 
 
 @pytest.mark.parametrize(
