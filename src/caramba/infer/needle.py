@@ -66,20 +66,27 @@ def find_needles(
 ) -> tuple[list[NeedleScore], list[bool]]:
     """Return what a model finds through a cache of `kind`, and whether it finds each without a cache."""
     device = model.embedder.token.weight.device
-    scores, without = [], []
-    for needle in needles:
-        row = torch.tensor([needle.tokens], device=device)
-        target, fed = row[0, -needle.key :], row[:, :-1]
-        reference = _log_probs(model, model.hidden(fed), needle.key)
-        cached = _log_probs(model, cached_hidden(model, fed, kind, tail_tokens), needle.key)
-        kl = float((reference.exp() * (reference - cached)).sum(-1).mean())
-        scores.append(NeedleScore(needle.depth, torch.equal(cached.argmax(-1), target), kl))
-        without.append(torch.equal(reference.argmax(-1), target))
-    return scores, without
+    scores: dict[float, NeedleScore] = {}
+    without: dict[float, bool] = {}
+    for n_key in {needle.key for needle in needles}:
+        for length in {len(needle.tokens) for needle in needles if needle.key == n_key}:
+            alike = [each for each in needles if (each.key, len(each.tokens)) == (n_key, length)]
+            rows = torch.tensor([needle.tokens for needle in alike], device=device)
+            targets, fed = rows[:, -n_key:], rows[:, :-1]
+            reference = _log_probs(model, model.hidden(fed), n_key)
+            cached = _log_probs(model, cached_hidden(model, fed, kind, tail_tokens), n_key)
+            kl = (reference.exp() * (reference - cached)).sum(-1).mean(-1).tolist()
+            found = (cached.argmax(-1) == targets).all(-1).tolist()
+            known = (reference.argmax(-1) == targets).all(-1).tolist()
+            for row, needle in enumerate(alike):
+                scores[needle.depth] = NeedleScore(needle.depth, found[row], kl[row])
+                without[needle.depth] = known[row]
+    order = sorted(scores)
+    return [scores[depth] for depth in order], [without[depth] for depth in order]
 
 
 def _log_probs(model: Model, hidden: Tensor, n: int) -> Tensor:
-    return F.log_softmax(widened(model.logits(hidden[0, -n:])), dim=-1)
+    return F.log_softmax(widened(model.logits(hidden[:, -n:])), dim=-1)
 
 
 def _sentence(
