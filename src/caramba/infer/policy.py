@@ -157,7 +157,10 @@ class CachePolicy:
         if not reason:
             plan = self._plan_file(batch_size, n_tokens, length)
             known = {} if self.config.cache_plan == "refresh" else plan.load()
-            is_new = self._measure(known, fitting, batch_size, self._bucket(n_tokens), length)
+            planned = self._bucket(n_tokens)
+            # Half of what is planned for is below what is asked for, so timing takes no more memory than the call.
+            facts["timed_at"] = timed_at = min(planned, max(FEWEST_TOKENS, planned // 2))
+            is_new = self._measure(known, fitting, batch_size, timed_at, length)
         candidates = tuple(self._candidate(kind, sizes[kind], fitting, known, batch_size) for kind in sizes)
         kind, why = choose(candidates, self.fallback, reason, self.config)
         decision = CacheDecision(kind, why, candidates, facts, is_new)
@@ -172,7 +175,7 @@ class CachePolicy:
         known: dict[KVCacheKind, Measured],
         kinds: list[KVCacheKind],
         batch_size: int,
-        planned: int,
+        timed_at: int,
         length: int,
     ) -> bool:
         """Fill in what is not known of `kinds`; return whether that was anything."""
@@ -190,7 +193,7 @@ class CachePolicy:
                     tokens,
                     kind,
                     batch_size=batch_size,
-                    length=planned,
+                    length=timed_at,
                     steps=config.cache_auto_bench_steps,
                 )
                 is_new = True

@@ -120,11 +120,14 @@ def test_a_plan_is_read_again_and_only_for_the_same_model(
     model: Model, text: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = {"cache_quality_max_mean_kl": 1.0, "cache_budget_mb": 0.042}  # of bf16 alone
+    values |= {"cache_auto_benchmark": True, "cache_auto_bench_steps": 2}
     first = policy_of(model, text, **values).decide(BATCH, 160)
     monkeypatch.setattr(policy, "measure_quality", lambda *_: pytest.fail("measured"))
     again = policy_of(model, text, **values).decide(BATCH, 160)
     assert (first.is_measured_now, again.is_measured_now) == (True, False)
     assert (again.kind, again.reason, again.plan) == (first.kind, first.reason, first.plan)
+    assert again.candidates == first.candidates
+    assert (first.candidates[0].tokens_per_second or 0) > 0
     strict = policy_of(model, text, **values | {"cache_quality_max_mean_kl": 0.0}).decide(BATCH, 160)
     assert (
         "no kind that fits passes the gates: bf16: " in strict.reason
@@ -223,7 +226,11 @@ def test_needles_are_hidden_at_their_depths_in_the_text(text: Path) -> None:
 
 
 def test_a_probe_that_fails_goes_on_in_16_bits(model: Model, text: Path, home: Path) -> None:
-    strict = QUICK | {"cache_quality_text": str(text), "cache_quality_max_mean_kl": 1e-9, "temperature": 0.0}
+    strict: dict[str, Any] = QUICK | {
+        "cache_quality_text": str(text),
+        "cache_quality_max_mean_kl": 1e-9,
+        "temperature": 0.0,
+    }
     strict |= {
         "cache_budget_mb": 0.045,
         "max_new_tokens": 6,
@@ -248,7 +255,8 @@ def test_a_probe_that_fails_goes_on_in_16_bits(model: Model, text: Path, home: P
     (rest,) = Generator(model, max_new_tokens=5, temperature=0.0, cache_kind="bf16").generate([first])
     assert row.tokens[1:] == rest.tokens
     assert row.logprobs[1:] == pytest.approx(rest.logprobs, abs=0.02)
-    kept = Generator(model, ByteTokenizer(), **strict | {"cache_quality_max_mean_kl": 9.0})
+    strict["cache_quality_max_mean_kl"] = 9.0
+    kept = Generator(model, ByteTokenizer(), **strict)
     kept.generate([prompt])
     assert kept.cache_decision is not None
     assert [found["passes"] for found in kept.cache_decision.probes] == [True] * 5
@@ -266,9 +274,13 @@ def test_a_decode_plan_changes_memory_and_only_a_named_window_the_text(model: Mo
     for one in (model, masked):
         own = [(layer.score.q_chunk, layer.score.window) for _, layer in one.attention_layers()]
         values: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.0}
+        plans: tuple[dict[str, Any], ...] = (
+            {},
+            {"decode_plan": "fixed", "decode_q_chunk": 3},
+            {"decode_local_window": 2},
+        )
         plain, fixed, local = (
-            Generator(one, **values, **more).generate([prompt])[0].logprobs
-            for more in ({}, {"decode_plan": "fixed", "decode_q_chunk": 3}, {"decode_local_window": 2})
+            Generator(one, **values, **more).generate([prompt])[0].logprobs for more in plans
         )
         assert fixed == pytest.approx(plain, abs=1e-4)
         assert local != pytest.approx(plain, abs=1e-3)
