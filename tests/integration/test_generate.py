@@ -88,7 +88,10 @@ def test_what_cannot_be_done_is_said_with_status_2(
         (("--prompt", "a", "--top-k", "x"), "argument --top-k: invalid int value: 'x'"),
         (("--prompt", ""), "prompt 0 is empty"),
         (("--prompt", "a" * 90), "prompt 0 of 90 tokens and max_new_tokens=48 exceed the 96 positions"),
-        (("--prompt", "a", "--cache-kind", "auto"), "cache_kind=auto is not built yet"),
+        (("--prompt", "a", "--cache-kind", "auto", "--cache-budget-mb", "0.001"), "take at least"),
+        (("--prompt", "a", "--cache-budget-mb", "1"), "cache_budget_mb is of cache_kind=auto"),
+        (("--prompt", "a", "--cache-plan-probe", "yes"), "got 'yes', expected true or false"),
+        (("--prompt", "a", "--cache-kind", "auto", "--cache-quality-text", "no"), "cache_quality_text=no"),
         (("--prompt", "a", "--stop", ""), "stop[0]: String should have at least 1 character"),
         (("--prompt-file", str(tmp_path / "no")), "No such file"),
         (("--prompt", "a", "--tokenizer", "nowhere"), "there is no tokenizer file"),
@@ -133,9 +136,39 @@ def test_a_run_and_its_export_give_the_same_text(tmp_path: Path, cache: Path) ->
         rows.append(json.loads(done.stdout)["rows"][0])
     assert rows[0]["tokens"] == rows[1]["tokens"]
     assert rows[0]["text"] == rows[1]["text"]
+    automatic = (*options, "--cache-kind", "auto", "--max-new-tokens", "140", "--max-seq-len", "256")
+    first, again = (json.loads(caramba(["generate", run, *automatic], tmp_path, cache).stdout) for _ in "12")
+    policy = first["cache_policy"]
+    assert policy["text"] == "the held-out split of stdlib"
+    assert all(one["quality"]["needle_depths"] for one in policy["candidates"])
+    assert [found["cache_policy"]["is_measured_now"] for found in (first, again)] == [True, False]
+    assert again["rows"] == first["rows"]
+    done = caramba(["generate", "out", *automatic], tmp_path, cache)
+    assert json.loads(done.stdout)["cache_policy"]["reason"].startswith("out is no run")
     done = caramba(["chat", run, "--max-new-tokens", "8"], tmp_path, cache, input="hi\n/stats\n")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 turns, " in done.stdout
+
+
+def test_an_automatic_cache_tells_why(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CARAMBA_HOME", str(tmp_path))
+    options = (str(folder), "--prompt", "abc", "--max-new-tokens", "8", "--cache-kind", "auto")
+    short = generated(capsys, *options)
+    assert short["cache_policy"]["kind"] == short["stats"]["cache_kind"] == "bf16"
+    assert "at most 128 tokens" in short["cache_policy"]["reason"]
+    assert [one["verdict"] for one in short["cache_policy"]["candidates"]] == ["not measured"] * 4
+    assert main(["generate", *options, "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    assert "cache_kind=auto chose bf16: a cache of at most 128 tokens" in printed
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/stats\n"))
+    assert (
+        main(["chat", str(folder), "--device", "cpu", "--cache-kind", "auto", "--max-new-tokens", "8"]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert "cache_kind=auto chose bf16" in printed
+    assert "bf16 cache " in printed
 
 
 def test_speculation_reports_itself_and_keeps_the_text(

@@ -54,6 +54,10 @@ def test_what_cannot_be_sampled_is_refused_before_anything_runs(tmp_path: Path, 
     done = caramba(["run", str(file)], tmp_path, cache)
     assert done.returncode == 2
     assert "sample.role=teacher, and the model has no teacher" in done.stderr
+    unread = SAMPLE | {"generate": {"cache_kind": "auto", "cache_quality_text": "nowhere.txt"}}
+    done = caramba(["run", str(written(tmp_path, unread))], tmp_path, cache)
+    assert done.returncode == 2
+    assert "cache_quality_text=nowhere.txt" in done.stderr
     limited = SAMPLE | {"generate": {"max_new_tokens": 6, "max_seq_len": 8}}
     done = caramba(["run", str(written(tmp_path, limited))], tmp_path, cache)
     assert done.returncode == 2

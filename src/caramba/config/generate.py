@@ -6,15 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config, Later
-from caramba.config.kvcache import CacheKind, KVCacheKind
+from caramba.config.base import Config
+from caramba.config.cache_policy import CacheKeys
 from caramba.config.leaf import Positive
 
 DEFAULT_SEED = 1337
 TokenIds = tuple[Annotated[int, Field(ge=0)], ...]
 
 
-class GenerateConfig(Config):
+class GenerateConfig(CacheKeys):
     """One generation. `temperature=0` takes the most likely token; the filters then change nothing.
 
     The distribution that a token is drawn from is built in this order: repetition penalty, temperature, top_k, top_p,
@@ -44,9 +44,6 @@ class GenerateConfig(Config):
     )
     max_seq_len: Positive | None = Field(
         default=None, description="most tokens of prompt and new text together"
-    )
-    cache_kind: Annotated[CacheKind | None, Later("the inference work", KVCacheKind.AUTO)] = Field(
-        default=None, description="where unset the model's own precision"
     )
     prefill_chunk: Positive | None = Field(default=None, description="tokens per forward of the prompt")
     read_every: Positive | None = Field(

@@ -11,7 +11,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from caramba.console import logger
 from caramba.errors import ConfigError
@@ -87,12 +87,3 @@ def refuse_over_cap(what: str, samples: int, sample_bytes: int, max_gb: float) -
             "or leave out cache_teacher_outputs (the teacher then runs at every step)"
         )
     logger.info(f"{text} (at most teacher_cache_max_gb={max_gb:g})")
-
-
-def weights_hash(model: nn.Module) -> str:
-    """Return the SHA-256 of a model's weights by name, shape and bytes, whatever device they are on."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

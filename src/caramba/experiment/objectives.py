@@ -21,10 +21,9 @@ from caramba.distill import (
     TeacherCache,
     TeacherLogitsObjective,
     refuse_over_cap,
-    weights_hash,
 )
 from caramba.experiment.session import Session
-from caramba.model import Model
+from caramba.model import Model, weights_hash
 from caramba.runtime import RuntimePlan, get_world_size
 
 

@@ -11,6 +11,7 @@ from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.experiment.session import Session
 from caramba.infer import Generator
+from caramba.infer.held_out import HeldOut
 from caramba.infer.prompts import encode_prompts, refuse_prompts
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
@@ -32,6 +33,8 @@ def check_samples(session: Session) -> None:
             raise ConfigError(
                 f"run {run.id!r}: sample.role=teacher, and the model has no teacher; use role: student"
             )
+        if run.sample.generate.cache_quality_text is not None:
+            HeldOut.of_file(run.sample.generate.cache_quality_text, tokenizer, model.embedder.vocab_size)
         spec = session.teacher.spec if run.sample.role == "teacher" and session.teacher is not None else model
         limits = (run.sample.generate.max_seq_len, spec.embedder.max_positions)
         refuse_prompts(
@@ -46,8 +49,12 @@ def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> Non
     """Continue every prompt and write samples/RUN.json; without a seed of its own the run's decides."""
     model = session.model_of(config.role).to(session.device)
     seed = run.seed if config.generate.seed is None else config.generate.seed
-    generator = Generator(model, _tokenizer(session, run), config.generate, seed=seed)
+    held_out = HeldOut.of_corpus(session.corpus)
+    generator = Generator(model, _tokenizer(session, run), config.generate, held_out, seed=seed)
     rows = generator.generate(config.prompts)
+    decision = generator.cache_decision
+    if decision is not None:
+        logger.info(f"{run.id}: cache_kind=auto chose {decision.kind.value}: {decision.reason}")
     for prompt, row in zip(config.prompts, rows, strict=True):
         logger.info(f"{run.id}: {prompt!r} -> {row.text!r} ({row.finish})")
     if is_main_process():
@@ -64,6 +71,7 @@ def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> Non
                     for prompt, row in zip(config.prompts, rows, strict=True)
                 ],
                 "stats": dataclasses.asdict(generator.stats),
+                "cache_policy": None if decision is None else decision.record(),
             },
         )
         logger.path(str(file), "samples")

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
+from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
 from caramba.infer.generator import Generator
+from caramba.infer.held_out import held_out_of
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.model import Model
 from caramba.runtime import choose_device
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-KEYS = {
+
+
+def _switch(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected true or false")
+    return text == "true"
+
+
+KEYS: dict[str, Callable[[str], Any]] = {
     "temperature": float,
     "top_k": int,
     "top_p": float,
@@ -30,6 +40,20 @@ KEYS = {
     "max_seq_len": int,
     "cache_kind": str,
     "prefill_chunk": int,
+    "cache_budget_mb": float,
+    "cache_quality_max_delta_nll": float,
+    "cache_quality_max_ppl_ratio": float,
+    "cache_quality_max_mean_kl": float,
+    "cache_quality_text": str,
+    "cache_auto_benchmark": _switch,
+    "cache_auto_bench_steps": int,
+    "cache_plan": str,
+    "cache_plan_path": str,
+    "cache_plan_probe": _switch,
+    "cache_plan_probe_interval_sec": float,
+    "decode_plan": str,
+    "decode_q_chunk": int,
+    "decode_local_window": int,
 }
 SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
 OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (
@@ -70,8 +94,6 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
     config = parse_as(
         GenerateConfig, _given(words, KEYS) | ({"stop": tuple(words.stop)} if words.stop else {})
     )
-    if config.cache_kind == "auto":
-        raise ConfigError("cache_kind=auto is not built yet: it comes with the inference work; name a kind")
     speculation = _given(words, SPECULATION)
     method = parse_as(SpeculativeConfig, speculation).spec_method if speculation else None
     if (speculation and "spec_method" not in speculation) or (words.draft is not None and method != "draft"):
@@ -105,6 +127,8 @@ def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[O
     if words.max_new_tokens is None:
         values["max_new_tokens"] = max(1, min(config.max_new_tokens, limit // 2))
     speculation = _given(words, SPECULATION)
+    is_auto = config.cache_kind is KVCacheKind.AUTO
+    values["held_out"] = held_out_of(opened) if is_auto and config.cache_quality_text is None else None
     if not speculation:
         return opened, Generator(opened.model, tokenizer, config, **values)
     values = config.model_dump(exclude_unset=True) | values | speculation

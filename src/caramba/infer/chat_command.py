@@ -7,11 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from caramba.config.kvcache import KVCacheKind
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.dialogue import Dialogue, read_template
-from caramba.infer.generate_command import clean, speculation
+from caramba.infer.generate_command import clean, show_decision, speculation
 from caramba.infer.generator import Generator
 from caramba.infer.opened import OpenedModel
 from caramba.infer.speculative import SpeculativeStats
@@ -70,6 +71,7 @@ class ChatSession:
         generator.config = generator.config.model_copy(update={"stop": stop})
         self.turns = self.tokens = self.context = 0
         self.seconds = 0.0
+        self.chosen: tuple[KVCacheKind, str] | None = None
 
     def say(self, text: str) -> str:
         """Print the answer as it comes, remember both turns, and return it.
@@ -90,6 +92,7 @@ class ChatSession:
             self.dialogue.withdraw()
             raise
         print(flush=True)
+        self._tell_cache()
         answer = (row.text or "").strip()
         self.dialogue.answer(answer)
         stats = self.generator.stats
@@ -98,6 +101,14 @@ class ChatSession:
         self.seconds += stats.prefill_s + stats.decode_s
         self.context = len(ids) + len(row.tokens)
         return answer
+
+    def _tell_cache(self) -> None:
+        """Print the choice of `cache_kind=auto` when it is a new one."""
+        decision = self.generator.cache_decision
+        chosen = decision and (decision.kind, decision.reason)
+        if chosen != self.chosen:
+            self.chosen = chosen
+            show_decision(self.generator)
 
     def command(self, word: str) -> None:
         """Do what a word that begins with a slash says."""
@@ -117,7 +128,8 @@ class ChatSession:
         last, rate = self.generator.stats, self.tokens / self.seconds if self.seconds else 0.0
         return (
             f"{self.turns} turns, {self.tokens} tokens at {rate:.1f} tok/s (last {last.tokens_per_second:.1f}), "
-            f"cache {last.cache_bytes} bytes, context {self.context} of {self.generator.config.max_seq_len} tokens"
+            f"{last.cache_kind} cache {last.cache_bytes} bytes, "
+            f"context {self.context} of {self.generator.config.max_seq_len} tokens"
             + (f"; {speculation(last)}" if isinstance(last, SpeculativeStats) else "")
         )
 

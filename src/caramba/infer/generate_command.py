@@ -16,6 +16,7 @@ from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.opened import OpenedModel
+from caramba.infer.policy import COLUMNS
 from caramba.infer.speculative import SpeculativeGenerator, SpeculativeStats
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not steer a terminal
@@ -55,10 +56,24 @@ def generate(argv: list[str]) -> int:
         f"{stats.new_tokens} tokens at {stats.tokens_per_second:.1f} tok/s, cache {stats.cache_bytes / 1e6:.2f} MB, "
         f"ended by {', '.join(row.finish for row in rows)}, seed {generator.config.first_seed}"
     )
+    show_decision(generator)
     if isinstance(stats, SpeculativeStats):
         against = "" if speed_up is None else f", {speed_up:.2f}x the decode speed of none"
         logger.info(f"{speculation(stats)}{against}")
     return 0
+
+
+def show_decision(generator: Generator) -> None:
+    """Print what `cache_kind=auto` chose, why, and all that was measured."""
+    decision = generator.cache_decision
+    if decision is None:
+        return
+    facts = decision.facts
+    what = f"cache at {facts['batch_size']} x {facts['n_tokens']} tokens, on {facts['text']}"
+    logger.table(what, COLUMNS, decision.rows())
+    logger.info(f"cache_kind=auto chose {decision.kind.value}: {decision.reason}")
+    if decision.plan is not None:
+        logger.path(decision.plan, "measured now" if decision.is_measured_now else "measured before")
 
 
 def speculation(stats: SpeculativeStats) -> str:
@@ -72,7 +87,7 @@ def speculation(stats: SpeculativeStats) -> str:
 def _speed_up(generator: Generator, prompts: list[str]) -> float:
     """Return the decode speed, tokens over time, as a multiple of the plain generator's: medians of three runs each,
     in turn, after one of both that is not timed."""
-    plain = Generator(generator.model, generator.tokenizer, generator.config)
+    plain = Generator(generator.model, generator.tokenizer, generator.config, generator.held_out)
     speeds: dict[bool, list[float]] = {True: [], False: []}
     for repetition in range(4):
         for one in (generator, plain):
@@ -118,6 +133,7 @@ def _record(
     more: dict[str, Any] = {} if speed_up is None else {"speed_up": speed_up}
     if isinstance(stats, SpeculativeStats):
         more |= {"acceptance_rate": stats.acceptance_rate, "tokens_per_step": stats.tokens_per_step}
+    decision = generator.cache_decision
     return {
         "model": str(opened.path),
         "labels": opened.labels,
@@ -131,4 +147,5 @@ def _record(
             for prompt, row in zip(prompts, rows, strict=True)
         ],
         "stats": {**dataclasses.asdict(stats), "tok_s": stats.tokens_per_second, **more},
+        "cache_policy": None if decision is None else decision.record(),
     }

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,10 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.infer.decode import decode_step, prefill
+from caramba.infer.decode_plan import planned
+from caramba.infer.held_out import HeldOut
+from caramba.infer.policy import CacheDecision, CachePolicy
+from caramba.infer.policy_probe import CacheProbe, fed_tokens
 from caramba.infer.prompts import Prompt, encode_prompts, grouped, refuse_prompts
 from caramba.infer.row import OnText, Row
 from caramba.infer.scoring import KINDS
@@ -56,6 +61,7 @@ class GenerateStats:
     steps: int = 0
     new_tokens: int = 0
     cache_bytes: int = 0
+    cache_kind: str = ""
 
     @property
     def tokens_per_second(self) -> float:
@@ -65,7 +71,8 @@ class GenerateStats:
 
 
 class Generator:
-    """Generates from one model, in eval mode. `stats` tells of the last call.
+    """Generates from one model, in eval mode. `stats` tells of the last call, `cache_decision` what
+    `cache_kind=auto` chose for it and why.
 
     Rows of unequal length need no padding: a batch starts at its shortest prompt, and the longer ones are fed their
     own tokens while the shorter ones are fed drawn ones. Every row so stands at its own positions from 0, and batch
@@ -78,17 +85,23 @@ class Generator:
         model: Model,
         tokenizer: Tokenizer | None = None,
         config: GenerateConfig | None = None,
+        held_out: HeldOut | None = None,
         **values: Any,
     ) -> None:
-        """Take a config, or its keys by name.
+        """Take a config, or its keys by name; `held_out` is the text that `cache_kind=auto` is judged on, unless one
+        is named.
 
         Raises:
-            ConfigError: a value out of range, or stop texts without a tokenizer.
+            ConfigError: a value out of range, or a text that cannot be read.
         """
         given = {} if config is None else config.model_dump(exclude_unset=True)
         self.config = parse_as(GenerateConfig, given | values)
         self.model, self.tokenizer = model, tokenizer
         self.stats = GenerateStats()
+        self.held_out = held_out
+        is_auto = self.config.cache_kind is KVCacheKind.AUTO
+        self.policy = CachePolicy(model, tokenizer, self.config, held_out) if is_auto else None
+        self.cache_decision: CacheDecision | None = None
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -127,7 +140,7 @@ class Generator:
         )
         rows = Row.of(found, config, self.eos_ids, self.tokenizer, seeds)
         self.stats = self._new_stats()
-        with eval_mode(self.model):
+        with eval_mode(self.model), planned(self.model, config, max(map(len, found))):
             for group in grouped([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)
         self.stats.new_tokens = sum(len(row.tokens) for row in rows)
@@ -160,6 +173,7 @@ class Generator:
         logits = prefill(self.model, state.prompts[:, :start], ctx, config.prefill_chunk)
         synchronize(device)
         prefilled = time.perf_counter()
+        probe = self._probe()
         n_steps = longest - start + config.max_new_tokens
         every = config.read_every or (1 if on_text is not None else READ_EVERY)
         for step in range(n_steps):
@@ -168,6 +182,10 @@ class Generator:
             if (is_last or (step + 1) % every == 0) and state.read(rows, start + step + 1, on_text):
                 break
             if not is_last:
+                if probe is not None:
+                    seen = partial(fed_tokens, state.prompts, state.delay + start, state.tokens, ctx.position)
+                    ctx = probe.check(ctx, seen)
+                    self.stats.cache_kind = probe.kind.value
                 logits = decode_step(self.model, token, ctx)
                 self.stats.steps += 1
         for row in rows:
@@ -176,8 +194,17 @@ class Generator:
         self.stats.decode_s += time.perf_counter() - prefilled
         self.stats.cache_bytes = max(self.stats.cache_bytes, ctx.nbytes())
 
+    def _probe(self) -> CacheProbe | None:
+        if self.policy is None or self.cache_decision is None or not self.config.cache_plan_probe:
+            return None
+        return CacheProbe(self.policy, self.cache_decision)
+
     def _context(self, batch_size: int, n_tokens: int) -> Context:
         kind = self.config.cache_kind or KINDS.get(self.model.embedder.token.weight.dtype, KVCacheKind.FP32)
+        if self.policy is not None:
+            self.cache_decision = self.policy.decide(batch_size, n_tokens)
+            kind = self.cache_decision.kind
+        self.stats.cache_kind = kind.value
         return self.model.new_context(batch_size, n_tokens, kind, static=True)
 
 

@@ -104,6 +104,10 @@ class SpeculativeGenerator(Generator):
         own = {key: value for key, value in values.items() if key in SpeculativeConfig.model_fields}
         super().__init__(model, tokenizer, **{key: value for key, value in values.items() if key not in own})
         self.speculation = parse_as(SpeculativeConfig, own)
+        if self.config.cache_plan_probe:
+            raise ConfigError(
+                "speculation: cache_plan_probe is of generation without it; leave one of the two out"
+            )
         if (draft is not None) != (self.speculation.spec_method == "draft"):
             raise ConfigError(
                 f"speculation: spec_method={self.speculation.spec_method} "

@@ -1,6 +1,6 @@
 """What several stages count in one way."""
 
-from caramba.measure.agreement import Agreement, agreement
+from caramba.measure.agreement import Agreement, agreement, cached_hidden
 from caramba.measure.allocation import AllocationMeter
 from caramba.measure.nll import (
     WindowedNLL,
@@ -19,6 +19,7 @@ __all__ = [
     "Windows",
     "agreement",
     "batches",
+    "cached_hidden",
     "documents_of",
     "samples_of",
     "spread_windows",

@@ -99,7 +99,11 @@ def agreement(
                 f"held-out data: a cache of kind {kind.value} holds one document per row, and documents share windows "
                 "here; use data.packing=concat"
             )
-        ours = model.hidden(x, documents=documents) if kind is None else _cached(model, x, kind, tail_tokens)
+        ours = (
+            model.hidden(x, documents=documents)
+            if kind is None
+            else cached_hidden(model, x, kind, tail_tokens)
+        )
         pair = teacher.hidden(x, documents=documents), ours
         columns.append(_scores((teacher, model), pair, y))
         counts.append((y != IGNORED).sum(dim=1).cpu())
@@ -117,7 +121,11 @@ def agreement(
     )
 
 
-def _cached(model: Model, tokens: Tensor, kind: KVCacheKind, tail_tokens: int) -> Tensor:
+def cached_hidden(model: Model, tokens: Tensor, kind: KVCacheKind, tail_tokens: int) -> Tensor:
+    """Return what the head reads when every token attends to what a cache of `kind` has stored by then.
+
+    Shape: tokens [B, T] int64 to [B, T, M].
+    """
     ctx = model.new_context(tokens.shape[0], tokens.shape[1], kind, static=True, tail_tokens=tail_tokens)
     return torch.cat([model.hidden(part, ctx) for part in tokens.split(tail_tokens, dim=1)], dim=1)
 

@@ -7,6 +7,7 @@ from caramba.model.hf_folder import load_hf_folder, record_loaded
 from caramba.model.model import Model
 from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
 from caramba.model.trace import Trace, TraceRecord
+from caramba.model.weights import weights_hash
 
 __all__ = [
     "Embedder",
@@ -23,4 +24,5 @@ __all__ = [
     "record_loaded",
     "save_model",
     "spec_of",
+    "weights_hash",
 ]

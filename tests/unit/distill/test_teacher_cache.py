@@ -13,10 +13,9 @@ from caramba.distill import (
     TeacherCache,
     TeacherLogitsObjective,
     refuse_over_cap,
-    weights_hash,
 )
 from caramba.errors import ConfigError
-from caramba.model import Model, build_model
+from caramba.model import Model, build_model, weights_hash
 from caramba.upcycle import pair_attention
 from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
 

@@ -1,0 +1,140 @@
+"""What the cache policy measures of one format: its bytes, its quality on held-out text, and its decode speed."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from caramba.cache import TAIL_TOKENS, Context, new_layer_cache
+from caramba.config.cache_policy import CacheKeys
+from caramba.config.kvcache import KVCacheKind
+from caramba.data import TokenDataset, Tokenizer
+from caramba.data.stream import Tokens
+from caramba.errors import CarambaError, ConfigError, DataError
+from caramba.infer.decode import decode_step, prefill
+from caramba.infer.needle import find_needles, make_needles
+from caramba.measure import agreement
+from caramba.model import Model
+from caramba.runtime import synchronize
+from caramba.topology.base import attention_applications
+
+WINDOWS = 8
+MOST_TOKENS = 2048  # of a window: bounds the time of the gates, whatever length is asked for
+WARM_UP_STEPS = 3
+PREFILL_CHUNK = 512
+
+
+@dataclass(frozen=True)
+class Quality:
+    """A model read through a cache beside itself without one, on the same held-out windows and needles.
+
+    `problem` says why there are no numbers; they are then NaN, which passes no gate.
+    """
+
+    delta_nll: float = math.nan
+    ppl_ratio: float = math.nan
+    mean_kl: float = math.nan
+    top1: float = math.nan
+    needle_kl: float = math.nan
+    needle_recall: float = math.nan
+    needle_recall_without_cache: float = math.nan
+    needle_depths: tuple[tuple[float, bool, float], ...] = ()
+    problem: str = ""
+
+    @property
+    def is_needle_informative(self) -> bool:
+        """Whether the model finds any needle at all; otherwise its recall cannot fall."""
+        return self.needle_recall_without_cache > 0
+
+    def failures(self, limits: CacheKeys) -> tuple[str, ...]:
+        """Return the gates that it does not pass, in words. NaN passes none."""
+        if self.problem:
+            return (self.problem,)
+        gates = (
+            ("delta NLL", self.delta_nll, limits.cache_quality_max_delta_nll),
+            ("PPL ratio", self.ppl_ratio, limits.cache_quality_max_ppl_ratio),
+            ("mean KL", self.mean_kl, limits.cache_quality_max_mean_kl),
+            ("needle KL", self.needle_kl, limits.cache_quality_max_mean_kl),
+        )
+        found = [f"{name} {value:.4g} > {limit:g}" for name, value, limit in gates if not value <= limit]
+        if not self.needle_recall >= self.needle_recall_without_cache:
+            found.append(f"needle recall {self.needle_recall:.0%} < {self.needle_recall_without_cache:.0%}")
+        return tuple(found)
+
+
+def cache_bytes(model: Model, batch_size: int, n_tokens: int, kind: KVCacheKind) -> int:
+    """Return the bytes of the tensors that a static cache allocates, without allocating them."""
+    return Context(
+        [
+            new_layer_cache(layer.dims, batch_size, n_tokens, kind, "meta", static=True)
+            for _, layer in attention_applications(model)
+        ]
+    ).nbytes()
+
+
+def measure_quality(
+    model: Model, tokens: Tokens, tokenizer: Tokenizer | None, kind: KVCacheKind, length: int
+) -> Quality:
+    """Measure a kind on up to 8 windows of `length` held-out tokens and a needle at each of five depths.
+
+    Keys and values are stored as decoding stores them, with the same 16-bit tail.
+    """
+    device = model.embedder.token.weight.device
+    try:
+        near = agreement(
+            model,
+            model,
+            TokenDataset(tokens, length),
+            windows=WINDOWS,
+            batch_size=1,
+            device=device,
+            kind=kind,
+            tail_tokens=TAIL_TOKENS,
+        )
+    except (ConfigError, DataError):
+        raise
+    except CarambaError:  # agreement's word for sums that are not finite
+        return Quality(problem="the NLL or the KL on held-out text is not finite")
+    scores, without = find_needles(
+        model, make_needles(tokens, length, tokenizer), kind, tail_tokens=TAIL_TOKENS
+    )
+    return Quality(
+        delta_nll=near.delta_nll,
+        ppl_ratio=math.exp(min(near.delta_nll, 700.0)),  # larger ones are no number of this type
+        mean_kl=near.kl,
+        top1=near.top1,
+        needle_kl=statistics.fmean(score.kl for score in scores),
+        needle_recall=statistics.fmean(score.is_found for score in scores),
+        needle_recall_without_cache=statistics.fmean(without),
+        needle_depths=tuple((score.depth, score.is_found, score.kl) for score in scores),
+    )
+
+
+@torch.inference_mode()
+def time_decode(
+    model: Model, tokens: Tokens, kind: KVCacheKind, *, batch_size: int, length: int, steps: int
+) -> float:
+    """Return the median seconds of a decode step behind `length` - `steps` tokens, each step waited for.
+
+    The prefill and three steps of warm-up are not counted.
+    """
+    device = model.embedder.token.weight.device
+    steps = min(steps, length - WARM_UP_STEPS - 1)
+    n_before = length - steps - WARM_UP_STEPS
+    text = np.resize(np.asarray(tokens[:n_before]).astype(np.int64), n_before)
+    rows = torch.from_numpy(text).to(device).expand(batch_size, -1)
+    ctx = model.new_context(batch_size, length, kind, static=True)
+    token = prefill(model, rows, ctx, PREFILL_CHUNK).argmax(-1)
+    seconds = []
+    for _ in range(WARM_UP_STEPS + steps):
+        synchronize(device)
+        began = time.perf_counter()
+        token = decode_step(model, token, ctx).argmax(-1)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[WARM_UP_STEPS:])
