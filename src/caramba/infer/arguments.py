@@ -30,6 +30,7 @@ KEYS = {
     "max_seq_len": int,
     "cache_kind": str,
     "prefill_chunk": int,
+    "compiled": lambda word: {"true": True, "false": False}.get(word, word),
 }
 SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
 OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (

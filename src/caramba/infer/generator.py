@@ -16,7 +16,8 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
-from caramba.infer.decode import decode_step, prefill
+from caramba.infer.decode import prefill
+from caramba.infer.device_steps import DecodeForm, HostSteps, choose_steps
 from caramba.infer.prompts import Prompt, encode_prompts, grouped, refuse_prompts
 from caramba.infer.row import OnText, Row
 from caramba.infer.scoring import KINDS
@@ -49,13 +50,20 @@ class Generated:
 
 @dataclass
 class GenerateStats:
-    """Time and memory of the last call: decode runs from the first token on, and counts tokens that rows kept."""
+    """Time and memory of the last call: decode runs from the first token on, and counts tokens that rows kept.
+
+    Attributes:
+        decode: how steps ran last, see `GenerateConfig.compiled`.
+        not_compiled: why they ran otherwise than asked, if so.
+    """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
     steps: int = 0
     new_tokens: int = 0
     cache_bytes: int = 0
+    decode: DecodeForm = "eager"
+    not_compiled: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -160,15 +168,17 @@ class Generator:
         logits = prefill(self.model, state.prompts[:, :start], ctx, config.prefill_chunk)
         synchronize(device)
         prefilled = time.perf_counter()
+        host = HostSteps(self.model, state, ctx, config)
+        steps, self.stats.decode, self.stats.not_compiled = choose_steps(host)
         n_steps = longest - start + config.max_new_tokens
         every = config.read_every or (1 if on_text is not None else READ_EVERY)
         for step in range(n_steps):
-            token = state.choose(logits, config)
+            token = steps.choose(logits)
             is_last = step + 1 == n_steps
             if (is_last or (step + 1) % every == 0) and state.read(rows, start + step + 1, on_text):
                 break
             if not is_last:
-                logits = decode_step(self.model, token, ctx)
+                logits = steps.forward(token)
                 self.stats.steps += 1
         for row in rows:
             row.close(on_text)

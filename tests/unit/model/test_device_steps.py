@@ -64,7 +64,8 @@ def test_device_steps_equal_the_growing_cache(name: str) -> None:
         ctx = prefilled(model, kind)
         step = StepContext(ctx)
         torch.testing.assert_close(stepped(model, step), wanted, rtol=1e-9, atol=1e-9)
-        assert ctx.position == N_TOKENS and step.held.tolist() == [N_TOKENS] * 2
+        assert ctx.position == N_TOKENS
+        assert step.held.tolist() == [N_TOKENS] * 2
         for key, values in ctx.state_dict().items():
             torch.testing.assert_close(values, growing.state_dict()[key], rtol=1e-9, atol=1e-9)
 
@@ -91,7 +92,9 @@ def test_overflow_rollback_and_return_to_the_host() -> None:
 
 def test_what_needs_the_host_is_refused_by_name() -> None:
     def refused(name: str, match: str, kind: KVCacheKind = KVCacheKind.FP32, static: bool = True) -> None:
-        with pytest.raises(ConfigError, match=rf"decode step on the device: .*{match}.*; decode with the context"):
+        with pytest.raises(
+            ConfigError, match=rf"decode step on the device: .*{match}.*; decode with the context"
+        ):
             StepContext(build_model(transformer(name), seed=0).new_context(1, 8, kind, static=static))
 
     refused("latent_first", "keeps its first tokens")
