@@ -15,6 +15,8 @@ from caramba.config.generate import GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.model import Model
+from caramba.ops import implementation
+from caramba.ops.backend import REFERENCE
 
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
@@ -80,11 +82,17 @@ class DeviceSteps:
         Raises:
             CacheFull: no place for it.
         """
-        if self.is_captured and self._next is None:
-            # Warm-ups write behind what is held, where this and later tokens go, and count; a capture does neither.
-            self._next = captured(token, self._forward, self._forward)
-            self.step.held.fill_(self.host.ctx.position)
+        position = self.host.ctx.position
         self.step.advance()
+        if self.is_captured and self._next is None:
+
+            def trial(given: Tensor) -> Tensor:
+                # At this token's own place each time: the one behind it may be beyond what the model has positions for.
+                self.step.held.fill_(position)
+                return self._forward(given)
+
+            self._next = captured(token, self._forward, trial)
+            self.step.held.fill_(position)
         return self._forward(token) if self._next is None else replayed(self._next, token)
 
     def _forward(self, token: Tensor) -> Tensor:
@@ -150,6 +158,12 @@ def step_refusal(model: Model, ctx: Context) -> str | None:
     found = refusal(ctx)
     if found is not None:
         return found
+    dtype = model.embedder.token.weight.dtype
+    if (
+        dtype == torch.float64
+        and implementation("dba_decode", model.embedder.token.weight.device) != REFERENCE
+    ):
+        return "the kernels take models of 16 and 32 bits, this one is float64"
     limit = StepContext(ctx).limit
     reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())
     return next((reason for reason in reasons if reason is not None), None)
