@@ -121,7 +121,7 @@ def dba_append(
             *(n_tokens, min(x.shape[2] for x in buffers)),
             *starts,
             *widths,
-            *(max(2, triton.next_power_of_2(width)) for width in widths),
+            *(max(2, 1 << max(width - 1, 0).bit_length()) for width in widths),
             *(rotated, pairs),
             num_warps=4 if max(widths) > 256 else 1,
         )
