@@ -58,7 +58,7 @@ def stepped(model: Model, step: StepContext, start: int = PROMPT) -> Tensor:
 @torch.no_grad()
 def test_device_steps_equal_the_growing_cache(name: str) -> None:
     model = lively(name, positions=N_TOKENS if name == "standard" else None)
-    for kind in EXACT:
+    for kind in EXACT if name in ("gqa_scaled", "decoupled", "latent") else EXACT[2:]:
         growing = prefilled(model, kind, static=False)
         wanted = torch.cat([model(part, growing) for part in tokens_of()[:, PROMPT:].split(1, 1)], dim=1)
         ctx = prefilled(model, kind)
