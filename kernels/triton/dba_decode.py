@@ -109,7 +109,7 @@ def launch(
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
     packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
-    row_blocks = triton.cdiv(group * n_queries, config.block_rows)
+    row_blocks = ceil_div(group * n_queries, config.block_rows)
     q_strides = (*q_sem.stride()[:3], *q_geo.stride()[:3])
     decode_split[(batch * kv_heads * row_blocks, config.n_splits)](
         q_sem,
@@ -149,8 +149,8 @@ def launch(
     )
     if not final:
         nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
-        block = min(JOIN_FEATURES, triton.next_power_of_2(v_width))
-        decode_join[(rows, triton.cdiv(v_width, block))](
+        block = min(JOIN_FEATURES, power_of_2(v_width))
+        decode_join[(rows, ceil_div(v_width, block))](
             parts,
             part_sums,
             q_sem,
@@ -168,23 +168,24 @@ def launch(
             DS=width,
             DG=q_geo.shape[-1],
             DV=v_width,
-            PS=triton.next_power_of_2(width),
-            PG=triton.next_power_of_2(q_geo.shape[-1]),
+            PS=power_of_2(width),
+            PG=power_of_2(q_geo.shape[-1]),
             HAS_NULL=bool(null),
-            SPLITS=triton.next_power_of_2(config.n_splits),
+            SPLITS=power_of_2(config.n_splits),
             BLOCK=block,
             num_warps=4 if config.n_splits > 32 else 1,
         )
     return out, sums
 
 
+@functools.cache
 def mode(kind: str, width: int) -> Mode:
     """Return how a stream of this format and width per head is read.
 
     SPREAD is the number of scales of a head's token: one where a head lies in one block, one for each block where
     it is whole blocks, and 0 where neither holds and every element looks its own up.
     """
-    padded = max(16, triton.next_power_of_2(width))
+    padded = max(16, power_of_2(width))
     elements = BLOCK_ELEMENTS.get(kind)
     if elements is None:
         return "exact", width, padded, 32, 0, False, False
@@ -196,6 +197,16 @@ def mode(kind: str, width: int) -> Mode:
 
 def _capacity(parts: list[Tensor]) -> int:
     return parts[0].shape[2] + (parts[2].shape[2] if len(parts) == 3 else 0)
+
+
+def power_of_2(n: int) -> int:
+    """Return the next power of two; Triton's own is one for its compiler too, at several microseconds a call."""
+    return 1 << (n - 1).bit_length()
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b rounded up, see `power_of_2`."""
+    return -(-a // b)
 
 
 @functools.cache

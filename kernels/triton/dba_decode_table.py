@@ -62,8 +62,10 @@ def measured() -> dict[str, DecodeConfig]:
 def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     """Put choices that were measured on this machine before those that are shipped."""
     measured().update({key: DecodeConfig(**choice) for key, choice in choices.items()})
+    choose.cache_clear()
 
 
+@functools.lru_cache(4096)  # every layer of a step asks the same
 def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     """Return what was measured for a shape or, up to a factor of two away, its neighbour; else the rule's choice.
 

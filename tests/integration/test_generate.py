@@ -79,6 +79,20 @@ def test_seeds_give_the_same_text_alone_and_in_a_batch(
     assert both[1]["tokens"] == alone[0]["tokens"]
 
 
+@pytest.mark.slow
+def test_compiled_steps_give_the_same_text_and_say_what_ran(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(folder), "--prompt", "def f(x):", "--prompt", "a", "--max-new-tokens", "16", "--top-k", "20")
+    plain = generated(capsys, *words)
+    compiled = generated(capsys, *words, "--compiled", "true")
+    graph = generated(capsys, *words, "--compiled", "graph")
+    for found in (compiled, graph):
+        assert [row["tokens"] for row in found["rows"]] == [row["tokens"] for row in plain["rows"]]
+    assert [found["stats"]["decode"] for found in (plain, compiled, graph)] == ["eager", "compiled", "eager"]
+    assert graph["stats"]["not_compiled"] == "CUDA graphs need a CUDA device, the model is on cpu"
+
+
 def test_what_cannot_be_done_is_said_with_status_2(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +106,7 @@ def test_what_cannot_be_done_is_said_with_status_2(
         (("--prompt", "a", "--cache-budget-mb", "1"), "cache_budget_mb is of cache_kind=auto"),
         (("--prompt", "a", "--cache-plan-probe", "yes"), "got 'yes', expected true or false"),
         (("--prompt", "a", "--cache-kind", "auto", "--cache-quality-text", "no"), "cache_quality_text=no"),
+        (("--prompt", "a", "--compiled", "maybe"), "compiled"),
         (("--prompt", "a", "--stop", ""), "stop[0]: String should have at least 1 character"),
         (("--prompt-file", str(tmp_path / "no")), "No such file"),
         (("--prompt", "a", "--tokenizer", "nowhere"), "there is no tokenizer file"),

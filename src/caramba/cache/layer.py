@@ -128,6 +128,11 @@ class LayerCache:
             )
         self._store(streams)
 
+    @property
+    def allocations(self) -> list[Tensor]:
+        """The buffers [B, K, S, W] of an exact format, which the streams fill side by side in the order of `names`."""
+        return [tensor.stored().values for tensor in self._tensors.values()]
+
     def stored(self) -> dict[str, StoredStream]:
         """Return every stream as it lies in memory, the whole allocation, which `n_tokens` and `n_packed` bound."""
         return {name: tensor.stored() for name, tensor in self._tensors.items()}
@@ -147,6 +152,11 @@ class LayerCache:
     def _store(self, streams: Mapping[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
             tensor.append(streams[name])
+
+    def advance(self, n_tokens: int) -> None:
+        """Count `n_tokens` more in every stream: a kernel writes them into `allocations` itself."""
+        for tensor in self._tensors.values():
+            tensor.advance(n_tokens)
 
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on, in every stream."""

@@ -196,6 +196,21 @@ class KVCacheTensor:
         """Tokens that are held as blocks, the others being in the tail; None of an exact kind."""
         return self.store.n_packed if isinstance(self.store, BlockStore) else None
 
+    def advance(self, n_tokens: int) -> None:
+        """Count `n_tokens` more tokens, which somebody else writes into the buffer of an exact kind.
+
+        Raises:
+            CacheFull: more tokens than are allocated.
+            ConfigError: a quantised kind, which only `append` fills.
+        """
+        if not self.config.is_exact:
+            raise ConfigError(f"KV cache: kind={self.config.kind} is filled by append() alone")
+        if self.n_tokens + n_tokens > self.capacity:
+            raise CacheFull(
+                f"KV cache: {self.n_tokens + n_tokens} tokens do not fit the {self.capacity} that are allocated"
+            )
+        self.n_tokens += n_tokens
+
     def truncate(self, n_tokens: int) -> None:
         """Forget every token from `n_tokens` on. The allocation stays, ready to be filled again."""
         if not 0 <= n_tokens <= self.n_tokens:

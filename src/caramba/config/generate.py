@@ -50,6 +50,12 @@ class GenerateConfig(CacheKeys):
         default=None, description="steps between reads of the new tokens; unset: 1 for a stream, else 8"
     )
 
+    compiled: bool | Literal["graph"] = Field(
+        default=False,
+        description="run steps on the device by themselves: graph captures a step in a CUDA graph, true compiles it "
+        "too; stats say what ran, and why where it did not",
+    )
+
     @property
     def first_seed(self) -> int:
         """The seed of the first row."""

@@ -54,6 +54,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "decode_plan": str,
     "decode_q_chunk": int,
     "decode_local_window": int,
+    "compiled": lambda word: {"true": True, "false": False}.get(word, word),
 }
 SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
 OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (

@@ -57,6 +57,8 @@ def generate(argv: list[str]) -> int:
         f"ended by {', '.join(row.finish for row in rows)}, seed {generator.config.first_seed}"
     )
     show_decision(generator)
+    if stats.not_compiled is not None:
+        logger.info(f"compiled={generator.config.compiled} was not followed: {stats.not_compiled}")
     if isinstance(stats, SpeculativeStats):
         against = "" if speed_up is None else f", {speed_up:.2f}x the decode speed of none"
         logger.info(f"{speculation(stats)}{against}")

@@ -17,8 +17,9 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
-from caramba.infer.decode import decode_step, prefill
+from caramba.infer.decode import prefill
 from caramba.infer.decode_plan import planned
+from caramba.infer.device_steps import DecodeForm, HostSteps, Steps, choose_steps
 from caramba.infer.held_out import HeldOut
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_probe import CacheProbe, fed_tokens
@@ -54,7 +55,12 @@ class Generated:
 
 @dataclass
 class GenerateStats:
-    """Time and memory of the last call: decode runs from the first token on, and counts tokens that rows kept."""
+    """Time and memory of the last call: decode runs from the first token on, and counts tokens that rows kept.
+
+    Attributes:
+        decode: how steps ran last, see `GenerateConfig.compiled`.
+        not_compiled: why they ran otherwise than asked, if so.
+    """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -62,6 +68,8 @@ class GenerateStats:
     new_tokens: int = 0
     cache_bytes: int = 0
     cache_kind: str = ""
+    decode: DecodeForm = "eager"
+    not_compiled: str | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -174,25 +182,34 @@ class Generator:
         synchronize(device)
         prefilled = time.perf_counter()
         probe = self._probe()
+        steps = self._steps(state, ctx)
         n_steps = longest - start + config.max_new_tokens
         every = config.read_every or (1 if on_text is not None else READ_EVERY)
         for step in range(n_steps):
-            token = state.choose(logits, config)
+            token = steps.choose(logits)
             is_last = step + 1 == n_steps
             if (is_last or (step + 1) % every == 0) and state.read(rows, start + step + 1, on_text):
                 break
             if not is_last:
                 if probe is not None:
                     seen = partial(fed_tokens, state.prompts, state.delay + start, state.tokens, ctx.position)
-                    ctx = probe.check(ctx, seen)
+                    checked = probe.check(ctx, seen)
                     self.stats.cache_kind = probe.kind.value
-                logits = decode_step(self.model, token, ctx)
+                    if checked is not ctx:  # another cache has steps of its own
+                        ctx, steps = checked, self._steps(state, checked)
+                logits = steps.forward(token)
                 self.stats.steps += 1
         for row in rows:
             row.close(on_text)
         self.stats.prefill_s += prefilled - began
         self.stats.decode_s += time.perf_counter() - prefilled
         self.stats.cache_bytes = max(self.stats.cache_bytes, ctx.nbytes())
+
+    def _steps(self, state: StepState, ctx: Context) -> Steps:
+        steps, self.stats.decode, self.stats.not_compiled = choose_steps(
+            HostSteps(self.model, state, ctx, self.config)
+        )
+        return steps
 
     def _probe(self) -> CacheProbe | None:
         if self.policy is None or self.cache_decision is None or not self.config.cache_plan_probe:

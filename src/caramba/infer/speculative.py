@@ -170,6 +170,8 @@ class SpeculativeGenerator(Generator):
         while row.finish is None:
             verifier.round(on_text)
         row.close(on_text)
+        if self.config.compiled:
+            stats.not_compiled = "speculation verifies a changing number of tokens"
         stats.fallbacks = verifier.length.fallbacks
         stats.prefill_s, stats.decode_s = prefilled - began, time.perf_counter() - prefilled
         stats.cache_bytes = ctx.nbytes() + verifier.draft_bytes

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import Context, LayerCache
+from caramba.cache import Context, LayerCache, StepContext
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.errors import ConfigError
 from caramba.layer.documents import Documents
@@ -15,7 +15,7 @@ from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
-from caramba.ops import MAX_QUERIES, fused_decode_available
+from caramba.ops import MAX_QUERIES, dba_append, fused_decode_available
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:
@@ -43,7 +43,8 @@ class AttentionLayer(nn.Module):
 
     With a context the layer's streams join its cache and the queries see every token cached so far; the first
     token's position is `ctx.position`. Without one the sequence starts at position 0. `Documents` in its place keep
-    the documents of a row apart: each is attended to as if it were alone.
+    the documents of a row apart: each is attended to as if it were alone. A `StepContext` runs one token per sequence
+    without anything that the host would have to know; attention dropout is not applied there.
 
     `null_attn` adds one learned key and value per key/value head, `null_k` [K*Dqk] and `null_v` [K*Dv]. Every
     query sees them beside its tokens: before the first token, outside any window, and in each chunk of a decode.
@@ -81,7 +82,9 @@ class AttentionLayer(nn.Module):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+        if isinstance(ctx, StepContext):
+            return self._step(x, ctx)
         if isinstance(ctx, Documents):
             q, streams = self.projection(x, ctx.positions)
         else:
@@ -96,6 +99,23 @@ class AttentionLayer(nn.Module):
                 streams = cache.append(streams)
         first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
         heads = self.projection.attend(q, streams, self.score, self._null(), first, starts)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+    def _step(self, x: Tensor, ctx: StepContext) -> Tensor:
+        """Attend from one token per sequence, at the position and to the length that the device knows."""
+        cache, projection = ctx.next_cache(), self.projection
+        reason = projection.step_refusal(ctx.limit)
+        if x.shape[1] != 1:
+            reason = f"got {x.shape[1]} tokens per sequence, expected 1"
+        if reason is not None:
+            raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
+        angles = projection.angles(ctx.offset, x.shape[1], x.device)
+        q, streams = projection(x, ctx.offset, angles=angles)
+        rotated = -1 if angles is None else cache.names.index(projection.turned)
+        cos, sin = (None, None) if angles is None else angles
+        dba_append([streams[name] for name in cache.names], cache.allocations, ctx.held, cos, sin, rotated)
+        stored = StoredKeys(cache.stored(), ctx.seqlens, None, 0)
+        heads = projection.attend_stored(q, stored, self.score.window, self._null())
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.first_tokens import FirstTokens, attend_beside
-from caramba.layer.projection import GatedProjection, angles_at, picked, split_heads
+from caramba.layer.projection import Angles, GatedProjection, angles_at, picked, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
@@ -90,16 +90,17 @@ class LatentProjection(GatedProjection):
                 nn.init.zeros_(parameter)
 
     def forward(
-        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         asking = picked(x, rows)
         q, (c, k_geo) = split_heads(self.q(asking), self.dims.n_heads), self._keys(x)
         k_geo = k_geo[:, None]
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
-        if self.rope is not None:
-            cos, sin = self.rope(offset, x.shape[1], x.device)
+        found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
+        if found is not None:
+            cos, sin = found
             q_geo = rotate(q_geo, angles_at(cos, rows), angles_at(sin, rows))
-            k_geo = rotate(k_geo, cos, sin)
+            k_geo = k_geo if angles is not None else rotate(k_geo, cos, sin)
         streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
         beside: tuple[Tensor, ...] = ()
         if self.first is not None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,10 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
+from caramba.ops import StoredStream
 from caramba.ops.widen import widened
+
+Angles = tuple[Tensor, Tensor] | None
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -44,10 +49,13 @@ class Projection(nn.Module):
     A projection is a callable (x [B, T, M], offset) -> (q [B, H, T, Dq], streams): q carries every scale and
     gate, applied in fp32 before the cast, so that the score op's own scale is 1; streams are the tensors to
     cache, by name, keys after RoPE. `offset` is the position of the first token, or of every token, [B, T].
-    `rows` int64 [B, n] asks for the queries of these tokens of each sequence only, [B, H, n, Dq].
+    `rows` int64 [B, n] asks for the queries of these tokens of each sequence only, [B, H, n, Dq]. Whoever gives the
+    `angles` of these tokens turns the stream `turned` by them itself: it comes out before RoPE.
     """
 
     rope: RotaryEmbedding | None
+    turned: ClassVar[str] = "k_geo"
+    """The stream that `rope` turns."""
 
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__()
@@ -61,6 +69,20 @@ class Projection(nn.Module):
         """Set the temperature to its neutral value."""
         if self.temperature is not None:
             nn.init.zeros_(self.temperature)
+
+    def angles(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> Angles:
+        """Return cos and sin of the tokens' angles as `RotaryEmbedding` has them, None without RoPE."""
+        return None if self.rope is None else self.rope(offset, n_tokens, device)
+
+    def step_refusal(self, limit: int) -> str | None:
+        """Return why steps on a cache of `limit` tokens cannot run by themselves on the device, None where they can."""
+        dynamic = None if self.rope is None else self.rope.dynamic
+        if dynamic is not None and limit > dynamic.original_max_position_embeddings:
+            return (
+                f"rope_scaling type=dynamic beyond {dynamic.original_max_position_embeddings} tokens depends on the "
+                f"length, which the host would have to know, and the cache holds {limit}"
+            )
+        return "keys of one feature have no two parts" if self.dims.qk < 2 else None
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Join the streams to what the score op reads, keys [B, K, S, Dqk] and values [B, K, S, Dv]."""
@@ -103,6 +125,8 @@ class StandardProjection(Projection):
     q [H*Dqk, M], k [K*Dqk, M], v [K*Dv, M]; `qk_norm` normalises each head's query and key before RoPE.
     """
 
+    turned = "k"
+
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
         dims = self.dims
@@ -116,19 +140,30 @@ class StandardProjection(Projection):
         )
 
     def forward(
-        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         q = self.q_norm(split_heads(self.q(picked(x, rows)), self.dims.n_heads))
         k = self.k_norm(split_heads(self.k(x), self.dims.n_kv_heads))
         v = split_heads(self.v(x), self.dims.n_kv_heads)
-        if self.rope is not None:
-            cos, sin = self.rope(offset, x.shape[1], x.device)
+        found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
+        if found is not None:
+            cos, sin = found
             q = rotate(q, angles_at(cos, rows), angles_at(sin, rows))
-            k = rotate(k, cos, sin, v.dtype)
+            k = k if angles is not None else rotate(k, cos, sin, v.dtype)
         return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return streams["k"], streams["v"]
+
+    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+        # The kernel reads keys in two parts, padded to powers of two: the first is the largest that leaves a rest.
+        sem = 1 << max((self.dims.qk - 1).bit_length() - 1, 0)
+        widths = (sem, self.dims.qk - sem)
+        k = keys.streams["k"]
+        parts = (StoredStream(k.kind, part) for part in k.values.split(widths, dim=-1))
+        halves = dict(zip(("k_sem", "k_geo"), parts, strict=True))
+        split = replace(keys, streams={**halves, "v": keys.streams["v"]})
+        return _attend_per_head(q, split, widths, self.dims.n_kv_heads, window, null)
 
 
 class GatedProjection(Projection):
@@ -214,7 +249,7 @@ class DecoupledProjection(GatedProjection):
         )
 
     def forward(
-        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None
+        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
         asking = picked(x, rows)
@@ -228,9 +263,10 @@ class DecoupledProjection(GatedProjection):
         q_geo = self.q_geo_norm(split_heads(self.q_geo(asking), heads))
         k_geo = self.k_geo_norm(split_heads(self.k_geo(x), kv_heads))
         v = split_heads(self.v(x), kv_heads)
-        if self.rope is not None:
-            cos, sin = self.rope(offset, x.shape[1], x.device)
-            k_geo = rotate(k_geo, cos, sin, v.dtype)
+        found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
+        if found is not None:
+            cos, sin = found
+            k_geo = k_geo if angles is not None else rotate(k_geo, cos, sin, v.dtype)
             repeats = heads // kv_heads
             cos, sin = angles_at(cos, rows), angles_at(sin, rows)
             q_geo = rotate(q_geo, cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3))
@@ -244,14 +280,20 @@ class DecoupledProjection(GatedProjection):
         return torch.cat((streams["k_sem"], streams["k_geo"]), dim=-1), streams["v"]
 
     def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
-        geo, kv_heads = self.dims.rope, self.dims.n_kv_heads
-        widths = (self.dims.qk - geo, geo)
-        rows = None
-        if null is not None:
-            k, v = (row.view(kv_heads, -1) for row in null)
-            rows = (*k.split(widths, dim=-1), v)
-        q_sem, q_geo = q.split(widths, dim=-1)
-        return keys.attend(q_sem, q_geo, ("k_sem", "k_geo", "v"), window=window, null=rows)
+        widths = (self.dims.qk - self.dims.rope, self.dims.rope)
+        return _attend_per_head(q, keys, widths, self.dims.n_kv_heads, window, null)
+
+
+def _attend_per_head(
+    q: Tensor, keys: StoredKeys, widths: tuple[int, int], kv_heads: int, window: int | None, null: Null
+) -> Tensor:
+    """Attend to keys in two parts of these widths and to values, per key/value head."""
+    rows = None
+    if null is not None:
+        k, v = (row.view(kv_heads, -1) for row in null)
+        rows = (*k.split(widths, dim=-1), v)
+    q_sem, q_geo = q.split(widths, dim=-1)
+    return keys.attend(q_sem, q_geo, ("k_sem", "k_geo", "v"), window=window, null=rows)
 
 
 def _head_norm(config: AttentionLayerConfig, width: int) -> nn.Module:

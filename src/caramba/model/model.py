@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from caramba.cache import TAIL_TOKENS, Context, new_layer_cache
+from caramba.cache import TAIL_TOKENS, Context, StepContext, new_layer_cache
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
@@ -21,7 +21,7 @@ class Model(nn.Module):
 
     forward(tokens) scores a whole sequence from position 0. forward(tokens, ctx) scores the next tokens of
     the sequences that `ctx` holds and adds them to it: the logits equal those of one forward over everything,
-    in whatever chunks the tokens come.
+    in whatever chunks the tokens come. A `StepContext` in its place takes one token per sequence.
 
     `documents` [B, T] int64 keeps the documents of packed rows apart: neighbours with equal ids are of one document,
     attention stays inside it, and its positions count from 0. Each document's logits equal those of a forward over it
@@ -37,10 +37,14 @@ class Model(nn.Module):
         self.topology = build_node(spec.topology)
         self.head = build_head(spec)
 
-    def forward(self, tokens: Tensor, ctx: Context | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, ctx: Context | StepContext | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         return self.logits(self.hidden(tokens, ctx, documents))
 
-    def hidden(self, tokens: Tensor, ctx: Context | None = None, documents: Tensor | None = None) -> Tensor:
+    def hidden(
+        self, tokens: Tensor, ctx: Context | StepContext | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Return the topology's output, what the head reads.
 
         Shape: tokens [B, T] int64 to [B, T, M].
@@ -65,7 +69,8 @@ class Model(nn.Module):
         if ctx is None:
             return self.topology(self.embedder(tokens))
         ctx.begin()
-        hidden = self.topology(self.embedder(tokens, ctx.position), ctx)
+        offset = ctx.offset if isinstance(ctx, StepContext) else ctx.position
+        hidden = self.topology(self.embedder(tokens, offset), ctx)
         ctx.commit(tokens.shape[1])
         return hidden
 

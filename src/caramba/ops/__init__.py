@@ -9,6 +9,7 @@ from caramba.ops.backend import (
     is_fused,
 )
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
+from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
@@ -32,6 +33,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy_rows",
+    "dba_append",
     "dba_decode",
     "dequantize",
     "fused_decode_available",

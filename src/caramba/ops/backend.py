@@ -16,6 +16,7 @@ OPS = (
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy_rows",
+    "dba_append",
     "dba_decode",
     "dequantize",
     "layer_norm",

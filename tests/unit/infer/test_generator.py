@@ -13,7 +13,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer
 from caramba.errors import CheckpointError, ConfigError
-from caramba.infer import Generator, generate
+from caramba.infer import Generator, device_steps, generate
 from caramba.infer.sampling import distribution, draw, uniforms
 from caramba.model import Model, build_model
 from tests.unit.model.model_specs import VOCAB, transformer
@@ -199,3 +199,23 @@ def test_logits_that_are_not_numbers_are_an_error() -> None:
         broken.embedder.token.weight.fill_(float("nan"))
     with pytest.raises(CheckpointError, match="new token 0 of row 0 are not numbers"):
         generate(broken, [[1]], cache_kind="fp32")
+
+
+def test_device_steps_draw_the_same_and_say_what_ran(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 5, **SAMPLED}
+    plain = Generator(model, **options)
+    wanted = plain.generate(PROMPTS)
+    assert (plain.stats.decode, plain.stats.not_compiled) == ("eager", None)
+    monkeypatch.setattr(device_steps, "compiled_logits", lambda: device_steps.next_logits)
+    stepped = Generator(model, compiled=True, **options)
+    assert [row.tokens for row in stepped.generate(PROMPTS)] == [row.tokens for row in wanted]
+    assert (stepped.stats.decode, stepped.stats.steps) == ("compiled", plain.stats.steps)
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"compiled": "graph"}, "CUDA graphs need a CUDA device, the model is on cpu"),
+        ({"compiled": True, "cache_kind": "q8_0"}, "the cache is quantised (q8_0)"),
+    )
+    for values, reason in refused:
+        other = Generator(model, **options, **values)
+        other.generate(PROMPTS[:1])
+        assert other.stats.decode == "eager"
+        assert (other.stats.not_compiled or "").startswith(reason)

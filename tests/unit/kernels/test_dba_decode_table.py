@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,10 +21,13 @@ SHAPE = DecodeShape("sm90", ("q4_0", "q8_0"), (128, 64, 128), rows=32, lanes=8, 
 
 
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> DecodeConfig:
+def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeConfig]:
     choice = DecodeConfig(block_rows=32, block_tokens=256, n_warps=8, n_stages=2, n_splits=48)
-    monkeypatch.setattr(table, "measured", lambda: {SHAPE.key: choice})
-    return choice
+    choose.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(table, "measured", lambda: {SHAPE.key: choice})
+        yield choice
+    choose.cache_clear()
 
 
 def test_what_was_measured_is_chosen_and_a_near_neighbour_borrows_it(only: DecodeConfig) -> None:

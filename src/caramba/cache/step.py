@@ -1,0 +1,111 @@
+"""The state of a decode step that the device counts by itself, so that it can be compiled or replayed as a graph."""
+
+from __future__ import annotations
+
+import torch
+
+from caramba.cache.context import Context
+from caramba.cache.layer import LayerCache
+from caramba.config.kvcache import EXACT_KINDS
+from caramba.errors import CacheFull, ConfigError
+
+
+class StepContext:
+    """Takes a context's place in forwards of one token per sequence, with the lengths in tensors on the device.
+
+    A forward is then a function of tensors of fixed shape and address: it reads `held`, writes behind it into the
+    context's own buffers, and adds one to it. The host counts beside it:
+
+        step = StepContext(ctx)      # ctx has seen a prompt
+        step.advance()               # on the host: refuses a full cache, counts the token
+        model(token, step)           # or the replay of a graph that did this
+
+    `ctx` holds the tokens as if it had stored them itself and goes on where the steps end. What changes it otherwise
+    (a forward, a rollback) is told by `truncate`; after `select` or `load_state_dict` a new step is made.
+
+    Attributes:
+        held: tokens stored before this step, int32 [B].
+        seqlens: those with this step's, int32 [B], once a forward has begun.
+        offset: position of this step's token, a view of `held`, int32 [B, 1].
+
+    Raises:
+        ConfigError: a context that `refusal` names a reason for.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        reason = refusal(ctx)
+        if reason is not None:
+            raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
+        some = next(iter(ctx.caches[0].tensors.values()))
+        self.ctx = ctx
+        with torch.inference_mode(False):
+            self.held = torch.full((some.batch_size,), ctx.position, dtype=torch.int32, device=some.device)
+        self.offset = self.held[:, None]
+        self.seqlens = self.held
+        self.limit = min(tensor.capacity for cache in ctx.caches for tensor in cache.tensors.values())
+        self._cursor = 0
+
+    def advance(self) -> None:
+        """Count on the host the token that the next forward adds.
+
+        Raises:
+            CacheFull: the buffers have no place for it; nothing is changed.
+        """
+        end = self.ctx.position + 1
+        if end > self.limit:
+            raise CacheFull(
+                f"KV cache: {end} tokens do not fit max_tokens={self.limit}; "
+                "make the context with a larger max_tokens, or truncate it"
+            )
+        for cache in self.ctx.caches:
+            cache.advance(1)
+        self.ctx.position = end
+
+    def truncate(self, n_tokens: int) -> None:
+        """Roll the context back to its first `n_tokens` tokens, on the host and on the device."""
+        self.ctx.truncate(n_tokens)
+        self.held.fill_(n_tokens)
+
+    def begin(self) -> None:
+        """Start a forward."""
+        self._cursor = 0
+        self.seqlens = self.held + 1
+
+    def next_cache(self) -> LayerCache:
+        """Return the cache of the attention application that runs now, and advance to the following one."""
+        if self._cursor == len(self.ctx.caches):
+            raise ConfigError(
+                f"context: attention application {self._cursor + 1} has no cache, the context was made for "
+                f"{len(self.ctx.caches)}; make it with this model's new_context()"
+            )
+        self._cursor += 1
+        return self.ctx.caches[self._cursor - 1]
+
+    def commit(self, n_tokens: int) -> None:
+        """End a forward: the device counts its token.
+
+        Raises:
+            ConfigError: more than one token per sequence, or an attention application took no cache.
+        """
+        if n_tokens != 1 or self._cursor != len(self.ctx.caches):
+            raise ConfigError(
+                f"context: {n_tokens} tokens in {self._cursor} of {len(self.ctx.caches)} caches, expected 1 token in "
+                "all; feed a decode step one token per sequence, with a context of this model"
+            )
+        self.held.add_(1)
+
+
+def refusal(ctx: Context) -> str | None:
+    """Return why steps on a context cannot run by themselves on the device, None where they can."""
+    if not ctx.caches:
+        return "the model has no cache"
+    for cache in ctx.caches:
+        kinds = {tensor.config.kind for tensor in cache.tensors.values()}
+        quantised = sorted(kinds.difference(EXACT_KINDS))
+        if cache.keeps_first_tokens:
+            return "a layer keeps its first tokens at full precision"
+        if quantised:
+            return f"the cache is quantised ({', '.join(quantised)}) and its tail is packed by the host"
+        if any(tensor.capacity < tensor.max_tokens for tensor in cache.tensors.values()):
+            return "the cache grows; make it with static=True"
+    return None

@@ -1,0 +1,174 @@
+"""Decode steps that run by themselves on the device: compiled, or captured once in a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from caramba.cache import Context, StepContext, refusal
+from caramba.config.generate import GenerateConfig
+from caramba.infer.decode import decode_step
+from caramba.infer.step import StepState
+from caramba.model import Model
+from caramba.ops import implementation
+from caramba.ops.backend import REFERENCE
+
+WARM_UPS = 3
+"""Runs before a capture, in which libraries choose and allocate what a graph may not."""
+DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
+
+
+class Steps(Protocol):
+    """A draw and a forward, one after the other; what each returns may be overwritten by its next call."""
+
+    def choose(self, logits: Tensor) -> Tensor: ...
+
+    def forward(self, token: Tensor) -> Tensor: ...
+
+
+@dataclass
+class HostSteps:
+    """Steps that the host drives, one kernel after the other, on any cache."""
+
+    model: Model
+    state: StepState
+    ctx: Context
+    config: GenerateConfig
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Draw every row's token. Shape: [B, V] to [B]."""
+        return self.state.choose(logits, self.config)
+
+    def forward(self, token: Tensor) -> Tensor:
+        """Return the logits after a token. Shape: [B] to [B, V]."""
+        return decode_step(self.model, token, self.ctx)
+
+
+class DeviceSteps:
+    """Steps on a cache whose length the device counts.
+
+    Compiled, a forward is one graph of fused kernels. Captured, draw and forward are a CUDA graph each, made in the
+    first call: the host then launches two things per token and nothing is allocated.
+    """
+
+    def __init__(self, host: HostSteps, *, is_compiled: bool, is_captured: bool) -> None:
+        self.host, self.step = host, StepContext(host.ctx)
+        self.is_captured = is_captured
+        self.run = compiled_logits() if is_compiled else next_logits
+        self._draw: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
+        self._next: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Draw every row's token. Shape: [B, V] to [B]."""
+        if not self.is_captured:
+            return self.host.choose(logits)
+        if self._draw is None:
+            trial = replace(self.host.state, **_copies(self.host.state))
+            self._draw = captured(
+                logits,
+                lambda given: self.host.state.choose(given, self.host.config),
+                lambda given: trial.choose(given, self.host.config),
+            )
+        return replayed(self._draw, logits)
+
+    def forward(self, token: Tensor) -> Tensor:
+        """Return the logits after a token. Shape: [B] to [B, V].
+
+        Raises:
+            CacheFull: no place for it.
+        """
+        position = self.host.ctx.position
+        self.step.advance()
+        if self.is_captured and self._next is None:
+
+            def trial(given: Tensor) -> Tensor:
+                # At this token's own place each time: the one behind it may be beyond what the model has positions for.
+                self.step.held.fill_(position)
+                return self._forward(given)
+
+            self._next = captured(token, self._forward, trial)
+            self.step.held.fill_(position)
+        return self._forward(token) if self._next is None else replayed(self._next, token)
+
+    def _forward(self, token: Tensor) -> Tensor:
+        return self.run(self.host.model, token, self.step)
+
+
+def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
+    """Run one token per sequence and return the logits of the next. Shape: token [B] int64 to [B, V]."""
+    return model.logits(model.hidden(token[:, None], step)[:, -1])
+
+
+@functools.cache
+def compiled_logits() -> Callable[[Model, Tensor, StepContext], Tensor]:
+    """Return `next_logits` compiled whole; one for all models, so that a second generation compiles nothing."""
+    return torch.compile(next_logits, fullgraph=True)
+
+
+def captured(
+    given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor]
+) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """Capture `run` in a CUDA graph after some runs of `trial`; return it with its own input and output."""
+    fixed = given.clone()
+    side = torch.cuda.Stream(given.device)
+    side.wait_stream(torch.cuda.current_stream(given.device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            trial(fixed)
+    torch.cuda.current_stream(given.device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device_of(given), torch.cuda.graph(graph):
+        out = run(fixed)
+    return graph, fixed, out
+
+
+def replayed(graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor], given: Tensor) -> Tensor:
+    """Replay a graph on an input and return its output, which the next replay overwrites."""
+    graph[1].copy_(given)
+    graph[0].replay()
+    return graph[2]
+
+
+def choose_steps(host: HostSteps) -> tuple[Steps, DecodeForm, str | None]:
+    """Return the steps that the config asks for, in which form they run, and why not in that asked for, if so."""
+    asked = host.config.compiled
+    if not asked:
+        return host, "eager", None
+    device = host.state.tokens.device
+    is_compiled, is_captured = asked is True, device.type == "cuda"
+    reason = (
+        None
+        if is_compiled or is_captured
+        else f"CUDA graphs need a CUDA device, the model is on {device.type}"
+    )
+    reason = reason or step_refusal(host.model, host.ctx)
+    if reason is not None:
+        return host, "eager", reason
+    form: DecodeForm = ("compiled graph" if is_captured else "compiled") if is_compiled else "graph"
+    return DeviceSteps(host, is_compiled=is_compiled, is_captured=is_captured), form, None
+
+
+def step_refusal(model: Model, ctx: Context) -> str | None:
+    """Return why a model's steps on a context cannot run by themselves on the device, None where they can."""
+    found = refusal(ctx)
+    if found is not None:
+        return found
+    dtype = model.embedder.token.weight.dtype
+    if (
+        dtype == torch.float64
+        and implementation("dba_decode", model.embedder.token.weight.device) != REFERENCE
+    ):
+        return "the kernels take models of 16 and 32 bits, this one is float64"
+    limit = StepContext(ctx).limit
+    reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _copies(state: StepState) -> dict[str, Tensor]:
+    values = {field.name: getattr(state, field.name) for field in fields(state)}
+    return {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}

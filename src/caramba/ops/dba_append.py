@@ -1,0 +1,173 @@
+"""The op `caramba::dba_append`: new tokens into a cache's buffers, at positions that only the device knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.widen import widened
+
+torch.library.define(
+    "caramba::dba_append",
+    "(Tensor[] streams, Tensor(a!)[] buffers, Tensor lengths, Tensor? cos, Tensor? sin, int rotated) -> ()",
+)
+
+
+def dba_append(
+    streams: Sequence[Tensor],
+    buffers: Sequence[Tensor],
+    lengths: Tensor,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    rotated: int = -1,
+) -> None:
+    """Write token t of sequence b at place lengths[b] + t of the buffers, in their dtype, and leave the rest alone.
+
+    Streams fill the buffers in order, side by side: a buffer as wide as two streams takes both. Stream `rotated`
+    goes through RoPE first, y[p] = x[p] cos - x[p + D/2] sin, y[p + D/2] = x[p + D/2] cos + x[p] sin, in at least
+    fp32, rounded to its own dtype and then to the buffer's. A place outside the buffer is not written; who knows the
+    lengths on the host refuses them before. `lengths` stays as it is.
+
+    Shape: streams [B, K, T, D_i] floating, buffers [B, K, S, W_j] fp32, fp16, bf16 or fp64 with a unit stride along
+    W, sum of D_i = sum of W_j; lengths int32 [B]; cos and sin [G, T, D/2] or [B, G, T, D/2], G a divisor of K.
+
+    Raises:
+        ConfigError: an argument of another shape, dtype, device or stride.
+
+    Reference: Su et al., 2021, arXiv:2104.09864 (RoPE).
+    """
+    given, into = list(streams), list(buffers)
+    check_dba_append(given, into, lengths, cos, sin, rotated)
+    torch.ops.caramba.dba_append.default(given, into, lengths, cos, sin, rotated)
+
+
+def check_dba_append(
+    streams: list[Tensor],
+    buffers: list[Tensor],
+    lengths: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotated: int,
+) -> None:
+    """Refuse what the op does not take, by shapes and dtypes alone."""
+    if not streams or not buffers:
+        raise _wrong("streams, buffers", f"{len(streams)} and {len(buffers)}", "one at least of each")
+    batch, heads, n_tokens = streams[0].shape[:3]
+    device = streams[0].device
+    for x in streams:
+        if x.dim() != 4 or x.shape[:3] != (batch, heads, n_tokens) or not x.is_floating_point():
+            raise _wrong("streams", _said(x), f"floating [{batch}, {heads}, {n_tokens}, D]")
+    for x in buffers:
+        if x.dim() != 4 or x.shape[:2] != (batch, heads) or not x.is_floating_point() or x.device != device:
+            raise _wrong("buffers", _said(x), f"floating [{batch}, {heads}, S, W] on {device}")
+        if x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise _wrong("buffers", f"stride {x.stride(-1)} along the last axis", "1")
+    if columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]) is None:
+        widths = [x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]
+        raise _wrong(
+            "buffers", f"streams of width {widths[0]}", f"ones that fill widths {widths[1]} in order"
+        )
+    if tuple(lengths.shape) != (batch,) or lengths.dtype != torch.int32 or lengths.device != device:
+        raise _wrong("lengths", _said(lengths), f"int32 [{batch}] on {device}")
+    _check_tables(streams, cos, sin, rotated)
+
+
+def _check_tables(streams: list[Tensor], cos: Tensor | None, sin: Tensor | None, rotated: int) -> None:
+    if not -1 <= rotated < len(streams) or (cos is None) != (rotated == -1) or (cos is None) != (sin is None):
+        raise _wrong("rotated", rotated, f"-1 without cos and sin, with them 0 to {len(streams) - 1}")
+    if cos is None or sin is None:
+        return
+    batch, heads, n_tokens, width = streams[rotated].shape
+    table = cos.shape
+    fits = (
+        width % 2 == 0
+        and len(table) in (3, 4)
+        and table[-2:] == (n_tokens, width // 2)
+        and table[-3] > 0
+        and heads % table[-3] == 0
+        and (len(table) == 3 or table[0] == batch)
+    )
+    if not fits or sin.shape != table or sin.dtype != cos.dtype or cos.device != streams[0].device:
+        raise _wrong(
+            "cos, sin",
+            f"{_said(cos)} and {_said(sin)}",
+            f"both [G, {n_tokens}, {width // 2}], or the same with {batch} in front, G a divisor of {heads}",
+        )
+
+
+def columns(widths: Sequence[int], capacities: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return the buffer and first column of each stream, or None where the streams do not fill the buffers."""
+    places: list[tuple[int, int]] = []
+    buffer = column = 0
+    for width in widths:
+        if buffer == len(capacities) or column + width > capacities[buffer]:
+            return None
+        places.append((buffer, column))
+        column += width
+        if column == capacities[buffer]:
+            buffer, column = buffer + 1, 0
+    return places if buffer == len(capacities) else None
+
+
+def _said(x: Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)} on {x.device}"
+
+
+def _wrong(name: str, got: object, expected: str) -> ConfigError:
+    return ConfigError(f"dba_append: {name}: got {got}, expected {expected}")
+
+
+def reference_dba_append(
+    streams: list[Tensor],
+    buffers: list[Tensor],
+    lengths: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotated: int,
+) -> None:
+    """Compute the op in plain PyTorch, without a wait for the device."""
+    places = columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers])
+    assert places is not None  # checked before the call
+    for index, (x, (buffer, column)) in enumerate(zip(streams, places, strict=True)):
+        if index == rotated and cos is not None and sin is not None:
+            x = _turned(x, cos, sin)
+        _write(x, buffers[buffer][..., column : column + x.shape[-1]], lengths)
+
+
+def _write(x: Tensor, into: Tensor, lengths: Tensor) -> None:
+    capacity = into.shape[2]
+    if not capacity:
+        return
+    # One token after the other: where a place is clamped, what is there is written back, and two may share it.
+    for t in range(x.shape[2]):
+        place = lengths.long() + t
+        at = place.clamp(0, capacity - 1)[:, None, None, None].expand(-1, *into.shape[1:2], 1, into.shape[3])
+        is_inside = ((place >= 0) & (place < capacity))[:, None, None, None]
+        kept = into.gather(2, at)
+        into.scatter_(2, at, torch.where(is_inside, x[:, :, t : t + 1].to(into.dtype), kept))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    wide = widened(x)
+    repeats = x.shape[1] // cos.shape[-3]
+    cos, sin = (table.to(wide.dtype).repeat_interleave(repeats, -3) for table in (cos, sin))
+    first, second = wide.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+torch.library.impl("caramba::dba_append", "CompositeExplicitAutograd", reference_dba_append)
+
+
+@torch.library.register_fake("caramba::dba_append")
+def _(
+    streams: list[Tensor],
+    buffers: list[Tensor],
+    lengths: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotated: int,
+) -> None:
+    check_dba_append(streams, buffers, lengths, cos, sin, rotated)
