@@ -47,7 +47,8 @@ summary { cursor: pointer; padding: 0.25rem 0; font-weight: 600; }
 @media print { .skip, nav { display: none; } body { max-width: none; font-size: 0.7rem; }
   :root { color-scheme: light; --ink: #222; --faint: #555; --line: #ccc; --back: #fff; --head: #f3f3f3; --link: #005a94;
     --bad: #a31515; --good: #14672f; }
-  .scroll { overflow: visible; } th, td { padding: 0.15rem 0.4rem; } td.word { overflow-wrap: anywhere; }
+  .scroll { overflow: visible; } th, td { padding: 0.15rem 0.4rem; }
+  td.word:last-child { min-width: 11rem; overflow-wrap: anywhere; } th code { font-size: 0.85em; }
   tr, figure { break-inside: avoid; } h2, h3, caption { break-after: avoid; } }
 """
 

@@ -146,7 +146,8 @@ def test_a_reader_without_sight_finds_the_way(page: Page) -> None:
 def test_long_records_are_folded_away_under_a_title(page: Page) -> None:
     details = page.all("details")
     assert [text for _, text in page.all("summary")] == ["Environment", "Plan"][: len(details)]
-    assert details and all("open" not in attributes for attributes, _ in details)
+    assert details
+    assert all("open" not in attributes for attributes, _ in details)
     assert len(page.all("pre")) == len(details)
 
 
