@@ -148,7 +148,9 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
             (x, weight, bias),
             dtype,
         )
-    lifted = x.new_full(shape[-1:], 10.0, dtype=torch.float32)  # no normalised element comes out at 0 by itself
+    lifted = x.new_full(
+        shape[-1:], 10.0, dtype=torch.float32
+    )  # no normalised element comes out at 0 by itself
     y = norm_dropout_activation(x.detach().float(), bias=lifted, activation="silu", p=p, seed=seed)
     assert torch.equal(y != 0, mask)
 
