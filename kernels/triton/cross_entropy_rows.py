@@ -94,16 +94,17 @@ def cross_entropy_rows(
     if rows == 0:
         return
     block = min(8192, triton.next_power_of_2(n_classes))
-    cross_entropy_rows_kernel[(rows,)](
-        logits,
-        targets.contiguous(),
-        losses,
-        n_classes,
-        logits.stride(0),
-        ignore_index,
-        scale,
-        z_loss,
-        WRITES=writes,
-        BLOCK=block,
-        num_warps=min(32, max(1, block // 256)),
-    )
+    with torch.cuda.device_of(logits):
+        cross_entropy_rows_kernel[(rows,)](
+            logits,
+            targets.contiguous(),
+            losses,
+            n_classes,
+            logits.stride(0),
+            ignore_index,
+            scale,
+            z_loss,
+            WRITES=writes,
+            BLOCK=block,
+            num_warps=min(32, max(1, block // 256)),
+        )

@@ -60,8 +60,20 @@ def measured() -> dict[str, DecodeConfig]:
 
 
 def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
-    """Put choices that were measured on this machine before those that are shipped."""
-    measured().update({key: DecodeConfig(**choice) for key, choice in choices.items()})
+    """Put choices that were measured on this machine before those that are shipped.
+
+    Raises:
+        TypeError: a field that a choice has not.
+        ValueError: a size that no kernel can have.
+    """
+    made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
+    for choice in made.values():
+        for name, size in asdict(choice).items():
+            if not isinstance(size, int) or (size < 1 and name != "packed_math"):
+                raise ValueError(f"{name} is {size!r}, expected a whole number above 0")
+            if name in ("block_rows", "block_tokens", "n_warps") and size & (size - 1):
+                raise ValueError(f"{name} is {size!r}, expected a power of two")
+    measured().update(made)
     choose.cache_clear()
 
 

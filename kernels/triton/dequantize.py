@@ -67,21 +67,22 @@ def dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torc
         codes, scales = codes.reshape(1, -1, *codes.shape[-2:]), scales.reshape(1, -1, per_row)
     if codes.stride(-1) != 1:
         codes = codes.contiguous()
-    _dequantize[(triton.cdiv(n_blocks, BLOCKS_PER_PROGRAM),)](
-        codes,
-        scales,
-        _levels(codes.device),
-        out,
-        n_blocks,
-        per_row,
-        codes.shape[1],
-        width,
-        *codes.stride()[:3],
-        *scales.stride(),
-        KIND=kind,
-        E=form.elements,
-        BLOCK=BLOCKS_PER_PROGRAM,
-    )
+    with torch.cuda.device_of(codes):
+        _dequantize[(triton.cdiv(n_blocks, BLOCKS_PER_PROGRAM),)](
+            codes,
+            scales,
+            _levels(codes.device),
+            out,
+            n_blocks,
+            per_row,
+            codes.shape[1],
+            width,
+            *codes.stride()[:3],
+            *scales.stride(),
+            KIND=kind,
+            E=form.elements,
+            BLOCK=BLOCKS_PER_PROGRAM,
+        )
     return out
 
 

@@ -159,7 +159,8 @@ def sum_programs(sums: Tensor | None, out: Tensor, acc: tl.dtype) -> None:
     """Add [P, D] to `out` [D]."""
     if sums is not None:
         programs, width = sums.shape
-        _sum_kernel[(triton.cdiv(width, 32),)](sums, out, programs, width, acc, 64, 32, num_warps=4)
+        with torch.cuda.device_of(sums):
+            _sum_kernel[(triton.cdiv(width, 32),)](sums, out, programs, width, acc, 64, 32, num_warps=4)
 
 
 @functools.cache

@@ -91,18 +91,19 @@ def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     scales = x.new_empty(shape, dtype=form.scale_dtype)
     n_blocks = scales.numel()
     if n_blocks:
-        _quantize[(triton.cdiv(n_blocks, BLOCKS_PER_PROGRAM),)](
-            x.contiguous(),
-            codes,
-            scales,
-            _middles(x.device),
-            n_blocks,
-            shape[-1],
-            width,
-            KIND=kind,
-            E=form.elements,
-            BLOCK=BLOCKS_PER_PROGRAM,
-        )
+        with torch.cuda.device_of(x):
+            _quantize[(triton.cdiv(n_blocks, BLOCKS_PER_PROGRAM),)](
+                x.contiguous(),
+                codes,
+                scales,
+                _middles(x.device),
+                n_blocks,
+                shape[-1],
+                width,
+                KIND=kind,
+                E=form.elements,
+                BLOCK=BLOCKS_PER_PROGRAM,
+            )
     return codes, scales
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from caramba.cli import main
 from caramba.config.manifest import RunConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
@@ -18,18 +19,23 @@ from tests.integration.export.samples import DBA, loud, make_run, transformer
 SAMPLE = {"prompts": ["abc", "one two"], "generate": {"max_new_tokens": 6, "temperature": 0.8}}
 
 
-def written(folder: Path, sample: dict[str, Any]) -> Path:
-    student = make_run(folder / "a", loud(transformer(DBA)))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose student the samples are of, and its tokens beside it."""
+    return make_run(tmp_path_factory.mktemp("trained") / "a", loud(transformer(DBA)))
+
+
+def written(folder: Path, student: Path, sample: dict[str, Any]) -> Path:
     model = json.loads((student / "manifest.json").read_text())["model"] | {"checkpoint": str(student)}
-    data = {"type": "tokens", "path": str(folder / "a" / "tokens")}
+    data = {"type": "tokens", "path": str(student.parents[2] / "tokens")}
     runs = [{"id": "look", "mode": "sample", "seed": 5, "sample": sample}]
     manifest = {"name": "alone", "model": model, "groups": [{"name": "main", "data": data, "runs": runs}]}
     (folder / "manifest.yaml").write_text(yaml.safe_dump(manifest))
     return folder / "manifest.yaml"
 
 
-def test_a_run_samples_once_and_as_the_command_does(tmp_path: Path, cache: Path) -> None:
-    file = written(tmp_path, SAMPLE)
+def test_a_run_samples_once_and_as_the_command_does(tmp_path: Path, trained: Path, cache: Path) -> None:
+    file = written(tmp_path, trained, SAMPLE)
     here = tmp_path / "here"
     here.mkdir()
     done = caramba(["run", str(file)], here, cache)
@@ -39,8 +45,7 @@ def test_a_run_samples_once_and_as_the_command_does(tmp_path: Path, cache: Path)
     assert [row["seed"] for row in samples["rows"]] == [5, 6]
     assert all(len(row["tokens"]) <= 6 for row in samples["rows"])
     options = ("--prompt", "abc", "--seed", "5", "--max-new-tokens", "6", "--temperature", "0.8", "--json")
-    trained = yaml.safe_load(file.read_text())["model"]["checkpoint"]
-    by_hand = caramba(["generate", trained, "--device", "cpu", *options], here, cache)
+    by_hand = caramba(["generate", str(trained), "--device", "cpu", *options], here, cache)
     assert by_hand.returncode == 0, by_hand.stderr
     (row,) = json.loads(by_hand.stdout)["rows"]
     assert (row["tokens"], row["text"]) == (samples["rows"][0]["tokens"], samples["rows"][0]["text"])
@@ -49,19 +54,27 @@ def test_a_run_samples_once_and_as_the_command_does(tmp_path: Path, cache: Path)
     assert (run / "samples" / "look.json").stat().st_mtime_ns == before
 
 
-def test_what_cannot_be_sampled_is_refused_before_anything_runs(tmp_path: Path, cache: Path) -> None:
-    file = written(tmp_path, SAMPLE | {"role": "teacher"})
-    done = caramba(["run", str(file)], tmp_path, cache)
-    assert done.returncode == 2
-    assert "sample.role=teacher, and the model has no teacher" in done.stderr
-    unread = SAMPLE | {"generate": {"cache_kind": "auto", "cache_quality_text": "nowhere.txt"}}
-    done = caramba(["run", str(written(tmp_path, unread))], tmp_path, cache)
-    assert done.returncode == 2
-    assert "cache_quality_text=nowhere.txt" in done.stderr
+def test_what_cannot_be_sampled_is_refused_before_anything_runs(
+    tmp_path: Path,
+    trained: Path,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CARAMBA_HOME", str(cache))
     limited = SAMPLE | {"generate": {"max_new_tokens": 6, "max_seq_len": 8}}
-    done = caramba(["run", str(written(tmp_path, limited))], tmp_path, cache)
-    assert done.returncode == 2
-    assert "exceed the 8 positions" in done.stderr
+    for sample, text in (
+        (SAMPLE | {"role": "teacher"}, "sample.role=teacher, and the model has no teacher"),
+        (limited, "exceed the 8 positions"),
+        (
+            SAMPLE | {"generate": {"cache_kind": "auto", "cache_quality_text": "nowhere.txt"}},
+            "cache_quality_text=nowhere.txt",
+        ),
+    ):
+        assert main(["run", str(written(tmp_path, trained, sample))]) == 2
+        assert text in capsys.readouterr().err
+        assert not list(tmp_path.glob("runs/*/*/samples"))
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,27 @@ def test_mapped_folders_import_nothing_of_caramba() -> None:
                 assert {name.split(".")[0] for name in names} <= allowed, file
 
 
+def test_every_launch_is_on_the_device_of_its_tensors() -> None:
+    """Triton launches on the current device, whichever the tensors are on."""
+
+    def launches(node: ast.AST) -> list[int]:
+        return [
+            child.lineno
+            for child in ast.walk(node)
+            if isinstance(child, ast.Call) and isinstance(child.func, ast.Subscript)
+        ]
+
+    n_launches = 0
+    for file in (ROOT / "kernels/triton").rglob("*.py"):
+        tree, guarded = ast.parse(file.read_text()), set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.With) and "cuda.device_of(" in ast.unparse(node.items[0]):
+                guarded.update(launches(node))
+        assert set(launches(tree)) == guarded, file
+        n_launches += len(guarded)
+    assert n_launches >= 11
+
+
 def test_the_benchmarks_page_is_what_the_json_gives() -> None:
     done = subprocess.run([sys.executable, "scripts/bench/report.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, "docs/benchmarks.md: run python scripts/bench/report.py"

@@ -25,7 +25,8 @@ a:focus-visible, [tabindex]:focus-visible { outline: 3px solid var(--link); outl
 nav ul { display: flex; flex-wrap: wrap; gap: 0.25rem 1.25rem; padding: 0; list-style: none; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-caption { padding: 0 0 0.4rem; color: var(--faint); text-align: left; }
+caption { position: sticky; left: 0; max-width: calc(100vw - 2.5rem); padding: 0 0 0.4rem; color: var(--faint);
+  text-align: left; }
 th, td { padding: 0.3rem 0.75rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap;
   font-weight: normal; }
 thead th { background: var(--head); font-weight: 600; }
@@ -33,15 +34,22 @@ thead th { background: var(--head); font-weight: 600; }
 td a { color: inherit; text-decoration-color: var(--line); }
 tr:target { background: var(--head); outline: 2px solid var(--link); }
 code, pre { font: 0.9em ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
+th code { white-space: nowrap; }
 pre { padding: 0.75rem; background: var(--head); white-space: pre-wrap; }
 figure { margin: 1rem 0; }
-figure img { max-width: 100%; height: auto; background: #fff; }
+figure img { max-width: min(100%, 52rem); height: auto; background: #fff; }
 figcaption, .note { color: var(--faint); }
 .failed { color: var(--bad); font-weight: 700; }
 .passed { color: var(--good); font-weight: 700; }
+summary { cursor: pointer; padding: 0.25rem 0; font-weight: 600; }
 .skip { position: absolute; left: -100vw; }
 .skip:focus { position: static; }
-@media print { .skip, nav { display: none; } body { max-width: none; } }
+@media print { .skip, nav { display: none; } body { max-width: none; font-size: 0.7rem; }
+  :root { color-scheme: light; --ink: #222; --faint: #555; --line: #ccc; --back: #fff; --head: #f3f3f3; --link: #005a94;
+    --bad: #a31515; --good: #14672f; }
+  .scroll { overflow: visible; } th, td { padding: 0.15rem 0.4rem; }
+  td.word:last-child { min-width: 11rem; overflow-wrap: anywhere; } th code { font-size: 0.85em; }
+  tr, figure { break-inside: avoid; } h2, h3, caption { break-after: avoid; } }
 """
 
 
@@ -110,6 +118,11 @@ def figure(png: str | bytes | None, alt: str, caption: str) -> str:
 def paragraph(text: str, kind: str = "") -> str:
     """Return a paragraph of plain text."""
     return f'<p class="{kind}">{escape(text)}</p>' if kind else f"<p>{escape(text)}</p>"
+
+
+def folded(title: str, text: str) -> str:
+    """Return a long text that a click on its title shows."""
+    return f"<details>\n<summary>{escape(title)}</summary>\n<pre>{escape(text)}</pre>\n</details>"
 
 
 def file_link(name: str) -> str:

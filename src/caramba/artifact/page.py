@@ -9,7 +9,7 @@ from typing import Any
 
 from caramba.artifact.controls import PLOT_FILE as CONTROLS_FILE
 from caramba.artifact.curves import LATENCY_FILE, MEMORY_FILE
-from caramba.artifact.markup import document, figure, file_link, metric_id, paragraph, section, table
+from caramba.artifact.markup import document, figure, file_link, folded, metric_id, paragraph, section, table
 from caramba.artifact.report import Omission
 from caramba.artifact.summary import FILE as SUMMARY_FILE
 from caramba.artifact.tables import NOTHING, Cell, Table, number
@@ -141,7 +141,7 @@ def _provenance(result: RunResult) -> list[str]:
         [Cell("Git commit"), Cell(result.git_commit or "not in a repository", is_code=True)],
     ]
     blocks = [
-        f"<h3>{title}</h3>\n<pre>{escape(_json(value))}</pre>"
+        folded(title, _json(value))
         for title, value in (("Environment", result.environment), ("Plan", result.plan))
         if value
     ]

@@ -107,7 +107,9 @@ def colour_of(model: str) -> str:
 
 def name_of(model: str) -> str:
     """Return a model row's name for people."""
-    return NAMES.get(model, model.replace("_", " "))
+    who, _, stage = model.partition("_")
+    named = f"{NAMES[who]}, {stage}" if stage and who in NAMES else model
+    return NAMES.get(model, named.replace("_", " "))
 
 
 def log2_axis(axes: Any, values: list[int]) -> None:

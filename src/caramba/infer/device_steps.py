@@ -15,7 +15,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.model import Model
-from caramba.ops import implementation
+from caramba.ops import implementation, kernel_takes
 from caramba.ops.backend import REFERENCE
 
 WARM_UPS = 3
@@ -158,12 +158,10 @@ def step_refusal(model: Model, ctx: Context) -> str | None:
     found = refusal(ctx)
     if found is not None:
         return found
-    dtype = model.embedder.token.weight.dtype
-    if (
-        dtype == torch.float64
-        and implementation("dba_decode", model.embedder.token.weight.device) != REFERENCE
-    ):
-        return "the kernels take models of 16 and 32 bits, this one is float64"
+    weight = model.embedder.token.weight
+    widths = [tensor.width for cache in ctx.caches for tensor in cache.tensors.values()]
+    if implementation("dba_decode", weight.device) != REFERENCE and not kernel_takes(weight.dtype, widths):
+        return f"the kernels take no heads of {max(widths)} in {weight.dtype}"
     limit = StepContext(ctx).limit
     reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())
     return next((reason for reason in reasons if reason is not None), None)

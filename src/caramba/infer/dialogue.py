@@ -10,6 +10,7 @@ from typing import Any
 
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
+from caramba.infer.prompts import refuse_broken
 
 Message = dict[str, str]
 PLAIN_STOP = "\nUser:"
@@ -42,6 +43,8 @@ class Dialogue:
         Raises:
             ConfigError: the message alone does not fit, or spells a mark that would end it; it is not added.
         """
+        for message in (*self.system, {"content": text}):
+            refuse_broken(message["content"], "chat: the message")
         wrong = next((mark for mark in self._marks if mark in text), None)
         if wrong is not None:
             raise ConfigError(
@@ -113,7 +116,12 @@ def read_template(folder: Path) -> str | None:
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{file}: cannot be read ({error}); copy the folder again, or use --plain"
+            ) from None
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return None
@@ -122,7 +130,10 @@ def read_template(folder: Path) -> str | None:
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{file}: not a JSON object ({error}); copy the folder again") from None
     if isinstance(found, list):  # several, by name
-        found = {item.get("name"): item.get("template") for item in found}.get("default")
+        named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+        found = named.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(f"{file}: chat_template is a {type(found).__name__}, expected a text; use --plain")
     return found
 
 

@@ -29,7 +29,7 @@ def encode_prompts(
             f"got {type(prompts).__name__}{' and a mask' if mask is not None else ''}"
         )
     else:
-        rows = [_encode(prompt, tokenizer) for prompt in prompts]
+        rows = [_encode(index, prompt, tokenizer) for index, prompt in enumerate(prompts)]
     for index, row in enumerate(rows):
         if not row:
             raise ConfigError(f"generate: prompt {index} is empty; give at least one token")
@@ -72,13 +72,28 @@ def grouped(lengths: Sequence[int], within: int) -> Iterator[list[int]]:
         order = order[len(group) :]
 
 
-def _encode(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def refuse_broken(text: str, where: str) -> None:
+    """Refuse text that came from bytes that are no UTF-8: Python keeps those as lone surrogates, no tokenizer does.
+
+    Raises:
+        ConfigError: such a text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: character {error.start} is {text[error.start]!r}, no text; give valid UTF-8"
+        ) from None
+
+
+def _encode(index: int, prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if not isinstance(prompt, str):
         return [int(token) for token in prompt]
     if tokenizer is None:
         raise ConfigError(
             "generate: a prompt is text and there is no tokenizer; give token ids or a tokenizer"
         )
+    refuse_broken(prompt, f"generate: prompt {index}")
     ids = tokenizer.encode(prompt)
     if tokenizer.adds_bos and tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]

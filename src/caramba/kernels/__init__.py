@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from caramba.console import logger
-from caramba.errors import KernelUnavailable
+from caramba.errors import ConfigError, KernelUnavailable
 from caramba.ops.backend import (
     METAL_AVAILABLE,
     OPS,
@@ -18,7 +18,7 @@ from caramba.ops.backend import (
     fused_decode_available,
     get_backend_info,
 )
-from caramba.runtime.tuned import decode_choices
+from caramba.runtime.tuned import decode_choices, tuned_path
 
 __all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get_backend_info", "load"]
 
@@ -73,7 +73,20 @@ def _attach_all(kind: str) -> dict[str, str]:
             continue
         attach(op, kind, backend, launcher)
     if backend == "triton" and "dba_decode" not in missing and torch.cuda.is_available():
-        importlib.import_module(f"caramba.kernels.{backend}.dba_decode_table").adopt(
-            decode_choices(torch.device("cuda"))
-        )
+        _adopt_tuned(torch.device("cuda"))
     return missing
+
+
+def _adopt_tuned(device: torch.device) -> None:
+    """Hand what `caramba tune` measured to the decode kernel.
+
+    Raises:
+        ConfigError: entries that this version's kernel does not know.
+    """
+    table = importlib.import_module("caramba.kernels.triton.dba_decode_table")
+    try:
+        table.adopt(decode_choices(device))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{tuned_path()}: decode choices are not of this version ({error}); delete it, or run caramba tune again"
+        ) from None

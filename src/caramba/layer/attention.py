@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import torch
@@ -9,13 +10,14 @@ from torch import Tensor, nn
 
 from caramba.cache import Context, LayerCache, StepContext
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.documents import Documents
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
-from caramba.ops import MAX_QUERIES, dba_append, fused_decode_available
+from caramba.ops import MAX_QUERIES, dba_append, fused_decode_available, kernel_takes
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:
@@ -35,6 +37,13 @@ def build_projection(config: AttentionLayerConfig) -> Projection:
             f"and n_heads={dims.n_heads}; set n_kv_heads: {dims.n_heads} or tie_qk: false"
         )
     return DecoupledProjection(config)
+
+
+@functools.cache  # said once
+def _say_plain(dtype: torch.dtype, width: int) -> None:
+    logger.info(
+        f"dba_decode: no kernel for {dtype} and streams of {width} per head; cached decode makes plain keys and values"
+    )
 
 
 class AttentionLayer(nn.Module):
@@ -119,9 +128,22 @@ class AttentionLayer(nn.Module):
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:
-        """Whether these few queries can read the cache in the format that it is stored in."""
+        """Whether these few queries can read the cache in the format that it is stored in.
+
+        Not in a dtype or width beyond the kernels; gradients never get here, as a cache stores none.
+        """
         has_dropout = self.training and self.score.dropout > 0
-        return q.shape[2] <= MAX_QUERIES and not has_dropout and fused_decode_available(cache, q.device)
+        is_plain = q.shape[2] > MAX_QUERIES or has_dropout
+        return not is_plain and fused_decode_available(cache, q.device) and self._is_narrow(q, cache)
+
+    @staticmethod
+    def _is_narrow(q: Tensor, cache: LayerCache) -> bool:
+        widths = [tensor.width for tensor in cache.tensors.values()]
+        if kernel_takes(q.dtype, widths):
+            return True
+        if not torch.compiler.is_compiling():
+            _say_plain(q.dtype, max(widths))
+        return False
 
     def _null(self) -> Null:
         return None if self.null_k is None or self.null_v is None else (self.null_k, self.null_v)

@@ -10,7 +10,7 @@ from caramba.ops.backend import (
 )
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
-from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode
+from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode, kernel_takes
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
@@ -41,6 +41,7 @@ __all__ = [
     "hadamard",
     "implementation",
     "is_fused",
+    "kernel_takes",
     "layer_norm",
     "linear_cross_entropy",
     "lion_step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -9,11 +10,16 @@ from torch import Tensor
 
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
+from caramba.ops.backend import REFERENCE, implementation
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.ops.formats import STORED, stored_format
 
 MAX_QUERIES = 8
 """Queries per sequence that one call takes: a token, or a few drafted ones to verify."""
+MAX_SPLITS = 512
+"""Parts that the work of one sequence is cut into at most."""
+WIDEST = {torch.float32: 128, torch.float16: 512, torch.bfloat16: 512}
+"""Widest head that kernels take, by the queries' dtype: tiles fit shared memory, and compile in less than a minute."""
 
 torch.library.define(
     "caramba::dba_decode",
@@ -40,6 +46,11 @@ class StoredStream(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """What there is, in the op's order: numbers alone, or codes, scales and tail."""
         return [part for part in (self.values, self.scales, self.tail) if part is not None]
+
+
+def kernel_takes(dtype: torch.dtype, widths: Sequence[int]) -> bool:
+    """Whether a kernel of the op takes queries of this dtype on streams of these widths per head."""
+    return max(widths) <= WIDEST.get(dtype, 0)
 
 
 def dba_decode(
@@ -72,7 +83,8 @@ def dba_decode(
 
     `max_seqlen` is what the longest sequence is expected to have (0: what is allocated) and only serves to choose
     how the work is cut; `n_splits` sets that (0: chosen). The numbers do not depend on either beyond rounding, and
-    nothing depends on lengths on the host, so a captured graph stays right while sequences grow.
+    nothing depends on lengths on the host, so a captured graph stays right while sequences grow. What
+    `kernel_takes` says no to runs the reference, also where a kernel is attached.
 
     Shape: q_sem [B, H, T, Dsem], q_geo [B, H, T, Dgeo], T at most 8, one dtype; seqlens int32 [B]; n_packed int32
     [1] or [B]; returns [B, H, T, Dv] in q's dtype and fp32 [B, H, T], natural logarithms. With two disjoint parts
@@ -90,9 +102,11 @@ def dba_decode(
     check_dba_decode(
         q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits
     )
-    return torch.ops.caramba.dba_decode.default(
-        q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits
-    )
+    widths = [parts[-1].shape[-1] for parts in (sem, geo, values) if parts]
+    has_kernel = implementation("dba_decode", q_sem.device) != REFERENCE
+    is_left_out = has_kernel and not kernel_takes(q_sem.dtype, widths)
+    run = reference_dba_decode if is_left_out else torch.ops.caramba.dba_decode.default
+    return run(q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits)
 
 
 def check_dba_decode(
@@ -144,8 +158,12 @@ def check_dba_decode(
     rows = [(kv_heads, width) for _, _, width in streams]
     if null and ([tuple(row.shape) for row in null] != rows or {row.dtype for row in null} != {q_sem.dtype}):
         raise _wrong("null", ", ".join(_said(row) for row in null), f"rows {rows} in {q_sem.dtype}")
-    if min(window, max_seqlen, n_splits) < 0:
-        raise _wrong("window, max_seqlen, n_splits", (window, max_seqlen, n_splits), "0 or more each")
+    if min(window, max_seqlen, n_splits) < 0 or n_splits > MAX_SPLITS:
+        raise _wrong(
+            "window, max_seqlen, n_splits",
+            (window, max_seqlen, n_splits),
+            f"0 or more each, and at most {MAX_SPLITS} splits",
+        )
     return kv_heads, streams[-1][2] if v else q_sem.shape[-1]
 
 

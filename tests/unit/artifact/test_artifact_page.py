@@ -143,6 +143,14 @@ def test_a_reader_without_sight_finds_the_way(page: Page) -> None:
         assert attributes["aria-labelledby"] in page.ids
 
 
+def test_long_records_are_folded_away_under_a_title(page: Page) -> None:
+    details = page.all("details")
+    assert [text for _, text in page.all("summary")] == ["Environment", "Plan"][: len(details)]
+    assert details
+    assert all("open" not in attributes for attributes, _ in details)
+    assert len(page.all("pre")) == len(details)
+
+
 def test_text_of_a_run_stays_text(result: RunResult, tmp_path: Path, page: Page) -> None:
     answers = (Answer("teacher", "<b>", True), Answer("student", None, is_correct=False))
     asked = Verdict(

@@ -11,6 +11,7 @@ from caramba.data import ByteTokenizer, load_tokenizer
 from caramba.errors import ConfigError
 from caramba.export.tokenizer import write_tokenizer
 from caramba.infer.dialogue import Dialogue, read_template
+from caramba.infer.prompts import encode_prompts
 
 TEMPLATE = """\
 {%- if not messages %}{{ raise_exception('nothing said') }}{% endif %}
@@ -52,9 +53,27 @@ def test_the_configuration_may_hold_the_template(folder: Path) -> None:
     assert read_template(folder) is None
     file.write_text(json.dumps(config | {"chat_template": [{"name": "default", "template": "x"}]}))
     assert read_template(folder) == "x"
+    file.write_text(json.dumps(config | {"chat_template": {"default": "x"}}))
+    with pytest.raises(ConfigError, match=r"chat_template is a dict, expected a text; use --plain"):
+        read_template(folder)
     file.write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer_config.json: not a JSON object"):
         read_template(folder)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=r"chat_template.jinja: cannot be read .*use --plain"):
+        read_template(folder)
+
+
+def test_bytes_that_are_no_text_are_refused_and_not_remembered() -> None:
+    broken = b"hi \xff".decode(errors="surrogateescape")  # what a pipe or the command line makes of them
+    dialogue = Dialogue(ByteTokenizer())
+    with pytest.raises(
+        ConfigError, match=r"the message: character 3 is '\\udcff', no text; give valid UTF-8"
+    ):
+        dialogue.ask(broken, 100)
+    assert dialogue.turns == []
+    with pytest.raises(ConfigError, match=r"prompt 1: character 3 is"):
+        encode_prompts(["ok", broken], ByteTokenizer())
 
 
 def test_a_message_cannot_spell_a_mark_and_a_refusal_is_told(folder: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 from caramba.kernels.triton import dba_decode_table as table
 from caramba.kernels.triton.dba_decode_table import (
     DecodeConfig,
@@ -16,6 +17,9 @@ from caramba.kernels.triton.dba_decode_table import (
     rule,
     written,
 )
+
+from caramba import kernels
+from caramba.errors import ConfigError
 
 SHAPE = DecodeShape("sm90", ("q4_0", "q8_0"), (128, 64, 128), rows=32, lanes=8, tokens=32768)
 
@@ -70,3 +74,20 @@ def test_a_refreshed_table_is_read_back(only: DecodeConfig) -> None:
 
 def test_the_shipped_table_can_be_read() -> None:
     assert all(isinstance(choice, DecodeConfig) for choice in table.measured().values())
+
+
+@pytest.mark.parametrize(
+    ("choice", "text"),
+    [
+        ({"block_row": 16}, "unexpected keyword argument 'block_row'"),
+        ({"block_tokens": 48}, "block_tokens is 48, expected a power of two"),
+        ({"n_splits": 0}, "n_splits is 0, expected a whole number above 0"),
+    ],
+)
+def test_a_tuned_table_of_another_version_is_refused(
+    choice: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "decode_choices", lambda device: {SHAPE.key: choice})
+    with pytest.raises(ConfigError, match=rf"tuned.json: .*{text}.*run caramba tune again"):
+        kernels._adopt_tuned(torch.device("cpu"))
+    assert SHAPE.key not in table.measured()

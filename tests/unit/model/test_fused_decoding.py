@@ -12,8 +12,10 @@ from caramba.cache import KVCacheKind, new_layer_cache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import CacheFull
 from caramba.layer import stored
+from caramba.layer.attention import _say_plain
 from caramba.model import Model, build_model
 from caramba.ops import backend
+from caramba.ops.dba_decode import WIDEST
 
 N_TOKENS, TILE = 21, 4
 # First tokens kept exact have keys of another shape, which no kernel reads: such a layer takes the plain path.
@@ -32,6 +34,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return ops.dba_decode(q_sem, *args, **options)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setitem(backend._attached, ("dba_decode", "cpu"), "forced")
+    monkeypatch.setitem(WIDEST, torch.float64, 64)
     monkeypatch.setattr(stored, "dba_decode", counted)
     return seen
 
@@ -94,6 +97,23 @@ def test_fused_decode_equals_dequantise_then_attend(name: str, kind: KVCacheKind
         plain = decoded(model, kind, cuts)
     assert len(calls) == n_calls
     torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("reason", ["width", "dtype"])
+def test_what_the_kernels_cannot_do_takes_the_plain_path(
+    reason: str, calls: list[int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = lively("latent")
+    if reason == "width":
+        monkeypatch.setitem(WIDEST, torch.float64, 2)
+    else:
+        monkeypatch.delitem(WIDEST, torch.float64)
+    _say_plain.cache_clear()
+    out, full = decoded(model, KVCacheKind.FP32, [10, 11, 15]), model(tokens_of())
+    torch.testing.assert_close(out, full, rtol=2e-5, atol=2e-5)
+    assert not calls
+    assert "no kernel for torch.float64" in "".join(capsys.readouterr())
 
 
 @torch.no_grad()
