@@ -14,8 +14,9 @@ from caramba.checkpoint import load_tensors, save_tensors
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model
+from caramba.upcycle.collect import collect_statistics
 from caramba.upcycle.held_out import HeldOut, capture
-from caramba.upcycle.statistics import LayerStatistics, collect_statistics, pack, unpack
+from caramba.upcycle.statistics import LayerStatistics, pack, unpack
 
 CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048

@@ -19,7 +19,8 @@ from caramba.layer import AttentionLayer, Documents
 from caramba.model import Model, build_model
 from caramba.upcycle import CalibrationText, calibrate, pair_attention, transplant
 from caramba.upcycle.calibration import calibration_key
-from caramba.upcycle.statistics import collect_statistics, unrotated
+from caramba.upcycle.collect import collect_statistics
+from caramba.upcycle.statistics import unrotated
 from tests.unit.upcycle.models import DIM, KV, latent_spec, make_teacher, spec, tokens
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
