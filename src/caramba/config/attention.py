@@ -123,10 +123,7 @@ class AttentionLayerConfig(LayerConfig):
                 )
         dims = self.dims()
         if self.rope_enabled and dims.rope % 2:
-            raise ValueError(
-                f"rotary positions need an even width per head, got {dims.rope}; change head_dim, geo_dim "
-                "or the head count"
-            )
+            raise ValueError(self._uneven(dims))
         if self.rope_scaling is not None and not self.rope_enabled:
             raise ValueError(
                 "rope_scaling is set while rope_enabled is false; enable RoPE or remove the scaling"
@@ -203,6 +200,14 @@ class AttentionLayerConfig(LayerConfig):
             raise ValueError(
                 f"exact_first_tokens rotates whole heads, which need an even width, got {width}; change head_dim"
             )
+
+    def _uneven(self, dims: AttentionDims) -> str:
+        fix = "change head_dim or the head count"
+        if self.mode is AttentionMode.DECOUPLED:
+            heads = 1 if self.is_latent else dims.n_kv_heads
+            nearest = [str(heads * width) for width in (dims.rope - 1, dims.rope + 1) if width]
+            fix = f"set geo_dim to {' or '.join(nearest)}"
+        return f"rotary positions need an even width per head, got {dims.rope}; {fix}"
 
     def dims(self) -> AttentionDims:
         """Derive the widths. Latent: every query head reads the one latent and the one geometric key."""

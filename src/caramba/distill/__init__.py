@@ -9,7 +9,7 @@ from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard
 from caramba.distill.tap import replace_attention, tap_attention
-from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap, weights_hash
+from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap, teacher_hash
 from caramba.distill.vocabulary import TeacherRows, cross_entropy, teacher_kl, vocabulary_losses
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "replace_attention",
     "sample_queries",
     "tap_attention",
+    "teacher_hash",
     "teacher_kl",
     "vocabulary_losses",
-    "weights_hash",
 ]

@@ -11,10 +11,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.model import Model
 from caramba.runs.files import home, whole_file, write_json
 
 Compute = Callable[[Tensor], dict[str, Tensor]]
@@ -89,9 +90,11 @@ def refuse_over_cap(what: str, samples: int, sample_bytes: int, max_gb: float) -
     logger.info(f"{text} (at most teacher_cache_max_gb={max_gb:g})")
 
 
-def weights_hash(model: nn.Module) -> str:
-    """Return the SHA-256 of a model's weights by name, shape and bytes, whatever device they are on."""
-    digest = hashlib.sha256()
+def teacher_hash(model: Model) -> str:
+    """Return a SHA-256 of what a model computes: its description, for equal weights under another rotary base are
+    another model, and its weights by name, shape and bytes, whatever device they are on."""
+    spec = model.spec
+    digest = hashlib.sha256(f"{spec.embedder!r} {spec.topology!r} {spec.head!r}".encode())
     for name, tensor in model.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())

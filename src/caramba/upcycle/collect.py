@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from caramba.errors import CarambaError
+from caramba.errors import CarambaError, ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.rope import rotate
 from caramba.model import Model
@@ -140,7 +140,7 @@ class _Accumulator:
     def finish(self) -> LayerStatistics:
         kv_heads = self.layer.dims.n_kv_heads
         if not self.n_tokens:
-            raise CarambaError(
+            raise ConfigError(
                 f"surgery: no document of the calibration text has more than exact_first_tokens={self.first_tokens} "
                 "tokens, which leaves none to measure; use longer documents or fewer first tokens"
             )
@@ -166,6 +166,19 @@ def batches(
         yield windows[start : start + size].to(device), ids
 
 
+def refuse_short_windows(block_size: int, first_tokens: int) -> None:
+    """Refuse calibration windows that have no token after the first ones.
+
+    Raises:
+        ConfigError: naming both lengths.
+    """
+    if block_size <= first_tokens:
+        raise ConfigError(
+            f"surgery: calibration windows have {block_size} tokens, and exact_first_tokens={first_tokens} "
+            "leaves none to measure; use a longer block_size or fewer first tokens"
+        )
+
+
 @torch.no_grad()
 def collect_statistics(
     teacher: Model,
@@ -187,14 +200,10 @@ def collect_statistics(
     joint vector.
 
     Raises:
-        CarambaError: a layer gave a value that is not finite, the message names layer and batch; or windows no longer
-            than the first tokens.
+        CarambaError: a layer gave a value that is not finite; the message names layer and batch.
+        ConfigError: windows or documents no longer than the first tokens.
     """
-    if windows.shape[1] <= first_tokens:
-        raise CarambaError(
-            f"surgery: calibration windows have {windows.shape[1]} tokens, and exact_first_tokens={first_tokens} "
-            "leaves none to measure; use a longer block_size or fewer first tokens"
-        )
+    refuse_short_windows(windows.shape[1], first_tokens)
     sums = [_Accumulator(layer, first_tokens) for _, layer in layers]
     seen, size = 0, batch_size(windows)
     n_batches, wanted = -(-len(windows) // size), -(-rotation_windows // size)
