@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from caramba.runs.files import whole_file
@@ -89,13 +88,13 @@ def by_phase(events: Any, *, is_cuda: bool) -> tuple[Rows, float]:
     marks = sorted(
         (event.time_range.start, event.name.removeprefix(MARK))
         for event in events
-        if event.device_type == DeviceType.CPU and event.name.startswith(MARK)
+        if event.device_type.name == "CPU" and event.name.startswith(MARK)
     )
     rows, on_device = Rows(), 0.0
     for event in events:
         if event.name.startswith(MARK):
             continue
-        if event.device_type != DeviceType.CPU:
+        if event.device_type.name != "CPU":
             on_device += 0.0 if event.is_user_annotation else event.time_range.elapsed_us()
             continue
         phase = next((name for at, name in marks if at >= event.time_range.start), "after the last mark")
