@@ -281,6 +281,7 @@ def collect(study: Study, out: Path) -> None:
             "benchmark": "upcycle_proxy",
             "made_by": "python scripts/bench/upcycle_proxy.py teacher|surgery|search|distil|collect",
             "label": "proxy: a teacher trained from scratch on local source code; no claim about Llama",
+            "intervals": "normal",
             "machine": facts,
             "size": {key: value for key, value in asdict(size).items() if key != "budgets"},
             "budgets": size.budgets,
@@ -304,7 +305,7 @@ STAGES = ("teacher", "surgery", "search", "distil", "collect")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stage", nargs="+", choices=STAGES)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="full")
