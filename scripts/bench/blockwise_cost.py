@@ -5,10 +5,10 @@ all, and each repeat's ratio is taken to the headless forward of the same repeat
 `maps` leaves W_q and W_o as they are (a latent student), `attention KL` adds 0.1 KL(A_t || A_s) on 64 queries,
 `drift` reads the student's own states, and `naive` is one block a step with full teacher and student forwards, heads
 included. The split of a step is timed between marks, by device events on a GPU.
-Prints a table; with --out also writes JSON.
+Prints a table; with --out also writes JSON, with --profile the device kernels of three concurrent steps by phase.
 
 Usage: python scripts/bench/blockwise_cost.py [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
-    [--compile] [--out FILE] [OVERRIDE ...]
+    [--compile] [--out FILE] [--profile FILE] [OVERRIDE ...]
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blockwise_profile import write_profile
 
 from caramba.distill import BlockSchedule, BlockwiseObjective, relative_l1, tap_attention
 from caramba.launch.freeze import freeze
@@ -127,6 +128,13 @@ class Bench:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
+    def marked(self, objective: BlockwiseObjective, mark: Callable[[str], None]) -> None:
+        """One step; `mark` is told about the teacher's parts too, which end where a student layer starts."""
+        hooks = [layer.register_forward_pre_hook(lambda *_: mark("teacher")) for _, _, layer in self.pairs]
+        self.step(objective, mark)
+        for hook in hooks:
+            hook.remove()
+
     def split(self, objective: BlockwiseObjective) -> dict[str, float]:
         """Milliseconds of one step by part."""
         marks: list[tuple[str, Any]] = []
@@ -140,13 +148,10 @@ class Bench:
                 synchronize(self.device)
                 marks.append((part, time.perf_counter()))
 
-        hooks = [layer.register_forward_pre_hook(lambda *_: mark("teacher")) for _, _, layer in self.pairs]
         synchronize(self.device)
         mark("start")
-        self.step(objective, mark)
+        self.marked(objective, mark)
         synchronize(self.device)
-        for hook in hooks:
-            hook.remove()
         spent = dict.fromkeys(PARTS, 0.0)
         for (_, before), (part, after) in itertools.pairwise(marks):
             is_event = self.device.type == "cuda"
@@ -207,12 +212,17 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--profile", type=Path, help="write the kernels of three concurrent steps, as text")
     parser.add_argument("overrides", nargs="*", help="of the composition, as for a launch")
     args = parser.parse_args()
     device = choose_device(args.device)
     bench = Bench(args, device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
         times, peaks, parts = measure(bench, args.repeats)
+        if args.profile:
+            every = bench.objectives["all"]
+            bench.train_only(every)
+            write_profile(args.profile, lambda mark: bench.marked(every, mark), device, PARTS)
     base = times["headless teacher forward"]
     step = statistics.median(times["concurrent, all"])
     print(f"{'':34s} {'median ms':>9s} {'min':>9s} {'max':>9s}   x headless (min to max)   x concurrent, all")

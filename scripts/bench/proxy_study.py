@@ -11,14 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from proxy_corpus import ProxyCorpus, build, training_batch, windows
-from proxy_measure import agreement, held_out, ratio_with_interval, recall_by_depth, window_nll
+from proxy_measure import held_out, recall_by_depth
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.layer import attention_backends
+from caramba.measure import agreement
 from caramba.model import Model, build_model, init_weights
 from caramba.runs.files import write_json
 from caramba.upcycle import Calibration, CalibrationText, calibrate, fit_widths, transplant
@@ -65,6 +65,7 @@ SIZES = {
 }  # fmt: skip
 HEAD_DIM = 64
 RECALL_SHARE = 0.05
+EVAL_BATCH = 16
 SHORT_SHARE = 0.285  # of distil_tokens: under 20M
 METHODS = ("dba", "fitted", "weight_svd", "random")  # fitted is dba with widths by layer under the same bytes
 CONTINUED = "teacher"  # no surgery: the teacher itself, trained on the students' tokens
@@ -252,15 +253,22 @@ def transplant_into(study: Study, student: Model, method: str, seed: int) -> dic
 def measure(study: Study, teacher: Model, student: Model, *, selection: bool = False) -> dict[str, Any]:
     """Return everything that is reported of a student beside its teacher; bytes are counted from cache tensors."""
     data = study.selection if selection else study.held_out
-    nll = window_nll(student, data, study.autocast, 16)
-    theirs = np.load(study.state / f"teacher_nll{'_selection' if selection else ''}.npy")
-    depths = recall_by_depth(student, data, study.autocast, 16)
+    with study.autocast():
+        found = agreement(
+            teacher, student, data.text, windows=len(data.text), batch_size=EVAL_BATCH, device=study.device
+        )
+    assert found.interval is not None  # there are windows enough
+    depths = recall_by_depth(student, data, study.autocast, EVAL_BATCH)
     facts = study.read("teacher")
     assert facts is not None
     ours, full = (model.new_context(1, 64, KVCacheKind.BF16).bytes_per_token for model in (student, teacher))
     return {
-        **ratio_with_interval(nll, theirs),
-        **agreement(teacher, student, data, study.autocast, 16),
+        "ppl_ratio": found.ppl_ratio,
+        "ppl_ratio_low": found.interval[0],
+        "ppl_ratio_high": found.interval[1],
+        "delta_nll": found.delta_nll,
+        "kl": found.kl,
+        "top1_agreement": found.top1,
         "recall_by_depth": depths,
         "recall": sum(depths) / len(depths),
         "recall_share": sum(depths) / len(depths) / max(facts["recall"], 1e-9),

@@ -118,7 +118,8 @@ def upcycle_proxy(data: dict[str, Any]) -> list[str]:
         f"{data['label']}. Teacher: {teacher['parameters'] / 1e6:.0f}M parameters, {teacher['tokens'] / 1e6:.0f}M"
         f" training tokens ({teacher['epochs']:.1f} epochs), held-out perplexity {teacher['perplexity']:.3f}"
         f" ({teacher['bits_per_byte']:.3f} bits per byte), recall {teacher['recall']:.3f}. Ratios are student to"
-        " teacher over the same disjoint held-out windows, with bootstrap 95% intervals over windows; bytes are"
+        f" teacher over the same disjoint held-out windows, with {data.get('intervals', 'bootstrap')} 95% intervals"
+        " over windows; bytes are"
         " counted from cache tensors.",
         "",
         "![Perplexity ratio against KV ratio](benchmarks/upcycle_proxy.png)",

@@ -23,13 +23,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from proxy_measure import recall_by_depth, window_nll
+from proxy_measure import recall_by_depth
 from proxy_pool import Pool, pool
 from proxy_recipe import Recipe, Run, distil
 from proxy_study import (
     CONTINUED,
+    EVAL_BATCH,
     HEAD_DIM,
     METHODS,
     POOLED,
@@ -45,6 +45,7 @@ from proxy_study import (
 from torch import distributed, nn
 from torch.nn import functional as F
 
+from caramba.measure import windowed_nll
 from caramba.model import build_model
 from caramba.runs.files import write_json
 
@@ -128,9 +129,10 @@ def train_teacher(study: Study, clock: Clock) -> bool:
         print(f"teacher: {step} of {steps} steps; call again", flush=True)
         return False
     model.eval()
-    nll = window_nll(model, study.held_out, study.autocast, 16)
-    np.save(study.state / "teacher_nll_selection.npy", window_nll(model, study.selection, study.autocast, 16))
-    depths = recall_by_depth(model, study.held_out, study.autocast, 16)
+    text = study.held_out.text
+    with study.autocast():
+        nll = windowed_nll(model, text, windows=len(text), batch_size=EVAL_BATCH, device=study.device)
+    depths = recall_by_depth(model, study.held_out, study.autocast, EVAL_BATCH)
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "steps": steps,
@@ -138,14 +140,13 @@ def train_teacher(study: Study, clock: Clock) -> bool:
         "epochs": steps * per_step / study.corpus.train.numel(),
         "seconds": spent,
         "devices": world,
-        "nll": float(nll.mean()),
-        "perplexity": math.exp(nll.mean()),
-        "bits_per_byte": float(nll.mean()) * study.corpus.bits_per_nat_token,
+        "nll": nll.mean,
+        "perplexity": nll.perplexity,
+        "bits_per_byte": nll.mean * study.corpus.bits_per_nat_token,
         "recall_by_depth": depths,
         "recall": sum(depths) / len(depths),
         "cache_elements": 2 * size.n_kv_heads * HEAD_DIM,
     }
-    np.save(study.state / "teacher_nll.npy", nll)
     study.write("teacher", facts)
     print(
         "teacher:",
@@ -281,6 +282,7 @@ def collect(study: Study, out: Path) -> None:
             "benchmark": "upcycle_proxy",
             "made_by": "python scripts/bench/upcycle_proxy.py teacher|surgery|search|distil|collect",
             "label": "proxy: a teacher trained from scratch on local source code; no claim about Llama",
+            "intervals": "normal",
             "machine": facts,
             "size": {key: value for key, value in asdict(size).items() if key != "budgets"},
             "budgets": size.budgets,
@@ -304,7 +306,7 @@ STAGES = ("teacher", "surgery", "search", "distil", "collect")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("stage", nargs="+", choices=STAGES)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="full")

@@ -87,6 +87,28 @@ def test_sequential_blocks_change_one_after_another(teacher: Path, tmp_path: Pat
         assert not torch.equal(before[key], after[key])
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("train.phases.blockwise.schedule=sequential",),
+            "schedule=sequential trains 4 blocks in turn, got steps=3; use steps=4 or more",
+        ),
+        (
+            ("model.surgery.exact_first_tokens=64",),
+            "calibration windows have 64 tokens, and exact_first_tokens=64 leaves none to measure",
+        ),
+    ],
+)
+def test_what_a_later_phase_cannot_do_is_refused_before_the_teacher_trains(
+    words: tuple[str, ...], message: str, tmp_path: Path, cache: Path
+) -> None:
+    refused = caramba([*SMOKE, *words], tmp_path, cache)
+    assert refused.returncode == 2, refused.stdout + refused.stderr
+    assert message in refused.stderr
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
 def test_teacher_outputs_are_kept_reused_and_capped(teacher: Path, tmp_path: Path, cache: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(cache, home)

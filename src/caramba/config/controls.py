@@ -7,7 +7,8 @@ from functools import reduce
 from math import gcd
 from typing import Any
 
-from caramba.config.attention import AttentionLayerConfig, AttentionMode
+from caramba.config.attention import AttentionLayerConfig
+from caramba.config.attention_dims import AttentionMode
 from caramba.config.model import ModelSpec
 from caramba.config.surgery import attention_configs
 from caramba.config.topology import TopologyConfig

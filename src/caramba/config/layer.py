@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from caramba.config.attention import AttentionDims, AttentionLayerConfig, AttentionMode, RopeScalingConfig
+from caramba.config.attention import AttentionLayerConfig
+from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.cost import Cost, Width, WidthError, expect_width, layer_cost
 from caramba.config.leaf import LayerConfig, Positive, Probability, Shapes
+from caramba.config.rope import RopeScalingConfig
 
 __all__ = [
     "AttentionDims",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from caramba.config.attention import AttentionLayerConfig, AttentionMode
+from caramba.config.attention import AttentionLayerConfig
+from caramba.config.attention_dims import AttentionMode
 from caramba.config.model import ModelConfig, SurgeryConfig
 from caramba.config.topology import NestedTopologyConfig, TopologyConfig
 from caramba.errors import ConfigError

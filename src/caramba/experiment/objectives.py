@@ -23,7 +23,7 @@ from caramba.distill import (
     refuse_over_cap,
 )
 from caramba.experiment.session import Session
-from caramba.model import Model, weights_hash
+from caramba.model import Model, model_hash
 from caramba.runtime import RuntimePlan, get_world_size
 
 
@@ -64,12 +64,7 @@ def _blockwise(
         model,
         teacher,
         pairs,
-        schedule=BlockSchedule(
-            shard.owned,
-            steps=phase.steps,
-            is_sequential=phase.schedule == "sequential",
-            convergence=phase.convergence,
-        ),
+        schedule=_block_schedule(phase, shard),
         on_student=phase.phase == "drift",
         attention_weight=phase.attention_kl,
         n_queries=phase.attention_queries,
@@ -103,7 +98,7 @@ def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: ob
         return None
     return TeacherCache(
         {
-            "teacher": weights_hash(session.model_of("teacher")),
+            "teacher": model_hash(session.model_of("teacher")),
             "data": session.corpus.fingerprint,
             "packing": [session.corpus.packing, session.group.data.keeps_documents_apart],
             "split": "train",
@@ -112,6 +107,27 @@ def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: ob
             "outputs": "attention" if phase.phase in BLOCK_PHASES else "logits",
             **key,
         }
+    )
+
+
+def check_block_schedules(session: Session) -> None:
+    """Refuse phases that have fewer steps than blocks to train in turn, before anything is trained.
+
+    Raises:
+        ConfigError: naming the steps that the phase takes at least, or fewer blocks than ranks.
+    """
+    for run in session.group.runs:
+        if run.train is not None and run.train.phase in BLOCK_PHASES and run.id not in session.ledger:
+            blocks = range(len(attention_configs(session.manifest.model.topology)))
+            _block_schedule(run.train, BlockShard([f"block {block}" for block in blocks]))
+
+
+def _block_schedule(phase: PhaseConfig, shard: BlockShard) -> BlockSchedule:
+    return BlockSchedule(
+        shard.owned,
+        steps=phase.steps,
+        is_sequential=phase.schedule == "sequential",
+        convergence=phase.convergence,
     )
 
 

@@ -73,7 +73,7 @@ def check_calibration(session: Session) -> None:
     """Refuse text that surgery could not calibrate on before anything is trained.
 
     Raises:
-        ConfigError: there are fewer than two windows.
+        ConfigError: there are fewer than two windows, or none is longer than the first tokens that stay exact.
         DataError: a document of the calibration text is in the evaluation split too.
     """
     surgery = session.manifest.model.surgery or SurgeryConfig()
@@ -98,6 +98,7 @@ def calibration_windows(
     windows = session.windows(
         "train", min(max(blocks, default=upcycle.LONGEST_WINDOW), upcycle.LONGEST_WINDOW)
     )
+    upcycle.refuse_short_windows(windows.block_size, first_tokens_apart(session.manifest.model.topology))
     chosen, held = upcycle.choose_windows(len(windows), windows.block_size, surgery.calibration_tokens)
     refuse_overlap(session.corpus, windows, [*chosen, *held], what="surgery: calibration")
     return windows, chosen, held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ from caramba.infer.policy_measure import (
 )
 from caramba.infer.policy_plan import Measured, PlanFile, numbers
 from caramba.kernels import get_backend_info
-from caramba.model import Model, weights_hash
+from caramba.model import Model, model_hash
 from caramba.runtime.device import device_facts
 
 FEWEST_TOKENS = 256  # lengths are planned for by powers of two from here up
@@ -254,14 +253,13 @@ class CachePolicy:
         return PlanFile(facts, config.cache_plan_path)
 
     def _model_hash(self) -> str:
-        """Return the hash of weights and spec, taken anew when a weight has been written to."""
+        """Return the hash of the model, taken anew when a weight has been written to."""
         seen = tuple(
             (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
             for tensor in self.model.parameters()
         )
         if self._hash is None or self._hash[0] != seen:
-            spec = self.model.spec.model_dump_json()
-            self._hash = seen, hashlib.sha256(f"{weights_hash(self.model)} {spec}".encode()).hexdigest()
+            self._hash = seen, model_hash(self.model)
         return self._hash[1]
 
 

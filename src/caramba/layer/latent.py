@@ -227,7 +227,7 @@ class LatentProjection(GatedProjection):
 
         Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
         """
-        heads, c, k_geo = self.dims.n_heads, streams["c"][:, 0], streams["k_geo"][:, 0]
+        heads, c, k_geo = self.dims.n_heads, streams["c"].squeeze(1), streams["k_geo"].squeeze(1)
         k_sem = F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (heads, -1))
         v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1))
         geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)

@@ -78,7 +78,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None
     if is_fused("rope", x) and not cos.requires_grad:
         return rope(x, cos, sin, dtype=dtype or torch.promote_types(x.dtype, torch.float32))
     pairs = widened(x).unflatten(-1, (2, -1))
-    turned = torch.stack((-pairs[..., 1, :], pairs[..., 0, :]), dim=-2)
+    # Gradients of `unbind` join in one pass, where each of two views would pad its own to a whole tensor.
+    real, imaginary = pairs.unbind(-2)
+    turned = torch.stack((-imaginary, real), dim=-2)
     # cos and sin are broadcast over both halves, so that a compiled kernel computes each once per element.
     rotated = (pairs * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).flatten(-2)
     return rotated if dtype is None else rotated.to(dtype)

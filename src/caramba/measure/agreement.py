@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import IGNORED
 from caramba.errors import CarambaError, DataError
-from caramba.layer.projection import widened
 from caramba.measure.nll import WindowedNLL, Windows, batches, documents_of, spread_windows
 from caramba.model import Model
+from caramba.ops.widen import widened
 
 CHUNK = 1024  # tokens whose logits exist at one time
 NORMAL_95 = 1.96

@@ -4,10 +4,10 @@ from caramba.model.build import build_model, init_weights
 from caramba.model.embedder import Embedder
 from caramba.model.head import Head, TiedHead
 from caramba.model.hf_folder import load_hf_folder, record_loaded
+from caramba.model.identity import model_hash
 from caramba.model.model import Model
 from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
 from caramba.model.trace import Trace, TraceRecord
-from caramba.model.weights import weights_hash
 
 __all__ = [
     "Embedder",
@@ -21,8 +21,8 @@ __all__ = [
     "init_weights",
     "load_hf_folder",
     "load_pretrained",
+    "model_hash",
     "record_loaded",
     "save_model",
     "spec_of",
-    "weights_hash",
 ]

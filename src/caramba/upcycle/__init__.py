@@ -8,6 +8,7 @@ from caramba.upcycle.calibration import (
     calibrate,
     choose_windows,
 )
+from caramba.upcycle.collect import refuse_short_windows
 from caramba.upcycle.transplant import CALIBRATED, check_models, pair_attention, transplant
 from caramba.upcycle.weight_svd import weight_svd
 
@@ -22,6 +23,7 @@ __all__ = [
     "choose_windows",
     "fit_widths",
     "pair_attention",
+    "refuse_short_windows",
     "transplant",
     "weight_svd",
 ]

@@ -13,9 +13,10 @@ from torch import Tensor
 from caramba.checkpoint import load_tensors, save_tensors
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer
-from caramba.model import Model
+from caramba.model import Model, model_hash
+from caramba.upcycle.collect import collect_statistics
 from caramba.upcycle.held_out import HeldOut, capture
-from caramba.upcycle.statistics import LayerStatistics, collect_statistics, pack, unpack
+from caramba.upcycle.statistics import LayerStatistics, pack, unpack
 
 CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048
@@ -115,14 +116,10 @@ def calibrate(
 
 def calibration_key(teacher: Model, text: CalibrationText, first_tokens: int = 0) -> str:
     """Return a SHA-256 over the teacher's description and weights, the calibration text and the settings."""
-    digest = hashlib.sha256(
-        f"{_VERSION} {ROTATION_WINDOWS} {first_tokens} {teacher.spec.topology!r}".encode()
-    )
-    named = {**teacher.state_dict(), "windows": text.windows}
-    if text.documents is not None:
-        named["documents"] = text.documents
-    for name, tensor in sorted(named.items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        plain = tensor.detach().cpu().contiguous().flatten()
-        digest.update(memoryview(plain.view(torch.uint8).numpy()))
+    digest = hashlib.sha256(f"{_VERSION} {ROTATION_WINDOWS} {first_tokens} {model_hash(teacher)}".encode())
+    for name, tensor in (("windows", text.windows), ("documents", text.documents)):
+        if tensor is not None:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            plain = tensor.detach().cpu().contiguous().flatten()
+            digest.update(memoryview(plain.view(torch.uint8).numpy()))
     return digest.hexdigest()

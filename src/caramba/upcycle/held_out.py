@@ -15,9 +15,10 @@ from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
 from caramba.ops.widen import widened
+from caramba.upcycle.collect import batches
 from caramba.upcycle.latent import LatentMaps
 from caramba.upcycle.per_head import PerHeadMaps
-from caramba.upcycle.statistics import batches, standard_projection, unrotated
+from caramba.upcycle.statistics import standard_projection, unrotated
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,11 @@ class TestAttentionRules:
             ({"mode": "gqa", "n_kv_heads": 3}, "n_kv_heads=3 does not divide n_heads=4; use a divisor of 4"),
             ({"n_kv_heads": 2}, "use mode=gqa"),
             ({"head_dim": 7}, "rotary positions need an even width per head, got 7"),
+            ({**DECOUPLED, "geo_dim": 12}, "even width per head, got 3; set geo_dim to 8 or 16"),
+            (
+                {**DECOUPLED, "v_dim": None, "layout": "latent", "geo_dim": 1},
+                "even width per head, got 1; set geo_dim to 2",
+            ),
             ({"sem_dim": 8}, "sem_dim belongs to mode=decoupled, got mode=standard"),
             ({"attn_dim": 8}, "attn_dim belongs to mode=bottleneck"),
             ({"mode": "bottleneck"}, "mode=bottleneck needs attn_dim"),

@@ -41,7 +41,8 @@ def features(dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 class Counted(TorchDispatchMode):
-    """Counts the ops on tensors of at least [B, T, M] elements, and the largest tensor that any op made."""
+    """Counts the ops on tensors of at least [B, T, M] elements, gradients of single rows or halves whatever their size,
+    and the largest tensor that any op made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +56,9 @@ class Counted(TorchDispatchMode):
         ]
         if not func.is_view:
             self.largest = max([self.largest, *sizes])
-            if max(sizes, default=0) >= B * T * M:
-                self.ops[func.overloadpacket._qualified_op_name.removeprefix("aten::")] += 1
+            name = func.overloadpacket._qualified_op_name.removeprefix("aten::")
+            if max(sizes, default=0) >= B * T * M or name == "select_backward":
+                self.ops[name] += 1
         return out
 
 
@@ -106,6 +108,7 @@ def test_a_latent_blocks_step_makes_no_product_or_copy_beyond_those_it_needs(
     # One copy: the semantic part of the keys' gradient, which its product reads as a matrix.
     assert ops["clone"] == 1, ops
     assert ops["cat"] == 2, "queries and keys are joined once"
+    assert not ops["select_backward"], "no gradient of half a tensor is padded with zeros to a whole one"
     kept = student_of()
     kept.projection.q.requires_grad_(False)  # type: ignore[union-attr]
     kept.out.weight.requires_grad_(False)

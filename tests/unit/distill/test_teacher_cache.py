@@ -15,7 +15,7 @@ from caramba.distill import (
     refuse_over_cap,
 )
 from caramba.errors import ConfigError
-from caramba.model import Model, build_model, weights_hash
+from caramba.model import Model, build_model, model_hash
 from caramba.upcycle import pair_attention
 from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
 
@@ -96,10 +96,12 @@ def test_a_damaged_file_is_reported_and_made_again(
 
 
 def test_other_keys_are_other_folders(tmp_path: Path) -> None:
-    hashes = [weights_hash(build_model(spec(), seed=seed)) for seed in (1, 1, 2)]
-    hashes.append(weights_hash(build_model(spec(), seed=1).to(torch.bfloat16)))
+    hashes = [model_hash(build_model(spec(), seed=seed)) for seed in (1, 1, 2)]
+    hashes.append(model_hash(build_model(spec(), seed=1).to(torch.bfloat16)))
+    # Equal weights under another rotary base give other outputs.
+    hashes.append(model_hash(build_model(spec(rope_base=500.0), seed=1)))
     assert hashes[0] == hashes[1]
-    assert len(set(hashes)) == 3
+    assert len(set(hashes)) == 4
     assert len({TeacherCache({"teacher": "a", "k": k}, tmp_path).folder for k in (1, 2, 1)}) == 2
 
 

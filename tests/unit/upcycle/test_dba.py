@@ -25,13 +25,14 @@ from caramba.upcycle import (
     pair_attention,
     transplant,
 )
-from caramba.upcycle import statistics as statistics_module
+from caramba.upcycle import collect as collect_module
 from caramba.upcycle.algebra import key_moments, select_geometry
+from caramba.upcycle.collect import collect_statistics, mean_rotation
 from caramba.upcycle.dba import split_keys
 from caramba.upcycle.held_out import capture, latent_output, per_head_output
 from caramba.upcycle.latent import latent_maps
 from caramba.upcycle.per_head import per_head_maps
-from caramba.upcycle.statistics import collect_statistics, mean_rotation, unrotated
+from caramba.upcycle.statistics import unrotated
 from tests.unit.upcycle.models import (
     DIM,
     KV,
@@ -341,7 +342,7 @@ def test_a_layer_that_runs_twice_is_measured_twice() -> None:
 def test_rotations_come_from_windows_spread_over_the_text(
     teacher: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(statistics_module, "BATCH_TOKENS", 12)  # one window a batch
+    monkeypatch.setattr(collect_module, "BATCH_TOKENS", 12)  # one window a batch
     windows, layers = tokens(9, 12, 4), teacher.attention_layers()
     found = collect_statistics(teacher, layers, windows, rotation_windows=3)
     from_these = collect_statistics(teacher, layers, windows[[0, 3, 6]])

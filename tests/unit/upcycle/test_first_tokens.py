@@ -14,12 +14,13 @@ from caramba.config.model import SurgeryConfig
 from caramba.config.surgery import attention_configs, check_pair, first_tokens_apart
 from caramba.distill import block_errors
 from caramba.distill.block_loss import attention_log_probabilities
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.model import Model, build_model
 from caramba.upcycle import CalibrationText, calibrate, pair_attention, transplant
 from caramba.upcycle.calibration import calibration_key
-from caramba.upcycle.statistics import collect_statistics, unrotated
+from caramba.upcycle.collect import collect_statistics
+from caramba.upcycle.statistics import unrotated
 from tests.unit.upcycle.models import DIM, KV, latent_spec, make_teacher, spec, tokens
 
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -126,11 +127,11 @@ def test_statistics_leave_the_first_tokens_out() -> None:
 def test_statistics_of_first_tokens_alone_are_refused() -> None:
     teacher = make_teacher()
     layers = teacher.attention_layers()
-    with pytest.raises(CarambaError, match="windows have 6 tokens, and exact_first_tokens=6 leaves none"):
+    with pytest.raises(ConfigError, match="windows have 6 tokens, and exact_first_tokens=6 leaves none"):
         collect_statistics(teacher, layers, tokens(2, 6, 1), first_tokens=6)
     ids = torch.arange(3).repeat_interleave(4)[None]
     with pytest.raises(
-        CarambaError, match="no document of the calibration text has more than exact_first_tok"
+        ConfigError, match="no document of the calibration text has more than exact_first_tok"
     ):
         collect_statistics(teacher, layers, tokens(1, 12, 1), documents=ids, first_tokens=4)
     text = CalibrationText(tokens(2, 6, 1), tokens(1, 6, 2))

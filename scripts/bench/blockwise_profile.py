@@ -1,0 +1,110 @@
+"""Where a blockwise step's time goes: device kernels by phase, counted and timed by torch's profiler, as text.
+
+A kernel belongs to the phase in which the operator started that launched it, whenever the device ran it. Without an
+accelerator the operators themselves are listed, each without those that it calls.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from caramba.runs.files import whole_file
+from caramba.runtime import synchronize
+
+STEPS = 3
+TOP = 40
+NAME_WIDTH = 150
+MARK = "ended: "
+
+
+class Rows:
+    """Microseconds and counts of kernels by phase and name."""
+
+    def __init__(self) -> None:
+        self.spent: dict[tuple[str, str], float] = defaultdict(float)
+        self.count: dict[tuple[str, str], int] = defaultdict(int)
+
+    def add(self, phase: str, name: str, microseconds: float) -> None:
+        self.spent[phase, name] += microseconds
+        self.count[phase, name] += 1
+
+    def of(self, phase: str) -> float:
+        return sum(spent for (found, _), spent in self.spent.items() if found == phase)
+
+    def table(self, keys: list[tuple[str, str]]) -> Iterator[str]:
+        yield f"{'ms/step':>9s} {'share':>6s} {'calls/step':>10s}  {'phase':16s} kernel"
+        total = sum(self.spent.values()) or 1.0
+        for phase, name in keys:
+            spent, count = self.spent[phase, name], self.count[phase, name]
+            yield (
+                f"{spent / 1000 / STEPS:9.3f} {spent / total:6.1%} {count / STEPS:10.1f}  {phase:16s} "
+                f"{' '.join(name.split())[:NAME_WIDTH]}"
+            )
+
+
+def write_profile(
+    path: Path, step: Callable[[Callable[[str], None]], object], device: torch.device, phases: tuple[str, ...]
+) -> None:
+    """Profile STEPS calls of step(mark), warmed up, and write the tables; `mark(phase)` says which phase just ended."""
+
+    def mark(phase: str) -> None:
+        with record_function(MARK + phase):
+            pass
+
+    step(lambda _phase: None)
+    synchronize(device)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        for _ in range(STEPS):
+            step(mark)
+        synchronize(device)
+    rows, missing = by_phase(profiler.events() or [], is_cuda=device.type == "cuda")
+    total = sum(rows.spent.values())
+    lines = [f"{STEPS} steps on {_name(device)}, torch {torch.__version__}", ""]
+    for phase in (*phases, "after the last mark"):
+        count = sum(count for (found, _), count in rows.count.items() if found == phase)
+        if count:
+            spent = rows.of(phase)
+            lines.append(
+                f"{phase:20s} {spent / 1000 / STEPS:9.3f} ms/step {spent / total:6.1%} {count / STEPS:8.1f} calls/step"
+            )
+    lines.append(f"{'launched by no operator':20s} {missing / 1000 / STEPS:9.3f} ms/step")
+    keys = sorted(rows.spent, key=lambda key: -rows.spent[key])
+    lines += ["", f"top {TOP} of all", *rows.table(keys[:TOP])]
+    for phase in phases:
+        lines += ["", f"top {TOP} of {phase}", *rows.table([key for key in keys if key[0] == phase][:TOP])]
+    with whole_file(path) as temporary:
+        temporary.write_text("\n".join(lines) + "\n")
+
+
+def by_phase(events: Any, *, is_cuda: bool) -> tuple[Rows, float]:
+    """Return the kernels by phase, and the microseconds of those that no operator launched."""
+    marks = sorted(
+        (event.time_range.start, event.name.removeprefix(MARK))
+        for event in events
+        if event.device_type.name == "CPU" and event.name.startswith(MARK)
+    )
+    rows, on_device = Rows(), 0.0
+    for event in events:
+        if event.name.startswith(MARK):
+            continue
+        if event.device_type.name != "CPU":
+            on_device += 0.0 if event.is_user_annotation else event.time_range.elapsed_us()
+            continue
+        phase = next((name for at, name in marks if at >= event.time_range.start), "after the last mark")
+        if not is_cuda:
+            rows.add(phase, event.name, event.self_cpu_time_total)
+        for kernel in event.kernels:
+            if kernel.name != event.name:  # an annotation's span on the device is no kernel
+                rows.add(phase, kernel.name, kernel.duration)
+    return rows, max(on_device - sum(rows.spent.values()), 0.0) if is_cuda else 0.0
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
