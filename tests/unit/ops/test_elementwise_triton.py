@@ -1,6 +1,6 @@
 """The Triton kernels of norms, RoPE, SwiGLU, dropout and Lion against float64.
 
-On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `test_elementwise_interpreted.py`.
+On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`.
 Everything that is allocated and not written is NaN.
 """
 
@@ -148,7 +148,9 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
             (x, weight, bias),
             dtype,
         )
-    lifted = x.new_full(shape[-1:], 10.0, dtype=torch.float32)  # no normalised element comes out at 0 by itself
+    lifted = x.new_full(
+        shape[-1:], 10.0, dtype=torch.float32
+    )  # no normalised element comes out at 0 by itself
     y = norm_dropout_activation(x.detach().float(), bias=lifted, activation="silu", p=p, seed=seed)
     assert torch.equal(y != 0, mask)
 
