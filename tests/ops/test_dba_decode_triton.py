@@ -1,29 +1,25 @@
 """The Triton kernel of decode attention against float64: in the interpreter on a CPU, as compiled on a GPU.
 
-Triton has to be told to interpret before it is first imported, so on a CPU this file runs itself in a process.
+Triton has to be told to interpret before it is first imported, so on a CPU `test_in_the_interpreter.py` runs this file.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ops.decode_cases import Case, arguments, expected
 
-ROOT = Path(__file__).parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
 runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process")
 
 CASES = {
-    "per head, mixed": Case(("q4_0", "q8_0", "q4_0"), (150, 0, 97), packed=64),
+    "per head, mixed": Case(("q4_0", "q8_0", "q4_0"), (105, 0, 70), packed=64),
     "per head, exact": Case(("fp32", "fp16", "bf16"), (70, 1), queries=2),
     "per head, nf4 of heads that share a block": Case(("nf4", "nf4", "nf4"), (90,), packed=80, tail=16),
     "latent, mixed": Case(("q4_0", "q8_0"), (130, 70), heads=(8, 1), dims=(128, 64, 128), packed=64),
@@ -99,19 +95,6 @@ def test_the_op_runs_the_launcher_with_a_choice_of_the_table() -> None:
     out, _ = dba_decode(*args[:2], ["bf16", "bf16"], *numbers, [], args[5], None, [], 0, 0, 0)
     wanted, _ = expected(case, args, {})
     torch.testing.assert_close(out.double().cpu(), wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="is the interpreter's process, or has a GPU")
-def test_this_file_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 # Every pair of what a kernel is compiled for meets in some way; all products of them would compile for minutes.

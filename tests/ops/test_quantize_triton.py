@@ -1,14 +1,11 @@
 """The Triton kernels of quantise and dequantise give the reference's bits: interpreted on a CPU, compiled on a GPU.
 
-Triton has to be told to interpret before it is first imported, so on a CPU this file runs itself in a process.
+Triton has to be told to interpret before it is first imported, so on a CPU `test_in_the_interpreter.py` runs this file.
 """
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from caramba.ops.dequantize import reference_dequantize
 from caramba.ops.formats import NF4_LEVELS
 from caramba.ops.quantize import reference_quantize
 
-ROOT = Path(__file__).parents[2]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -84,19 +80,6 @@ def test_the_kernels_know_the_formats() -> None:
         own = block_tables.BLOCKS[kind]
         assert (own.elements, own.code_width) == (stored.block.elements, stored.code_width)
         assert (own.code_dtype, own.scale_dtype) == (stored.code_dtype, stored.scale_dtype)
-
-
-@pytest.mark.skipif(INTERPRETED or DEVICE == "cuda", reason="is the interpreter's process, or has a GPU")
-def test_this_file_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__))],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from caramba.config.attention import aligned
+from caramba.config.attention_dims import aligned
 from caramba.errors import KernelUnavailable
 
 WIDEST = 256

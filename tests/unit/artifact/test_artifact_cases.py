@@ -97,6 +97,7 @@ def test_tables_show_cases_side_by_side_and_bounds_by_their_side(result: RunResu
 
 
 def test_the_files_are_there_when_there_is_something_to_write(result: RunResult, tmp_path: Path) -> None:
+    result = dataclasses.replace(result, benchmarks=result.benchmarks[:1], transplant=None)
     names = {entry.path for entry in write(with_cases(result), tmp_path).entries}
     assert {"eval_cases.csv", "accuracy.csv"} <= names
     report = json.loads((tmp_path / "artifacts/report.json").read_text())

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -60,16 +61,21 @@ def test_every_option_composes_and_validates_and_costs():
         ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
     }
     checked = {Path("config.yaml")}  # the composition itself
-    for path in found[:]:
-        if len(path.parts) == 1:
-            continue
-        group, option = path.parent.as_posix(), path.stem
-        words = [f"{group}={option}", *extra.get((group, option), [])]
-        if group == "model":
-            words.append("train=pretrain")
+    options = [path for path in found if len(path.parts) > 1]
+    alone = [[path] for path in options if path.parent.name in ("model", "train", "data", "experiment")]
+    others = itertools.groupby((path for path in options if [path] not in alone), lambda path: path.parent)
+    together = itertools.zip_longest(
+        *(list(paths) for _, paths in others)
+    )  # groups that do not touch each other
+    for paths in (*alone, *([path for path in row if path] for row in together)):
+        words = []
+        for path in paths:
+            key = (path.parent.as_posix(), path.stem)
+            words += [f"{key[0]}={key[1]}", *extra.get(key, [])]
+            words += ["train=pretrain"] if key[0] == "model" else []
         manifest = manifest_of(*words)
         assert plan(manifest, command="x").name == manifest.name
-        checked.add(path)
+        checked |= set(paths)
     assert len(checked) == len(found)
     assert found == sorted(checked)
 

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -145,22 +139,6 @@ def test_bad_input_is_refused_by_name() -> None:
         ConfigError, match=r"target 9 of row 3 is outside the vocabulary of 9; expected 0 to 8"
     ):
         linear_cross_entropy(hidden, weight, targets)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, for its interpreter")
-def test_the_triton_kernel_in_the_interpreter() -> None:
-    script = Path(__file__).with_name("linear_cross_entropy_interpreted.py")
-    root = script.parents[3]
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.unit.ops.{script.stem}"],
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.gpu

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -151,17 +147,3 @@ def test_on_the_gpu() -> None:
     with attention_backends(torch.device("cuda")) as choice:
         assert choice.order is not None
         assert str(tuned_path()) in choice.source
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton, for its interpreter")
-def test_ways_to_cut_decode_attention_are_timed_and_taken_over() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.tune.decode_interpreted"],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]

@@ -1,26 +1,27 @@
-"""Tunes tiny decode steps with the kernel in Triton's interpreter. Its own process, as TRITON_INTERPRET has to be set
-before triton is imported. Prints nothing when all is well."""
+"""Ways to cut decode attention are timed and taken over, with the kernel in Triton's interpreter."""
 
 from __future__ import annotations
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
-
+import pytest
 import torch
-from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, adopt, candidates, choose
-from triton.runtime.errors import OutOfResources
 
-from caramba.ops import STORED, dba_decode
+from caramba.ops import STORED, StoredStream, dba_decode
 from caramba.tune.decode import DecodeCase, _call, _copies, tune_case, tune_decode
 from caramba.tune.timing import Timed, time_in_turn
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process"
+)
 CPU = torch.device("cpu")
 LATENT = DecodeCase(("fp32", "fp32"), (16, 16, 16), batch=1, tokens=40, n_heads=2)
 PER_HEAD = DecodeCase(("q4_0", "q8_0", "fp32"), (16, 16, 32), batch=2, tokens=32, n_heads=4, n_kv_heads=2)
 
 
-def main() -> None:
+def test_what_was_fastest_is_what_the_kernel_takes() -> None:
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, adopt, candidates, choose
+
     assert list(tune_case(PER_HEAD, CPU, 0.0)) == ["interpreter|q4_0+q8_0+fp32|16x16x32|2|4|32"]
     found = tune_decode(CPU, 0.2, [LATENT, PER_HEAD])
     key = next(iter(found))
@@ -30,12 +31,11 @@ def main() -> None:
     other = {**found[key], "n_splits": 3, "n_warps": 8}
     adopt({key: other})
     assert choose(shape, 4) == DecodeConfig(**other)
-    a_way_that_the_gpu_lacks_resources_for_is_refused()
-    for case in (LATENT, PER_HEAD):
-        the_op_takes_what_is_timed(case)
 
 
-def a_way_that_the_gpu_lacks_resources_for_is_refused() -> None:
+def test_a_way_that_the_gpu_lacks_resources_for_is_refused() -> None:
+    from triton.runtime.errors import OutOfResources
+
     def launch(*_: object) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
@@ -45,16 +45,11 @@ def a_way_that_the_gpu_lacks_resources_for_is_refused() -> None:
     assert "out of resource: shared memory, Required: 300000" in refused["large"]
 
 
-def the_op_takes_what_is_timed(case: DecodeCase) -> None:
-    from caramba.ops import StoredStream
-
+@pytest.mark.parametrize("case", [LATENT, PER_HEAD], ids=["latent", "per head"])
+def test_the_op_takes_what_is_timed(case: DecodeCase) -> None:
     q_sem, q_geo, kinds, *streams, seqlens, packed = _copies(case, CPU)[0]
     stored = [StoredStream(kind, *parts) for kind, parts in zip(kinds, streams, strict=False)]
     stored += [None] * (3 - len(stored))
     out, _ = dba_decode(q_sem, q_geo, *stored, seqlens, n_packed=packed)
     assert out.isfinite().all()
     assert (packed is None) == all(kind not in STORED for kind in kinds)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """The Triton kernels of norms, RoPE, SwiGLU, dropout and Lion against float64.
 
-On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `test_elementwise_interpreted.py`.
+On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`.
 Everything that is allocated and not written is NaN.
 """
 
