@@ -380,7 +380,9 @@ def test_references_resolve_and_a_bare_var_is_found():
 
 
 def test_unbuilt_settings_are_refused_by_the_path_that_was_typed():
-    frozen = freeze(["train.optimizer=adafactor", "benchmark.benchmarks.2.config.quantization_modes=[fp16,auto]"])
+    frozen = freeze(
+        ["train.optimizer=adafactor", "benchmark.benchmarks.2.config.quantization_modes=[fp16,auto]"]
+    )
     with pytest.raises(ConfigError) as caught:
         frozen.refuse_unbuilt()
     text = str(caught.value)
