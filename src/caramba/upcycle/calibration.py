@@ -121,5 +121,5 @@ def calibration_key(teacher: Model, text: CalibrationText, first_tokens: int = 0
         if tensor is not None:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             plain = tensor.detach().cpu().contiguous().flatten()
-            digest.update(memoryview(plain.view(torch.uint8).numpy()))
+            digest.update(plain.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
