@@ -35,6 +35,11 @@ def caramba(
     )
 
 
+def hear_interrupts() -> None:
+    """Undo what a shell does to SIGINT for tests that it runs in the background, and what they would hand on."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def interrupt_when(
     path_glob: str, words: Sequence[str], folder: Path, cache: Path, how: signal.Signals
 ) -> int:
@@ -42,7 +47,12 @@ def interrupt_when(
     command = [sys.executable, "-m", "caramba", *words]
     log = open(folder / "log.txt", "w")  # noqa: SIM115 - closed with the process
     process = subprocess.Popen(
-        command, cwd=folder, env=environment(cache), stdout=log, stderr=subprocess.STDOUT
+        command,
+        cwd=folder,
+        env=environment(cache),
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        preexec_fn=hear_interrupts,
     )
     limit = time.monotonic() + TIMEOUT_S
     while not list(folder.glob(path_glob)):
