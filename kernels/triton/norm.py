@@ -155,6 +155,18 @@ def _sum_kernel(
     tl.store(out_ptr + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < width)
 
 
+def vector_grads(x: Tensor, vectors: tuple[Tensor | None, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Where the gradients of vectors [D] go: zeros if x has no rows, and empty for a vector that is not there."""
+    return [
+        x.new_empty(0, dtype=dtype)
+        if vector is None
+        else torch.zeros_like(vector)
+        if x.numel() == 0
+        else torch.empty_like(vector)
+        for vector in vectors
+    ]
+
+
 def sum_programs(sums: Tensor | None, out: Tensor, acc: tl.dtype) -> None:
     """Add [P, D] to `out` [D]."""
     if sums is not None:
@@ -234,14 +246,7 @@ def _backward(
     width = x.shape[-1]
     dtype, acc = accumulator(x)
     grad_x = torch.empty_like(x)
-    grads = [
-        x.new_empty(0, dtype=dtype)
-        if vector is None
-        else torch.zeros_like(vector)
-        if x.numel() == 0
-        else torch.empty_like(vector)
-        for vector in (weight, bias)
-    ]
+    grads = vector_grads(x, (weight, bias), dtype)
     if x.numel() == 0:
         return grad_x, grads[0], grads[1]
     n_rows = x.numel() // width

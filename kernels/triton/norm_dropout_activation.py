@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.triton.activation import activated, kept, slope
-from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile
+from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile, vector_grads
 from torch import Tensor
 
 import triton
@@ -198,14 +198,7 @@ def norm_dropout_activation_backward(
     width = x.shape[-1]
     dtype, acc = accumulator(x)
     grad_x = torch.empty_like(x)
-    grads = [
-        x.new_empty(0, dtype=dtype)
-        if vector is None
-        else torch.zeros_like(vector)
-        if x.numel() == 0
-        else torch.empty_like(vector)
-        for vector in (weight, bias)
-    ]
+    grads = vector_grads(x, (weight, bias), dtype)
     if x.numel() == 0:
         return grad_x, grads[0], grads[1]
     n_rows = x.numel() // width

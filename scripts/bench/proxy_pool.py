@@ -13,8 +13,6 @@ from typing import Any
 
 from proxy_study import Clock
 
-Job = tuple[str, tuple[Any, ...]]
-
 
 def serve(device: int, state: Path, size: str, work: Callable[..., Any], jobs: Any, results: Any) -> None:
     """Do jobs until None comes; what a job raises goes back as text."""

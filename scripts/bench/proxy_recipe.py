@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from caramba.distill import BlockwiseObjective, Objective, TeacherLogitsObjective
 from caramba.layer import RMSNormLayer, SwiGLULayer
 from caramba.model import Model
+from caramba.optim import clip_gradients
 from caramba.upcycle import pair_attention
 
 BETAS = (0.9, 0.95)
@@ -137,8 +138,7 @@ def train(
             x = corrupted(x, run.recipe.corrupt, noise)
         with study.autocast():
             losses = objective.step((x, y), lambda loss: loss.backward())
-        for group in objective.clip_groups():
-            nn.utils.clip_grad_norm_(group, 1.0)
+        clip_gradients(objective.clip_groups(), 1.0)
         for optimizer in made:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -226,7 +226,7 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
         if better:
             better.sort(key=lambda item: item[0])
             lowest, _, best = better[0]
-            again = [change for _, change, _ in better[1:] if trials and len(trials) > n_devices]
+            again = [change for _, change, _ in better[1:] if len(trials) > n_devices]
             waiting = again + [change for change in waiting if best.changed(**change) != best]
         print(
             f"best: {lowest:.4f} {best.method} {asdict(best.recipe)}; {clock.left():.0f} s left", flush=True
@@ -253,7 +253,6 @@ def planned(study: Study) -> list[Run]:
         Run(
             CONTINUED, CONTINUED, tokens=full, recipe=replace(recipe, blockwise=0.0, drift=0.0, kl_weight=0.0)
         ),
-        replace(base, recipe=replace(recipe, kl_weight=1.0), seed=3),
     ]
     known = (*study.size.budgets, POOLED, CONTINUED)
     return [run for run in runs if run.budget in known and not study.read(run.name)]
