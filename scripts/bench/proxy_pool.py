@@ -43,22 +43,19 @@ class Pool:
         for process in self.processes:
             process.start()
 
-    def map(self, jobs: Sequence[tuple[Any, ...]], clock: Clock, seconds_each: float) -> list[Any]:
+    def map(self, jobs: Sequence[tuple[Any, ...]], clock: Clock, seconds: Sequence[float]) -> list[Any]:
         """Return each job's result in order, None for those that failed (the reason is printed) or did not fit.
 
-        A job starts only while `seconds_each` are left on the clock.
+        A job starts only while its `seconds` are left on the clock; those behind it wait for none.
         """
         found: list[Any] = [None] * len(jobs)
         waiting, idle, busy = list(enumerate(jobs)), list(range(len(self.queues))), 0
         while waiting or busy:
+            left = clock.left()
+            for index, job in [each for each in waiting if left < seconds[each[0]]]:
+                print(f"{left:.0f} s left, a job of {seconds[index]:.0f} s does not fit: {job}", flush=True)
+                waiting.remove((index, job))
             while waiting and idle:
-                if clock.left() < seconds_each:
-                    print(
-                        f"{clock.left():.0f} s left, {len(waiting)} jobs of {seconds_each:.0f} s do not fit",
-                        flush=True,
-                    )
-                    waiting = []
-                    break
                 self.queues[idle.pop(0)].put(waiting.pop(0))
                 busy += 1
             if not busy:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from proxy_study import CONTINUED, Study, measure, rate, transplant_into
 from torch import Tensor, nn
 
 from caramba.distill import BlockwiseObjective, Objective, TeacherLogitsObjective
+from caramba.distill.objective import Backward, Batch
 from caramba.layer import RMSNormLayer, SwiGLULayer
 from caramba.model import Model
 from caramba.optim import clip_gradients
+from caramba.topology import ResidualTopology
 from caramba.upcycle import pair_attention
 
 BETAS = (0.9, 0.95)
@@ -34,6 +37,8 @@ class Recipe:
         corrupt: share of the input tokens in the global phase that are replaced by others of the batch: on text that
             the teacher has seen several times it is surer than on new text, and the student should follow both.
         muon: matrices of the stack take Muon instead of AdamW in the global phase (the rest, AdamW).
+        hidden_weight: of the distance to the teacher's residual stream after every block in the global phase; it
+            falls to 0 over the phase, so that the end is KL alone.
     """
 
     blockwise: float = 0.05
@@ -46,26 +51,59 @@ class Recipe:
     attention_weight: float = 0.0
     corrupt: float = 0.0
     muon: bool = False
+    hidden_weight: float = 0.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One distillation: the student's cache, where it starts, its data's seed and its tokens."""
+    """One distillation: the student's cache (`widths` other than the budget's), its start, data seed and tokens."""
 
     budget: str
     method: str = "dba"
     seed: int = 0
     tokens: int = 0
     recipe: Recipe = field(default_factory=Recipe)
+    widths: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
         return f"distil_{self.budget}_{self.method}_{self.seed}_{round(self.tokens / 1e6, 1)}M"
 
     def changed(self, **changes: Any) -> Run:
-        """Return the run with another method (`method`) or other parts of the recipe."""
-        method = changes.pop("method", self.method)
-        return replace(self, method=method, recipe=replace(self.recipe, **changes))
+        """Return the run with another `method`, other `widths` or other parts of the recipe."""
+        own = {name: changes.pop(name) for name in ("method", "widths") if name in changes}
+        return replace(self, **own, recipe=replace(self.recipe, **changes))
+
+
+class GuidedObjective(TeacherLogitsObjective):
+    """KL to the teacher + `weight` x the mean over blocks and tokens of |h_s - h_t|^2 / |h_t|^2, h after each block."""
+
+    weight = 0.0
+
+    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
+        streams: dict[int, list[Tensor]] = {0: [], 1: []}
+        handles = [
+            block.register_forward_hook(partial(_keep, streams[which]))
+            for which, model in enumerate((self.model, self.teacher))
+            for block in model.modules()
+            if isinstance(block, ResidualTopology)
+        ]
+        try:
+            losses = self.losses(batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        distances = [
+            ((ours - theirs).float().square().sum(-1) / theirs.float().square().sum(-1)).mean()
+            for ours, theirs in zip(streams[0], streams[1], strict=True)
+        ]
+        distance = torch.stack(distances).mean()
+        backward(losses.loss + self.weight * distance)
+        return {"loss": losses.loss.detach(), "hidden": distance.detach()}
+
+
+def _keep(stream: list[Tensor], _block: nn.Module, _inputs: Any, output: Tensor) -> None:
+    stream.append(output)
 
 
 @contextmanager
@@ -136,6 +174,8 @@ def train(
         x, y = study.batch(batch, 100 + run.seed, first + step)
         if run.recipe.corrupt and isinstance(objective, TeacherLogitsObjective):
             x = corrupted(x, run.recipe.corrupt, noise)
+        if isinstance(objective, GuidedObjective):
+            objective.weight = run.recipe.hidden_weight * (1 - step / steps)
         with study.autocast():
             losses = objective.step((x, y), lambda loss: loss.backward())
         clip_gradients(objective.clip_groups(), 1.0)
@@ -177,7 +217,7 @@ def distil(study: Study, run: Run, *, selection: bool = False) -> dict[str, Any]
     began = time.monotonic()
     teacher, recipe = study.frozen_teacher, run.recipe
     rest = [m for m in teacher.modules() if isinstance(m, RMSNormLayer | SwiGLULayer)]
-    student: Model = study.student(run.budget, run.method)
+    student: Model = study.student(run.budget, run.method, run.widths)
     surgery = transplant_into(study, student, run.method, run.seed)
     untrained = measure(study, teacher, student, selection=selection)
     pairs = pair_attention(teacher, student) if run.method != CONTINUED else []
@@ -186,8 +226,9 @@ def distil(study: Study, run: Run, *, selection: bool = False) -> dict[str, Any]
     for name, steps, lr in phases(study, run):
         if not steps:
             continue
+        kind = GuidedObjective if recipe.hidden_weight else TeacherLogitsObjective
         objective: Objective = (
-            TeacherLogitsObjective(student, teacher, chunk=8192, kl_weight=recipe.kl_weight)
+            kind(student, teacher, chunk=8192, kl_weight=recipe.kl_weight)
             if name == "global"
             else BlockwiseObjective(
                 student,

@@ -173,7 +173,7 @@ class Study:
         )
         return model.eval().requires_grad_(False)
 
-    def spec_of(self, budget: str, method: str) -> ModelSpec:
+    def spec_of(self, budget: str, method: str, widths: tuple[int, int] | None = None) -> ModelSpec:
         """Return what a method builds at a budget: the widths of `fitted` follow from the calibration."""
         size, vocab_size = self.size, self.corpus.vocab_size
         if budget == CONTINUED:
@@ -181,7 +181,7 @@ class Study:
         if budget == POOLED:
             heads = {"n_heads": size.n_heads, "n_kv_heads": 1, "head_dim": HEAD_DIM}
             return spec(size, {"mode": "gqa", **heads}, vocab_size)
-        sem_dim, geo_dim = size.budgets[budget]
+        sem_dim, geo_dim = widths or size.budgets[budget]
         uniform = student_spec(size, vocab_size, sem_dim, geo_dim)
         if method != "fitted":
             return uniform
@@ -192,9 +192,9 @@ class Study:
             write_json(made, fitted.model_dump(mode="json"))
         return ModelSpec.model_validate(json.loads(made.read_text()))
 
-    def student(self, budget: str, method: str) -> Model:
+    def student(self, budget: str, method: str, widths: tuple[int, int] | None = None) -> Model:
         """Return a student at its random initialisation."""
-        return build_model(self.spec_of(budget, method), seed=0).to(self.device)
+        return build_model(self.spec_of(budget, method, widths), seed=0).to(self.device)
 
     @cached_property
     def frozen_teacher(self) -> Model:

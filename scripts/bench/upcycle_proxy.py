@@ -53,18 +53,21 @@ HEADLINE = "5.33x"
 # Single changes of the recipe, tried in this order on top of the best so far.
 CHANGES: tuple[dict[str, Any], ...] = (
     {"global_lr": 2e-4},
-    {"global_lr": 1.2e-4, "map_lr": 3.0},
-    {"global_lr": 1e-4},
-    {"global_lr": 5e-5, "map_lr": 8.0},
+    {"global_lr": 1e-4, "map_lr": 3.0},
+    {"hidden_weight": 1.0},
+    {"widths": (56, 16)},
+    {"widths": (40, 32)},
     {"corrupt": 0.05},
+    {"hidden_weight": 0.2},
+    {"global_lr": 1.2e-4},
+    {"map_lr": 3.0},
     {"muon": True},
-    {"map_lr": 2.0},
-    {"batch": 32},
+    {"hidden_weight": 5.0},
     {"corrupt": 0.15},
+    {"batch": 32},
+    {"global_lr": 3e-4},
     {"method": "weight_svd"},
-    {"method": "fitted"},
-    {"blockwise": 0.2},
-    {"attention_weight": 0.1},
+    {"blockwise": 0.15},
 )
 TRIAL_SHARE = 0.2  # of distil_tokens
 
@@ -195,10 +198,10 @@ def surgery_rows(study: Study, jobs: Pool, clock: Clock) -> None:
     """Make and measure the untrained students of every budget by every method."""
     if study.read("surgery"):
         return
-    jobs.map([("calibrate",)], clock, 0)
+    jobs.map([("calibrate",)], clock, [0.0])
     cases = [(budget, method) for budget in study.size.budgets for method in METHODS]
     cases += [(POOLED, POOLED)]
-    rows = jobs.map([("untrained", *case) for case in cases], clock, 0)
+    rows = jobs.map([("untrained", *case) for case in cases], clock, [0.0] * len(cases))
     study.write("surgery", {"rows": [row for row in rows if row]})
 
 
@@ -206,14 +209,16 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
     """Change one thing at a time on short runs at the headline budget: what helps most stays, the rest comes again."""
     tokens = int(study.size.distil_tokens * TRIAL_SHARE)
     best = Run(HEADLINE, tokens=tokens)
-    waiting, trials, lowest = list(CHANGES), [], math.inf
+    elements = sum(study.size.budgets[HEADLINE])
+    waiting = [change for change in CHANGES if sum(change.get("widths", (elements,))) == elements]
+    trials, lowest = [], math.inf
     n_devices = len(jobs.queues)
     each = 0.0
     while waiting and clock.left() > each:
         tried, waiting = waiting[:n_devices], waiting[n_devices:]
         began = time.monotonic()
         runs = [best.changed(**change) for change in tried]
-        found = jobs.map([("trial", run) for run in runs], clock, each)
+        found = jobs.map([("trial", run) for run in runs], clock, [each] * len(runs))
         each = max(each, (time.monotonic() - began) * 1.05)
         better = []
         for change, run, result in zip(tried, runs, found, strict=True):
@@ -229,29 +234,33 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
             again = [change for _, change, _ in better[1:] if len(trials) > n_devices]
             waiting = again + [change for change in waiting if best.changed(**change) != best]
         print(
-            f"best: {lowest:.4f} {best.method} {asdict(best.recipe)}; {clock.left():.0f} s left", flush=True
+            f"best: {lowest:.4f} {best.method} {best.widths} {asdict(best.recipe)}; {clock.left():.0f} s left",
+            flush=True,
         )
-    study.write("search", {"best": {"method": best.method, "recipe": asdict(best.recipe)}, "trials": trials})
+    study.write("search", {"best": asdict(best), "trials": trials})
 
 
 def planned(study: Study) -> list[Run]:
     """Return the distillations of the study, by the recipe that the search chose."""
     found = study.read("search")
-    best = found["best"] if found else {"method": "dba", "recipe": asdict(Recipe())}
-    recipe, method = Recipe(**best["recipe"]), best["method"]
+    best = Run(**found["best"]) if found else Run(HEADLINE)
+    recipe = Recipe(**best.recipe) if isinstance(best.recipe, dict) else best.recipe
     full = study.size.distil_tokens
-    base = Run(HEADLINE, method, tokens=full, recipe=recipe)
+    base = replace(best, tokens=full, recipe=recipe, widths=tuple(best.widths) if best.widths else None)
     runs = [
-        base,
-        Run("10.7x", method, tokens=full, recipe=recipe),
-        Run("6.4x", method, tokens=full, recipe=recipe),
         replace(base, tokens=int(full * SHORT_SHARE)),
-        replace(base, method="weight_svd"),
+        base,
+        replace(base, budget="10.7x", widths=None),
+        replace(base, budget="6.4x", widths=None),
         replace(base, seed=1),
         replace(base, seed=2),
+        replace(base, method="weight_svd"),
         Run(POOLED, POOLED, tokens=full, recipe=recipe),
         Run(
-            CONTINUED, CONTINUED, tokens=full, recipe=replace(recipe, blockwise=0.0, drift=0.0, kl_weight=0.0)
+            CONTINUED,
+            CONTINUED,
+            tokens=full,
+            recipe=replace(recipe, blockwise=0.0, drift=0.0, kl_weight=0.0, hidden_weight=0.0),
         ),
     ]
     known = (*study.size.budgets, POOLED, CONTINUED)
@@ -260,7 +269,9 @@ def planned(study: Study) -> list[Run]:
 
 def distillations(study: Study, jobs: Pool, clock: Clock, seconds_each: float) -> None:
     """Do the distillations that are not done yet, while there is time."""
-    jobs.map([("distil", run) for run in planned(study)], clock, seconds_each)
+    runs = planned(study)
+    seconds = [seconds_each * (0.15 + 0.85 * run.tokens / study.size.distil_tokens) for run in runs]
+    jobs.map([("distil", run) for run in runs], clock, seconds)
 
 
 def collect(study: Study, out: Path) -> None:
