@@ -71,6 +71,8 @@ class Bench:
         if args.compile:
             # Every kind of step and every place of a naive one is a graph of its own.
             torch._dynamo.config.recompile_limit = 64
+            # Variants differ in what they train, which torch before 2.12 does not look at otherwise (pytorch#139476).
+            torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
             layers = [layer for _, source, target in self.pairs for layer in (source, target)]
             heads = [
                 module

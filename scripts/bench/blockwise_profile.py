@@ -21,6 +21,7 @@ STEPS = 3
 TOP = 40
 NAME_WIDTH = 150
 MARK = "ended: "
+LAST, UNKNOWN = "after the last mark", "by no operator"
 
 
 class Rows:
@@ -64,46 +65,53 @@ def write_profile(
         for _ in range(STEPS):
             step(mark)
         synchronize(device)
-    rows, missing = by_phase(profiler.events() or [], is_cuda=device.type == "cuda")
+    rows = by_phase(profiler.events() or [], is_cuda=device.type == "cuda")
     total = sum(rows.spent.values())
     lines = [f"{STEPS} steps on {_name(device)}, torch {torch.__version__}", ""]
-    for phase in (*phases, "after the last mark"):
+    for phase in (*phases, LAST, UNKNOWN):
         count = sum(count for (found, _), count in rows.count.items() if found == phase)
         if count:
             spent = rows.of(phase)
             lines.append(
                 f"{phase:20s} {spent / 1000 / STEPS:9.3f} ms/step {spent / total:6.1%} {count / STEPS:8.1f} calls/step"
             )
-    lines.append(f"{'launched by no operator':20s} {missing / 1000 / STEPS:9.3f} ms/step")
     keys = sorted(rows.spent, key=lambda key: -rows.spent[key])
     lines += ["", f"top {TOP} of all", *rows.table(keys[:TOP])]
-    for phase in phases:
+    for phase in (*phases, UNKNOWN):
         lines += ["", f"top {TOP} of {phase}", *rows.table([key for key in keys if key[0] == phase][:TOP])]
     with whole_file(path) as temporary:
         temporary.write_text("\n".join(lines) + "\n")
 
 
-def by_phase(events: Any, *, is_cuda: bool) -> tuple[Rows, float]:
-    """Return the kernels by phase, and the microseconds of those that no operator launched."""
+def by_phase(events: Any, *, is_cuda: bool) -> Rows:
+    """Return the kernels by phase; those that no operator launched, as compiled ones, have a phase of their own."""
     marks = sorted(
         (event.time_range.start, event.name.removeprefix(MARK))
         for event in events
         if event.device_type.name == "CPU" and event.name.startswith(MARK)
     )
-    rows, on_device = Rows(), 0.0
+    rows, on_device = Rows(), Rows()
     for event in events:
         if event.name.startswith(MARK):
             continue
         if event.device_type.name != "CPU":
-            on_device += 0.0 if event.is_user_annotation else event.time_range.elapsed_us()
+            if not event.is_user_annotation:
+                on_device.add(UNKNOWN, event.name, event.time_range.elapsed_us())
             continue
-        phase = next((name for at, name in marks if at >= event.time_range.start), "after the last mark")
+        phase = next((name for at, name in marks if at >= event.time_range.start), LAST)
         if not is_cuda:
             rows.add(phase, event.name, event.self_cpu_time_total)
         for kernel in event.kernels:
             if kernel.name != event.name:  # an annotation's span on the device is no kernel
                 rows.add(phase, kernel.name, kernel.duration)
-    return rows, max(on_device - sum(rows.spent.values()), 0.0) if is_cuda else 0.0
+    launched: dict[str, float] = defaultdict(float)
+    for (_, name), spent in rows.spent.items():
+        launched[name] += spent
+    for (_, name), spent in on_device.spent.items():
+        if spent - launched[name] > 1.0:  # what rounding leaves is no kernel
+            rows.spent[UNKNOWN, name] = spent - launched[name]
+            rows.count[UNKNOWN, name] = on_device.count[UNKNOWN, name]
+    return rows
 
 
 def _name(device: torch.device) -> str:

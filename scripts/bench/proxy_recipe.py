@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from proxy_study import CONTINUED, Study, measure, rate, transplant_into
 from torch import Tensor, nn
 
 from caramba.distill import BlockwiseObjective, Objective, TeacherLogitsObjective
-from caramba.distill.objective import Backward, Batch
 from caramba.layer import RMSNormLayer, SwiGLULayer
 from caramba.model import Model
 from caramba.optim import clip_gradients
-from caramba.topology import ResidualTopology
 from caramba.upcycle import pair_attention
 
 BETAS = (0.9, 0.95)
@@ -46,12 +43,12 @@ class Recipe:
     batch: int = 16
     block_lr: float = 1e-3
     global_lr: float = 2e-4
-    map_lr: float = 1.0
+    map_lr: float = 3.0
     kl_weight: float = 1.0
     attention_weight: float = 0.0
     corrupt: float = 0.0
     muon: bool = False
-    hidden_weight: float = 0.0
+    hidden_weight: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -73,37 +70,6 @@ class Run:
         """Return the run with another `method`, other `widths` or other parts of the recipe."""
         own = {name: changes.pop(name) for name in ("method", "widths") if name in changes}
         return replace(self, **own, recipe=replace(self.recipe, **changes))
-
-
-class GuidedObjective(TeacherLogitsObjective):
-    """KL to the teacher + `weight` x the mean over blocks and tokens of |h_s - h_t|^2 / |h_t|^2, h after each block."""
-
-    weight = 0.0
-
-    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
-        streams: dict[int, list[Tensor]] = {0: [], 1: []}
-        handles = [
-            block.register_forward_hook(partial(_keep, streams[which]))
-            for which, model in enumerate((self.model, self.teacher))
-            for block in model.modules()
-            if isinstance(block, ResidualTopology)
-        ]
-        try:
-            losses = self.losses(batch)
-        finally:
-            for handle in handles:
-                handle.remove()
-        distances = [
-            ((ours - theirs).float().square().sum(-1) / theirs.float().square().sum(-1)).mean()
-            for ours, theirs in zip(streams[0], streams[1], strict=True)
-        ]
-        distance = torch.stack(distances).mean()
-        backward(losses.loss + self.weight * distance)
-        return {"loss": losses.loss.detach(), "hidden": distance.detach()}
-
-
-def _keep(stream: list[Tensor], _block: nn.Module, _inputs: Any, output: Tensor) -> None:
-    stream.append(output)
 
 
 @contextmanager
@@ -174,8 +140,7 @@ def train(
         x, y = study.batch(batch, 100 + run.seed, first + step)
         if run.recipe.corrupt and isinstance(objective, TeacherLogitsObjective):
             x = corrupted(x, run.recipe.corrupt, noise)
-        if isinstance(objective, GuidedObjective):
-            objective.weight = run.recipe.hidden_weight * (1 - step / steps)
+        objective.at(step, steps)
         with study.autocast():
             losses = objective.step((x, y), lambda loss: loss.backward())
         clip_gradients(objective.clip_groups(), 1.0)
@@ -226,9 +191,14 @@ def distil(study: Study, run: Run, *, selection: bool = False) -> dict[str, Any]
     for name, steps, lr in phases(study, run):
         if not steps:
             continue
-        kind = GuidedObjective if recipe.hidden_weight else TeacherLogitsObjective
         objective: Objective = (
-            kind(student, teacher, chunk=8192, kl_weight=recipe.kl_weight)
+            TeacherLogitsObjective(
+                student,
+                teacher,
+                chunk=8192,
+                kl_weight=recipe.kl_weight,
+                hidden_weight=recipe.hidden_weight,
+            )
             if name == "global"
             else BlockwiseObjective(
                 student,

@@ -106,6 +106,7 @@ def blockwise_cost(data: dict[str, Any]) -> list[str]:
         f"Setting: {', '.join(setting) or 'fp32, eager'}; ratios are taken repeat by repeat. `maps` leaves W_q and W_o"
         " as surgery copied them; `attention KL` adds 0.1 of it on 64 queries. Must: concurrent 2.0x a headless"
         " forward; sequential 4x (with truncated forwards) and 12x (with full forwards, 'naive') a concurrent step.",
+        *(["", f"Left out: {data['left_out']}."] if "left_out" in data else []),
     ]
 
 
@@ -153,30 +154,32 @@ def upcycle_proxy(data: dict[str, Any]) -> list[str]:
 
 def _recipes(data: dict[str, Any]) -> list[str]:
     """The recipe of the distillations, and the short trials on other windows that led to it."""
-    usual = next(run["recipe"] for run in data["distilled"] if run["method"] == "dba")
+    run = next(run for run in data["distilled"] if run["method"] == "dba" and run["budget"] == "5.33x")
+    usual, widths = run["recipe"], run.get("widths") or data["budgets"]["5.33x"]
     trials = sorted(
         (data["search"] or {"trials": []})["trials"],
-        key=lambda trial: trial["phases"]["global"]["after"]["ppl_ratio"],
+        key=lambda trial: (trial["budget"], trial["phases"]["global"]["after"]["ppl_ratio"]),
     )
     lines = [
         "",
         "`teacher` is the control: the teacher itself trained further on the same tokens by cross-entropy."
-        f" Recipe of the others: {_words(usual)}.",
+        f" Recipe of the others: {_words(usual)}; 5.33x is a latent of {widths[0]} and {widths[1]} geometric elements.",
     ]
     if not trials:
         return lines
     lines += [
         "",
-        f"Trials of {trials[0]['tokens'] / 1e6:.1f}M tokens at 5.33x, one seed, measured on other validation windows:",
+        f"Trials of {trials[0]['tokens'] / 1e6:.1f}M tokens, one seed, measured on other validation windows:",
         "",
-        "| from | recipe | PPL ratio | KL | recall |",
-        "|---|---|---|---|---|",
+        "| from | latent + geometric | recipe | PPL ratio | KL | recall |",
+        "|---|---|---|---|---|---|",
     ]
     for trial in trials:
         last = trial["phases"]["global"]["after"]
+        sem_dim, geo_dim = trial.get("widths") or data["budgets"][trial["budget"]]
         lines.append(
-            f"| {trial['method']} | {_words(trial['recipe'])} | {last['ppl_ratio']:.4f} | {last['kl']:.4f} |"
-            f" {last['recall_share']:.3f} |"
+            f"| {trial['method']} | {sem_dim} + {geo_dim} | {_words(trial['recipe'])} | {last['ppl_ratio']:.4f} |"
+            f" {last['kl']:.4f} | {last['recall_share']:.3f} |"
         )
     return lines
 

@@ -50,25 +50,32 @@ from caramba.model import build_model
 from caramba.runs.files import write_json
 
 HEADLINE = "5.33x"
-# Single changes of the recipe, tried in this order on top of the best so far.
-CHANGES: tuple[dict[str, Any], ...] = (
-    {"global_lr": 2e-4},
-    {"global_lr": 1e-4, "map_lr": 3.0},
-    {"hidden_weight": 1.0},
-    {"widths": (56, 16)},
-    {"widths": (40, 32)},
-    {"corrupt": 0.05},
-    {"hidden_weight": 0.2},
-    {"global_lr": 1.2e-4},
-    {"map_lr": 3.0},
-    {"muon": True},
-    {"hidden_weight": 5.0},
-    {"corrupt": 0.15},
-    {"batch": 32},
-    {"global_lr": 3e-4},
-    {"method": "weight_svd"},
-    {"blockwise": 0.15},
-)
+# Single changes of the recipe, tried in this order on top of the best so far; each budget begins with what the one
+# before it found. Widths hold as many elements as the budget's own.
+CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+    HEADLINE: (
+        {"widths": (60, 12)},
+        {"widths": (56, 16)},
+        {"widths": (60, 12), "global_lr": 4e-4, "map_lr": 1.5},
+        {"widths": (60, 12), "hidden_weight": 20.0},
+        {"global_lr": 3e-4},
+        {"map_lr": 6.0},
+        {"widths": (64, 8)},
+        {"batch": 12},
+    ),
+    "10.7x": (
+        {"widths": (28, 8)},
+        {"widths": (24, 12), "global_lr": 4e-4},
+        {"widths": (28, 8), "global_lr": 4e-4},
+        {"widths": (28, 8), "global_lr": 4e-4, "hidden_weight": 1.0},
+    ),
+    "6.4x": (
+        {"widths": (48, 12)},
+        {"widths": (52, 8)},
+        {"widths": (48, 12), "global_lr": 3e-4},
+        {"widths": (48, 12), "hidden_weight": 2.0},
+    ),
+}
 TRIAL_SHARE = 0.2  # of distil_tokens
 
 
@@ -206,52 +213,71 @@ def surgery_rows(study: Study, jobs: Pool, clock: Clock) -> None:
 
 
 def search(study: Study, jobs: Pool, clock: Clock) -> None:
-    """Change one thing at a time on short runs at the headline budget: what helps most stays, the rest comes again."""
+    """Change one thing at a time on short runs, budget by budget: what helps most stays, the rest comes again."""
     tokens = int(study.size.distil_tokens * TRIAL_SHARE)
+    chosen: dict[str, Any] = {}
+    trials: list[dict[str, Any]] = []
     best = Run(HEADLINE, tokens=tokens)
-    elements = sum(study.size.budgets[HEADLINE])
-    waiting = [change for change in CHANGES if sum(change.get("widths", (elements,))) == elements]
-    trials, lowest = [], math.inf
-    n_devices = len(jobs.queues)
     each = 0.0
-    while waiting and clock.left() > each:
-        tried, waiting = waiting[:n_devices], waiting[n_devices:]
-        began = time.monotonic()
-        runs = [best.changed(**change) for change in tried]
-        found = jobs.map([("trial", run) for run in runs], clock, [each] * len(runs))
-        each = max(each, (time.monotonic() - began) * 1.05)
-        better = []
-        for change, run, result in zip(tried, runs, found, strict=True):
-            if result is None:
-                continue
-            ratio = result["phases"]["global"]["after"]["ppl_ratio"]
-            trials.append({"change": change, **result})
-            if ratio < lowest:
-                better.append((ratio, change, run))
-        if better:
-            better.sort(key=lambda item: item[0])
-            lowest, _, best = better[0]
-            again = [change for _, change, _ in better[1:] if len(trials) > n_devices]
-            waiting = again + [change for change in waiting if best.changed(**change) != best]
-        print(
-            f"best: {lowest:.4f} {best.method} {best.widths} {asdict(best.recipe)}; {clock.left():.0f} s left",
-            flush=True,
-        )
-    study.write("search", {"best": asdict(best), "trials": trials})
+    for budget, changes in CHANGES.items():
+        if budget not in study.size.budgets:
+            continue
+        elements = sum(study.size.budgets[budget])
+        waiting = [change for change in changes if sum(change.get("widths", (elements,))) == elements]
+        best, lowest = replace(best, budget=budget, widths=None), math.inf
+        n_devices = len(jobs.queues)
+        while waiting and clock.left() > each:
+            tried, waiting = waiting[:n_devices], waiting[n_devices:]
+            began = time.monotonic()
+            runs = [best.changed(**change) for change in tried]
+            found = jobs.map([("trial", run) for run in runs], clock, [each] * len(runs))
+            each = max(each, (time.monotonic() - began) * 1.05)
+            better = []
+            for change, run, result in zip(tried, runs, found, strict=True):
+                if result is None:
+                    continue
+                ratio = result["phases"]["global"]["after"]["ppl_ratio"]
+                trials.append({"change": change, **result})
+                if ratio < lowest:
+                    better.append((ratio, change, run))
+            if better:
+                better.sort(key=lambda item: item[0])
+                lowest, _, best = better[0]
+                again = [
+                    change for _, change, _ in better[1:] if budget == HEADLINE and "widths" not in change
+                ]
+                waiting = again + [change for change in waiting if best.changed(**change) != best]
+            print(
+                f"best: {lowest:.4f} {best.budget} {best.widths} {asdict(best.recipe)}; {clock.left():.0f} s left",
+                flush=True,
+            )
+        if lowest < math.inf:
+            chosen[budget] = asdict(best)
+    study.write("search", {"best": chosen, "trials": trials})
 
 
 def planned(study: Study) -> list[Run]:
     """Return the distillations of the study, by the recipe that the search chose."""
     found = study.read("search")
-    best = Run(**found["best"]) if found else Run(HEADLINE)
-    recipe = Recipe(**best.recipe) if isinstance(best.recipe, dict) else best.recipe
+    chosen = found["best"] if found else {}
     full = study.size.distil_tokens
-    base = replace(best, tokens=full, recipe=recipe, widths=tuple(best.widths) if best.widths else None)
+
+    def of(budget: str) -> Run:
+        kept = chosen.get(budget) or {
+            **chosen.get(HEADLINE, asdict(Run(HEADLINE))),
+            "budget": budget,
+            "widths": None,
+        }
+        widths = tuple(kept["widths"]) if kept["widths"] else None
+        return replace(Run(**kept), tokens=full, recipe=Recipe(**kept["recipe"]), widths=widths)
+
+    base = of(HEADLINE)
+    recipe = base.recipe
     runs = [
         replace(base, tokens=int(full * SHORT_SHARE)),
         base,
-        replace(base, budget="10.7x", widths=None),
-        replace(base, budget="6.4x", widths=None),
+        of("10.7x"),
+        of("6.4x"),
         replace(base, seed=1),
         replace(base, seed=2),
         replace(base, method="weight_svd"),

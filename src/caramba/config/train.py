@@ -90,6 +90,11 @@ class PhaseConfig(Config):
     kl_weight: Annotated[float, Field(gt=0, lt=1)] = Field(
         default=0.5, description="share of the teacher's KL in objective=mixed; the rest is cross-entropy"
     )
+    hidden_weight: NonNegative = Field(
+        default=0.0,
+        description="of the distance to the teacher's residual stream in objective=kl or mixed; falls to 0 over the "
+        "phase",
+    )
     steps: Positive
     batch_size: Annotated[Positive | Literal["auto"], Later(PLANNING, "auto")] = 16
     block_size: Positive = 256
@@ -210,6 +215,12 @@ class PhaseConfig(Config):
         if self.kl_weight != 0.5 and self.objective != "mixed":
             raise ValueError(
                 f"kl_weight belongs to objective=mixed, got objective={self.objective}; remove it"
+            )
+        if self.hidden_weight and (self.objective == "ce" or self.cache_teacher_outputs):
+            raise ValueError(
+                "hidden_weight compares every block of a teacher that runs along, got "
+                + ("objective=ce" if self.objective == "ce" else "cache_teacher_outputs, which keeps logits")
+                + "; remove one of the two"
             )
         if self.cache_teacher_outputs and not self.reads_teacher:
             raise ValueError(

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from caramba.data import IGNORED
 from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, Objective
+from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.distill.vocabulary import RowsOf, TeacherRows, VocabularyLosses, vocabulary_losses
 from caramba.measure import documents_of, samples_of
@@ -51,6 +53,9 @@ class LanguageModelObjective(Objective):
 class TeacherLogitsObjective(LanguageModelObjective):
     """w T^2 KL(teacher || student) + (1 - w) CE of next-token distributions; `kl_weight` w = 1 is KL alone.
 
+    `hidden_weight` adds so many times the `ResidualDistance` to the teacher, falling to 0 in a line over the steps that
+    `at` counts, so that the end is the distributions alone; it needs the live teacher.
+
     With a cache the `top_k` likeliest logits of the teacher are kept per sample and the teacher runs once for each;
     the remaining mass counts as one entry.
     """
@@ -66,10 +71,25 @@ class TeacherLogitsObjective(LanguageModelObjective):
         lora: Lora | None = None,
         cache: TeacherCache | None = None,
         top_k: int = 64,
+        hidden_weight: float = 0.0,
     ) -> None:
         super().__init__(model, chunk=chunk, lora=lora)
         self.teacher, self.kl_weight, self.temperature = teacher, kl_weight, temperature
         self.cache, self.top_k = cache, top_k
+        self.hidden_weight, self.left = hidden_weight, 1.0
+        self.residual = ResidualDistance(model, teacher) if hidden_weight else None
+
+    def at(self, step: int, steps: int) -> None:
+        self.left = 1.0 - step / steps
+
+    def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
+        if self.residual is None:
+            return super().step(batch, backward)
+        with self.residual.watch():
+            losses = self.losses(batch)
+        distance = self.residual.value(batch[1] != IGNORED)
+        backward(losses.loss + self.hidden_weight * self.left * distance)
+        return {**_scalars(losses), "hidden": distance.detach()}
 
     def compilable(self) -> list[nn.Module]:
         return [*compilable_regions(self.model.topology), *compilable_regions(self.teacher.topology)]

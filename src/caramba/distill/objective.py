@@ -40,6 +40,9 @@ class Objective(ABC):
         """Return (step, steps) of the learning-rate schedule at optimiser step `step` of `steps`."""
         return step, steps
 
+    def at(self, step: int, steps: int) -> None:  # noqa: B027 - most losses are the same at every step
+        """Say that optimiser step `step` of `steps` comes next, before its first batch."""
+
     def advance(self, losses: Mapping[str, Tensor]) -> None:  # noqa: B027 - most objectives keep no count
         """Count one optimiser step that ended with the scalars `losses`."""
 

@@ -51,6 +51,7 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         lora=lora,
         cache=_cache(session, phase, decided, top_k=top_k, temperature=phase.temperature),
         top_k=top_k,
+        hidden_weight=phase.hidden_weight,
     )
 
 

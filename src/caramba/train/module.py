@@ -53,6 +53,7 @@ class CarambaModule(pl.LightningModule):
         return self.objective.is_done
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        self.objective.at(self.global_step, self.phase.steps)
         losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
         self.train_loss.update(losses["loss"])

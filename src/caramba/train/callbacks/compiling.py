@@ -12,6 +12,9 @@ from torch._dynamo import config as dynamo_config
 # Graphs of one forward: by kind of block, width, teacher or student, with and without gradients. Past the limit a
 # forward runs uncompiled.
 RECOMPILE_LIMIT = 64
+# Before torch 2.12 a graph is taken again although a parameter has been frozen or freed since (pytorch#139476): a phase
+# would go on training what the one before it trained, and nothing else.
+SEES_FROZEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
 class Compilation(pl.Callback):
@@ -24,6 +27,8 @@ class Compilation(pl.Callback):
         self.modules = tuple(modules)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not SEES_FROZEN:
+            torch._dynamo.reset()
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         for module in self.modules:
             module.forward = torch.compile(module.forward)
