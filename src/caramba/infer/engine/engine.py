@@ -14,9 +14,11 @@ import torch
 from caramba.config.cache_policy import CacheKeys
 from caramba.config.engine import EngineConfig
 from caramba.config.generate import GenerateConfig
+from caramba.config.kvcache import EXACT_KINDS
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull
+from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
 from caramba.infer.engine.slots import Slots
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import ENDS, Event, FinishReason, OnEvent, Ticket
@@ -68,8 +70,6 @@ class Engine:
     ) -> None:
         given = {} if config is None else config.model_dump(exclude_unset=True)
         self.config = parse_as(EngineConfig, given | values)
-        if self.config.prefix_cache_bytes:
-            raise ConfigError("engine: prefix_cache_bytes is not built yet; leave it at 0")
         limit = model.spec.embedder.max_positions
         if limit is not None and self.config.max_len > limit:
             raise ConfigError(
@@ -78,6 +78,7 @@ class Engine:
         self.model, self.tokenizer = model.eval(), tokenizer
         self.eos_ids = self._eos_ids(eos_token_id)
         self.slots = Slots(model, self.config)
+        self.prefixes = self._prefix_cache()
         self._requests: list[_Request | None] = [None] * self.config.n_slots
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._queue: deque[_Request] = deque()
@@ -172,7 +173,8 @@ class Engine:
                 queued=len(self._queue),
                 cache_bytes=self.slots.ctx.nbytes(),
                 decode=self.slots.form,
-                not_compiled=self.slots.one_by_one,
+                prefix_bytes=0 if self.prefixes is None else self.prefixes.nbytes,
+                not_compiled=self.slots.not_compiled,
             )
 
     def __enter__(self) -> Engine:
@@ -206,6 +208,17 @@ class Engine:
             return (given,) if isinstance(given, int) else tuple(given)
         return () if self.tokenizer is None else (self.tokenizer.eos_id,)
 
+    def _prefix_cache(self) -> PrefixCache | None:
+        if not self.config.prefix_cache_bytes:
+            return None
+        if self.slots.kind not in EXACT_KINDS:
+            raise ConfigError(
+                f"engine: prefix_cache_bytes with cache_kind={self.slots.kind}: which tokens a quantised cache has "
+                "rounded depends on the length that it had, so a text would depend on what was asked before it; use "
+                f"one of {', '.join(EXACT_KINDS)}, or leave it at 0"
+            )
+        return PrefixCache(self.config.prefix_cache_bytes)
+
     def _drop_cancelled(self) -> None:
         with self._news:
             gone = [request for request in self._queue if request.ticket.is_cancelled]
@@ -227,6 +240,33 @@ class Engine:
                 taken = self._queue.popleft()
                 self._requests[slot] = taken
             self._order.append(slot)
+            self._reuse(slot, taken)
+
+    def _reuse(self, slot: int, request: _Request) -> None:
+        """Fill a slot with what an earlier request held after the same first tokens."""
+        found = None if self.prefixes is None else self.prefixes.match(request.row.prompt)
+        if found is None:
+            return
+        try:
+            self.slots.restore(slot, found[1])
+        except Exception as error:
+            self._leave(slot, "error", error)
+            return
+        request.done = found[0]
+        self._stats.prefix_hits += 1
+        self._stats.prefix_tokens += found[0]
+
+    def _keep(self, slot: int) -> None:
+        """Keep what a slot holds for requests that begin like it."""
+        if self.prefixes is None:
+            return
+        row, n_held = self._row(slot), self.slots.lengths[slot]
+        text = (*row.prompt, *row.tokens)[:n_held]  # an end mark has run, and is left out
+        if len(text) >= MIN_TOKENS and not self.prefixes.has(text):
+            ctx = self.slots.row(slot)
+            if ctx.used_bytes() <= self.prefixes.limit_bytes:
+                ctx.truncate(len(text))
+                self.prefixes.put(text, ctx.state_dict())
 
     def _prefill(self) -> None:
         left = self.config.prefill_chunk
@@ -239,6 +279,7 @@ class Engine:
                 self.slots.prefill(slot, part, is_last=is_last)
                 if is_last:  # from here on each step draws for the slot
                     self.slots.sampler.admit(slot, request.row.prompt, request.row.seed, request.config)
+                    self._keep(slot)
             except Exception as error:
                 self._leave(slot, "error", error)
                 continue
@@ -285,6 +326,7 @@ class Engine:
                 ticket.put(Event(token, logprob))
             if row.finish is not None:
                 row.close(None)
+                self._keep(slot)
         except Exception as error:
             self._leave(slot, "error", error)
             return

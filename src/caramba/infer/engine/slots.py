@@ -64,6 +64,11 @@ class Slots:
             self.logits[slot] = logits[0]
             self.set_decoding(slot, True)
 
+    def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Fill a slot with what a row held."""
+        self.rows[slot].load_state_dict(state)
+        self.lengths[slot] = self.rows[slot].position
+
     def set_decoding(self, slot: int, is_decoding: bool) -> None:
         """Let a slot take part in the next forwards, or no longer."""
         self.is_decoding[slot] = is_decoding
