@@ -39,8 +39,8 @@ def test_equal_beginnings_are_run_once_and_change_nothing(model: Model) -> None:
     # Of the first text its last new token never ran.
     assert (stats.prefix_hits, stats.prefix_tokens) == (3, 22 + 5 + 18 + 21)
     assert stats.prefilled_tokens == plain.stats().prefilled_tokens - stats.prefix_tokens
-    assert kept.prefixes is not None
-    assert 0 < stats.prefix_bytes == kept.prefixes.nbytes <= 1 << 20
+    assert kept.batch.prefixes is not None
+    assert 0 < stats.prefix_bytes == kept.batch.prefixes.nbytes <= 1 << 20
     assert plain.stats().prefix_hits == 0
 
 
