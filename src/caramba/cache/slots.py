@@ -37,7 +37,7 @@ class SlotContext(StepContext):
 
     def hold(self, lengths: Sequence[int]) -> None:
         """Set every row's length, or IDLE."""
-        self.held.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self.held.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
 
     def begin(self) -> None:
         """Start a forward."""

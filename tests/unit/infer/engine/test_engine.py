@@ -97,10 +97,10 @@ def test_nothing_of_a_request_is_left_in_its_slot(model: Model) -> None:
         for cache in engine.batch.slots.ctx.caches:
             for buffer in cache.allocations:
                 buffer.fill_(float("nan"))
-    first, second = engine.submit(PROMPTS[1], max_new_tokens=8), engine.submit([3], max_new_tokens=4)
-    while first.finish_reason is None:
-        engine.step()
+    engine.submit(PROMPTS[1], max_new_tokens=8)
+    run(engine)
     assert all(not buffer.any() for cache in engine.batch.slots.ctx.caches for buffer in cache.allocations)
+    second = engine.submit([3], max_new_tokens=4)
     run(engine)
     assert second.tokens == generate(model, [[3]], max_new_tokens=4, cache_kind="fp32")[0].tokens
 
@@ -119,26 +119,26 @@ def test_end_marks_and_stop_texts_free_the_slot_at_once() -> None:
     n_steps = run(engine)
     assert (stopped.tokens, stopped.finish_reason) == (expected.tokens, "stop")
     assert (ended.tokens, ended.finish_reason) == (free.tokens[: free.tokens.index(mark)], "stop")
-    assert n_steps == len(expected.tokens)
+    assert n_steps == 1 + len(expected.tokens)
 
 
 def test_a_cancelled_request_leaves_at_the_next_step(model: Model) -> None:
     engine = Engine(model, n_slots=1, max_len=64, cache_kind="fp32")
     running, waiting, last = (engine.submit([index], max_new_tokens=20) for index in (1, 2, 3))
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     running.cancel()
     waiting.cancel()
     engine.step()
     assert (running.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
-    assert (len(running.tokens), waiting.tokens, len(last.tokens)) == (3, (), 1)
+    assert (len(running.tokens), waiting.tokens, engine.stats().prefilled_tokens) == (3, (), 2)
     run(engine)
     assert last.tokens == generate(model, [[3]], max_new_tokens=20, cache_kind="fp32")[0].tokens
 
 
 def test_what_fails_ends_its_requests_and_the_engine_goes_on(model: Model) -> None:
     engine = Engine(model, n_slots=2, max_len=32, cache_kind="fp32")
-    tickets = [engine.submit([token], max_new_tokens=6) for token in (1, 2, 3)]
+    tickets = [engine.submit([token], max_new_tokens=6) for token in (1, 2)]
     engine.step()
 
     def fail(*_: object) -> None:
@@ -147,6 +147,7 @@ def test_what_fails_ends_its_requests_and_the_engine_goes_on(model: Model) -> No
     handle = model.head.register_forward_pre_hook(fail)
     engine.step()
     handle.remove()
+    tickets.append(engine.submit([3], max_new_tokens=6))
     run(engine)
     assert [ticket.finish_reason for ticket in tickets] == ["error", "error", "length"]
     with pytest.raises(CacheFull, match="no more memory"):
