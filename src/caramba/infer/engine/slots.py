@@ -54,7 +54,7 @@ class Slots:
         n, vocab_size = config.n_slots, model.spec.embedder.vocab_size
         self.ctx = model.new_context(n, config.max_len, self.kind, static=True)
         self.rows = [self.ctx.row(index) for index in range(n)]
-        refused = step_refusal(model, self.ctx)
+        refused = step_refusal(model, self.ctx, SlotContext)
         self.step = SlotContext(self.ctx) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
         self.lengths = [0] * n
@@ -68,8 +68,8 @@ class Slots:
 
     @property
     def runs_together(self) -> bool:
-        """Whether several prompts may run in one forward."""
-        return self.step is not None
+        """Whether several prompts may run in one forward: what they leave is then the same rows of every buffer."""
+        return self.step is not None and self.step.packed is None
 
     def prefill(self, slot: int, tokens: Sequence[int], *, is_last: bool) -> None:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
@@ -130,6 +130,9 @@ class Slots:
         if self.step is None:
             return self._forward_one_by_one(decoding)
         try:
+            if self.step.packed is not None:  # a full tail becomes blocks before the next token goes into it
+                packed = [self.rows[slot].pack(self.lengths[slot]) for slot in decoding]
+                self._is_changed = self._is_changed or any(packed)
             if self._is_changed:
                 self._hold(self.step)
             self._is_changed = False
@@ -182,7 +185,9 @@ class Slots:
         return torch.tensor(numbers).to(self.device, non_blocking=True)
 
     def _hold(self, step: SlotContext) -> None:
-        step.hold([n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)])
+        lengths = [n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)]
+        packed = None if step.packed is None else [row.caches[0].n_packed or 0 for row in self.rows]
+        step.hold(lengths, packed)
 
     def _forward(self, step: SlotContext, longest: int) -> None:
         def run(token: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ def run(engine: Engine) -> int:
         ("latent_gate", "fp32", 64, "eager"),
         ("learned_positions", "fp32", 10, "eager"),
         ("gqa_scaled", "q8_0", 4, "rows"),
+        ("decoupled_gate", "q8_0", 4, "eager"),
+        ("latent_gate", "mixed", 64, "eager"),
         ("latent_first", "fp32", 64, "rows"),
     ],
 )
@@ -67,7 +69,7 @@ def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, chunk:
     run(engine)
     handle.remove()
     # New prompts that fit a chunk run together, padded; rows that are not of one forward run alone.
-    assert ((3, 9) in shapes) == (chunk == 64 and form == "eager")
+    assert ((3, 9) in shapes) == (chunk == 64 and form == "eager" and kind == "fp32")
     assert ((3, 1) in shapes) == (form == "eager")
     for index, ticket in enumerate(tickets):
         options = {
@@ -89,6 +91,25 @@ def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, chunk:
     assert stats.new_tokens == 3 + 5 + 7 + 9 + 11
     # Rows share steps: no more than the longest requests need one after the other.
     assert stats.steps < 20
+
+
+def test_rows_of_a_quantised_cache_pack_their_own_tails() -> None:
+    model = sharp(transformer("decoupled_gate", repeat=1))
+    engine = Engine(model, n_slots=3, max_len=144, prefill_chunk=48, cache_kind="mixed")
+    prompts = [[(3 * index + at) % 23 for at in range(n)] for index, n in enumerate((60, 126, 3))]
+    tickets = [engine.submit(prompt, max_new_tokens=12, temperature=0.5) for prompt in prompts]
+    packed = [0, 0, 0]
+    while engine.step():
+        packed = [
+            max(n, row.caches[0].n_packed or 0)
+            for n, row in zip(packed, engine.batch.slots.rows, strict=True)
+        ]
+    assert (engine.stats().decode, packed) == ("eager", [64, 128, 0])
+    for prompt, ticket in zip(prompts, tickets, strict=True):
+        options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.5, "cache_kind": "mixed"}
+        (alone,) = generate(model, [prompt], prefill_chunk=48, **options)
+        assert ticket.tokens == alone.tokens
+    assert len({ticket.tokens for ticket in tickets}) == 3
 
 
 def test_nothing_of_a_request_is_left_in_its_slot(model: Model) -> None:
