@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass
 
@@ -212,6 +213,8 @@ class Batch:
         counted = {"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")
         setattr(self.stats, counted, getattr(self.stats, counted) + 1)
         self._ended.append(time.monotonic())
+        if error is not None:  # it would keep the activations of the forward that it left
+            traceback.clear_frames(error.__traceback__)
         request.ticket.error = error
         try:
             request.ticket.put(Event(finish_reason=reason))
