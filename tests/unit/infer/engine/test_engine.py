@@ -179,6 +179,26 @@ def test_what_fails_ends_its_requests_and_the_engine_goes_on(model: Model) -> No
     assert engine.stats().failed == 2
 
 
+def test_a_device_that_fails_closes_the_engine_and_leaves_nobody_waiting(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("device lost")
+
+    engine = Engine(model, n_slots=1, max_len=64, cache_kind="fp32")
+    tickets = [engine.submit([1], max_new_tokens=50) for _ in range(3)]
+    engine.step()
+    monkeypatch.setattr(engine.batch.slots.sampler, "read", fail)
+    monkeypatch.setattr(engine.batch.slots.rows[0], "clear", fail)
+    engine.start()
+    for ticket in tickets:
+        with pytest.raises(RuntimeError, match="device lost"):
+            ticket.wait(30)
+    engine.close()
+    with pytest.raises(EngineClosed, match="by a failure: device lost"):
+        engine.submit([1], max_new_tokens=2)
+
+
 def test_logits_that_are_no_numbers_end_their_request_alone(model: Model) -> None:
     engine = Engine(model, n_slots=2, max_len=32, cache_kind="fp32")
     poisoned, other = (engine.submit([token], max_new_tokens=5) for token in (1, 3))
