@@ -103,6 +103,38 @@ class Context:
         for cache in self.caches:
             cache.select(rows)
 
+    def pack(self, n_tokens: int) -> bool:
+        """Quantise what a forward after `n_tokens` tokens quantises first, and return whether there was any.
+
+        All caches hold as many blocks, so the first one answers for the others.
+        """
+        if not self.caches or not self.caches[0].pack(n_tokens):
+            return False
+        for cache in self.caches[1:]:
+            cache.pack(n_tokens)
+        return True
+
+    def row(self, index: int) -> Context:
+        """Return the context of one sequence, which goes on by itself in this one's memory.
+
+        Raises:
+            ConfigError: buffers that grow, and so would part from it.
+        """
+        stores = [tensor.store for cache in self.caches for tensor in cache.tensors.values()]
+        if any(part.capacity < part.limit for store in stores for part in store.buffers.values()):
+            raise ConfigError(
+                "context: a row of a cache that grows shares no memory; make it with static=True"
+            )
+        alone = Context([cache.row(index) for cache in self.caches])
+        alone.position = self.position
+        return alone
+
+    def clear(self) -> None:
+        """Forget every token, and overwrite all that is allocated with zeros."""
+        self.truncate(0)
+        # In one launch: a row is cleared while others wait for their next token.
+        torch._foreach_zero_([part for cache in self.caches for part in cache.memory])  # pyright: ignore[reportPrivateImportUsage]
+
     def clone(self) -> Context:
         """Return a copy that shares no memory and goes on by itself."""
         copied = Context([cache.clone() for cache in self.caches])

@@ -130,8 +130,11 @@ class LayerCache:
 
     @property
     def allocations(self) -> list[Tensor]:
-        """The buffers [B, K, S, W] of an exact format, which the streams fill side by side in the order of `names`."""
-        return [tensor.stored().values for tensor in self._tensors.values()]
+        """The buffers [B, K, S, W] that new tokens go into, the streams side by side in the order of `names`.
+
+        Of an exact format they hold all tokens, of a quantised one those that are not blocks yet.
+        """
+        return [tensor.stored().tensors[-1] for tensor in self._tensors.values()]
 
     def stored(self) -> dict[str, StoredStream]:
         """Return every stream as it lies in memory, the whole allocation, which `n_tokens` and `n_packed` bound."""
@@ -153,6 +156,11 @@ class LayerCache:
         for name, tensor in self._tensors.items():
             tensor.append(streams[name])
 
+    def pack(self, n_tokens: int) -> bool:
+        """Quantise what an append to `n_tokens` tokens quantises first, and return whether there was any."""
+        packed = [tensor.pack(n_tokens) for tensor in self._tensors.values()]
+        return any(packed)
+
     def advance(self, n_tokens: int) -> None:
         """Count `n_tokens` more in every stream: a kernel writes them into `allocations` itself."""
         for tensor in self._tensors.values():
@@ -172,6 +180,17 @@ class LayerCache:
         """Keep the sequences `rows`, [B'] integers, in that order, in every stream."""
         for tensor in self._tensors.values():
             tensor.select(rows)
+
+    def row(self, index: int) -> Self:
+        """Return the cache of one sequence: it counts its own tokens, in this one's memory."""
+        alone = copy.copy(self)
+        alone._tensors = {name: tensor.row(index) for name, tensor in self._tensors.items()}
+        return alone
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that is allocated, in use or not."""
+        return [part for tensor in self._tensors.values() for part in tensor.memory]
 
     def clone(self) -> Self:
         """Return a copy that shares no memory."""

@@ -196,6 +196,10 @@ class KVCacheTensor:
         """Tokens that are held as blocks, the others being in the tail; None of an exact kind."""
         return self.store.n_packed if isinstance(self.store, BlockStore) else None
 
+    def pack(self, n_tokens: int) -> bool:
+        """Quantise what an append to `n_tokens` tokens quantises first, and return whether there was any."""
+        return isinstance(self.store, BlockStore) and self.store.pack(n_tokens)
+
     def advance(self, n_tokens: int) -> None:
         """Count `n_tokens` more tokens, which somebody else writes into the buffer of an exact kind.
 
@@ -239,6 +243,17 @@ class KVCacheTensor:
         for buffer in self.store.buffers.values():
             buffer.select(rows)
         self.batch_size = rows.shape[0]
+
+    def row(self, index: int) -> KVCacheTensor:
+        """Return the stream of one sequence: it counts its own tokens, in this one's memory."""
+        alone = copy.copy(self)
+        alone.batch_size, alone.store = 1, self.store.row(index)
+        return alone
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that is allocated, in use or not."""
+        return [buffer.data for buffer in self.store.buffers.values()]
 
     def clone(self) -> KVCacheTensor:
         """Return a copy that shares no memory."""
