@@ -81,16 +81,16 @@ def frozen(model: nn.Module) -> Model:
 
 
 def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
-    """Return the teacher of a phase: the session's, or under bfloat16 autocast a copy held in bfloat16."""
+    """Return the teacher of a phase: the session's, or a copy held in the 16 bits that the phase computes in."""
     teacher = frozen(session.model_of("teacher"))
-    if decided.value("dtype") != "bfloat16":
+    dtype = getattr(torch, decided.value("dtype"))
+    if dtype == torch.float32:
         return teacher
     # The copy takes these in place of its parameters, so that no second set of float32 weights is ever allocated.
     memo: dict[int, object] = {
-        id(value): nn.Parameter(value.to(torch.bfloat16), requires_grad=False)
-        for value in teacher.parameters()
+        id(value): nn.Parameter(value.to(dtype), requires_grad=False) for value in teacher.parameters()
     }
-    return copy.deepcopy(teacher, memo).to(torch.bfloat16)
+    return copy.deepcopy(teacher, memo).to(dtype)
 
 
 def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: object) -> TeacherCache | None:
@@ -153,7 +153,7 @@ def _sample_bytes(session: Session, phase: PhaseConfig, decided: RuntimePlan) ->
     spec = session.manifest.model
     if phase.phase not in BLOCK_PHASES:
         return phase.block_size * min(phase.teacher_top_k, spec.embedder.vocab_size) * (4 + 4)
-    width = 2 if decided.value("dtype") == "bfloat16" else 4
+    width = getattr(torch, decided.value("dtype")).itemsize
     return math.prod(
         (len(attention_configs(spec.topology)), 2, phase.block_size, spec.embedder.d_model, width)
     )

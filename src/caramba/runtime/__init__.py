@@ -9,16 +9,20 @@ from caramba.runtime.distributed import (
     refuse_unconnected_ranks,
 )
 from caramba.runtime.plan import Decision, RuntimePlan, apply_threads, load_plan, plan, save_plan
+from caramba.runtime.precision import Precision, choose_precision, device_precisions
 from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
     "AttentionChoice",
     "Decision",
+    "Precision",
     "RuntimePlan",
     "apply_threads",
     "choose_attention",
     "choose_device",
+    "choose_precision",
     "device_facts",
+    "device_precisions",
     "families_of",
     "get_rank",
     "get_world_size",

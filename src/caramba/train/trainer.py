@@ -22,9 +22,11 @@ from caramba.distill import Batch, Objective
 from caramba.runtime import RuntimePlan
 from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
 from caramba.train.checkpoint_io import WholeCheckpointIO
-from caramba.train.data import targets_per_window, train_loader, validation_loader
+from caramba.train.data import targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
+from caramba.train.nonfinite import NonFiniteWatch
+from caramba.train.precision import matmul_precision, precision_arguments
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,20 @@ def fit(
     """
     _quiet_lightning()
     state = state_path(run_dir, plan.phase)
-    module = CarambaModule(objective, phase)
     position = _saved_step(state)
     per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
+
+    def windows_of(step: int) -> list[int]:
+        return windows_at(data.train, seed=data.seed, start=data.start + step * per_step, samples=per_step)
+
+    module = CarambaModule(objective, phase, NonFiniteWatch(phase, run_dir, plan.phase, windows_of))
+    precision, precision_plugins = precision_arguments(plan)
     targets = targets_per_window(data.train)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
     trainer = pl.Trainer(
         accelerator=plan.value("device"),
         devices=1,
-        precision=plan.value("precision"),
+        precision=precision,
         max_steps=phase.steps,
         max_epochs=-1,
         logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase),
@@ -92,7 +99,7 @@ def fit(
             *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
             *callbacks,
         ],
-        plugins=[WholeCheckpointIO()],
+        plugins=[WholeCheckpointIO(), *precision_plugins],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -107,13 +114,14 @@ def fit(
     loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
     began = time.perf_counter()
     try:
-        trainer.fit(
-            module,
-            train_dataloaders=loader,
-            val_dataloaders=validation_loader(data.val, phase) if phase.eval_every else None,
-            ckpt_path=str(state) if state.is_file() else None,
-            weights_only=True,
-        )
+        with matmul_precision(plan):
+            trainer.fit(
+                module,
+                train_dataloaders=loader,
+                val_dataloaders=validation_loader(data.val, phase) if phase.eval_every else None,
+                ckpt_path=str(state) if state.is_file() else None,
+                weights_only=True,
+            )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
         raise KeyboardInterrupt from stop
     steps = trainer.global_step
