@@ -6,13 +6,16 @@ from caramba.optim.build import build_optimizer
 from caramba.optim.clip import clip_gradients, clip_values
 from caramba.optim.lion import Lion
 from caramba.optim.muon import MuonAdamW
+from caramba.optim.nonfinite import NONFINITE, NonFiniteWatch
 from caramba.optim.schedule import learning_rate
 from caramba.optim.wide import WideWeights, round_at_random
 
 __all__ = [
+    "NONFINITE",
     "AdaGC",
     "Lion",
     "MuonAdamW",
+    "NonFiniteWatch",
     "WeightAverage",
     "WideWeights",
     "build_optimizer",

@@ -18,6 +18,7 @@ from caramba.distill import Batch, Objective
 from caramba.errors import CarambaError
 from caramba.optim import (
     AdaGC,
+    NonFiniteWatch,
     WeightAverage,
     WideWeights,
     build_optimizer,
@@ -25,7 +26,6 @@ from caramba.optim import (
     clip_values,
     learning_rate,
 )
-from caramba.train.nonfinite import NonFiniteWatch
 
 KEPT = ("average", "adagc")
 """What the module makes with its optimiser and keeps with the training state."""

@@ -19,13 +19,13 @@ from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
+from caramba.optim import NonFiniteWatch
 from caramba.runtime import RuntimePlan
 from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
-from caramba.train.nonfinite import NonFiniteWatch
 from caramba.train.precision import matmul_precision, precision_arguments
 
 

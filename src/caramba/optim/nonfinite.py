@@ -105,9 +105,9 @@ class NonFiniteWatch:
         write_json(path, self._record(step, loss, norm))
         leave_out = ", or leave such steps out with nonfinite=skip" if self.phase.nonfinite == "stop" else ""
         return CarambaError(
-            f"{self.name}: {before}the loss is {loss:g} and the gradient's norm {norm:g} at step {step + 1}; nothing "
-            f"was saved since, and the windows of the batch are in {path}; lower lr (now {self.phase.lr}), lengthen "
-            f"warmup_steps, lower max_grad_norm{leave_out}"
+            f"{self.name}: {before}the loss is {loss:g} and the gradient's norm {norm:g} at step {step + 1}; the "
+            f"last saved state is as it was, and the windows of the batch are in {path}; lower lr (now "
+            f"{self.phase.lr}), lengthen warmup_steps, lower max_grad_norm{leave_out}"
         )
 
 
