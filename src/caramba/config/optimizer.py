@@ -81,5 +81,7 @@ def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
                 f"{key} belongs to weights in bfloat16, got dtype={phase.dtype}, use_amp={phase.use_amp}; "
                 "use dtype=bfloat16 use_amp=false, or remove it"
             )
+    if phase.float8 != "none" and "bfloat16" not in (phase.dtype, phase.amp_dtype) and phase.dtype != "auto":
+        yield f"float8 is of products in bfloat16, got dtype={phase.dtype}; use dtype=bfloat16, or remove float8"
     if phase.master_weights and phase.stochastic_rounding:
         yield "master_weights keeps what stochastic_rounding would spread over steps; remove one of the two"

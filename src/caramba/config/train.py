@@ -180,6 +180,11 @@ class PhaseConfig(Config):
     stochastic_rounding: bool = Field(
         default=False, description="bfloat16 weights are rounded up or down at random after each step"
     )
+    float8: Literal["none", "rowwise", "tensorwise"] = Field(
+        default="none",
+        description="torchao's recipe for matrix products of wide linear layers, on GPUs that have it",
+    )
+    float8_min_width: Positive = Field(default=1024, description="of the narrower side of such a layer")
     tf32: bool = Field(default=False, description="float32 matrix products in TF32, on GPUs that have it")
     compile_model: Annotated[
         bool | Literal["auto", "default", "reduce-overhead", "max-autotune"],

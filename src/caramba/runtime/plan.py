@@ -99,6 +99,7 @@ def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:
         "weights": Decision(chosen.weights, chosen.keeps),
         "precision": Decision(chosen.mode, chosen.keeps),
         "tf32": Decision(phase.tf32, "the manifest"),
+        "float8": Decision(phase.float8, "the manifest"),
     }
 
 

@@ -43,7 +43,9 @@ def choose_precision(phase: PhaseConfig, device: torch.device) -> Precision:
     """
     dtype, reason = _dtype(phase, device)
     have = device_precisions(device)
-    wanted = {f"dtype={dtype}": dtype, "tf32=true": "tf32" if phase.tf32 else "float32"}
+    wanted = {f"dtype={dtype}": dtype, "tf32=true": "tf32" if phase.tf32 else dtype}
+    if phase.float8 != "none":
+        wanted[f"float8={phase.float8}"] = "float8"
     for setting, name in wanted.items():
         if name not in have:
             raise ConfigError(

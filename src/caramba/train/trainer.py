@@ -21,7 +21,13 @@ from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
 from caramba.optim import NonFiniteWatch
 from caramba.runtime import RuntimePlan
-from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
+from caramba.train.callbacks import (
+    Checkpointing,
+    Compilation,
+    Float8Products,
+    RuntimePlanning,
+    ThroughputProgress,
+)
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.loggers import build_loggers
@@ -96,6 +102,7 @@ def fit(
             Checkpointing(state, phase.save_every, save_final),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             ThroughputProgress(plan.phase, phase.steps, tokens_per_step, manifest.settings.instrument),
+            *_float8(objective, phase, run_dir),  # before anything is compiled
             *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
             *callbacks,
         ],
@@ -127,6 +134,12 @@ def fit(
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
     return FitOutcome(steps, tokens, time.perf_counter() - began, module.running_loss(), position)
+
+
+def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path) -> list[Callback]:
+    if phase.float8 == "none":
+        return []
+    return [Float8Products(objective.model, phase.float8, phase.float8_min_width, run_dir)]
 
 
 def state_path(run_dir: Path, phase: str) -> Path:
