@@ -136,7 +136,9 @@ def run_chunks(
             grad_weight.zero_()
         rows = min(chunk, n_rows)
         buffer = hidden.new_empty(rows, -(-n_classes // COLUMN_TILE) * COLUMN_TILE)
-        if hidden.device.type == "cpu":  # whose 16-bit products of odd width multiply the next column by zero: not NaN
+        if (
+            hidden.device.type == "cpu"
+        ):  # whose 16-bit products of odd width multiply the next column by zero: not NaN
             buffer[:, n_classes:] = 0
         for start in range(0, n_rows, max(1, rows)):
             part = hidden[start : start + rows]
@@ -160,8 +162,8 @@ def run_chunks(
 
 
 def _hidden_share(hidden: Tensor) -> float:
-    """What dhidden is of its row of the sum. A row of the mean is below what float16 resolves: there the backward, which
-    knows the scale of the loss, makes it that."""
+    """What dhidden is of its row of the sum. A row of the mean is below what float16 resolves, so there the backward,
+    which knows the scale of the loss, makes it that."""
     return 1.0 if hidden.dtype == torch.float16 else 1.0 / max(1, len(hidden))
 
 
