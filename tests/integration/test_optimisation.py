@@ -65,6 +65,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "float16, lion": {"dtype": "float16", "optimizer": "lion"},
     "float16, adamw": {"dtype": "float16", "ema_decay": 0.9},
+    "offloaded": {"optimizer_offload": True},
     "bfloat16 weights": BFLOAT16,
     "bfloat16 weights, masters": {**BFLOAT16, "master_weights": True},
     "bfloat16 weights, rounded at random": {**BFLOAT16, "stochastic_rounding": True, "optimizer": "muon"},

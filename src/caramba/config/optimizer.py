@@ -83,5 +83,10 @@ def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
             )
     if phase.float8 != "none" and "bfloat16" not in (phase.dtype, phase.amp_dtype) and phase.dtype != "auto":
         yield f"float8 is of products in bfloat16, got dtype={phase.dtype}; use dtype=bfloat16, or remove float8"
+    if phase.optimizer_offload and (phase.stochastic_rounding or "float16" in (phase.dtype, phase.amp_dtype)):
+        yield (
+            "optimizer_offload keeps float32 weights on the host, which stochastic_rounding does without, and knows no "
+            "scaled loss of float16; use bfloat16 or float32 without stochastic_rounding, or remove it"
+        )
     if phase.master_weights and phase.stochastic_rounding:
         yield "master_weights keeps what stochastic_rounding would spread over steps; remove one of the two"

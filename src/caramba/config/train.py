@@ -180,6 +180,10 @@ class PhaseConfig(Config):
     stochastic_rounding: bool = Field(
         default=False, description="bfloat16 weights are rounded up or down at random after each step"
     )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="optimiser states and float32 weights are in the host's memory, and stepped there",
+    )
     float8: Literal["none", "rowwise", "tensorwise"] = Field(
         default="none",
         description="torchao's recipe for matrix products of wide linear layers, on GPUs that have it",

@@ -6,7 +6,8 @@ Gradients: as many bytes as the weights, for the parameters that train.
 Optimiser: states of the parameters that train, in the dtype of the weights: two for AdamW, one for SGD with
     momentum, Lion and Muon, and none counted for Adafactor, whose factored moments are a row and a column per
     matrix. They are fp32 beside bfloat16 weights that are rounded from fp32 (another 4 bytes for masters) or at
-    random; the fp32 copies of one step, while no activation is held, are not counted.
+    random; the fp32 copies of one step, while no activation is held, are not counted. None on the device with
+    optimizer_offload.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
     the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, in fp32: two
@@ -92,6 +93,8 @@ def runs_teacher(phase: PhaseConfig) -> bool:
 
 def _optimizer_bytes(phase: PhaseConfig) -> int:
     """Bytes of the optimiser's states of one parameter, its master included."""
+    if phase.optimizer_offload:
+        return 0
     is_wide = phase.master_weights or phase.stochastic_rounding or not phase.has_16_bit_weights
     return (4 if is_wide else 2) * OPTIMIZER_STATES[phase.optimizer] + (4 if phase.master_weights else 0)
 

@@ -1,4 +1,5 @@
-"""An optimiser in float32 over weights in bfloat16: from kept copies, or from copies of a step that round at random."""
+"""An optimiser over float32 copies of the weights: kept ones, here or on the host, or those of a step that are rounded
+at random."""
 
 from __future__ import annotations
 
@@ -9,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from caramba.optim.groups import Named
+from caramba.runtime import synchronize
 
 
 class WideWeights(torch.optim.Optimizer):
-    """Steps float32 copies of 16-bit weights with any optimiser, whose states are then float32 too.
+    """Steps float32 copies of weights with any optimiser, whose states are then float32 too.
 
     With `keeps` the copies (masters) stay and a weight is its master rounded to nearest, as exact as float32 weights.
     Without, a copy is made of each weight for the step and rounded back at random, up with the probability of how far
     up it is, so that the expected weight is exact and small updates are not lost; nothing but the states stays.
 
-    `param_groups` are the inner optimiser's, over the copies. The randomness is torch's global generator of the
-    device, which a run seeds and saves.
+    With `on_host` masters and states are in the host's memory, and the step is taken there: gradients go down and
+    weights come up once a step. `param_groups` are the inner optimiser's, over the copies. The randomness is torch's
+    global generator of the device, which a run seeds and saves.
 
     Reference: Micikevicius et al., 2018, arXiv:1710.03740 (masters); Zamirai et al., 2020, arXiv:2010.06192
     (stochastic rounding).
@@ -31,10 +34,11 @@ class WideWeights(torch.optim.Optimizer):
         build: Callable[[list[Named]], torch.optim.Optimizer],
         *,
         keeps: bool,
+        on_host: bool = False,
     ) -> None:
-        self.keeps = keeps
+        self.keeps, self.on_host = keeps, on_host
         self.weights = [weight for _, weight in named]
-        self.wide = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.wide = [nn.Parameter(self._copy_of(weight)) for weight in self.weights]
         self.inner = build([(name, wide) for (name, _), wide in zip(named, self.wide, strict=True)])
         super().__init__(self.inner.param_groups, {})
         self.param_groups = self.inner.param_groups
@@ -52,10 +56,14 @@ class WideWeights(torch.optim.Optimizer):
             if not self.keeps:
                 wide.data = weight.detach().float()
             assert weight.grad is not None
-            wide.grad = weight.grad.float()
+            wide.grad = weight.grad.to(wide.device, torch.float32, non_blocking=True)
+        if self.on_host and stepped:
+            synchronize(
+                stepped[0][0].device
+            )  # gradients are here, and the weights of the step before are there
         self.inner.step()
         for weight, wide in stepped:
-            weight.copy_(wide if self.keeps else round_at_random(wide, weight.dtype))
+            weight.copy_(wide if self.keeps else round_at_random(wide, weight.dtype), non_blocking=True)
             wide.grad = None
         self._release()
         return loss
@@ -82,6 +90,13 @@ class WideWeights(torch.optim.Optimizer):
             wide.copy_(master)
         self.inner.load_state_dict(state_dict["inner"])
         self.param_groups = self.inner.param_groups
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        """Return a float32 copy of a weight, or the memory of one that is float32 and about to be narrowed."""
+        if not self.on_host:
+            return weight.detach().float()
+        copy = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
+        return copy.copy_(weight.detach())
 
     def _release(self) -> None:
         """Give the memory of copies back that are made anew at the next step."""
