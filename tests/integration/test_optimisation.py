@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,7 @@ def trained(
     settings: dict[str, Any],
     stop: int | None = None,
     broken: tuple[int, ...] = (),
+    device: str = "cpu",
 ) -> dict[str, Tensor]:
     """Train in `folder` from its saved state, if it has one, and return the weights."""
     folder.mkdir(exist_ok=True)
@@ -117,7 +119,7 @@ def trained(
     windows = TokenDataset(tokens, phase.block_size)
     objective = Breaking(model)
     objective.broken = broken
-    decided = plan(phase, device="cpu", kernels="auto", ops={}, name="pretrain")
+    decided = plan(phase, device=device, kernels="auto", ops={}, name="pretrain")
     fit(
         objective,
         phase,
@@ -170,3 +172,47 @@ def test_a_step_that_is_not_finite_is_left_out_or_stops_the_phase(
     else:  # the loss itself is finite: the scale is taken to be too large, and is halved
         assert all(torch.equal(left_out[name], before[name]) for name in before)
         assert not [item for item in read_events(tmp_path / "skip") if item["event"] == "step_skipped"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("settings", [*SETTINGS.values(), {"tf32": True}], ids=str)
+def test_a_gpu_trains_with_each(settings: dict[str, Any], manifest: Manifest, tmp_path: Path) -> None:
+    settings = {"dtype": "float32", **settings}
+    here = trained(manifest, tmp_path / "cuda", settings, device="cuda")
+    there = trained(manifest, tmp_path / "cpu", {**settings, "tf32": False})  # which a CPU has not
+    start = dict(build_model(manifest.model, seed=1).named_parameters())
+    for name, value in here.items():
+        assert torch.isfinite(value).all(), name
+        moved = (there[name] - start[name].detach()).norm()
+        if not {"16", "muon"} & set(re.findall("16|muon", str(settings))):  # their roundings differ by device
+            assert (value - there[name]).norm() < 0.05 * moved, name
+        else:
+            assert 0.2 * moved < (value - start[name].detach()).norm() < 5 * moved, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_stops_a_step_late_and_saves_nothing_of_it(manifest: Manifest, tmp_path: Path) -> None:
+    with pytest.raises(CarambaError, match=r"norm nan at step 4; .* nonfinite=skip"):
+        trained(manifest, tmp_path / "stop", {"dtype": "float32"}, broken=(SAVED - 1,), device="cuda")
+    assert not state_path(tmp_path / "stop", "pretrain").exists(), (
+        "the save after step 4 waits for its reading"
+    )
+    assert len(json.loads((tmp_path / "stop" / "nonfinite.json").read_text())["windows"]) == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no float8 here"
+)
+def test_a_gpu_trains_in_float8(manifest: Manifest, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    settings = {"dtype": "bfloat16", "float8": "rowwise", "float8_min_width": 16}
+    weights = trained(manifest, tmp_path / "float8", settings, device="cuda")
+    plain = trained(manifest, tmp_path / "plain", {"dtype": "bfloat16"}, device="cuda")
+    assert weights.keys() == plain.keys()
+    (event,) = [item for item in read_events(tmp_path / "float8") if item["event"] == "float8"]
+    assert len(event["layers"]) == 7
+    assert any(not torch.equal(weights[name], plain[name]) for name in plain)
+    assert all(torch.isfinite(value).all() for value in weights.values())
