@@ -66,11 +66,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "float16, lion": {"dtype": "float16", "optimizer": "lion"},
     "float16, adamw": {"dtype": "float16", "ema_decay": 0.9},
-    "offloaded": {"optimizer_offload": True},
     "bfloat16 weights": BFLOAT16,
     "bfloat16 weights, masters": {**BFLOAT16, "master_weights": True},
     "bfloat16 weights, rounded at random": {**BFLOAT16, "stochastic_rounding": True, "optimizer": "muon"},
 }
+
+
+CUDA_ONLY = {"tf32": False, "optimizer_offload": False, "activation_offload": False}
 
 
 class Breaking(LanguageModelObjective):
@@ -176,11 +178,15 @@ def test_a_step_that_is_not_finite_is_left_out_or_stops_the_phase(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("settings", [*SETTINGS.values(), {"tf32": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [*SETTINGS.values(), {"tf32": True}, {"optimizer_offload": True, "activation_offload": True}],
+    ids=str,
+)
 def test_a_gpu_trains_with_each(settings: dict[str, Any], manifest: Manifest, tmp_path: Path) -> None:
     settings = {"dtype": "float32", **settings}
     here = trained(manifest, tmp_path / "cuda", settings, device="cuda")
-    there = trained(manifest, tmp_path / "cpu", {**settings, "tf32": False})  # which a CPU has not
+    there = trained(manifest, tmp_path / "cpu", {**settings, **CUDA_ONLY})
     start = dict(build_model(manifest.model, seed=1).named_parameters())
     for name, value in here.items():
         assert torch.isfinite(value).all(), name

@@ -184,6 +184,9 @@ class PhaseConfig(Config):
         default=False,
         description="optimiser states and float32 weights are in the host's memory, and stepped there",
     )
+    activation_offload: bool = Field(
+        default=False, description="what a backward needs waits for it in the host's memory"
+    )
     float8: Literal["none", "rowwise", "tensorwise"] = Field(
         default="none",
         description="torchao's recipe for matrix products of wide linear layers, on GPUs that have it",

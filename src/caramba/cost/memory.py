@@ -11,7 +11,8 @@ Optimiser: states of the parameters that train, in the dtype of the weights: two
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
     the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, in fp32: two
-    vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits.
+    vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits. Those that
+    activation_offload takes off the device are counted as if they stayed.
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.

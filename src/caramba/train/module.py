@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ from caramba.optim import (
     clip_values,
     learning_rate,
 )
+from caramba.runtime import activations_on_host
 
 KEPT = ("average", "adagc")
 """What the module makes with its optimiser and keeps with the training state."""
@@ -83,7 +85,8 @@ class CarambaModule(pl.LightningModule):
         return self.objective.is_done
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        losses = self.objective.step(batch, self._backward)
+        with activations_on_host(self.model.parameters()) if self.phase.activation_offload else nullcontext():
+            losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
         self.train_loss.update(losses["loss"])
         self._loss = losses["loss"] if self._loss is None else self._loss + losses["loss"]

@@ -56,6 +56,14 @@ def test_what_a_device_lacks_is_refused_with_what_it_has() -> None:
     text = r"train.tf32=true: the device cpu supports float32, bfloat16, float16; choose one of them"
     with pytest.raises(ConfigError, match=text):
         planned(tf32=True)
+    with pytest.raises(
+        ConfigError, match=r"train.optimizer_offload: on the device cpu all is in the host's memory"
+    ):
+        planned(optimizer_offload=True)
+    with pytest.raises(
+        ConfigError, match=r"train.float8=rowwise: the device cpu supports float32, bfloat16, float16"
+    ):
+        planned(float8="rowwise")
 
 
 def test_an_automatic_learning_rate_falls_with_the_width() -> None:
