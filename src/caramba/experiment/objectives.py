@@ -24,7 +24,7 @@ from caramba.distill import (
 )
 from caramba.experiment.session import Session
 from caramba.model import Model, model_hash
-from caramba.runtime import RuntimePlan, get_world_size
+from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
 
 
 def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model) -> Objective:
@@ -120,6 +120,17 @@ def check_block_schedules(session: Session) -> None:
         if run.train is not None and run.train.phase in BLOCK_PHASES and run.id not in session.ledger:
             blocks = range(len(attention_configs(session.manifest.model.topology)))
             _block_schedule(run.train, BlockShard([f"block {block}" for block in blocks]))
+
+
+def check_precisions(session: Session) -> None:
+    """Refuse phases that ask for what their device lacks, before anything is trained.
+
+    Raises:
+        ConfigError: naming what the device has.
+    """
+    for run in session.group.runs:
+        if run.train is not None and run.id not in session.ledger:
+            choose_precision(run.train, choose_device(run.train.device or session.manifest.device))
 
 
 def _block_schedule(phase: PhaseConfig, shard: BlockShard) -> BlockSchedule:

@@ -99,17 +99,9 @@ def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:
         "weights": Decision(chosen.weights, chosen.keeps),
         "precision": Decision(chosen.mode, chosen.keeps),
         "tf32": Decision(phase.tf32, "the manifest"),
-        "activation_offload": Decision(_offload(phase, device), "the manifest"),
+        "activation_offload": Decision(phase.activation_offload, "the manifest"),
         "float8": Decision(phase.float8, "the manifest"),
     }
-
-
-def _offload(phase: PhaseConfig, device: torch.device) -> bool:
-    if device.type == "cpu":
-        for key in ("activation_offload", "optimizer_offload"):
-            if getattr(phase, key):
-                raise ConfigError(f"train.{key}: on the device cpu all is in the host's memory; remove it")
-    return phase.activation_offload
 
 
 def apply_threads(run_plan: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,7 @@ def choose_precision(phase: PhaseConfig, device: torch.device) -> Precision:
     needs no loss scaling, and tensor cores compute it several times faster.
 
     Raises:
-        ConfigError: the device lacks what was asked for, naming what it has.
+        ConfigError: the device lacks what was asked for, naming what it has; or torchao is missing, for float8.
     """
     dtype, reason = _dtype(phase, device)
     have = device_precisions(device)
@@ -51,6 +52,13 @@ def choose_precision(phase: PhaseConfig, device: torch.device) -> Precision:
             raise ConfigError(
                 f"train.{setting}: {_name(device)} supports {', '.join(have)}; choose one of them"
             )
+    if phase.float8 != "none" and importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            f"train.float8={phase.float8} needs torchao, which is not installed: pip install torchao"
+        )
+    for key in ("activation_offload", "optimizer_offload"):
+        if device.type == "cpu" and getattr(phase, key):
+            raise ConfigError(f"train.{key}: on the device cpu all is in the host's memory; remove it")
     if phase.has_16_bit_weights:
         return Precision(dtype, reason, "bfloat16", "bf16-true")
     mode = {"float32": "32-true", "bfloat16": "bf16-mixed", "float16": "16-mixed"}[dtype]

@@ -71,11 +71,10 @@ def float8_layers(model: nn.Module, least_width: int) -> dict[str, nn.Linear]:
 
 
 def _converter(recipe: str) -> Callable[[nn.Linear], nn.Module]:
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import
-    except ImportError as error:
-        raise ConfigError(
-            f"float8={recipe} needs torchao, which is not installed ({error}); pip install 'caramba[float8]'"
-        ) from error
+    from torchao.float8 import (  # pyright: ignore[reportMissingImports] - optional, and slow to import
+        Float8LinearConfig,
+        convert_to_float8_training,
+    )
+
     config: Any = Float8LinearConfig.from_recipe_name(recipe)
     return lambda layer: convert_to_float8_training(layer, config=config)
