@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from caramba.config.base import Config, Later
 from caramba.config.layer import Positive
+from caramba.config.optimizer import (
+    BETAS,
+    LION_BETAS,
+    MOMENTUM,
+    AdaGCConfig,
+    optimizer_conflicts,
+    precision_conflicts,
+)
 from caramba.config.plain import is_mapping
 
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
@@ -19,7 +28,6 @@ BLOCK_PHASES = ("blockwise", "drift")
 # that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
 AUTO_LR_WIDTH = 2048
 AUTO_LR = {"pretrain": (3e-4, 1.0), "blockwise": (2e-4, 1.0), "drift": (1e-4, 1.0), "global": (8e-5, 0.5)}
-LION_BETAS = (0.9, 0.99)  # Chen et al., 2023, arXiv:2302.06675
 
 
 def _compile_mode(value: Any) -> Any:
@@ -102,25 +110,37 @@ class PhaseConfig(Config):
         default=3e-4,
         description="auto: the published rate of the phase at width 2048, more for a narrower model",
     )
-    optimizer: Annotated[
-        Literal["adamw", "sgd", "adafactor", "lion", "muon"],
-        Later("the training speed work", "sgd", "adafactor", "muon"),
-    ] = Field(
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        default="none",
+        description="lr grows with batch_size * gradient_accumulation_steps / lr_base_batch, or with its square root",
+    )
+    lr_base_batch: Positive | None = Field(default=None, description="sequences of a step that lr is for")
+    optimizer: Literal["adamw", "sgd", "adafactor", "lion", "muon"] = Field(
         default="adamw",
-        description="lion wants an lr 3 to 10 times smaller than AdamW's, and a weight_decay as many times larger",
+        description="lion wants an lr 3 to 10 times smaller than AdamW's, and a weight_decay as many times larger; "
+        "muon takes AdamW's, which also steps what is no matrix of the stack",
     )
-    betas: tuple[Beta, Beta] = Field(
-        default=(0.9, 0.95), description="0.9 and 0.99 where none are given for lion"
+    betas: tuple[Beta, Beta] = Field(default=BETAS, description="0.9 and 0.99 where none are given for lion")
+    momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
+    scheduler: Literal["none", "constant", "linear", "cosine", "wsd"] = "cosine"
+    decay_ratio: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.2, description="share of the steps in which wsd decays, at the end"
     )
-    scheduler: Annotated[
-        Literal["none", "constant", "linear", "cosine", "wsd"], Later("the training speed work", "wsd")
-    ] = "cosine"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     weight_decay: NonNegative = 0.0
     gradient_accumulation_steps: Positive = 1
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
         default=1.0, description="of all gradients together; in blockwise and drift of each block's own"
+    )
+    gradient_clip_algorithm: Literal["norm", "value", "adagc"] = Field(
+        default="norm",
+        description="value clips every element at max_grad_norm; adagc each tensor by its own past norms",
+    )
+    adagc: AdaGCConfig | None = None
+    nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="of a loss or gradient that is not finite: stop names the windows of the batch, skip leaves it out",
     )
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="save and evaluate an exponential moving average of the trained weights"
@@ -151,11 +171,33 @@ class PhaseConfig(Config):
     device: Literal["auto", "cpu", "cuda", "mps"] | None = None
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        Later(PLANNING, "float16"),
-        Field(description="of the computation; weights and optimiser are float32"),
+        Field(
+            description="of the computation; weights and optimiser are float32, unless bfloat16 goes with use_amp=false"
+        ),
     ] = "auto"
     use_amp: bool | Literal["auto"] = "auto"
-    amp_dtype: Annotated[Literal["auto", "bfloat16", "float16"], Later(PLANNING, "float16")] = "auto"
+    amp_dtype: Literal["auto", "bfloat16", "float16"] = Field(
+        default="auto", description="float16 scales the loss, and skips steps whose gradients overflow"
+    )
+    master_weights: bool = Field(
+        default=False, description="bfloat16 weights are rounded from float32 ones that the optimiser steps"
+    )
+    stochastic_rounding: bool = Field(
+        default=False, description="bfloat16 weights are rounded up or down at random after each step"
+    )
+    optimizer_offload: bool = Field(
+        default=False,
+        description="optimiser states and float32 weights are in the host's memory, and stepped there",
+    )
+    activation_offload: bool = Field(
+        default=False, description="what a backward needs waits for it in the host's memory"
+    )
+    float8: Literal["none", "rowwise", "tensorwise"] = Field(
+        default="none",
+        description="torchao's recipe for matrix products of wide linear layers, on GPUs that have it",
+    )
+    float8_min_width: Positive = Field(default=1024, description="of the narrower side of such a layer")
+    tf32: bool = Field(default=False, description="float32 matrix products in TF32, on GPUs that have it")
     compile_model: Annotated[
         bool | Literal["auto", "default", "reduce-overhead", "max-autotune"],
         BeforeValidator(_compile_mode),
@@ -185,11 +227,8 @@ class PhaseConfig(Config):
 
     @model_validator(mode="after")
     def _rules(self) -> PhaseConfig:
-        if self.optimizer == "lion" and self.lr == "auto":
-            raise ValueError(
-                "lr=auto stands for AdamW's published rates, got optimizer=lion; give lr, 3 to 10 times smaller than "
-                "AdamW's"
-            )
+        for conflict in (*optimizer_conflicts(self), *precision_conflicts(self)):
+            raise ValueError(conflict)
         if self.warmup_steps > self.steps:
             raise ValueError(
                 f"warmup_steps={self.warmup_steps} exceeds steps={self.steps}; use {self.steps} or fewer"
@@ -202,11 +241,6 @@ class PhaseConfig(Config):
         if self.objective != "ce" and self.phase != "global":
             raise ValueError(
                 f"phase={self.phase} has a loss of its own, got objective={self.objective}; remove it, or use global"
-            )
-        if self.use_amp is False and self.dtype == "bfloat16":
-            raise ValueError(
-                "dtype=bfloat16 computes in bfloat16 under autocast with float32 weights, which use_amp=false "
-                "forbids; remove one of the two"
             )
         if self.control and (self.phase != "pretrain" or self.trains == "student"):
             raise ValueError("a control trains the teacher further: use phase: pretrain, trains: teacher")
@@ -238,11 +272,33 @@ class PhaseConfig(Config):
         """Whether each step needs the teacher's outputs."""
         return self.phase in BLOCK_PHASES or self.objective != "ce"
 
+    @property
+    def has_16_bit_weights(self) -> bool:
+        """Whether weights themselves are bfloat16, in place of float32 under autocast."""
+        return self.dtype == "bfloat16" and self.use_amp is False
+
+    @property
+    def optimizer_momentum(self) -> float:
+        """`momentum`, or the optimiser's own where none is given; 0 for optimisers without one."""
+        return MOMENTUM.get(self.optimizer, 0.0) if self.momentum is None else self.momentum
+
     def learning_rate_at(self, d_model: int) -> float:
-        """Return `lr`; `auto` is the phase's published rate at width 2048 times (2048 / d_model)^power, power 1 for
-        pretraining and blocks and 1/2 for a whole student."""
+        """Return `lr` times `lr_factor`; `auto` is the phase's published rate at width 2048 times
+        (2048 / d_model)^power, power 1 for pretraining and blocks and 1/2 for a whole student."""
         rate, power = AUTO_LR[self.phase]
-        return rate * (AUTO_LR_WIDTH / d_model) ** power if self.lr == "auto" else self.lr
+        lr = rate * (AUTO_LR_WIDTH / d_model) ** power if self.lr == "auto" else self.lr
+        return lr * self.lr_factor
+
+    @property
+    def lr_factor(self) -> float:
+        """What `lr_scaling` makes of lr: B / B_0 or its square root, B the sequences of a step; 1 while B is `auto`.
+
+        Reference: Goyal et al., 2017, arXiv:1706.02677 (linear); Malladi et al., 2022, arXiv:2205.10287 (square root).
+        """
+        if self.lr_scaling == "none" or self.lr_base_batch is None or self.batch_size == "auto":
+            return 1.0
+        ratio = self.batch_size * self.gradient_accumulation_steps / self.lr_base_batch
+        return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
 
     @property
     def tokens(self) -> int:

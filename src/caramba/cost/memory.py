@@ -1,13 +1,18 @@
 """Estimates of a phase's memory and work. The rules are few and stated; a measurement always wins over them.
 
-Weights: 4 bytes each, for every model that the phase holds; 2 for a frozen teacher under 16-bit autocast.
-Gradients: 4 bytes, for the parameters that train.
-Optimiser: fp32 states of the parameters that train: two for AdamW, one for SGD with momentum, Lion and Muon,
-    and none counted for Adafactor, whose factored moments are a row and a column per matrix.
+Weights: 4 bytes each, for every model that the phase holds; 2 for weights in bfloat16 (dtype=bfloat16 with
+    use_amp=false), and for a frozen teacher under 16-bit autocast.
+Gradients: as many bytes as the weights, for the parameters that train.
+Optimiser: states of the parameters that train, in the dtype of the weights: two for AdamW, one for SGD with
+    momentum, Lion and Muon, and none counted for Adafactor, whose factored moments are a row and a column per
+    matrix. They are fp32 beside bfloat16 weights that are rounded from fp32 (another 4 bytes for masters) or at
+    random; the fp32 copies of one step, while no activation is held, are not counted. None on the device with
+    optimizer_offload.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
     the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, in fp32: two
-    vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits.
+    vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits. Those that
+    activation_offload takes off the device are counted as if they stayed.
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.
@@ -62,7 +67,8 @@ def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | 
         params = trained.params
         kept = trained.activation_elements - 2 * trained.vocab_size
         flops = trained.training_flops_per_token(context)
-    weights = trained.params * 4
+    width = 2 if phase.has_16_bit_weights else 4
+    weights = trained.params * width
     vocabularies = 0 if blockwise else 2
     if phase.phase == "drift":
         flops += trained.topology.flops_per_token(context)
@@ -73,8 +79,8 @@ def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | 
     tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
     memory = MemoryEstimate(
         weights_bytes=weights,
-        gradients_bytes=params * 4,
-        optimizer_bytes=params * 4 * OPTIMIZER_STATES[phase.optimizer],
+        gradients_bytes=params * width,
+        optimizer_bytes=params * _optimizer_bytes(phase),
         activations_bytes=tokens * kept * _activation_bytes(phase)
         + 4 * min(tokens, phase.vocab_chunk) * vocabularies * trained.vocab_size,
     )
@@ -86,7 +92,15 @@ def runs_teacher(phase: PhaseConfig) -> bool:
     return phase.phase in ("blockwise", "drift") or phase.objective in ("kl", "mixed")
 
 
+def _optimizer_bytes(phase: PhaseConfig) -> int:
+    """Bytes of the optimiser's states of one parameter, its master included."""
+    if phase.optimizer_offload:
+        return 0
+    is_wide = phase.master_weights or phase.stochastic_rounding or not phase.has_16_bit_weights
+    return (4 if is_wide else 2) * OPTIMIZER_STATES[phase.optimizer] + (4 if phase.master_weights else 0)
+
+
 def _activation_bytes(phase: PhaseConfig) -> int:
-    """Bytes of an activation, and of a frozen teacher's weight: 2 under 16-bit autocast, which `auto` leaves open."""
+    """Bytes of an activation, and of a frozen teacher's weight: 2 in 16 bits, which `auto` leaves open."""
     is_amp = phase.use_amp is True or (phase.use_amp == "auto" and phase.dtype in ("bfloat16", "float16"))
-    return 2 if is_amp else 4
+    return 2 if is_amp or phase.has_16_bit_weights else 4

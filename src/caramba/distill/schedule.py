@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -121,6 +122,8 @@ class BlockSchedule:
         self._ended = dict(state["ended"])
 
     def _record(self, name: str, loss: float) -> None:
+        if not math.isfinite(loss):  # of a step that was left out
+            return
         self._sums[name] = SMOOTHING * self._sums.get(name, 0.0) + (1.0 - SMOOTHING) * loss
         self._seen[name] = self._seen.get(name, 0) + 1
         if self.convergence is not None:

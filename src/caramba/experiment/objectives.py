@@ -24,7 +24,7 @@ from caramba.distill import (
 )
 from caramba.experiment.session import Session
 from caramba.model import Model, model_hash
-from caramba.runtime import RuntimePlan, get_world_size
+from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
 
 
 def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model) -> Objective:
@@ -82,16 +82,16 @@ def frozen(model: nn.Module) -> Model:
 
 
 def frozen_teacher(session: Session, decided: RuntimePlan) -> Model:
-    """Return the teacher of a phase: the session's, or under bfloat16 autocast a copy held in bfloat16."""
+    """Return the teacher of a phase: the session's, or a copy held in the 16 bits that the phase computes in."""
     teacher = frozen(session.model_of("teacher"))
-    if decided.value("dtype") != "bfloat16":
+    dtype = getattr(torch, decided.value("dtype"))
+    if dtype == torch.float32:
         return teacher
     # The copy takes these in place of its parameters, so that no second set of float32 weights is ever allocated.
     memo: dict[int, object] = {
-        id(value): nn.Parameter(value.to(torch.bfloat16), requires_grad=False)
-        for value in teacher.parameters()
+        id(value): nn.Parameter(value.to(dtype), requires_grad=False) for value in teacher.parameters()
     }
-    return copy.deepcopy(teacher, memo).to(torch.bfloat16)
+    return copy.deepcopy(teacher, memo).to(dtype)
 
 
 def _cache(session: Session, phase: PhaseConfig, decided: RuntimePlan, **key: object) -> TeacherCache | None:
@@ -121,6 +121,17 @@ def check_block_schedules(session: Session) -> None:
         if run.train is not None and run.train.phase in BLOCK_PHASES and run.id not in session.ledger:
             blocks = range(len(attention_configs(session.manifest.model.topology)))
             _block_schedule(run.train, BlockShard([f"block {block}" for block in blocks]))
+
+
+def check_precisions(session: Session) -> None:
+    """Refuse phases that ask for what their device lacks, before anything is trained.
+
+    Raises:
+        ConfigError: naming what the device has.
+    """
+    for run in session.group.runs:
+        if run.train is not None and run.id not in session.ledger:
+            choose_precision(run.train, choose_device(run.train.device or session.manifest.device))
 
 
 def _block_schedule(phase: PhaseConfig, shard: BlockShard) -> BlockSchedule:
@@ -154,7 +165,7 @@ def _sample_bytes(session: Session, phase: PhaseConfig, decided: RuntimePlan) ->
     spec = session.manifest.model
     if phase.phase not in BLOCK_PHASES:
         return phase.block_size * min(phase.teacher_top_k, spec.embedder.vocab_size) * (4 + 4)
-    width = 2 if decided.value("dtype") == "bfloat16" else 4
+    width = getattr(torch, decided.value("dtype")).itemsize
     return math.prod(
         (len(attention_configs(spec.topology)), 2, phase.block_size, spec.embedder.d_model, width)
     )

@@ -136,6 +136,10 @@ def run_chunks(
             grad_weight.zero_()
         rows = min(chunk, n_rows)
         buffer = hidden.new_empty(rows, -(-n_classes // COLUMN_TILE) * COLUMN_TILE)
+        if (
+            hidden.device.type == "cpu"
+        ):  # whose 16-bit products of odd width multiply the next column by zero: not NaN
+            buffer[:, n_classes:] = 0
         for start in range(0, n_rows, max(1, rows)):
             part = hidden[start : start + rows]
             logits = buffer[: len(part), :n_classes]
@@ -151,10 +155,16 @@ def run_chunks(
             )
             if wants_hidden:
                 place = grad_hidden[start : start + rows]
-                torch.addmm(place, logits, matrix, beta=0, alpha=share, out=place)
+                torch.addmm(place, logits, matrix, beta=0, alpha=_hidden_share(hidden), out=place)
             if wants_weight:
                 _accumulate(grad_weight, logits.t(), part, beta=float(start > 0), alpha=share)
         return losses.sum() * share, grad_hidden, grad_weight
+
+
+def _hidden_share(hidden: Tensor) -> float:
+    """What dhidden is of its row of the sum. A row of the mean is below what float16 resolves, so there the backward,
+    which knows the scale of the loss, makes it that."""
+    return 1.0 if hidden.dtype == torch.float16 else 1.0 / max(1, len(hidden))
 
 
 def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> None:
@@ -239,17 +249,19 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
     nothing = (None,) * 7
     if upstream is None:
         return None, None, *nothing
-    hidden, weight = (
-        _scaled(grad, upstream) if wanted else None
-        for grad, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    )
-    return hidden, weight, *nothing
+    grad_hidden, grad_weight = ctx.saved_tensors
+    wants_hidden, wants_weight = ctx.wanted
+    left = upstream / max(1, len(grad_hidden)) if grad_hidden.dtype == torch.float16 else upstream
+    hidden = _scaled(grad_hidden, left) if wants_hidden else None
+    return hidden, _scaled(grad_weight, upstream) if wants_weight else None, *nothing
 
 
 def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     """Scale in place, which saves a copy as large as the weight, unless the graph is kept for another backward, or
     traced (tensors are then of a subclass).
     """
+    if grad.dtype == torch.float16:  # which has no room for the scale of a loss
+        return (grad.float() * by).to(grad.dtype)
     keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     if type(grad) is not Tensor or keeps is None or keeps():
         return grad * by.to(grad.dtype)

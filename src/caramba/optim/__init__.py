@@ -1,9 +1,26 @@
-"""Optimisers, learning-rate schedules and averages of weights."""
+"""Optimisers, clipping, learning-rate schedules and averages of weights."""
 
+from caramba.optim.adagc import AdaGC
 from caramba.optim.average import WeightAverage
 from caramba.optim.build import build_optimizer
-from caramba.optim.clip import clip_gradients
+from caramba.optim.clip import clip_gradients, clip_values
 from caramba.optim.lion import Lion
+from caramba.optim.muon import MuonAdamW
+from caramba.optim.nonfinite import NONFINITE, NonFiniteWatch
 from caramba.optim.schedule import learning_rate
+from caramba.optim.wide import WideWeights, round_at_random
 
-__all__ = ["Lion", "WeightAverage", "build_optimizer", "clip_gradients", "learning_rate"]
+__all__ = [
+    "NONFINITE",
+    "AdaGC",
+    "Lion",
+    "MuonAdamW",
+    "NonFiniteWatch",
+    "WeightAverage",
+    "WideWeights",
+    "build_optimizer",
+    "clip_gradients",
+    "clip_values",
+    "learning_rate",
+    "round_at_random",
+]

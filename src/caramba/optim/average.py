@@ -12,7 +12,7 @@ WARM_UP = 10
 
 class WeightAverage:
     """Running average a <- d a + (1 - d) w after each step, with d = min(decay, (1 + n) / (10 + n)) at step n, so that
-    the first steps, which are far from where training ends, are soon forgotten.
+    the first steps, which are far from where training ends, are soon forgotten. It is kept in at least float32.
 
     Reference: Polyak and Juditsky, 1992; the warm-up is TensorFlow's ExponentialMovingAverage.
     """
@@ -20,7 +20,10 @@ class WeightAverage:
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
         self.decay, self.steps = decay, 0
         self._parameters = dict(named)
-        self._average = {name: value.detach().clone() for name, value in self._parameters.items()}
+        self._average = {
+            name: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
+            for name, value in self._parameters.items()
+        }
 
     @torch.no_grad()
     def update(self) -> None:
@@ -30,7 +33,7 @@ class WeightAverage:
         for name, value in self._parameters.items():
             if self._average[name].device != value.device:  # the model has moved since
                 self._average[name] = self._average[name].to(value.device)
-            self._average[name].lerp_(value, weight)
+            self._average[name].lerp_(value.to(self._average[name].dtype), weight)
 
     @torch.no_grad()
     def copy_to_weights(self) -> None:

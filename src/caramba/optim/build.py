@@ -8,22 +8,51 @@ import torch
 from torch import nn
 
 from caramba.config.train import PhaseConfig
+from caramba.optim.groups import Named, is_stack_matrix, parameter_groups
 from caramba.optim.lion import Lion
+from caramba.optim.muon import MuonAdamW
+from caramba.optim.wide import WideWeights
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfig) -> torch.optim.Optimizer:
     """Build the phase's optimiser over trainable parameters. Norms, biases, gates and embeddings take no weight decay.
 
-    Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101 (AdamW); Chen et al., 2023, arXiv:2302.06675 (Lion).
+    Weight decay is decoupled from the gradient but in SGD, where it is added to it as in torch. With `master_weights`
+    or `stochastic_rounding` the optimiser steps float32 copies of bfloat16 weights; with `optimizer_offload` copies of
+    any weights, on the host.
+
+    Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101 (AdamW); Chen et al., 2023, arXiv:2302.06675 (Lion);
+    Shazeer and Stern, 2018, arXiv:1804.04235 (Adafactor); Jordan et al., 2024 (Muon).
     """
     assert phase.lr != "auto", "lr is settled for the model's width before a phase starts"
-    decayed: list[nn.Parameter] = []
-    plain: list[nn.Parameter] = []
-    for name, parameter in named:
-        if parameter.requires_grad:
-            (plain if parameter.ndim < 2 or "embedder" in name else decayed).append(parameter)
-    groups = [{"params": decayed, "weight_decay": phase.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if phase.master_weights or phase.stochastic_rounding or phase.optimizer_offload:
+        return WideWeights(
+            trained,
+            lambda wide: _optimizer(wide, phase),
+            keeps=not phase.stochastic_rounding,
+            on_host=phase.optimizer_offload,
+        )
+    return _optimizer(trained, phase)
+
+
+def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimizer:
+    lr, momentum = float(phase.lr), phase.optimizer_momentum
+    if phase.optimizer == "muon":
+        matrices = [pair for pair in trained if is_stack_matrix(*pair)]
+        others = [pair for pair in trained if not is_stack_matrix(*pair)]
+        return MuonAdamW(
+            parameter_groups(matrices, phase.weight_decay),
+            parameter_groups(others, phase.weight_decay),
+            lr=lr,
+            momentum=momentum,
+            betas=phase.betas,
+        )
+    groups = parameter_groups(trained, phase.weight_decay)
     if phase.optimizer == "lion":
-        return Lion(groups, lr=phase.lr, betas=phase.betas)
-    return torch.optim.AdamW(groups, lr=phase.lr, betas=phase.betas, fused=True)
+        return Lion(groups, lr=lr, betas=phase.betas)
+    if phase.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+    if phase.optimizer == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr)
+    return torch.optim.AdamW(groups, lr=lr, betas=phase.betas, fused=True)

@@ -1,4 +1,4 @@
-"""Clipping of gradients in groups: one pass for the norms of all of them, one for each group's scale."""
+"""Clipping of gradients by fixed limits: one pass for the norms of all of them, one for each group's scale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
     if not gradients:
         return torch.zeros(())
     every = [grad for group in gradients for grad in group]
-    norms = torch.stack(torch._foreach_norm(every))  # pyright: ignore[reportPrivateImportUsage]
+    norms = tensor_norms(every)
     sizes = [len(group) for group in gradients]
     if len(sizes) == 1:
         totals = torch.linalg.vector_norm(norms)[None]
@@ -36,3 +36,21 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
         for group, scale in zip(gradients, scales.unbind(), strict=True):
             torch._foreach_mul_(group, scale)  # pyright: ignore[reportPrivateImportUsage]
     return totals[0] if len(sizes) == 1 else torch.linalg.vector_norm(totals)
+
+
+def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norms of n tensors in one pass, [n], in at least float32."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
+
+
+@torch.no_grad()
+def clip_values(groups: Iterable[Sequence[nn.Parameter]], limit: float) -> Tensor:
+    """Clamp every element of the gradients in place to [-limit, limit], and return the norm of all before that, []."""
+    listed = [list(group) for group in groups]
+    norm = clip_gradients(listed, None)
+    gradients = [p.grad for group in listed for p in group if p.grad is not None]
+    if gradients:
+        torch._foreach_clamp_max_(gradients, limit)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_clamp_min_(gradients, -limit)  # pyright: ignore[reportPrivateImportUsage]
+    return norm

@@ -8,17 +8,23 @@ from caramba.runtime.distributed import (
     is_main_process,
     refuse_unconnected_ranks,
 )
+from caramba.runtime.offload import activations_on_host
 from caramba.runtime.plan import Decision, RuntimePlan, apply_threads, load_plan, plan, save_plan
+from caramba.runtime.precision import Precision, choose_precision, device_precisions
 from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
     "AttentionChoice",
     "Decision",
+    "Precision",
     "RuntimePlan",
+    "activations_on_host",
     "apply_threads",
     "choose_attention",
     "choose_device",
+    "choose_precision",
     "device_facts",
+    "device_precisions",
     "families_of",
     "get_rank",
     "get_world_size",

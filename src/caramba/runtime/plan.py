@@ -15,6 +15,7 @@ from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, PhaseConfig
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
 from caramba.runtime.device import choose_device, device_facts
+from caramba.runtime.precision import choose_precision
 from caramba.runtime.tuned import AttentionChoice, choose_attention
 
 
@@ -66,9 +67,12 @@ def plan(
         ),
         "lr": Decision(
             phase.learning_rate_at(d_model),
-            "the manifest"
-            if phase.lr != "auto"
-            else f"auto: {AUTO_LR[phase.phase][0]:g} times ({AUTO_LR_WIDTH}/{d_model})^{AUTO_LR[phase.phase][1]:g}",
+            (
+                "the manifest"
+                if phase.lr != "auto"
+                else f"auto: {AUTO_LR[phase.phase][0]:g} times ({AUTO_LR_WIDTH}/{d_model})^{AUTO_LR[phase.phase][1]:g}"
+            )
+            + (f", times {phase.lr_factor:g} for the batch" if phase.lr_scaling != "none" else ""),
         ),
         **_precision(phase, chosen),
         "threads": Decision(facts["threads"], "torch's default; frozen in the run, since sums depend on it"),
@@ -88,33 +92,16 @@ def _attention(choice: AttentionChoice) -> Decision:
 
 
 def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:
-    """Return `dtype`, what matrix products are computed in, and Lightning's name of the `precision`.
-
-    Weights, gradients and optimiser state are float32 either way. Nothing is measured: bfloat16 has float32's range,
-    so it needs no loss scaling, and tensor cores compute it several times faster.
-    """
-    is_amp, reason = _uses_bfloat16(phase, device)
+    """Return `dtype`, what matrix products are computed in, `weights`, what they are kept in, and the `precision`."""
+    chosen = choose_precision(phase, device)
     return {
-        "dtype": Decision("bfloat16" if is_amp else "float32", reason),
-        "precision": Decision(
-            "bf16-mixed" if is_amp else "32-true",
-            "autocast over float32 weights; a frozen teacher is held in bfloat16"
-            if is_amp
-            else "all in float32",
-        ),
+        "dtype": Decision(chosen.dtype, chosen.reason),
+        "weights": Decision(chosen.weights, chosen.keeps),
+        "precision": Decision(chosen.mode, chosen.keeps),
+        "tf32": Decision(phase.tf32, "the manifest"),
+        "activation_offload": Decision(phase.activation_offload, "the manifest"),
+        "float8": Decision(phase.float8, "the manifest"),
     }
-
-
-def _uses_bfloat16(phase: PhaseConfig, device: torch.device) -> tuple[bool, str]:
-    if isinstance(phase.use_amp, bool):
-        return bool(phase.use_amp), f"the manifest: use_amp={str(phase.use_amp).lower()}"
-    if phase.dtype != "auto":
-        return phase.dtype == "bfloat16", f"the manifest: dtype={phase.dtype}"
-    if device.type != "cuda":
-        return False, f"auto: float32 on {device.type}, where bfloat16 is not faster everywhere"
-    if not torch.cuda.is_bf16_supported(including_emulation=False):
-        return False, "auto: this GPU has no bfloat16"
-    return True, "auto: bfloat16 on a GPU that has it"
 
 
 def apply_threads(run_plan: Path) -> None:

@@ -52,6 +52,12 @@ def train_loader(
     return DataLoader(windows, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
 
 
+def windows_at(dataset: TokenDataset | Subset[Batch], *, seed: int, start: int, samples: int) -> list[int]:
+    """Return the dataset's windows that `samples` samples of the stream from `start` on are, of all ranks."""
+    sampler = WindowSampler(len(dataset), samples, seed=seed, start=start)
+    return [sampler.window(start + place) for place in range(samples)]
+
+
 def targets_per_window(dataset: TokenDataset | Subset[Batch]) -> np.ndarray:
     """Return how many targets count in each window, int64 [n_windows]: padding does not."""
     if isinstance(dataset, Subset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,30 +12,50 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 from torchmetrics.aggregation import RunningMean
 
+from caramba.config.optimizer import AdaGCConfig
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
 from caramba.distill import Batch, Objective
 from caramba.errors import CarambaError
-from caramba.optim import WeightAverage, build_optimizer, clip_gradients, learning_rate
+from caramba.optim import (
+    AdaGC,
+    NonFiniteWatch,
+    WeightAverage,
+    WideWeights,
+    build_optimizer,
+    clip_gradients,
+    clip_values,
+    learning_rate,
+)
+from caramba.runtime import activations_on_host
+
+KEPT = ("average", "adagc")
+"""What the module makes with its optimiser and keeps with the training state."""
 
 
 class CarambaModule(pl.LightningModule):
     """One phase of training. Optimisation is manual, because a blockwise step runs one backward per block.
 
     Only the trained model is a submodule: a teacher is neither saved nor moved nor seen by the optimiser. Gradients of
-    `gradient_accumulation_steps` micro-batches are averaged, clipped by the norm of each of the objective's groups,
-    then stepped. `has_converged` ends the phase before its last step.
+    `gradient_accumulation_steps` micro-batches are averaged, clipped, by the norm of each of the objective's groups if
+    nothing else is asked for, then stepped if `watch` allows it. `has_converged` ends the phase before its last step.
+    Weights in bfloat16 are that from the first step to the last.
     """
 
-    def __init__(self, objective: Objective, phase: PhaseConfig, *, log_every: int = 10) -> None:
+    def __init__(
+        self, objective: Objective, phase: PhaseConfig, watch: NonFiniteWatch, *, log_every: int = 10
+    ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.model = objective.model
         self.objective = objective
         self.phase = phase
+        self.watch = watch
         self.log_every = log_every
         self.micro_steps = 0
         self.average: WeightAverage | None = None
+        self.adagc: AdaGC | None = None
+        self._loss: Tensor | None = None
         self.train_loss = RunningMean(window=50, nan_strategy="disable")
         self.val_loss = MeanMetric(nan_strategy="disable")
 
@@ -45,7 +66,18 @@ class CarambaModule(pl.LightningModule):
             parameter.requires_grad_(id(parameter) in chosen)
         if self.phase.ema_decay is not None:
             self.average = WeightAverage(trained, self.phase.ema_decay)
-        return build_optimizer(trained, self.phase)
+        if self.phase.gradient_clip_algorithm == "adagc":
+            settings = self.phase.adagc or AdaGCConfig()
+            self.adagc = AdaGC(
+                [parameter for _, parameter in trained],
+                max_norm=self.phase.max_grad_norm,
+                **settings.model_dump(),
+            )
+        optimizer = build_optimizer(trained, self.phase)  # takes its masters from float32 weights
+        if self.phase.has_16_bit_weights:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
+        return optimizer
 
     @property
     def has_converged(self) -> bool:
@@ -54,33 +86,74 @@ class CarambaModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         self.objective.at(self.global_step, self.phase.steps)
-        losses = self.objective.step(batch, self._backward)
+        with activations_on_host(self.model.parameters()) if self.phase.activation_offload else nullcontext():
+            losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
         self.train_loss.update(losses["loss"])
+        self._loss = losses["loss"] if self._loss is None else self._loss + losses["loss"]
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
-            losses["grad_norm"] = self._step()
+            loss, self._loss = self._loss / self.phase.gradient_accumulation_steps, None
+            losses["grad_norm"] = self._step(loss)
+            if self.phase.nonfinite == "skip":
+                losses["skipped_steps"] = torch.tensor(float(self.watch.skipped))
             self.objective.advance(losses)
         return losses
 
     def _backward(self, loss: Tensor) -> None:
         self.manual_backward(loss / self.phase.gradient_accumulation_steps)
 
-    def _step(self) -> Tensor:
+    def _step(self, loss: Tensor) -> Tensor:
         optimizer = self.optimizers()
         assert isinstance(optimizer, LightningOptimizer)
         rate = learning_rate(self.phase, *self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        norm = clip_gradients(self.objective.clip_groups(), self.phase.max_grad_norm)
+        scaler = self._scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer.optimizer)
+        norm = self._clip()
+        is_taken = not self._overflows(loss, norm) and self.watch.allows(self.global_step, loss, norm)
+        if not is_taken:  # a weight without a gradient is not touched by any optimiser, and the step counts
+            optimizer.zero_grad(set_to_none=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if self.average is not None:
+        if is_taken and self.average is not None:
             self.average.update()
         return norm
 
+    def _clip(self) -> Tensor:
+        """Clip the gradients by the phase's algorithm; return the norm of all of them before that."""
+        groups, limit = self.objective.clip_groups(), self.phase.max_grad_norm
+        if self.adagc is not None:
+            return self.adagc(groups)
+        if self.phase.gradient_clip_algorithm == "value" and limit is not None:
+            return clip_values(groups, limit)
+        return clip_gradients(groups, limit)
+
+    @property
+    def _scaler(self) -> torch.amp.GradScaler | None:
+        return getattr(self.trainer.precision_plugin, "scaler", None)
+
+    def _overflows(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether gradients are not finite for the scale of the loss alone, which is then halved and the step left out.
+
+        At a scale of 1 or below it is not the scale that makes them so.
+        """
+        scaler = self._scaler
+        if scaler is None or bool(torch.isfinite(norm)):
+            return False
+        return bool(torch.isfinite(loss)) and scaler.get_scale() > 1.0
+
     def finish(self) -> None:
-        """Turn the trained weights into those that are saved: their average if one is kept, merged and gathered."""
+        """Turn the trained weights into those that are saved: in float32, masters and averages in their place, merged
+        and gathered."""
+        if self.phase.has_16_bit_weights:
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.float()
+            optimizer = self.trainer.optimizers[0]
+            if isinstance(optimizer, WideWeights):
+                optimizer.restore()
         if self.average is not None:
             self.average.copy_to_weights()
         self.objective.finish()
@@ -103,6 +176,7 @@ class CarambaModule(pl.LightningModule):
         Raises:
             CarambaError: training has diverged.
         """
+        self.watch.settle()
         for name, parameter in self.model.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
                 raise CarambaError(
@@ -124,19 +198,21 @@ class CarambaModule(pl.LightningModule):
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state_all()
         checkpoint["rng"] = state
-        if self.average is not None:
-            checkpoint["average"] = self.average.state_dict()
+        checkpoint["nonfinite"] = self.watch.state_dict()
+        for name in KEPT:
+            if (kept := getattr(self, name)) is not None:
+                checkpoint[name] = kept.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng: dict[str, Any] | None = checkpoint["rng"]
-        self._average_state: dict[str, Any] | None = checkpoint.get("average")
+        self.watch.load_state_dict(checkpoint["nonfinite"])
+        self._kept: dict[str, Any] = {name: checkpoint[name] for name in KEPT if name in checkpoint}
 
     def on_train_start(self) -> None:
-        state, self._average_state = getattr(self, "_average_state", None), None
-        if (
-            state is not None and self.average is not None
-        ):  # made by configure_optimizers, after the state was read
-            self.average.load_state_dict(state)
+        # Made by configure_optimizers, after the state was read.
+        kept, self._kept = getattr(self, "_kept", {}), {}
+        for name, state in kept.items():
+            getattr(self, name).load_state_dict(state)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         rng, self._rng = getattr(self, "_rng", None), None

@@ -19,12 +19,20 @@ from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
+from caramba.optim import NonFiniteWatch
 from caramba.runtime import RuntimePlan
-from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
+from caramba.train.callbacks import (
+    Checkpointing,
+    Compilation,
+    Float8Products,
+    RuntimePlanning,
+    ThroughputProgress,
+)
 from caramba.train.checkpoint_io import WholeCheckpointIO
-from caramba.train.data import targets_per_window, train_loader, validation_loader
+from caramba.train.data import targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
+from caramba.train.precision import matmul_precision, precision_arguments
 
 
 @dataclass(frozen=True)
@@ -73,15 +81,20 @@ def fit(
     """
     _quiet_lightning()
     state = state_path(run_dir, plan.phase)
-    module = CarambaModule(objective, phase)
     position = _saved_step(state)
     per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
+
+    def windows_of(step: int) -> list[int]:
+        return windows_at(data.train, seed=data.seed, start=data.start + step * per_step, samples=per_step)
+
+    module = CarambaModule(objective, phase, NonFiniteWatch(phase, run_dir, plan.phase, windows_of))
+    precision, precision_plugins = precision_arguments(plan)
     targets = targets_per_window(data.train)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
     trainer = pl.Trainer(
         accelerator=plan.value("device"),
         devices=1,
-        precision=plan.value("precision"),
+        precision=precision,
         max_steps=phase.steps,
         max_epochs=-1,
         logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase),
@@ -89,10 +102,11 @@ def fit(
             Checkpointing(state, phase.save_every, save_final),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             ThroughputProgress(plan.phase, phase.steps, tokens_per_step, manifest.settings.instrument),
+            *_float8(objective, phase, run_dir),  # before anything is compiled
             *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
             *callbacks,
         ],
-        plugins=[WholeCheckpointIO()],
+        plugins=[WholeCheckpointIO(), *precision_plugins],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -107,18 +121,25 @@ def fit(
     loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
     began = time.perf_counter()
     try:
-        trainer.fit(
-            module,
-            train_dataloaders=loader,
-            val_dataloaders=validation_loader(data.val, phase) if phase.eval_every else None,
-            ckpt_path=str(state) if state.is_file() else None,
-            weights_only=True,
-        )
+        with matmul_precision(plan):
+            trainer.fit(
+                module,
+                train_dataloaders=loader,
+                val_dataloaders=validation_loader(data.val, phase) if phase.eval_every else None,
+                ckpt_path=str(state) if state.is_file() else None,
+                weights_only=True,
+            )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
         raise KeyboardInterrupt from stop
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
     return FitOutcome(steps, tokens, time.perf_counter() - began, module.running_loss(), position)
+
+
+def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path) -> list[Callback]:
+    if phase.float8 == "none":
+        return []
+    return [Float8Products(objective.model, phase.float8, phase.float8_min_width, run_dir)]
 
 
 def state_path(run_dir: Path, phase: str) -> Path:

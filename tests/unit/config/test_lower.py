@@ -154,12 +154,18 @@ def test_unbuilt_values_are_found_wherever_they_are():
     model = {**MODEL, "teacher": {"manifest": MODEL}, "surgery": {"method": "random"}}
     attention = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "null_attn": True, "q_chunk": 2}
     model["topology"] = {"type": "StackedTopology", "layers": [attention]}
-    train = {"phase": "global", "steps": 2, "dtype": "float16", "batch_size": "auto", "num_workers": 1}
+    train = {
+        "phase": "global",
+        "steps": 2,
+        "orchestrator_enabled": True,
+        "batch_size": "auto",
+        "num_workers": 1,
+    }
     runs = [{"id": "a", "train": train}]
     bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4", "auto"]}}]
     manifest = lower({"model": model, "data": DATA, "runs": runs, "benchmarks": bench})
     found = {item.path[-1] for item in find_unbuilt(manifest)}
-    assert found == {"dtype", "batch_size", "quantization_modes"}
+    assert found == {"orchestrator_enabled", "batch_size", "quantization_modes"}
     with pytest.raises(ConfigError, match=r"3 settings:[\s\S]*batch_size=auto is not built yet"):
         refuse_unbuilt(manifest)
 

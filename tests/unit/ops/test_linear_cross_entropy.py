@@ -53,6 +53,23 @@ def test_gradcheck_and_opcheck() -> None:
         torch.library.opcheck(rows, (logits, targets, torch.empty(7), -100, 0.8, 0.1, True))
 
 
+def test_a_scaled_loss_keeps_gradients_of_float16_features_in_its_range() -> None:
+    hidden, weight, targets = drawn(2048, 8, 11, torch.float32)
+    weight.mul_(0.01)
+    _, want, _ = dense(hidden.double(), weight.double(), targets, 1.0, 0.0)
+    half = hidden.half().requires_grad_()
+    weight.requires_grad_()
+    waste = [torch.full((256, 64), torch.nan, dtype=torch.half) for _ in range(16)]
+    del waste  # so that memory which is not written is likely to be NaN: 11 classes are an odd width
+    (linear_cross_entropy(half, weight, targets, chunk=256) * 2.0**17).backward()
+    want = want * 2.0**17 / int((targets != -100).sum())
+    assert half.grad is not None
+    assert weight.grad is not None
+    assert torch.isfinite(weight.grad).all()
+    error = (half.grad.double() - want).norm() / want.norm()
+    assert error < 2e-3, "a mean's rows of 1e-6 would be multiples of 6e-8"
+
+
 def test_nothing_that_counts_is_zero_loss_and_zero_gradient() -> None:
     hidden, weight, _ = drawn(5, 4, 6, torch.float32)
     hidden.fill_(float("inf")).requires_grad_()  # what stands in padding does not matter

@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from caramba.config.train import PhaseConfig
+from caramba.errors import ConfigError
 from caramba.runtime import RuntimePlan, plan
 
 
@@ -23,13 +24,46 @@ def planned(d_model: int = 128, **settings: object) -> RuntimePlan:
         ({"use_amp": True, "dtype": "float32"}, "bfloat16", "the manifest: use_amp=true"),
         ({"use_amp": False}, "float32", "the manifest: use_amp=false"),
         ({"dtype": "float32"}, "float32", "the manifest: dtype=float32"),
+        ({"dtype": "float16"}, "float16", "the manifest: dtype=float16"),
+        ({"use_amp": True, "amp_dtype": "float16"}, "float16", "the manifest: use_amp=true, float16"),
     ],
 )
 def test_precision(settings: dict[str, object], dtype: str, reason: str) -> None:
     made = planned(**settings)
     assert made.value("dtype") == dtype
-    assert made.value("precision") == {"float32": "32-true", "bfloat16": "bf16-mixed"}[dtype]
+    assert (
+        made.value("precision")
+        == {
+            "float32": "32-true",
+            "bfloat16": "bf16-mixed",
+            "float16": "16-mixed",
+        }[dtype]
+    )
+    assert made.value("weights") == "float32"
     assert made.decisions["dtype"].reason.startswith(reason)
+
+
+def test_bfloat16_without_autocast_is_that_of_the_weights() -> None:
+    made = planned(phase="pretrain", dtype="bfloat16", use_amp=False, stochastic_rounding=True)
+    assert [made.value(key) for key in ("dtype", "weights", "precision")] == [
+        "bfloat16",
+        "bfloat16",
+        "bf16-true",
+    ]
+
+
+def test_what_a_device_lacks_is_refused_with_what_it_has() -> None:
+    text = r"train.tf32=true: the device cpu supports float32, bfloat16, float16; choose one of them"
+    with pytest.raises(ConfigError, match=text):
+        planned(tf32=True)
+    with pytest.raises(
+        ConfigError, match=r"train.optimizer_offload: on the device cpu all is in the host's memory"
+    ):
+        planned(optimizer_offload=True)
+    with pytest.raises(
+        ConfigError, match=r"train.float8=rowwise: the device cpu supports float32, bfloat16, float16"
+    ):
+        planned(float8="rowwise")
 
 
 def test_an_automatic_learning_rate_falls_with_the_width() -> None:
@@ -45,7 +79,24 @@ def test_an_automatic_learning_rate_falls_with_the_width() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"dtype": "bfloat16", "use_amp": False}, "use_amp=false forbids; remove one"),
+        ({"dtype": "bfloat16", "use_amp": False}, "this phase does not train all of them"),
+        ({"dtype": "float16", "use_amp": False}, "would hold weights in float16, which loses updates"),
+        (
+            {"use_amp": False, "amp_dtype": "float16"},
+            "needs autocast, which use_amp=false forbids; remove one",
+        ),
+        ({"dtype": "bfloat16", "amp_dtype": "float16"}, "dtype=bfloat16 and amp_dtype=float16 are two"),
+        (
+            {"master_weights": True},
+            "master_weights belongs to weights in bfloat16, got dtype=auto, use_amp=auto",
+        ),
+        (
+            {
+                **{"phase": "pretrain", "dtype": "bfloat16", "use_amp": False},
+                **{"master_weights": True, "stochastic_rounding": True},
+            },
+            "keeps what stochastic_rounding would spread",
+        ),
         ({"lora": {"rank": 4}}, "lora belongs to phase=global, got phase=blockwise"),
         (
             {"phase": "global", "attention_kl": 0.1},

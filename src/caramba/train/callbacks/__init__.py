@@ -3,6 +3,7 @@
 from caramba.train.callbacks.blockwise import BlockwiseDistillation
 from caramba.train.callbacks.checkpointing import Checkpointing
 from caramba.train.callbacks.compiling import Compilation
+from caramba.train.callbacks.float8 import Float8Products
 from caramba.train.callbacks.planning import RuntimePlanning
 from caramba.train.callbacks.progress import ThroughputProgress
 from caramba.train.callbacks.stage import BenchmarkArtifacts, Verification
@@ -12,6 +13,7 @@ __all__ = [
     "BlockwiseDistillation",
     "Checkpointing",
     "Compilation",
+    "Float8Products",
     "RuntimePlanning",
     "ThroughputProgress",
     "Verification",

@@ -1,0 +1,92 @@
+"""Schema of what one optimiser step does: its defaults by name, and which settings go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+
+from caramba.config.base import Config
+
+if TYPE_CHECKING:
+    from caramba.config.train import PhaseConfig
+
+BETAS = (0.9, 0.95)
+LION_BETAS = (0.9, 0.99)  # Chen et al., 2023, arXiv:2302.06675
+MOMENTUM = {"sgd": 0.9, "muon": 0.95}
+# The rates of `lr: auto` are AdamW's. Muon's updates are scaled to the size of AdamW's, so they hold for it as well.
+LR_HINTS = {
+    "lion": "lr, 3 to 10 times smaller than AdamW's",
+    "sgd": "lr, which depends on the size of the gradients",
+    "adafactor": "lr, the most that a weight may change by relative to its size: 1e-2 is usual",
+}
+
+
+class AdaGCConfig(Config):
+    """Clip each tensor's gradient at `relative` times the average of its own norms after clipping; see `AdaGC`.
+
+    `gradient_clip_algorithm: adagc` takes these; `max_grad_norm` holds for all gradients together until `warmup_steps`.
+    """
+
+    beta: Annotated[float, Field(ge=0, lt=1)] = 0.98
+    relative: Annotated[float, Field(ge=1)] = 1.05
+    warmup_steps: Annotated[int, Field(ge=1)] = 100
+
+
+def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:
+    """Yield what is wrong with a phase's optimiser, schedule and clipping taken together."""
+    name = phase.optimizer
+    if name in LR_HINTS and phase.lr == "auto":
+        yield f"lr=auto stands for AdamW's published rates, got optimizer={name}; give {LR_HINTS[name]}"
+    if name in ("sgd", "adafactor") and phase.betas != BETAS:
+        yield f"betas belongs to optimizer=adamw, lion or muon, got optimizer={name}; remove it"
+    if phase.momentum is not None and name not in MOMENTUM:
+        yield f"momentum belongs to optimizer={' or '.join(MOMENTUM)}, got optimizer={name}; remove it"
+    if (phase.lr_scaling == "none") != (phase.lr_base_batch is None):
+        yield (
+            f"lr_scaling={phase.lr_scaling} and lr_base_batch={phase.lr_base_batch}: a scaled lr needs the sequences "
+            "of a step that lr is for, and nothing else does; give both, or neither"
+        )
+    if phase.adagc is not None and phase.gradient_clip_algorithm != "adagc":
+        yield (
+            f"adagc belongs to gradient_clip_algorithm=adagc, got {phase.gradient_clip_algorithm}; remove it"
+        )
+    if phase.gradient_clip_algorithm == "value" and phase.max_grad_norm is None:
+        yield (
+            "gradient_clip_algorithm=value clips every element at gradient_clip, got null; give it, or use norm"
+        )
+
+
+def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
+    """Yield what is wrong with a phase's precision taken together."""
+    is_16_bit = phase.dtype in ("bfloat16", "float16")
+    if phase.use_amp is False and phase.dtype == "float16":
+        yield (
+            "dtype=float16 with use_amp=false would hold weights in float16, which loses updates below 6e-8; "
+            "remove use_amp, or use dtype=bfloat16"
+        )
+    if is_16_bit and phase.amp_dtype not in ("auto", phase.dtype):
+        yield f"dtype={phase.dtype} and amp_dtype={phase.amp_dtype} are two; remove one of them"
+    if phase.use_amp is False and phase.amp_dtype != "auto":
+        yield f"amp_dtype={phase.amp_dtype} needs autocast, which use_amp=false forbids; remove one of the two"
+    if phase.has_16_bit_weights and (phase.phase not in ("pretrain", "global") or phase.lora is not None):
+        yield (
+            "dtype=bfloat16 with use_amp=false holds all weights in bfloat16, and this phase does not train all of "
+            "them, so that the others would be rounded for nothing; remove use_amp"
+        )
+    for key in ("master_weights", "stochastic_rounding"):
+        if getattr(phase, key) and not phase.has_16_bit_weights:
+            yield (
+                f"{key} belongs to weights in bfloat16, got dtype={phase.dtype}, use_amp={phase.use_amp}; "
+                "use dtype=bfloat16 use_amp=false, or remove it"
+            )
+    if phase.float8 != "none" and "bfloat16" not in (phase.dtype, phase.amp_dtype) and phase.dtype != "auto":
+        yield f"float8 is of products in bfloat16, got dtype={phase.dtype}; use dtype=bfloat16, or remove float8"
+    if phase.optimizer_offload and (phase.stochastic_rounding or "float16" in (phase.dtype, phase.amp_dtype)):
+        yield (
+            "optimizer_offload keeps float32 weights on the host, which stochastic_rounding does without, and knows no "
+            "scaled loss of float16; use bfloat16 or float32 without stochastic_rounding, or remove it"
+        )
+    if phase.master_weights and phase.stochastic_rounding:
+        yield "master_weights keeps what stochastic_rounding would spread over steps; remove one of the two"

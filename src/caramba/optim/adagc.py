@@ -1,0 +1,72 @@
+"""AdaGC: every tensor's gradient clipped by the norms that it has had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from caramba.optim.clip import clip_gradients, tensor_norms
+
+
+class AdaGC:
+    """Clip each tensor's gradient to `relative` times gamma, a running average of its own norms after clipping:
+
+        h_i = min(1, relative gamma_i / |g_i|),  g_i <- h_i g_i,  gamma_i <- beta gamma_i + (1 - beta) h_i |g_i|
+
+    In the first `warmup_steps` steps gradients are clipped by their norm in groups to `max_norm` (None: not at all) as
+    `clip_gradients` does, and gamma_i is the least norm that tensor i has had after that. A norm of zero, which
+    low-rank updates begin with, is no norm to go by, and a gradient that is not finite leaves every average as it was.
+    Nothing waits for the device. The state is one number per tensor, in at least float32, and the count of steps.
+
+    Reference: Wang et al., 2025, arXiv:2502.11034, algorithm 1.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        beta: float = 0.98,
+        relative: float = 1.05,
+        warmup_steps: int = 100,
+        max_norm: float | None = 1.0,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.beta, self.relative, self.warmup_steps, self.max_norm = beta, relative, warmup_steps, max_norm
+        self.steps = 0
+        self.gamma = torch.full((len(self.parameters),), torch.inf)  # no norm yet
+
+    @torch.no_grad()
+    def __call__(self, groups: Sequence[Sequence[nn.Parameter]]) -> Tensor:
+        """Clip the gradients in place; return the norm of all of them before that, []."""
+        places = [place for place, p in enumerate(self.parameters) if p.grad is not None]
+        is_warm_up, self.steps = self.steps < self.warmup_steps, self.steps + 1
+        total = clip_gradients(groups, self.max_norm if is_warm_up else None)
+        if not places:
+            return total
+        gradients = [grad for p in self.parameters if (grad := p.grad) is not None]
+        norms = tensor_norms(gradients)
+        self.gamma = self.gamma.to(norms)
+        index = (
+            torch.tensor(places, device=norms.device) if len(places) < len(self.parameters) else slice(None)
+        )
+        gamma = self.gamma[index]
+        if is_warm_up:
+            after = torch.minimum(gamma, norms)
+        else:
+            scales = (self.relative * gamma / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
+            torch._foreach_mul_(gradients, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+            clipped = norms * scales
+            after = torch.where(gamma.isinf(), clipped, self.beta * gamma + (1.0 - self.beta) * clipped)
+        self.gamma[index] = torch.where((norms > 0) & torch.isfinite(total), after, gamma)
+        return total
+
+    def state_dict(self) -> dict[str, int | Tensor]:
+        return {"steps": self.steps, "gamma": self.gamma}
+
+    def load_state_dict(self, state: Mapping[str, int | Tensor]) -> None:
+        steps, gamma = state["steps"], state["gamma"]
+        assert isinstance(steps, int)
+        assert isinstance(gamma, Tensor)
+        self.steps, self.gamma = steps, gamma.clone()

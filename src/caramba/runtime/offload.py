@@ -1,0 +1,36 @@
+"""Activations in the host's memory between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+LEAST_BYTES = 1 << 20  # smaller ones cost a copy each and hold nothing
+
+
+@contextmanager
+def activations_on_host(parameters: Iterable[Tensor], least_bytes: int = LEAST_BYTES) -> Iterator[None]:
+    """Keep what a backward will need in the host's memory, pinned for a CUDA device, and bring it back when it is asked
+    for. `parameters`, which are there anyway, and tensors below `least_bytes` stay where they are.
+
+    Copies are queued in order with the computation, so nothing waits on the host's side and gradients are the same.
+    """
+    resident = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if tensor.nbytes < least_bytes or tensor.untyped_storage().data_ptr() in resident:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return tensor.device, host.copy_(tensor, non_blocking=True)
+
+    def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        device, host = packed
+        return host.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield

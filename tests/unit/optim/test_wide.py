@@ -1,0 +1,98 @@
+"""bfloat16 weights under float32 masters, and rounded at random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.optim import WideWeights, build_optimizer, round_at_random
+from tests.unit.optim.test_optimizers import gradient, made, phase_of
+
+MASTERS, RANDOM = {"master_weights": True}, {"stochastic_rounding": True}
+WEIGHTS = {"dtype": "bfloat16", "use_amp": False}
+
+
+def run(steps: int, stop: int | None = None, **settings: object) -> tuple[WideWeights, dict[str, Tensor]]:
+    """Weights after `steps` of gradients that depend on the step alone; with `stop`, from what was saved after it."""
+    optimizer, weights = None, {}
+    for step in range(steps):
+        if step in (0, stop):
+            saved, values = optimizer and optimizer.state_dict(), weights
+            rng, weights = torch.get_rng_state(), made(torch.float32)
+            for name, value in values.items():
+                weights[name].data.copy_(value.detach())
+            optimizer = build_optimizer(weights.items(), phase_of(**settings, **WEIGHTS))
+            for value in weights.values():
+                value.data = value.data.to(torch.bfloat16)
+            if saved:
+                optimizer.load_state_dict(saved)
+            torch.set_rng_state(rng)
+        for value in weights.values():
+            rng = torch.get_rng_state()
+            value.grad = gradient(torch.zeros(value.shape), step).to(torch.bfloat16)
+            torch.set_rng_state(rng)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(optimizer, WideWeights)
+    return optimizer, {name: value.detach() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon"])
+def test_masters_are_the_weights_of_a_run_in_float32(optimizer: str) -> None:
+    wide, weights = run(4, optimizer=optimizer, optimizer_offload=optimizer == "adamw", **MASTERS)
+    plain = made(torch.float32)
+    reference = build_optimizer(plain.items(), phase_of(optimizer))
+    for step in range(4):
+        for value in plain.values():
+            value.grad = gradient(torch.zeros(value.shape), step).to(torch.bfloat16).float()
+        reference.step()
+    for name, value in plain.items():
+        assert weights[name].dtype == torch.bfloat16
+        assert torch.equal(weights[name], value.detach().to(torch.bfloat16)), name
+    for value, master in zip(plain.values(), wide.state_dict()["masters"], strict=True):
+        assert torch.equal(master, value)
+    for weight in wide.weights:
+        weight.data = weight.data.float()
+    wide.restore()
+    assert all(torch.equal(weight, value) for weight, value in zip(wide.weights, plain.values(), strict=True))
+
+
+@pytest.mark.parametrize("settings", [MASTERS, RANDOM], ids=["masters", "random"])
+def test_a_saved_state_goes_on_bit_equal(settings: dict[str, object]) -> None:
+    found = []
+    for stop in (None, 2):
+        torch.manual_seed(7)
+        found.append(run(4, stop, optimizer="adamw", **settings)[1])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_random_rounding_is_to_a_neighbour_and_right_in_the_mean() -> None:
+    torch.manual_seed(0)
+    step = 2.0**-7  # of bfloat16 between 1 and 2
+    x = torch.tensor([1.0 + 0.3 * step, -1.0 - 0.3 * step, 3.0e-3]).repeat_interleave(40_000)
+    rounded = round_at_random(x, torch.bfloat16).float()
+    assert ((rounded - x).abs() < 2.0**-7 * x.abs()).all(), "less than a step away"
+    for part, want in zip(rounded.reshape(3, -1), x.reshape(3, -1), strict=True):
+        assert part.unique().numel() == 2
+        error = 5 * float(part.std()) / 200  # five standard errors
+        assert part.double().mean() == pytest.approx(float(want[0]), abs=error)
+    kept = torch.tensor([0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan])
+    torch.testing.assert_close(
+        round_at_random(kept, torch.bfloat16), kept.bfloat16(), equal_nan=True, rtol=0, atol=0
+    )
+
+
+def test_updates_below_a_step_of_bfloat16_are_not_lost() -> None:
+    torch.manual_seed(0)
+    moved = {}
+    for name, settings in (("nearest", {}), ("random", RANDOM)):
+        weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+        phase = phase_of("sgd", momentum=0.0, weight_decay=0.0, **settings, **WEIGHTS)
+        optimizer = build_optimizer([("topology.w", weight)], phase.model_copy(update={"lr": 2.0**-11}))
+        for _ in range(32):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        moved[name] = 1.0 - float(weight.detach().double().mean())
+    assert moved["nearest"] == 0.0
+    assert moved["random"] == pytest.approx(32 * 2.0**-11, rel=0.05)
