@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torchmetrics import MeanMetric
-from torchmetrics.aggregation import RunningMean
 
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
 from caramba.distill import Batch, Objective
 from caramba.errors import CarambaError
+from caramba.monitor import RunningLoss
 from caramba.optim import WeightAverage, build_optimizer, clip_gradients, learning_rate
 
 
@@ -35,7 +35,7 @@ class CarambaModule(pl.LightningModule):
         self.log_every = log_every
         self.micro_steps = 0
         self.average: WeightAverage | None = None
-        self.train_loss = RunningMean(window=50, nan_strategy="disable")
+        self.train_loss = RunningLoss()
         self.val_loss = MeanMetric(nan_strategy="disable")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -55,7 +55,7 @@ class CarambaModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
-        self.train_loss.update(losses["loss"])
+        self.train_loss.add(losses["loss"])
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
             losses["grad_norm"] = self._step()
@@ -94,7 +94,7 @@ class CarambaModule(pl.LightningModule):
 
     def running_loss(self) -> float:
         """Return the mean loss of the last 50 micro-batches, over all ranks."""
-        return float(self.train_loss.compute())
+        return self.train_loss.mean()
 
     def refuse_divergence(self) -> None:
         """Raise when a weight is not finite, so that nothing worthless is saved over something good.
@@ -123,11 +123,13 @@ class CarambaModule(pl.LightningModule):
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state_all()
         checkpoint["rng"] = state
+        checkpoint["running_loss"] = self.train_loss.state_dict()
         if self.average is not None:
             checkpoint["average"] = self.average.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng: dict[str, Any] | None = checkpoint["rng"]
+        self.train_loss.load_state_dict(checkpoint["running_loss"])
         self._average_state: dict[str, Any] | None = checkpoint.get("average")
 
     def on_train_start(self) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import Subset
@@ -19,10 +20,12 @@ from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
-from caramba.runtime import RuntimePlan
-from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
+from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
+from caramba.runtime import RuntimePlan, is_main_process
+from caramba.train.callbacks import Checkpointing, Compilation, Monitoring, Profiling, RuntimePlanning
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import targets_per_window, train_loader, validation_loader
+from caramba.train.display import Display
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 
@@ -31,7 +34,8 @@ from caramba.train.module import CarambaModule
 class FitOutcome:
     """What a phase's training ended with; `resumed_from` is the step at which this process took over.
 
-    `tokens` are the targets that were trained on, padding left out.
+    `tokens` are the targets that were trained on, padding left out; `measured` is what the monitors saw of the phase:
+    tokens_per_s, data_wait_share, mfu where the device's peak is known, and peaks of memory in bytes.
     """
 
     steps: int
@@ -39,6 +43,7 @@ class FitOutcome:
     seconds: float
     loss: float
     resumed_from: int
+    measured: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,14 @@ def fit(
     manifest: Manifest,
     run_dir: Path,
     save_final: Callable[[], None],
+    flops_per_token: float | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> FitOutcome:
     """Train `objective` for `phase.steps` optimiser steps or until it has converged, from the last saved state if any.
 
     Args:
         save_final: writes the phase's final weights; called as soon as the last step is done.
+        flops_per_token: of a position that trains, forward and backward; there is no MFU without it.
         callbacks: what else happens and when; see `caramba.train.callbacks`.
 
     Raises:
@@ -78,19 +85,29 @@ def fit(
     per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
     targets = targets_per_window(data.train)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
+    device = torch.device(plan.value("device"))
+    pin = phase.pin_memory is not False and device.type == "cuda"  # elsewhere there is nothing to pin for
+    loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
+    work = Work(tokens_per_step, flops_per_token and flops_per_token * per_step * phase.block_size)
+    peak = device_peak(device, plan.value("dtype"), manifest.settings.peak_tflops)
+    meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s, peak_flops=peak), PeakMemory(device)
+    display = Display(plan.phase, phase.steps, manifest.settings.console, shown=is_main_process())
+    profiling = manifest.debug.name == "profile"
     trainer = pl.Trainer(
-        accelerator=plan.value("device"),
+        accelerator=device.type,
         devices=1,
         precision=plan.value("precision"),
         max_steps=phase.steps,
         max_epochs=-1,
-        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase),
+        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase, position),
         callbacks=[
-            Checkpointing(state, phase.save_every, save_final),
-            RuntimePlanning(plan, run_dir, tokens_per_step),
-            ThroughputProgress(plan.phase, phase.steps, tokens_per_step, manifest.settings.instrument),
-            *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
+            Monitoring(meter, memory, display, phase.steps),
+            # After the rows of a step are recorded: a run that goes on from the state lacks none.
             *callbacks,
+            Checkpointing(state, phase.save_every, save_final, phase.eval_every),
+            RuntimePlanning(plan, run_dir, tokens_per_step),
+            *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
+            *([Profiling(run_dir / "profile" / plan.phase, plan.phase)] if profiling else []),
         ],
         plugins=[WholeCheckpointIO()],
         enable_checkpointing=False,
@@ -103,8 +120,6 @@ def fit(
         val_check_interval=phase.eval_every * phase.gradient_accumulation_steps if phase.eval_every else None,
         limit_val_batches=1.0 if phase.eval_every else 0,
     )
-    pin = phase.pin_memory if phase.pin_memory is not None else plan.value("device") == "cuda"
-    loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
     began = time.perf_counter()
     try:
         trainer.fit(
@@ -118,7 +133,9 @@ def fit(
         raise KeyboardInterrupt from stop
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
-    return FitOutcome(steps, tokens, time.perf_counter() - began, module.running_loss(), position)
+    seconds = time.perf_counter() - began
+    measured = {**meter.summary(), **memory.read()}
+    return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured)
 
 
 def state_path(run_dir: Path, phase: str) -> Path:

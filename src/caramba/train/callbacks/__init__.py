@@ -3,8 +3,9 @@
 from caramba.train.callbacks.blockwise import BlockwiseDistillation
 from caramba.train.callbacks.checkpointing import Checkpointing
 from caramba.train.callbacks.compiling import Compilation
+from caramba.train.callbacks.monitoring import Monitoring
 from caramba.train.callbacks.planning import RuntimePlanning
-from caramba.train.callbacks.progress import ThroughputProgress
+from caramba.train.callbacks.profiling import Profiling
 from caramba.train.callbacks.stage import BenchmarkArtifacts, Verification
 
 __all__ = [
@@ -12,7 +13,8 @@ __all__ = [
     "BlockwiseDistillation",
     "Checkpointing",
     "Compilation",
+    "Monitoring",
+    "Profiling",
     "RuntimePlanning",
-    "ThroughputProgress",
     "Verification",
 ]
