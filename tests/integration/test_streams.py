@@ -7,6 +7,7 @@ import json
 import signal
 import struct
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,12 @@ RATES = ("tokens_per_s", "mfu", "data_wait_share", "peak_resident_bytes")  # the
 def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Path, Path]:
     """A run of one process that loads its data itself; one with four workers, killed with rows beyond its state."""
     whole, killed = (tmp_path_factory.mktemp(name) for name in ("whole", "killed"))
-    done = caramba(WORDS, whole, cache)
-    assert done.returncode == 0, done.stdout + done.stderr
     words = [*WORDS, "train.num_workers=4"]
-    status = interrupt_when("runs/*/*/events.jsonl", words, killed, cache, signal.SIGKILL, '"step": 50')
+    with ThreadPoolExecutor() as threads:
+        beside = threads.submit(caramba, WORDS, whole, cache)
+        status = interrupt_when("runs/*/*/events.jsonl", words, killed, cache, signal.SIGKILL, '"step": 50')
+        done = beside.result()
+    assert done.returncode == 0, done.stdout + done.stderr
     assert status == -signal.SIGKILL
     run = only_run(killed)
     assert not (run / "result.json").exists()

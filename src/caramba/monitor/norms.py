@@ -76,7 +76,7 @@ class StepNorms:
         before, self._before = self._before, None
         if before:
             torch._foreach_sub_(before, list(self._parameters.values()))  # pyright: ignore[reportPrivateImportUsage]
-            self._measured[UPDATE_NORM] = _norm(before)
+            self._measured[UPDATE_NORM] = torch.linalg.vector_norm(torch.stack(_norms(before)))
 
     def _layer_norms(self) -> dict[str, Tensor]:
         names = [(layer, name) for layer, names in self._layers.items() for name in names]
@@ -84,10 +84,10 @@ class StepNorms:
         gradients = [(layer, grad) for layer, grad in held if grad is not None]
         if not gradients:
             return {}
-        norms = torch._foreach_norm([grad for _, grad in gradients])  # pyright: ignore[reportPrivateImportUsage]
+        norms = _norms([grad for _, grad in gradients])
         by_layer: dict[str, list[Tensor]] = {}
         for (layer, _), norm in zip(gradients, norms, strict=True):
-            by_layer.setdefault(layer, []).append(norm.float())
+            by_layer.setdefault(layer, []).append(norm)
         return {
             f"{LAYER_GRAD_NORM}/{layer}": torch.linalg.vector_norm(torch.stack(own))
             for layer, own in by_layer.items()
@@ -106,6 +106,7 @@ def layers_of(parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:
     }
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(tensors)  # pyright: ignore[reportPrivateImportUsage]
-    return torch.linalg.vector_norm(torch.stack(norms).float())
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the 2-norm of every tensor, summed in float32 or wider."""
+    is_wide = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return list(torch._foreach_norm(tensors, 2, None if is_wide else torch.float32))  # pyright: ignore[reportPrivateImportUsage]

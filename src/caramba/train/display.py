@@ -60,7 +60,7 @@ class Display:
 
         steps, losses = zip(*self._losses, strict=True)
         title = f"{self.phase}  step {steps[-1]:,}/{self.steps:,}  loss {losses[-1]:.4f}  {rates}"
-        return Text.from_ansi(draw_curve(steps, losses, title, logger.width, PLOT_ROWS))
+        return Text(draw_curve(steps, losses, title, logger.width, PLOT_ROWS))
 
 
 def draw_curve(steps: tuple[int, ...], values: tuple[float, ...], title: str, width: int, height: int) -> str:
@@ -72,7 +72,7 @@ def draw_curve(steps: tuple[int, ...], values: tuple[float, ...], title: str, wi
     plotext.plotsize(width, height)
     plotext.title(title)
     plotext.plot(list(steps), list(values), marker="braille")
-    return plotext.build().rstrip("\n")
+    return plotext.uncolorize(plotext.build()).rstrip("\n")
 
 
 def _shares(row: Mapping[str, float]) -> dict[str, Any]:
