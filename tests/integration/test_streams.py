@@ -37,11 +37,11 @@ RATES = ("tokens_per_s", "mfu", "data_wait_share", "peak_resident_bytes")  # the
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> tuple[Path, Path]:
-    """A run of one process that loads its data itself; one with four workers, killed with rows beyond its state."""
+    """A profiled run of one process that loads its data itself; one with four workers, killed with rows beyond its state."""
     whole, killed = (tmp_path_factory.mktemp(name) for name in ("whole", "killed"))
     words = [*WORDS, "train.num_workers=4"]
     with ThreadPoolExecutor() as threads:
-        beside = threads.submit(caramba, WORDS, whole, cache)
+        beside = threads.submit(caramba, [*WORDS, "debug=profile", "debug.max_steps=60"], whole, cache)
         status = interrupt_when("runs/*/*/events.jsonl", words, killed, cache, signal.SIGKILL, '"step": 50')
         done = beside.result()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -150,3 +150,13 @@ def test_the_report_has_the_speed_of_the_phase(runs: tuple[Path, Path]) -> None:
             rows_of(run)[0]["values"]["mfu"] / rows_of(run)[0]["values"]["tokens_per_s"],
         )
         assert "Training speed of" in (run / "artifacts" / "report.html").read_text()
+
+
+def test_a_profiled_run_has_a_trace_and_its_top_ops(runs: tuple[Path, Path]) -> None:
+    folder = runs[0] / "profile" / "pretrain"
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert len({event["name"] for event in events if event.get("name", "").startswith("ProfilerStep")}) == 3
+    with open(folder / "top_ops.csv") as file:
+        assert "aten::mm" in {row["name"] for row in csv.DictReader(file)}
+    assert "mean of 3 steps" in (folder / "top_ops.txt").read_text()
+    assert not (runs[1] / "profile").exists()
