@@ -31,6 +31,11 @@ class PeakMemory:
         """Return the peaks so far."""
         for name, value in self._now().items():
             self._peaks[name] = max(self._peaks.get(name, 0.0), float(value))
+        return self.peaks
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """The peaks as they were last read: what comes after a phase is not of it."""
         return dict(self._peaks)
 
     def leaves_room_for(self, size: int) -> bool:

@@ -89,8 +89,7 @@ def fit(
     pin = phase.pin_memory is not False and device.type == "cuda"  # elsewhere there is nothing to pin for
     loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
     work = Work(tokens_per_step, flops_per_token and flops_per_token * per_step * phase.block_size)
-    peak = device_peak(device, plan.value("dtype"), manifest.settings.peak_tflops)
-    meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s, peak_flops=peak), PeakMemory(device)
+    meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s), PeakMemory(device)
     display = Display(plan.phase, phase.steps, manifest.settings.console, shown=is_main_process())
     profiling = manifest.debug.name == "profile"
     trainer = pl.Trainer(
@@ -101,7 +100,13 @@ def fit(
         max_epochs=-1,
         logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase, position),
         callbacks=[
-            Monitoring(meter, memory, display, phase.steps),
+            Monitoring(
+                meter,
+                memory,
+                display,
+                phase.steps,
+                lambda: device_peak(device, plan.value("dtype"), manifest.settings.peak_tflops),
+            ),
             # After the rows of a step are recorded: a run that goes on from the state lacks none.
             *callbacks,
             Checkpointing(state, phase.save_every, save_final, phase.eval_every),
@@ -134,7 +139,7 @@ def fit(
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
     seconds = time.perf_counter() - began
-    measured = {**meter.summary(), **memory.read()}
+    measured = {**meter.summary(), **memory.peaks}
     return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured)
 
 

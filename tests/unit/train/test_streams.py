@@ -7,6 +7,9 @@ from pathlib import Path
 import h5py
 import pytest
 
+from caramba.config.extras import need_library
+from caramba.errors import ConfigError
+from caramba.launch.freeze import freeze
 from caramba.runs.events import append_event, drop_metrics_after, metric_rows, read_events
 from caramba.train.display import Display, draw_curve
 from caramba.train.loggers import EventLogger, Hdf5Logger
@@ -73,3 +76,20 @@ def test_a_plot_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 60 for line in drawn)
     assert "pretrain loss" in drawn[0]
     assert any("\u2800" < mark <= "\u28ff" for line in drawn for mark in line)
+
+
+def test_instruments_are_settled_into_a_console_and_streams() -> None:
+    words = ["model=tiny", "train=pretrain"]
+    manifest = freeze([*words, "settings.instrument=[plot,hdf5,csv]", "logger.tensorboard=false"]).manifest
+    assert manifest.settings.console == "plot"
+    assert (manifest.logger.hdf5, manifest.logger.tensorboard, manifest.logger.wandb) == (True, False, False)
+    with pytest.raises(
+        ConfigError, match="instrument names plain and rich, and the console shows one of them"
+    ):
+        freeze([*words, "settings.instrument=[plain,rich]"])
+    with pytest.raises(ConfigError, match=r"settings.instrument: got 'hdf6'.*did you mean 'hdf5'"):
+        freeze([*words, "settings.instrument=hdf6"])
+    with pytest.raises(
+        ConfigError, match=r"no_such: nothing_here is not installed; pip install 'caramba\[hdf5\]'"
+    ):
+        need_library("nothing_here", "hdf5", "no_such")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,11 +19,20 @@ class Monitoring(pl.Callback):
     Values are read from the device first, so that the clock is read when the step is done.
     """
 
-    def __init__(self, meter: PhaseMeter, memory: PeakMemory, display: Display, steps: int) -> None:
+    def __init__(
+        self,
+        meter: PhaseMeter,
+        memory: PeakMemory,
+        display: Display,
+        steps: int,
+        peak: Callable[[], float | None],
+    ) -> None:
         self.meter, self.memory, self.display, self.steps = meter, memory, display, steps
+        self.peak = peak
         self._norms: StepNorms | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.meter.peak_flops = self.peak()  # now that the precision of products is set
         self.memory.reset()
         self._norms = StepNorms(
             pl_module.objective.trainable(),
@@ -58,6 +68,7 @@ class Monitoring(pl.Callback):
         self.meter.resume()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.memory.read()
         self._close()
 
     def on_exception(
