@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
+    from rich.live import Live
     from rich.progress import Progress
 
 T = TypeVar("T")
@@ -152,6 +153,17 @@ class Console:
         return Progress(
             *_columns(self.is_terminal), console=console, disable=self._quiet, auto_refresh=self.is_terminal
         )
+
+    def live(self) -> Live:
+        """Return a rich Live, a context manager that yields itself, for a picture that is drawn again and again."""
+        from rich.live import Live
+
+        return Live(console=self._console(), auto_refresh=False)
+
+    @property
+    def width(self) -> int:
+        """Columns that a line has."""
+        return self._console().width
 
     def _plain_progress(self, items: Iterable[T], total: int | None, description: str) -> Iterator[T]:
         done, tenths = 0, 0

@@ -41,9 +41,10 @@ def hear_interrupts() -> None:
 
 
 def interrupt_when(
-    path_glob: str, words: Sequence[str], folder: Path, cache: Path, how: signal.Signals
+    path_glob: str, words: Sequence[str], folder: Path, cache: Path, how: signal.Signals, text: str = ""
 ) -> int:
-    """Start a run, send `how` as soon as a file matching `path_glob` exists under `folder`, return the exit status."""
+    """Start a run, send `how` as soon as a file matching `path_glob` exists under `folder` and holds `text`, return
+    the exit status."""
     command = [sys.executable, "-m", "caramba", *words]
     log = open(folder / "log.txt", "w")  # noqa: SIM115 - closed with the process
     process = subprocess.Popen(
@@ -55,7 +56,7 @@ def interrupt_when(
         preexec_fn=hear_interrupts,
     )
     limit = time.monotonic() + TIMEOUT_S
-    while not list(folder.glob(path_glob)):
+    while not any(not text or text in path.read_text() for path in folder.glob(path_glob)):
         if process.poll() is not None or time.monotonic() > limit:
             process.kill()
             raise AssertionError(f"ended before {path_glob} existed:\n{(folder / 'log.txt').read_text()}")

@@ -29,7 +29,7 @@ _MEASURED = (
     ("Accuracy", ("accuracy",), ()),
     (
         "Time and memory",
-        (),
+        ("throughput",),
         (
             (LATENCY_FILE, "Decode throughput and prefill time against prompt length"),
             (MEMORY_FILE, "Bytes of the cache against sequence length, with the bytes of the weights"),

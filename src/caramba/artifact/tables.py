@@ -55,6 +55,7 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
         ("controls", "Controls of ", held_out, CONTROL_HEAD, _controls(result, metrics)),
         ("variants", "Attentions of ", " from scratch.", VARIANT_HEAD, _variants(result, metrics)),
         ("accuracy", "Accuracy of ", " by task.", ACCURACY_HEAD, _accuracy(metrics)),
+        ("throughput", "Training speed of ", " by phase.", SPEED_HEAD, _speed(result)),
         ("transplant", "Surgery of ", ", by attention layer.", TRANSPLANT_HEAD, _transplant(result)),
         ("verification", "Verification of ", ".", VERIFY_HEAD, _verification(result)),
         ("cases", "Cases of ", ", correct answers in bold.", CASE_HEAD, _cases(result)),
@@ -69,11 +70,12 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
 COMPARISON_HEAD = ("Metric", "Teacher", "Student", "Change")
 STAGE_HEAD = ("Stage", "Perplexity", "Ratio to teacher")
 ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
+SPEED_HEAD = ("Phase", "Tokens/s", "MFU (share)", "Data wait (share)", "Peak memory", "Reserved")
 VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per token")
 CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
 CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
 # Columns of words stand left, numbers right.
-WORDS = frozenset({"Metric", "Model", "Stage", "Task", "Type", "Check", "Result", *CASE_HEAD})
+WORDS = frozenset({"Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", *CASE_HEAD})
 TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
 
@@ -225,6 +227,32 @@ def _variants(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]
             params = _number_cell(phase.details["params"], f"phases[{index}].details.params")
             measured = [_measured_cell(found.get(name)) for found in columns]
             rows.append([Cell(phase.id), params, *measured])
+    return rows
+
+
+def _speed(result: RunResult) -> list[list[Cell]]:
+    """List what the monitors saw of every phase that trained; memory is the device's, of a CPU the process's."""
+    rows: list[list[Cell]] = []
+    for index, phase in enumerate(result.phases):
+        measured: dict[str, float] = phase.details.get("measured", {})
+        if "tokens_per_s" not in measured:
+            continue
+
+        def cell(field: str, seen: dict[str, float] = measured, index: int = index) -> Cell:
+            key = f"phases[{index}].details.measured.{field}"
+            return _number_cell(seen[field], key) if field in seen else Cell(NOTHING)
+
+        def memory(field: str, seen: dict[str, float] = measured, index: int = index) -> Cell:
+            key = f"phases[{index}].details.measured.{field}"
+            return (
+                Cell(byte_text(seen[field]).replace(" ", "\u00a0"), key, is_number=True)
+                if field in seen
+                else Cell(NOTHING)
+            )
+
+        peak = "peak_allocated_bytes" if "peak_allocated_bytes" in measured else "peak_resident_bytes"
+        rates = [cell("tokens_per_s"), cell("mfu"), cell("data_wait_share")]
+        rows.append([Cell(phase.id), *rates, memory(peak), memory("peak_reserved_bytes")])
     return rows
 
 

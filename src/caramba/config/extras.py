@@ -26,3 +26,15 @@ def need_harness(where: str) -> None:
             f"{where}: lm-evaluation-harness {version('lm_eval')} cannot be imported beside transformers 5; "
             "pip install -U 'caramba[eval]'"
         )
+
+
+def need_library(module: str, extra: str, where: str) -> None:
+    """Refuse when an optional library is not here.
+
+    Raises:
+        ConfigError: naming the extra to install; `where` says what asks for it.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"{where}: {module} is not installed; pip install 'caramba[{extra}]', or leave it out"
+        )

@@ -20,6 +20,10 @@ SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 Slug = Annotated[str, Field(pattern=SLUG)]
 
 
+# What shows training on the console, and where its metrics go.
+Instrument = Literal["rich", "plain", "plot", "none", "jsonl", "csv", "hdf5", "tensorboard", "wandb"]
+CONSOLES, STREAMS = ("rich", "plain", "plot", "none"), ("jsonl", "csv", "hdf5", "tensorboard", "wandb")
+
 ExperimentName = Literal["baseline", "gqa", "bottleneck", "decoupled"]
 
 
@@ -30,12 +34,38 @@ class SettingsConfig(Config):
     val_frac: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="overrides data.val_frac"
     )
-    instrument: Literal["rich", "plain", "none"] = Field(default="rich", description="console progress")
+    instrument: Instrument | tuple[Instrument, ...] = Field(
+        default="rich",
+        description="one of rich, plain, plot, none for the console, and any of hdf5, tensorboard, wandb besides; "
+        "csv and jsonl are always written",
+    )
+    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="the device's dense peak for MFU, in TFLOP/s; by default from a table of GPUs",
+    )
     wandb: bool = Field(default=False, description="adds the W&B logger")
     wandb_project: str = "caramba"
     wandb_entity: str | None = None
     eval_iters: Positive | None = Field(default=None, description="steps between held-out validation runs")
     save_every: Positive | None = Field(default=None, description="steps between checkpoints, where unset")
+
+    @model_validator(mode="after")
+    def _one_console(self) -> SettingsConfig:
+        shown = [word for word in self._words() if word in CONSOLES]
+        if len(shown) > 1:
+            raise ValueError(
+                f"instrument names {' and '.join(shown)}, and the console shows one of them; keep one of "
+                f"{', '.join(CONSOLES)}, beside any of {', '.join(STREAMS)}"
+            )
+        return self
+
+    @property
+    def console(self) -> str:
+        """What the console shows while a phase trains: rich, plain, plot or none."""
+        return next((word for word in self._words() if word in CONSOLES), CONSOLES[0])
+
+    def _words(self) -> tuple[str, ...]:
+        return (self.instrument,) if isinstance(self.instrument, str) else self.instrument
 
 
 STAGES = ("transplant", "final", "verify")  # what is recorded beside a group's runs, under these ids
@@ -135,16 +165,16 @@ class LoggerConfig(Config):
     """Where metrics go besides metrics.csv and events.jsonl, which every run writes."""
 
     tensorboard: bool = True
+    hdf5: bool = Field(default=False, description="metrics.h5, readable while the run goes on")
     wandb: bool = False
     wandb_mode: Literal["online", "offline", "disabled"] = "offline"
 
 
 class DebugConfig(Config):
-    """Small or instrumented runs: `fdr` does one step of each phase, `overfit` repeats the first batches."""
+    """Small or instrumented runs: `fdr` does one step of each phase, `overfit` repeats the first batches, `profile`
+    records a few steps of each phase in `profile/`."""
 
-    name: Annotated[
-        Literal["none", "fdr", "overfit", "profile"], Later("the training speed work", "profile")
-    ] = "none"
+    name: Literal["none", "fdr", "overfit", "profile"] = "none"
     max_steps: Positive | None = None
     overfit_batches: Positive | None = None
 

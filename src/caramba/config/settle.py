@@ -19,9 +19,7 @@ BATCH_SIZE = PhaseConfig.model_fields["batch_size"].default
 def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collection[Path]) -> None:
     """Make every setting that holds for more than one run explicit in each run, in place."""
     settings = mapping_of(manifest.get("settings"))
-    if settings.get("wandb") is True:
-        logger = manifest.get("logger")
-        manifest["logger"] = {**(logger if is_mapping(logger) else {}), "wandb": True}
+    _settle_streams(manifest, settings)
     for index, group in enumerate(list_of(manifest.get("groups"))):
         if not is_mapping(group):
             continue
@@ -45,6 +43,18 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
             for item in list_of(mapping_of(group).get("benchmarks")):
                 if is_mapping(item):
                     item.setdefault("models", ["student"])
+
+
+def _settle_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Switch on the loggers that settings ask for; metrics.csv and events.jsonl need no switch."""
+    asked = settings.get("instrument")
+    words = [asked] if isinstance(asked, str) else list_of(asked)
+    streams = [name for name in ("hdf5", "tensorboard", "wandb") if name in words]
+    if settings.get("wandb") is True:
+        streams.append("wandb")
+    if streams:
+        logger = manifest.get("logger")
+        manifest["logger"] = {**(logger if is_mapping(logger) else {}), **dict.fromkeys(streams, True)}
 
 
 def _trains(run: Any) -> bool:

@@ -11,13 +11,14 @@ import torch
 from caramba.config.manifest import RunConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
+from caramba.cost import estimate_phase, model_cost
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import VerificationFailed
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.session import Session
 from caramba.experiment.surgery import transplant_student
-from caramba.model import build_model
+from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
 from caramba.runtime import is_main_process
@@ -30,6 +31,8 @@ from caramba.train import (
     state_path,
 )
 from caramba.verify import check
+
+WAIT_WARNING = 0.05  # share of a phase spent waiting for batches
 
 
 def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
@@ -133,6 +136,7 @@ def fit_phase(
         manifest=session.manifest,
         run_dir=session.run_dir,
         save_final=lambda: session.save(model, name, role),
+        flops_per_token=_flops_per_token(session, phase, model),
         callbacks=callbacks,
     )
     model.requires_grad_(True).eval().to(session.device)
@@ -147,8 +151,9 @@ def fit_phase(
         seconds=outcome.seconds,
         checkpoint=session.relative_path(name),
         loss=outcome.loss,
-        details=_details(phase, schedule),
+        details={**_details(phase, schedule), "measured": outcome.measured},
     )
+    say_measured(name, outcome.measured)
     append_event(
         session.run_dir,
         "phase_finished",
@@ -158,6 +163,38 @@ def fit_phase(
         loss=outcome.loss,
     )
     return StageRecord(result, tuple(verdicts), tuple(rows))
+
+
+def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> float:
+    """Return the work of a position in a phase, as the plan counts it, with the teacher's where the phase runs it."""
+    teacher = session.teacher if session.teacher is not model and phase.trains == "student" else None
+    return estimate_phase(
+        phase, model_cost(model.spec), None if teacher is None else model_cost(teacher.spec)
+    ).flops_per_token
+
+
+def say_measured(name: str, measured: dict[str, float]) -> None:
+    """Print how fast a phase ran and what it took; warn when it waited for its data."""
+    if "tokens_per_s" not in measured:
+        return
+    parts = [f"{measured['tokens_per_s']:,.0f} tokens/s"]
+    if "mfu" in measured:
+        parts.append(f"{measured['mfu']:.1%} MFU")
+    parts += [
+        f"{label} {measured[key] / 2**20:,.0f} MiB"
+        for key, label in (
+            ("peak_allocated_bytes", "peak allocated"),
+            ("peak_reserved_bytes", "reserved"),
+            ("peak_resident_bytes", "peak resident"),
+        )
+        if key in measured
+    ]
+    logger.info(f"{name}: {', '.join(parts)}")
+    if measured["data_wait_share"] > WAIT_WARNING:
+        logger.warning(
+            f"{name}: waited for data {measured['data_wait_share']:.0%} of the time; raise train.num_workers, "
+            "or prepare the data into a token file"
+        )
 
 
 def _details(phase: PhaseConfig, schedule: BlockSchedule | None) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from caramba.checkpoint.folder import weight_files
 from caramba.checkpoint.hub import HUB_ID, hub_cache, hub_folder
 from caramba.config.benchmark import AccuracyBenchmarkConfig
 from caramba.config.crosscheck import cross_check
-from caramba.config.extras import need_harness
+from caramba.config.extras import need_harness, need_library
 from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.errors import CheckpointError, ConfigError
@@ -57,11 +57,18 @@ def check_weights(manifest: Manifest) -> Manifest:
 
 
 def check_extras(manifest: Manifest) -> None:
-    """Check that what a manifest's accuracy benchmarks need beside the model is here: the extra, and their folders.
+    """Check that what a manifest needs beside the model is here: the libraries of its instruments, and the extra and
+    folders of its accuracy benchmarks.
 
     Raises:
-        ConfigError: naming the benchmark, and the extra or the folder.
+        ConfigError: naming the setting or the benchmark, and the extra or the folder.
     """
+    if manifest.logger.hdf5:
+        need_library("h5py", "hdf5", "settings.instrument=hdf5")
+    if manifest.logger.wandb:
+        need_library("wandb", "wandb", "settings.instrument=wandb")
+    if manifest.settings.console == "plot":
+        need_library("plotext", "plot", "settings.instrument=plot")
     for group in manifest.selected_groups():
         for bench in group.benchmarks:
             if isinstance(bench.config, AccuracyBenchmarkConfig):

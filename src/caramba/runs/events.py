@@ -42,9 +42,34 @@ def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
                 raise
 
 
+def metric_rows(run_dir: Path) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """Yield (phase, step, values) of every row of metrics, in order; NaN and infinities are numbers again."""
+    for event in read_events(run_dir):
+        if event["event"] == "metrics":
+            yield event["phase"], event["step"], {key: float(value) for key, value in event["values"].items()}
+
+
+def drop_metrics_after(run_dir: Path, phase: str, step: int) -> None:
+    """Take the rows of a phase after `step` out of the events: it goes on from there and records them again.
+
+    A last line that a killed writer cut short goes too, or the next event would be written behind it and lost.
+    """
+    events = list(read_events(run_dir))
+    kept = [
+        event
+        for event in events
+        if not (event["event"] == "metrics" and event["phase"] == phase and event["step"] > step)
+    ]
+    if not (run_dir / EVENTS).is_file():
+        return
+    is_torn = not (run_dir / EVENTS).read_bytes().endswith(b"\n")
+    if is_torn or len(kept) < len(events):
+        lines = [json.dumps(event, ensure_ascii=False) + "\n" for event in kept]
+        write_whole(run_dir / EVENTS, "".join(lines))
+
+
 def write_metrics(run_dir: Path) -> None:
-    """Write metrics.csv: a row per phase and step in order, a column per metric. A step that a resumed run repeated
-    appears once, with its last values."""
+    """Write metrics.csv: a row per phase and step in order, a column per metric."""
     rows: dict[tuple[str, int], dict[str, Any]] = {}
     columns: dict[str, None] = {}
     for event in read_events(run_dir):

@@ -12,6 +12,8 @@ from caramba.errors import ConfigError
 
 LOCK = ".lock"
 
+_held: set[int] = set()
+
 
 def is_locked(run_dir: Path) -> bool:
     """Return whether a worker holds a run directory now."""
@@ -43,6 +45,18 @@ def lock(run_dir: Path) -> Iterator[None]:
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        _held.add(descriptor)
         yield
     finally:
+        _held.discard(descriptor)
         os.close(descriptor)
+
+
+def _let_go() -> None:
+    """Close what a forked process inherits: a loader's worker that outlives its killed parent would hold the run."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from typing import Any
+
 import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -29,9 +33,27 @@ class IndexedWindows(Dataset[tuple[Tensor | int, ...]]):
         return *self.windows[index], index
 
 
+class TimedLoader(DataLoader):
+    """A DataLoader that knows how long the process has waited for batches: `waited_s`, seconds in next()."""
+
+    waited_s = 0.0
+
+    def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        batches = super().__iter__()
+        while True:
+            began = time.perf_counter()
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            finally:
+                self.waited_s += time.perf_counter() - began
+            yield batch
+
+
 def train_loader(
     dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, *, seed: int, start: int, pin: bool
-) -> DataLoader:
+) -> TimedLoader:
     """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
 
     With `cache_teacher_outputs` a batch also holds the samples' indices [batch_size].
@@ -49,7 +71,7 @@ def train_loader(
         len(dataset), phase.batch_size, seed=seed, start=start, rank=get_rank(), world_size=get_world_size()
     )
     windows = IndexedWindows(dataset) if phase.cache_teacher_outputs else dataset
-    return DataLoader(windows, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
+    return TimedLoader(windows, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
 
 
 def windows_at(dataset: TokenDataset | Subset[Batch], *, seed: int, start: int, samples: int) -> list[int]:

@@ -10,13 +10,13 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torchmetrics import MeanMetric
-from torchmetrics.aggregation import RunningMean
 
 from caramba.config.optimizer import AdaGCConfig
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
 from caramba.distill import Batch, Objective
 from caramba.errors import CarambaError
+from caramba.monitor import RunningLoss
 from caramba.optim import (
     AdaGC,
     NonFiniteWatch,
@@ -56,7 +56,7 @@ class CarambaModule(pl.LightningModule):
         self.average: WeightAverage | None = None
         self.adagc: AdaGC | None = None
         self._loss: Tensor | None = None
-        self.train_loss = RunningMean(window=50, nan_strategy="disable")
+        self.train_loss = RunningLoss()
         self.val_loss = MeanMetric(nan_strategy="disable")
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -89,7 +89,7 @@ class CarambaModule(pl.LightningModule):
         with activations_on_host(self.model.parameters()) if self.phase.activation_offload else nullcontext():
             losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
-        self.train_loss.update(losses["loss"])
+        self.train_loss.add(losses["loss"])
         self._loss = losses["loss"] if self._loss is None else self._loss + losses["loss"]
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
@@ -168,7 +168,7 @@ class CarambaModule(pl.LightningModule):
 
     def running_loss(self) -> float:
         """Return the mean loss of the last 50 micro-batches, over all ranks."""
-        return float(self.train_loss.compute())
+        return self.train_loss.mean()
 
     def refuse_divergence(self) -> None:
         """Raise when a weight is not finite, so that nothing worthless is saved over something good.
@@ -198,6 +198,7 @@ class CarambaModule(pl.LightningModule):
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state_all()
         checkpoint["rng"] = state
+        checkpoint["running_loss"] = self.train_loss.state_dict()
         checkpoint["nonfinite"] = self.watch.state_dict()
         for name in KEPT:
             if (kept := getattr(self, name)) is not None:
@@ -205,6 +206,7 @@ class CarambaModule(pl.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._rng: dict[str, Any] | None = checkpoint["rng"]
+        self.train_loss.load_state_dict(checkpoint["running_loss"])
         self.watch.load_state_dict(checkpoint["nonfinite"])
         self._kept: dict[str, Any] = {name: checkpoint[name] for name in KEPT if name in checkpoint}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import Subset
@@ -19,17 +20,20 @@ from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
+from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
-from caramba.runtime import RuntimePlan
+from caramba.runtime import RuntimePlan, is_main_process
 from caramba.train.callbacks import (
     Checkpointing,
     Compilation,
     Float8Products,
+    Monitoring,
+    Profiling,
     RuntimePlanning,
-    ThroughputProgress,
 )
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import targets_per_window, train_loader, validation_loader, windows_at
+from caramba.train.display import Display
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 from caramba.train.precision import matmul_precision, precision_arguments
@@ -39,7 +43,8 @@ from caramba.train.precision import matmul_precision, precision_arguments
 class FitOutcome:
     """What a phase's training ended with; `resumed_from` is the step at which this process took over.
 
-    `tokens` are the targets that were trained on, padding left out.
+    `tokens` are the targets that were trained on, padding left out; `measured` is what the monitors saw of the phase:
+    tokens_per_s, data_wait_share, mfu where the device's peak is known, and peaks of memory in bytes.
     """
 
     steps: int
@@ -47,6 +52,7 @@ class FitOutcome:
     seconds: float
     loss: float
     resumed_from: int
+    measured: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,14 @@ def fit(
     manifest: Manifest,
     run_dir: Path,
     save_final: Callable[[], None],
+    flops_per_token: float | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> FitOutcome:
     """Train `objective` for `phase.steps` optimiser steps or until it has converged, from the last saved state if any.
 
     Args:
         save_final: writes the phase's final weights; called as soon as the last step is done.
+        flops_per_token: of a position that trains, forward and backward; there is no MFU without it.
         callbacks: what else happens and when; see `caramba.train.callbacks`.
 
     Raises:
@@ -91,20 +99,35 @@ def fit(
     precision, precision_plugins = precision_arguments(plan)
     targets = targets_per_window(data.train)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
+    device = torch.device(plan.value("device"))
+    pin = phase.pin_memory is not False and device.type == "cuda"  # elsewhere there is nothing to pin for
+    loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
+    work = Work(tokens_per_step, flops_per_token and flops_per_token * per_step * phase.block_size)
+    meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s), PeakMemory(device)
+    display = Display(plan.phase, phase.steps, manifest.settings.console, shown=is_main_process())
+    profiling = manifest.debug.name == "profile"
     trainer = pl.Trainer(
-        accelerator=plan.value("device"),
+        accelerator=device.type,
         devices=1,
         precision=precision,
         max_steps=phase.steps,
         max_epochs=-1,
-        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase),
+        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase, position),
         callbacks=[
-            Checkpointing(state, phase.save_every, save_final),
+            Monitoring(
+                meter,
+                memory,
+                display,
+                phase.steps,
+                lambda: device_peak(device, plan.value("dtype"), manifest.settings.peak_tflops),
+            ),
+            # After the rows of a step are recorded: a run that goes on from the state lacks none.
+            *callbacks,
+            Checkpointing(state, phase.save_every, save_final, phase.eval_every),
             RuntimePlanning(plan, run_dir, tokens_per_step),
-            ThroughputProgress(plan.phase, phase.steps, tokens_per_step, manifest.settings.instrument),
             *_float8(objective, phase, run_dir),  # before anything is compiled
             *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
-            *callbacks,
+            *([Profiling(run_dir / "profile" / plan.phase, plan.phase)] if profiling else []),
         ],
         plugins=[WholeCheckpointIO(), *precision_plugins],
         enable_checkpointing=False,
@@ -117,8 +140,6 @@ def fit(
         val_check_interval=phase.eval_every * phase.gradient_accumulation_steps if phase.eval_every else None,
         limit_val_batches=1.0 if phase.eval_every else 0,
     )
-    pin = phase.pin_memory if phase.pin_memory is not None else plan.value("device") == "cuda"
-    loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
     began = time.perf_counter()
     try:
         with matmul_precision(plan):
@@ -133,7 +154,9 @@ def fit(
         raise KeyboardInterrupt from stop
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
-    return FitOutcome(steps, tokens, time.perf_counter() - began, module.running_loss(), position)
+    seconds = time.perf_counter() - began
+    measured = {**meter.summary(), **memory.peaks}
+    return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured)
 
 
 def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path) -> list[Callback]:

@@ -4,8 +4,9 @@ from caramba.train.callbacks.blockwise import BlockwiseDistillation
 from caramba.train.callbacks.checkpointing import Checkpointing
 from caramba.train.callbacks.compiling import Compilation
 from caramba.train.callbacks.float8 import Float8Products
+from caramba.train.callbacks.monitoring import Monitoring
 from caramba.train.callbacks.planning import RuntimePlanning
-from caramba.train.callbacks.progress import ThroughputProgress
+from caramba.train.callbacks.profiling import Profiling
 from caramba.train.callbacks.stage import BenchmarkArtifacts, Verification
 
 __all__ = [
@@ -14,7 +15,8 @@ __all__ = [
     "Checkpointing",
     "Compilation",
     "Float8Products",
+    "Monitoring",
+    "Profiling",
     "RuntimePlanning",
-    "ThroughputProgress",
     "Verification",
 ]

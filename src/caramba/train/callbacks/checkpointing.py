@@ -12,21 +12,38 @@ import lightning.pytorch as pl
 class Checkpointing(pl.Callback):
     """Saves resumable state every `save_every` optimiser steps, and the final weights when training ends.
 
+    At a step that is validated, every `eval_every`, the state is saved after that: a resumed run does not validate the
+    step that it goes on from again, and would otherwise lack the row.
     No state is saved at the last step: Lightning has no step left to resume there, and would never come to the
     final weights. A run stopped after it repeats the steps since the state before. The final weights are saved
     before any other work of the phase's end, so that a failure there loses nothing.
     """
 
-    def __init__(self, state_path: Path, save_every: int | None, save_final: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state_path: Path,
+        save_every: int | None,
+        save_final: Callable[[], None],
+        eval_every: int | None = None,
+    ) -> None:
         self.state_path, self.save_every, self.save_final = state_path, save_every, save_final
+        self.eval_every = eval_every
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        at_step_end = pl_module.micro_steps == 0
+        if pl_module.micro_steps == 0 and not (
+            self.eval_every and trainer.global_step % self.eval_every == 0
+        ):
+            self._save(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._save(trainer, pl_module)
+
+    def _save(self, trainer: pl.Trainer, pl_module: Any) -> None:
         is_due = self.save_every and trainer.global_step % self.save_every == 0
         is_last = trainer.global_step >= trainer.max_steps or pl_module.has_converged
-        if is_due and at_step_end and not is_last:
+        if is_due and not is_last:
             pl_module.refuse_divergence()
             trainer.save_checkpoint(self.state_path)
 

@@ -1,0 +1,89 @@
+"""The monitors as seen by Lightning: when they are read, and that their rows go to the loggers and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+
+from caramba.monitor import PeakMemory, PhaseMeter, StepNorms
+from caramba.train.display import Display
+
+NORMS_EVERY = 50  # a copy of what trains and two passes over it: a thousandth of a step's time at this rate
+
+
+class Monitoring(pl.Callback):
+    """Records loss, learning rate, speed, MFU, waiting for data, norms and memory every `log_every` steps.
+
+    Values are read from the device first, so that the clock is read when the step is done.
+    """
+
+    def __init__(
+        self,
+        meter: PhaseMeter,
+        memory: PeakMemory,
+        display: Display,
+        steps: int,
+        peak: Callable[[], float | None],
+    ) -> None:
+        self.meter, self.memory, self.display, self.steps = meter, memory, display, steps
+        self.peak = peak
+        self._norms: StepNorms | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.meter.peak_flops = self.peak()  # now that the precision of products is set
+        self.memory.reset()
+        self._norms = StepNorms(
+            pl_module.objective.trainable(),
+            is_due=lambda: self._is_due(trainer.global_step + 1, NORMS_EVERY),
+            has_room=self.memory.leaves_room_for,
+        )
+        for optimizer in trainer.optimizers:
+            self._norms.attach(optimizer)
+        self.display.open(trainer.global_step)
+        self.meter.start(trainer.global_step)
+
+    def _is_due(self, step: int, every: int) -> bool:
+        return step % every == 0 or step == self.steps
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if pl_module.micro_steps or not (self._is_due(step, pl_module.log_every) or pl_module.has_converged):
+            return
+        assert self._norms is not None
+        values = {key: float(value) for key, value in outputs.items()}
+        values["running_loss"] = pl_module.running_loss()
+        values["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
+        values |= self._norms.read() | self.meter.read(step) | self.memory.read()
+        pl_module.record(values)
+        self.display.show(step, values)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.meter.pause()  # validation is not training time
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.meter.resume()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.memory.read()
+        self._close()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._norms is not None:
+            self._norms.detach()
+        self.display.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"meter": self.meter.state_dict(), "memory": self.memory.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.meter.load_state_dict(state_dict["meter"])
+        self.memory.load_state_dict(state_dict["memory"])

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import h5py
+import pytest
+
+from caramba.config.extras import need_library
+from caramba.errors import ConfigError
+from caramba.launch.freeze import freeze
+from caramba.runs.events import append_event, drop_metrics_after, metric_rows, read_events
+from caramba.train.display import Display, draw_curve
+from caramba.train.loggers import EventLogger, Hdf5Logger
+
+
+def record(loggers: list, values: dict[str, float], step: int) -> None:
+    for item in loggers:
+        item.log_metrics(values, step=step)
+
+
+def test_hdf5_is_readable_while_it_is_written(tmp_path: Path) -> None:
+    loggers = [EventLogger(tmp_path, "a"), Hdf5Logger(tmp_path, "a")]
+    record(loggers, {"loss": 2.0, "block/0": 1.0, "block/1": 2.0}, 10)
+    with h5py.File(tmp_path / "metrics.h5", "r", libver="latest", swmr=True) as reader:
+        loss, block = reader["a/loss"], reader["a/block"]
+        assert loss["value"].tolist() == [2.0]
+        record(loggers, {"loss": math.nan, "block/1": 3.0}, 20)
+        loss.refresh()
+        block.refresh()
+        assert loss["step"].tolist() == [10, 20]
+        assert math.isnan(loss["value"][1])
+        assert block.attrs["layers"].tolist() == ["0", "1"]
+        assert block["values"][0].tolist() == [1.0, 2.0]
+        assert math.isnan(block["values"][1, 0])
+        assert block["values"][1, 1] == 3.0
+    record(loggers, {"loss": 1.0, "val_loss": 4.0, "block/2": 5.0}, 30)  # a metric and a layer that are new
+    loggers[1].finalize("success")
+    second = [EventLogger(tmp_path, "b"), Hdf5Logger(tmp_path, "b")]
+    record(second, {"loss": 7.0}, 1)
+    second[1].finalize("success")
+    with h5py.File(tmp_path / "metrics.h5") as reader:
+        assert reader["a/loss"]["step"].tolist() == [10, 20, 30]
+        assert reader["a/val_loss"]["value"].tolist() == [4.0]
+        assert reader["a/block"].attrs["layers"].tolist() == ["0", "1", "2"]
+        assert reader["a/block"]["values"].shape == (3, 3)
+        assert reader["b/loss"]["value"].tolist() == [7.0]
+
+
+def test_rows_after_the_saved_state_are_dropped_and_nothing_else(tmp_path: Path) -> None:
+    for phase, step in (("a", 10), ("a", 20), ("b", 20), ("a", 30)):
+        append_event(tmp_path, "metrics", phase=phase, step=step, values={"loss": math.inf})
+        append_event(tmp_path, "other", phase=phase, step=step)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"time": 3, "ev')
+    drop_metrics_after(tmp_path, "a", 10)
+    append_event(tmp_path, "last")
+    assert [(phase, step) for phase, step, _ in metric_rows(tmp_path)] == [("a", 10), ("b", 20)]
+    assert all(values == {"loss": math.inf} for _, _, values in metric_rows(tmp_path))
+    kinds = [event["event"] for event in read_events(tmp_path)]
+    assert kinds.count("other") == 4
+    assert kinds[-1] == "last", "an event after a line that was cut short is not lost"
+    assert all(json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
+
+
+def test_a_plot_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = Display("pretrain", 20, "plot")
+    shown.open(0)
+    shown.show(20, {"running_loss": 1.5, "tokens_per_s": 1200.4, "mfu": 0.471, "data_wait_share": 0.25})
+    shown.close()
+    line = capsys.readouterr().out
+    assert line == "pretrain  step 20  loss 1.5000  steps 20  tok/s 1,200  MFU 47.1%  data wait 25%\n"
+    drawn = draw_curve((10, 20, 30), (3.0, 2.0, 1.5), "pretrain loss", 60, 10).splitlines()
+    assert len(drawn) == 10
+    assert all(len(line) <= 60 for line in drawn)
+    assert "pretrain loss" in drawn[0]
+    assert any("\u2800" < mark <= "\u28ff" for line in drawn for mark in line)
+
+
+def test_instruments_are_settled_into_a_console_and_streams() -> None:
+    words = ["model=tiny", "train=pretrain"]
+    manifest = freeze([*words, "settings.instrument=[plot,hdf5,csv]", "logger.tensorboard=false"]).manifest
+    assert manifest.settings.console == "plot"
+    assert (manifest.logger.hdf5, manifest.logger.tensorboard, manifest.logger.wandb) == (True, False, False)
+    with pytest.raises(
+        ConfigError, match="instrument names plain and rich, and the console shows one of them"
+    ):
+        freeze([*words, "settings.instrument=[plain,rich]"])
+    with pytest.raises(ConfigError, match=r"settings.instrument: got 'hdf6'.*did you mean 'hdf5'"):
+        freeze([*words, "settings.instrument=hdf6"])
+    with pytest.raises(
+        ConfigError, match=r"no_such: nothing_here is not installed; pip install 'caramba\[hdf5\]'"
+    ):
+        need_library("nothing_here", "hdf5", "no_such")
