@@ -1,0 +1,289 @@
+"""Requests and responses of the OpenAI-compatible interface; the OpenAPI document is made of these classes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+
+from caramba.config.base import Config
+from caramba.config.generate import GenerateConfig, TokenIds
+from caramba.config.leaf import Positive
+from caramba.config.parse import MOST_ERRORS, error_lines
+from caramba.serve.failure import ApiError
+
+MOST_STOPS = 16
+Text = Annotated[str, Field(min_length=1)]
+Finish = Literal["stop", "length"]
+Schema = TypeVar("Schema", bound=Config)
+
+
+class StreamOptions(Config):
+    """What a stream holds beside its text."""
+
+    include_usage: bool = Field(
+        default=False, description="send a last chunk without choices, with the usage"
+    )
+
+
+class SamplingRequest(Config):
+    """Keys that both endpoints share. Without a seed every request draws its own."""
+
+    model: Text
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Positive | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Text | Annotated[tuple[Text, ...], Field(max_length=MOST_STOPS)] | None = None
+    n: Literal[1] = Field(default=1, description="one answer per request")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, description="for the caller's own records; not used")
+
+    @model_validator(mode="after")
+    def _options_have_a_stream(self) -> SamplingRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options goes with stream=true; leave it out, or set that")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    def generation(self, max_new_tokens: int, seed: int, stop: tuple[str, ...]) -> GenerateConfig:
+        """Return the same keys as `caramba generate` takes them."""
+        return GenerateConfig(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=seed,
+            stop=stop,
+        )
+
+
+class CompletionRequest(SamplingRequest):
+    """A text to go on from. `prompt` is a text, or the ids of its tokens."""
+
+    prompt: Text | Annotated[TokenIds, Field(min_length=1)]
+    max_tokens: Positive = 16
+    logprobs: Literal[0] | None = Field(
+        default=None, description="0: the log-probability of each drawn token, in nats; no alternatives"
+    )
+
+
+class TextPart(Config):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Config):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[tuple[TextPart, ...], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(SamplingRequest):
+    """A conversation to answer. Without a number of tokens, as many as the server allows and the context holds."""
+
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    max_tokens: Positive | None = Field(default=None, description="older name of max_completion_tokens")
+    logprobs: bool = Field(default=False, description="the log-probability of each drawn token, in nats")
+    top_logprobs: Literal[0] = Field(default=0, description="alternatives are not reported")
+
+
+class Usage(BaseModel):
+    """Tokens of a request and of its answer; an end mark is not counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt: int, completion: int) -> Usage:
+        """Return the usage of so many tokens."""
+        return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+class TextLogprobs(BaseModel):
+    """Tokens as text, log softmax(logits) of each before temperature and filters, and where each begins."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    top_logprobs: None = None
+    text_offset: list[int] = []
+
+
+class TextChoice(BaseModel):
+    """An answer, or a piece of it."""
+
+    index: int = 0
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class Completion(BaseModel):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+
+
+class TokenLogprob(BaseModel):
+    """A drawn token: its text, log softmax(logits) before temperature and filters, and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[None] = []
+
+
+class ChatLogprobs(BaseModel):
+    """The log-probabilities of an answer's tokens."""
+
+    content: list[TokenLogprob]
+
+
+class Answer(BaseModel):
+    """The model's turn."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """An answer."""
+
+    index: int = 0
+    message: Answer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish
+
+
+class ChatCompletion(BaseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What a chunk adds to the answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_blanks(self, write: SerializerFunctionWrapHandler) -> dict[str, str]:
+        return {key: value for key, value in write(self).items() if value is not None}
+
+
+class DeltaChoice(BaseModel):
+    """A piece of an answer."""
+
+    index: int = 0
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of the stream of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[DeltaChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["caramba"] = "caramba"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All models that are served: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """Whether requests are taken."""
+
+    status: Literal["ok", "stopping"]
+    active: int
+    queued: int
+
+
+class Failure(BaseModel):
+    """What went wrong. `param` is the key that is at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class FailureBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: Failure
+
+
+def parse_request(schema: type[Schema], data: object) -> Schema:
+    """Validate the JSON value of a body.
+
+    Raises:
+        ApiError: status 400, with every problem in a line of its own and the first one's key.
+    """
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        lines = [_in_json_words(line) for line in error_lines(error, data, None, {}, data)]
+        first = error.errors(include_url=False)[0]["loc"]
+    param = str(first[0]) if first else None
+    raise ApiError(400, "\n".join(lines[:MOST_ERRORS]), param=param)
+
+
+def _in_json_words(line: str) -> str:
+    line = re.sub(r"a valid dictionary or instance of \w+", "an object", line)
+    return line.replace("a valid tuple", "a list").replace("Tuple should", "List should")

@@ -1,0 +1,63 @@
+"""A tiny model of bytes behind a real server on a free port, in a thread."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+
+from caramba.config.model import ModelSpec
+from caramba.data import ByteTokenizer
+from caramba.infer.engine import Engine
+from caramba.model import Model, build_model
+from caramba.serve.server import Server, listen
+from caramba.serve.service import Limits, Service
+from tests.unit.model.model_specs import transformer
+
+NAME = "tiny/bytes"
+CONTEXT = 96
+
+
+def byte_model(context: int | None = None) -> Model:
+    """A model that is sharp enough that its choices do not hang on rounding, and says bytes of text."""
+    values = transformer("gqa_scaled").model_dump()
+    values["embedder"] |= {"vocab_size": 257, "max_positions": context}
+    model = build_model(ModelSpec.model_validate(values), seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    return model.eval()
+
+
+def service_of(model: Model, *, template: str | None = None, timeout_s: float = 60.0, **values: int) -> Service:
+    engine = Engine(model, tokenizer=ByteTokenizer(), **({"n_slots": 4, "max_len": CONTEXT} | values))
+    limits = Limits(max_tokens=CONTEXT - 16, request_bytes=4096, timeout_s=timeout_s)
+    return Service(engine, ByteTokenizer(), NAME, limits, template=template)
+
+
+@contextlib.contextmanager
+def serving(service: Service, key: str | None = None) -> Iterator[str]:
+    """Serve until the block ends; yield the address."""
+    listener = listen("127.0.0.1", 0)
+    server = Server(service, api_key=key)
+    with service.engine, listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+    assert not thread.is_alive()
+
+
+def eventually(is_so, seconds: float = 10.0) -> bool:
+    limit = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.005)
+    return True

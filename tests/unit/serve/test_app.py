@@ -1,0 +1,176 @@
+"""The interface over a real socket: its answers are those of `generate`, and every refusal says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from caramba.data import ByteTokenizer
+from caramba.infer import generate
+from caramba.infer.dialogue import Dialogue
+from caramba.model import Model
+from caramba.serve import schema
+from caramba.serve.service import Service
+from tests.unit.serve.served import CONTEXT, NAME, byte_model, eventually, service_of, serving
+from tests.unit.serve.values import values_of
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return byte_model()
+
+
+@pytest.fixture(scope="module")
+def service(model: Model) -> Service:
+    return service_of(model)
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[httpx.Client]:
+    with serving(service) as address, httpx.Client(base_url=address, timeout=30) as client:
+        yield client
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_completion_is_what_generate_gives_whole_and_streamed(client: httpx.Client, model: Model) -> None:
+    for more in ({}, {"stop": ["\u0002", "e"]}, {"top_k": 7, "min_p": 0.01, "repetition_penalty": 1.2}):
+        settings = SAMPLED | more
+        (row,) = generate(model, ["caf\u00e9"], ByteTokenizer(), max_new_tokens=40, **settings)
+        body = {"model": NAME, "prompt": "caf\u00e9", "max_tokens": 40, "logprobs": 0, **settings}
+        found = client.post("/v1/completions", json=body).json()
+        (choice,) = found["choices"]
+        assert (choice["text"], choice["logprobs"]["token_logprobs"]) == (row.text, pytest.approx(row.logprobs))
+        assert choice["finish_reason"] == {"eos": "stop"}.get(row.finish, row.finish)
+        assert found["usage"] == {
+            "prompt_tokens": 5,
+            "completion_tokens": len(row.tokens),
+            "total_tokens": 5 + len(row.tokens),
+        }
+        streamed = client.post(
+            "/v1/completions", json=body | {"stream": True, "stream_options": {"include_usage": True}}
+        )
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        *chunks, last = events(streamed)
+        assert (last["choices"], last["usage"]) == ([], found["usage"])
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(one["text"] for one in choices) == row.text
+        assert [p for one in choices for p in one["logprobs"]["token_logprobs"]] == pytest.approx(row.logprobs)
+        assert [one["finish_reason"] for one in choices[:-1]] == [None] * (len(choices) - 1)
+        assert choices[-1]["finish_reason"] == choice["finish_reason"]
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_a_chat_is_answered_in_the_plain_format(client: httpx.Client, model: Model) -> None:
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    ids = Dialogue(ByteTokenizer()).encode(turns)
+    (row,) = generate(model, [ids], ByteTokenizer(), max_new_tokens=20, stop=("\nUser:",), **SAMPLED)
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    body = {"model": NAME, "messages": [turns[0], {"role": "user", "content": parts}], "logprobs": True, **SAMPLED}
+    found = client.post("/v1/chat/completions", json=body | {"max_completion_tokens": 20}).json()
+    (choice,) = found["choices"]
+    assert choice["message"] == {"role": "assistant", "content": row.text.lstrip()}
+    assert [one["logprob"] for one in choice["logprobs"]["content"]] == pytest.approx(row.logprobs)
+    first, *chunks = events(client.post("/v1/chat/completions", json=body | {"max_tokens": 20, "stream": True}))
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks) == row.text.lstrip()
+    # without a number of tokens: all that the context holds
+    whole = client.post("/v1/chat/completions", json=body).json()
+    used = whole["usage"]
+    assert whole["choices"][0]["finish_reason"] == "stop" or used["total_tokens"] == CONTEXT
+
+
+def test_without_a_seed_answers_differ(client: httpx.Client) -> None:
+    body = {"model": NAME, "prompt": "a", "max_tokens": 24, "temperature": 3.0}
+    texts = {client.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(3)}
+    assert len(texts) > 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "text"),
+    [
+        ("completions", b"{", 400, None, "the body is no JSON"),
+        ("completions", b"[" * 4000, 400, None, "the body is no JSON"),
+        ("completions", b'{"temperature": NaN}', 400, None, "the body is no JSON"),
+        ("completions", b'"\\ud800"', 400, None, "the body is no JSON"),
+        ("completions", b"[1]", 400, None, "got a list, expected an object"),
+        ("completions", {"prompt": "a", "temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
+        ("completions", {"prompt": "a", "max_tokens": "5"}, 400, "max_tokens", "got '5', expected a valid integer"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "greater than 0"),
+        ("completions", {"prompt": "a", "max_tokens": 81}, 400, "max_tokens", "this server gives at most 80"),
+        ("completions", {"prompt": "a" * 90}, 400, "max_tokens", "90 tokens of prompt and 16 new ones exceed"),
+        ("completions", {"prompt": ""}, 400, "prompt", "at least 1 character"),
+        ("completions", {"prompt": []}, 400, "prompt", "List should have at least 1 item"),
+        ("completions", {"prompt": [1, 257]}, 400, "prompt", "token 257, the model's vocabulary is 0 to 256"),
+        ("completions", {"prompt": ["a", "b"]}, 400, "prompt", "prompt: got a list"),
+        ("completions", {"prompt": "a", "n": 2}, 400, "n", "got 2, expected 1"),
+        ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs", "got 3, expected 0"),
+        ("completions", {"prompt": "a", "stream_options": {}}, 400, None, "stream_options goes with stream=true"),
+        ("completions", {"prompt": "a", "model": "gpt"}, 404, "model", "no model 'gpt'; served: tiny/bytes"),
+        ("completions", {"prompt": "a" * 5000}, 413, None, "larger than 4096 bytes"),
+        ("chat/completions", {"messages": []}, 400, "messages", "at least 1 item"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": ""}]}, 400, "messages", "messages[0].role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "max_completion_tokens": 1},
+            400,
+            "max_tokens",
+            "are one key; give one",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_is_refused(
+    client: httpx.Client, path: str, body: Any, status: int, param: str | None, text: str
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps({"model": NAME} | body)
+    response = client.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
+    error = schema.FailureBody.model_validate_json(response.content, strict=True).error
+    assert (response.status_code, error.param) == (status, param)
+    assert text in error.message
+
+
+def test_paths_methods_types_and_hosts(client: httpx.Client) -> None:
+    for response, status, text in (
+        (client.get("/v1/nothing"), 404, "/v1/nothing does not exist"),
+        (client.get("/v1/completions"), 405, "takes POST, got GET"),
+        (client.delete("/health"), 405, "got DELETE"),
+        (client.post("/v1/completions", data={"a": "b"}), 415, "expected application/json"),
+        (client.get("/v1/models/gpt"), 404, "no model 'gpt'"),
+        (client.get("/health", headers={"host": "evil.example"}), 421, "not this machine's loopback"),
+    ):
+        assert (response.status_code, text in response.json()["error"]["message"]) == (status, True)
+    assert client.get("/v1/models").json()["data"][0]["id"] == NAME
+    assert client.get(f"/v1/models/{NAME}").json()["max_model_len"] == CONTEXT
+    assert client.get("/health").json()["status"] == "ok"
+
+
+def test_a_client_that_leaves_frees_its_slot_and_all_is_counted(client: httpx.Client, service: Service) -> None:
+    def value(name: str) -> float:
+        lines = client.get("/metrics").text.splitlines()
+        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+    before, refused = value('caramba_finished_total{reason="cancelled"}') if False else 0, service.engine.stats()
+    with client.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
+        next(response.iter_lines())
+        assert service.engine.stats().active == 1
+    assert before == 0
+    assert refused.active == 0
+    assert eventually(lambda: service.engine.stats().active == 0)
+    assert service.engine.stats().cancelled == 1
+    assert value('caramba_finished_total{reason="cancelled"}') == 1
+    assert value("caramba_slots") == 4
+    assert value("caramba_generated_tokens_total") > value("caramba_time_to_first_token_seconds_count") > 0
+    assert value('caramba_requests_total{path="/v1/completions",status="200"}') > 0
