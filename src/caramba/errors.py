@@ -17,6 +17,18 @@ class CacheFull(ConfigError):  # noqa: N818 - says what happened
     """A key/value cache was given more tokens than it was made for; it is unchanged."""
 
 
+class QueueFull(CarambaError):  # noqa: N818 - as above
+    """As many requests wait as may: try again after `retry_after` seconds."""
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineClosed(CarambaError):  # noqa: N818 - as above
+    """A request came after the engine was closed."""
+
+
 class DataError(CarambaError, ValueError):
     """A dataset, token file or tokenizer that does not fit what the manifest asks of it."""
 

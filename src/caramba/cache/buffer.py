@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -62,6 +64,12 @@ class TokenBuffer:
             self.data = _empty((*old.shape[:2], capacity, old.shape[3]), old.dtype, old.device)
             self.data[:, :, :start].copy_(old[:, :, :start])
         self.data[:, :, start:end].copy_(values)
+
+    def row(self, index: int) -> TokenBuffer:
+        """Return the buffer of one sequence, in this one's memory."""
+        alone = copy.copy(self)
+        alone.data = self.data[index : index + 1]
+        return alone
 
     def select(self, rows: Tensor) -> None:
         """Keep the sequences `rows` [B'] integers, in that order; one may come more than once."""

@@ -103,6 +103,27 @@ class Context:
         for cache in self.caches:
             cache.select(rows)
 
+    def row(self, index: int) -> Context:
+        """Return the context of one sequence, which goes on by itself in this one's memory.
+
+        Raises:
+            ConfigError: buffers that grow, and so would part from it.
+        """
+        stores = [tensor.store for cache in self.caches for tensor in cache.tensors.values()]
+        if any(part.capacity < part.limit for store in stores for part in store.buffers.values()):
+            raise ConfigError(
+                "context: a row of a cache that grows shares no memory; make it with static=True"
+            )
+        alone = Context([cache.row(index) for cache in self.caches])
+        alone.position = self.position
+        return alone
+
+    def clear(self) -> None:
+        """Forget every token, and overwrite all that is allocated with zeros."""
+        self.position = 0
+        for cache in self.caches:
+            cache.clear()
+
     def clone(self) -> Context:
         """Return a copy that shares no memory and goes on by itself."""
         copied = Context([cache.clone() for cache in self.caches])

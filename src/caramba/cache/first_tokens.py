@@ -115,6 +115,16 @@ class FirstTokensKVCache(LatentLayerKVCache):
         for tensor in self._first.values():
             tensor.select(rows)
 
+    def row(self, index: int) -> Self:
+        alone = super().row(index)
+        alone._first = {name: tensor.row(index) for name, tensor in self._first.items()}
+        return alone
+
+    def clear(self) -> None:
+        super().clear()
+        for tensor in self._first.values():
+            tensor.clear()
+
     def clone(self) -> Self:
         copied = super().clone()
         copied._first = {name: tensor.clone() for name, tensor in self._first.items()}

@@ -173,6 +173,17 @@ class LayerCache:
         for tensor in self._tensors.values():
             tensor.select(rows)
 
+    def row(self, index: int) -> Self:
+        """Return the cache of one sequence: it counts its own tokens, in this one's memory."""
+        alone = copy.copy(self)
+        alone._tensors = {name: tensor.row(index) for name, tensor in self._tensors.items()}
+        return alone
+
+    def clear(self) -> None:
+        """Forget every token, and overwrite the whole allocation with zeros."""
+        for tensor in self._tensors.values():
+            tensor.clear()
+
     def clone(self) -> Self:
         """Return a copy that shares no memory."""
         copied = copy.copy(self)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from caramba.cache.context import Context
 from caramba.cache.layer import LayerCache
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import CacheFull, ConfigError
+from caramba.ops import StoredStream
 
 
 class StepContext:
@@ -81,6 +84,10 @@ class StepContext:
         self._cursor += 1
         return self.ctx.caches[self._cursor - 1]
 
+    def stored(self, cache: LayerCache) -> Mapping[str, StoredStream]:
+        """Return the streams of a cache as they lie in memory."""
+        return cache.stored()
+
     def commit(self, n_tokens: int) -> None:
         """End a forward: the device counts its token.
 
@@ -92,6 +99,9 @@ class StepContext:
                 f"context: {n_tokens} tokens in {self._cursor} of {len(self.ctx.caches)} caches, expected 1 token in "
                 "all; feed a decode step one token per sequence, with a context of this model"
             )
+        self._count()
+
+    def _count(self) -> None:
         self.held.add_(1)
 
 

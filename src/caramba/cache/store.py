@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -33,6 +34,8 @@ class Store(Protocol):
     def restore(self, state: Mapping[str, Tensor]) -> int: ...
 
     def extend(self, max_tokens: int) -> None: ...
+
+    def row(self, index: int) -> Store: ...
 
 
 class ExactStore:
@@ -75,6 +78,11 @@ class ExactStore:
 
     def extend(self, max_tokens: int) -> None:
         self.values.limit = max_tokens
+
+    def row(self, index: int) -> ExactStore:
+        alone = copy.copy(self)
+        alone.values = self.values.row(index)
+        return alone
 
 
 class BlockStore:
@@ -152,6 +160,11 @@ class BlockStore:
         raise ConfigError(
             f"KV cache: a quantised cache cannot grow to {max_tokens} tokens; make it with a larger max_tokens"
         )
+
+    def row(self, index: int) -> BlockStore:
+        alone = copy.copy(self)
+        alone.codes, alone.scales, alone.tail = (part.row(index) for part in self.buffers.values())
+        return alone
 
     def restore(self, state: Mapping[str, Tensor]) -> int:
         if state["codes"].shape[2] != state["scales"].shape[2]:

@@ -240,6 +240,18 @@ class KVCacheTensor:
             buffer.select(rows)
         self.batch_size = rows.shape[0]
 
+    def row(self, index: int) -> KVCacheTensor:
+        """Return the stream of one sequence: it counts its own tokens, in this one's memory."""
+        alone = copy.copy(self)
+        alone.batch_size, alone.store = 1, self.store.row(index)
+        return alone
+
+    def clear(self) -> None:
+        """Forget every token, and overwrite the whole allocation with zeros."""
+        self.truncate(0)
+        for buffer in self.store.buffers.values():
+            buffer.data.zero_()
+
     def clone(self) -> KVCacheTensor:
         """Return a copy that shares no memory."""
         with torch.inference_mode(False):

@@ -1,0 +1,58 @@
+"""A batch whose rows are slots: each at its own length, or idle, in one forward of one token for all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from caramba.cache.context import Context
+from caramba.cache.layer import LayerCache
+from caramba.cache.step import StepContext
+from caramba.ops import StoredStream
+
+IDLE = -1
+
+
+class SlotContext(StepContext):
+    """A `StepContext` with a length for each row, set by `hold`; a row whose length is `IDLE` stands still.
+
+    An idle row takes part in the forward, because shapes are fixed, but writes nothing, reads nothing and stays idle:
+    what it returns has no meaning. The host keeps the lengths itself; those of `ctx` stay as they are, and are no
+    longer true. Rows are filled through `ctx.row(index)`, which writes into the same memory.
+
+    Attributes:
+        held: tokens that each row stores before this step, int32 [B], or IDLE.
+        visible: tokens that a forward may read at most, where the host knows; None reads as far as is allocated. It
+            changes shapes, so it is left None where a forward is captured or compiled.
+
+    Raises:
+        ConfigError: a context that `refusal` names a reason for.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        super().__init__(ctx)
+        self.visible: int | None = None
+        self.held.fill_(IDLE)
+
+    def hold(self, lengths: Sequence[int]) -> None:
+        """Set every row's length, or IDLE."""
+        self.held.copy_(torch.tensor(lengths, dtype=torch.int32))
+
+    def begin(self) -> None:
+        """Start a forward."""
+        super().begin()
+        self.offset = self.held.clamp(min=0)[:, None]
+
+    def stored(self, cache: LayerCache) -> Mapping[str, StoredStream]:
+        """Return the streams of a cache as they lie in memory, as far as any row reads."""
+        streams = cache.stored()
+        if self.visible is None:
+            return streams
+        return {
+            name: StoredStream(kind, values[:, :, : self.visible])
+            for name, (kind, values, *_) in streams.items()
+        }
+
+    def _count(self) -> None:
+        self.held.add_((self.held >= 0).to(torch.int32))

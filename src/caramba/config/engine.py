@@ -1,0 +1,38 @@
+"""How requests are batched while others run: slots, their length, and what waits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from caramba.config.base import Config
+from caramba.config.kvcache import CacheKind
+from caramba.config.leaf import Positive
+
+
+class EngineConfig(Config):
+    """An engine of `n_slots` requests at a time. Its cache is allocated once, n_slots * max_len tokens."""
+
+    n_slots: Positive = Field(
+        default=8, description="requests that decode together, one row of the cache each"
+    )
+    max_len: Positive = Field(
+        default=2048, description="most tokens of a request's prompt and new text together"
+    )
+    cache_kind: CacheKind | None = Field(default=None, description="where unset the model's own precision")
+    prefill_chunk: Positive = Field(
+        default=512,
+        description="prompt tokens per step, so that long prompts do not hold up the decoding rows",
+    )
+    max_queue: Annotated[int, Field(ge=0)] = Field(
+        default=256, description="requests that wait for a slot; one more is refused"
+    )
+    prefix_cache_bytes: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="memory for the keys and values of earlier texts, whose equal beginnings are not run again",
+    )
+    compiled: bool | Literal["graph"] = Field(
+        default="graph",
+        description="as in GenerateConfig: run steps on the device by themselves where it can; stats say what ran",
+    )

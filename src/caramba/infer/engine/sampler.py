@@ -1,0 +1,109 @@
+"""The draw of all slots at once, each by the settings of its own request."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.config.generate import GenerateConfig
+from caramba.infer.sampling import draw, uniforms, wide_dtype
+
+
+class SlotSampler:
+    """Settings, random numbers and drawn tokens of every slot, in tensors of fixed addresses.
+
+    `choose` gives each row exactly what `draw(distribution(...))` gives for its request's own config, whatever the
+    other rows ask for.
+    """
+
+    def __init__(self, n_slots: int, max_new_tokens: int, vocab_size: int, device: torch.device) -> None:
+        wide = wide_dtype(device)
+
+        def column(value: float) -> Tensor:
+            return torch.full((n_slots, 1), value, dtype=wide, device=device)
+
+        self.vocab_size = vocab_size
+        self.temperature, self.top_p, self.min_p = column(0.0), column(torch.inf), column(0.0)
+        self.penalty = column(1.0)
+        self.top_k = torch.full((n_slots, 1), vocab_size, dtype=torch.int64, device=device)
+        self.uniform = torch.zeros(n_slots, max_new_tokens, dtype=wide, device=device)
+        self.drawn = torch.zeros(n_slots, dtype=torch.int64, device=device)
+        self.logprob = torch.zeros(n_slots, dtype=torch.float32, device=device)
+        self.token = torch.zeros(n_slots, dtype=torch.int64, device=device)
+        self.seen: Tensor | None = None
+        self._configs: list[GenerateConfig | None] = [None] * n_slots
+
+    @property
+    def form(self) -> tuple[bool, bool, bool]:
+        """Whether any slot samples, ranks its tokens, and has a penalty: what a draw has to compute."""
+        configs = [config for config in self._configs if config is not None]
+        return (
+            any(config.temperature > 0 for config in configs),
+            any(
+                config.temperature > 0 and (config.top_k is not None or config.top_p < 1)
+                for config in configs
+            ),
+            any(config.repetition_penalty != 1.0 for config in configs),
+        )
+
+    def admit(self, slot: int, prompt: list[int], seed: int, config: GenerateConfig) -> None:
+        """Take a request's settings and random numbers."""
+        self._configs[slot] = config
+        self.temperature[slot] = config.temperature
+        self.top_k[slot] = min(config.top_k or self.vocab_size, self.vocab_size)
+        # A sum of probabilities may round to 1 before the last token: without top_p nothing is left out.
+        self.top_p[slot] = config.top_p if config.top_p < 1 else torch.inf
+        self.min_p[slot], self.penalty[slot] = config.min_p, config.repetition_penalty
+        self.drawn[slot] = 0
+        self.uniform[slot, : config.max_new_tokens] = uniforms(seed, config.max_new_tokens).to(self.uniform)
+        if config.repetition_penalty != 1.0 and self.seen is None:
+            self.seen = torch.zeros(
+                len(self.token), self.vocab_size, dtype=torch.bool, device=self.token.device
+            )
+        if self.seen is not None:
+            self.seen[slot] = False
+            self.seen[slot, torch.tensor(prompt, device=self.seen.device)] = True
+
+    def leave(self, slot: int) -> None:
+        """Forget a request's settings."""
+        self._configs[slot] = None
+        self.temperature[slot], self.penalty[slot] = 0.0, 1.0
+
+    def choose(self, logits: Tensor, form: tuple[bool, bool, bool] | None = None) -> Tensor:
+        """Draw every slot's token into `token`, its log-probability into `logprob`, and count it.
+
+        Shape: logits [B, V] to [B].
+        """
+        samples, ranks, penalises = self.form if form is None else form
+        scores = logits.to(self.temperature.dtype)
+        if penalises and self.seen is not None:
+            penalty = self.penalty
+            scores = torch.where(
+                self.seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores
+            )
+        chosen = scores.argmax(-1)
+        if samples:
+            is_greedy = self.temperature == 0
+            at = self.drawn.clamp(max=self.uniform.shape[1] - 1)[:, None]
+            drawn = draw(self._probabilities(scores, is_greedy, ranks), self.uniform.gather(1, at)[:, 0])
+            chosen = torch.where(is_greedy[:, 0], chosen, drawn)
+        self.logprob.copy_(logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0])
+        self.token.copy_(chosen)
+        self.drawn += 1
+        if self.seen is not None:
+            self.seen.scatter_(1, chosen[:, None], True)
+        return self.token
+
+    def _probabilities(self, scores: Tensor, is_greedy: Tensor, ranks: bool) -> Tensor:
+        """Return what `distribution` does, in its order of operations, by each row's own settings."""
+        temperature = torch.where(is_greedy, 1.0, self.temperature)
+        probs = ((scores - scores.amax(-1, keepdim=True)) / temperature).softmax(-1)
+        if ranks:
+            ranked, order = probs.sort(dim=-1, descending=True, stable=True)
+            place = torch.arange(probs.shape[-1], device=probs.device)
+            kept = torch.where(place < self.top_k, ranked, 0.0)
+            ranked = torch.where(self.top_k < self.vocab_size, kept / kept.sum(-1, keepdim=True), ranked)
+            ranked = torch.where(ranked.cumsum(-1) - ranked < self.top_p, ranked, 0.0)
+            probs = torch.zeros_like(probs).scatter_(-1, order, ranked)
+        probs = torch.where(probs >= self.min_p * probs.amax(-1, keepdim=True), probs, 0.0)
+        return probs / probs.sum(-1, keepdim=True)

@@ -1,0 +1,40 @@
+"""What an engine has done so far and what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from caramba.infer.device_steps import DecodeForm
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made; `active`, `queued` and the bytes are of this moment.
+
+    Attributes:
+        prefilled_tokens: prompt tokens that ran through the model; `prefix_tokens` did not have to.
+        steps: forwards of the decoding rows.
+        prefix_hits: requests whose beginning was taken from an earlier one.
+        cache_bytes: of all slots, allocated; `prefix_bytes` come besides.
+        decode: how steps run, see `GenerateConfig.compiled`; `rows` one row after the other.
+        not_compiled: why they run otherwise than asked, if so.
+    """
+
+    n_slots: int = 0
+    active: int = 0
+    queued: int = 0
+    submitted: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    refused: int = 0
+    prefilled_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    prefix_hits: int = 0
+    prefix_tokens: int = 0
+    prefix_bytes: int = 0
+    cache_bytes: int = 0
+    cache_kind: str = ""
+    decode: DecodeForm | str = "eager"
+    not_compiled: str | None = None

@@ -1,0 +1,212 @@
+"""Continuous batching on real tiny models: a request gets what it would get alone, whatever else is in flight."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from caramba.data import ByteTokenizer
+from caramba.errors import CacheFull, CheckpointError, ConfigError, EngineClosed, QueueFull
+from caramba.infer import generate
+from caramba.infer.engine import Engine, Event, Ticket
+from caramba.model import Model, build_model
+from tests.unit.infer.test_generator import byte_spec, sharp
+from tests.unit.model.model_specs import block, spec, transformer
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3], [9, 8, 7, 6], [5, 5]]
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 1.2, "top_p": 0.95, "repetition_penalty": 1.3},
+    {"temperature": 0},
+    {"top_k": 5, "min_p": 0.1},
+    {},
+    {"temperature": 0.7, "top_p": 0.5, "top_k": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return sharp(transformer("latent_gate"))
+
+
+def submit_all(engine: Engine) -> list[Ticket]:
+    return [
+        engine.submit(prompt, seed=7 + index, max_new_tokens=3 + 2 * index, **settings)
+        for index, (prompt, settings) in enumerate(zip(PROMPTS, SETTINGS, strict=True))
+    ]
+
+
+def run(engine: Engine) -> int:
+    n_steps = 1
+    while engine.step():
+        n_steps += 1
+    return n_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "form"),
+    [
+        ("gqa_scaled", "fp32", "eager"),
+        ("decoupled_gate", "fp32", "eager"),
+        ("latent_gate", "fp32", "eager"),
+        ("learned_positions", "fp32", "eager"),
+        ("gqa_scaled", "q8_0", "rows"),
+        ("latent_first", "fp32", "rows"),
+    ],
+)
+def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, form: str) -> None:
+    model = sharp(
+        spec(block("window"), max_positions=32) if name == "learned_positions" else transformer(name)
+    )
+    engine = Engine(model, n_slots=3, max_len=32, prefill_chunk=4, cache_kind=kind)
+    tickets = submit_all(engine)
+    run(engine)
+    for index, ticket in enumerate(tickets):
+        options = {
+            "seeds": [7 + index],
+            "max_new_tokens": 3 + 2 * index,
+            "cache_kind": kind,
+            **SETTINGS[index],
+        }
+        (alone,) = generate(model, [PROMPTS[index]], **options)
+        assert ticket.tokens == alone.tokens
+        assert ticket.logprobs == pytest.approx(alone.logprobs, rel=1e-4, abs=1e-4)
+        assert list(ticket) == [
+            *(Event(*pair) for pair in zip(ticket.tokens, ticket.logprobs, strict=True)),
+            Event(finish_reason="length"),
+        ]
+    stats = engine.stats()
+    assert (stats.finished, stats.active, stats.queued, stats.decode) == (5, 0, 0, form)
+    assert stats.prefilled_tokens == sum(map(len, PROMPTS))
+    assert stats.new_tokens == 3 + 5 + 7 + 9 + 11
+    # Rows share steps: no more than the longest requests need one after the other.
+    assert stats.steps < 20
+
+
+def test_nothing_of_a_request_is_left_in_its_slot(model: Model) -> None:
+    engine = Engine(model, n_slots=1, max_len=32, cache_kind="fp32")
+    with torch.inference_mode():
+        for cache in engine.slots.ctx.caches:
+            for buffer in cache.allocations:
+                buffer.fill_(float("nan"))
+    first, second = engine.submit(PROMPTS[1], max_new_tokens=8), engine.submit([3], max_new_tokens=4)
+    while first.finish_reason is None:
+        engine.step()
+    assert all(not buffer.any() for cache in engine.slots.ctx.caches for buffer in cache.allocations)
+    run(engine)
+    assert second.tokens == generate(model, [[3]], max_new_tokens=4, cache_kind="fp32")[0].tokens
+
+
+def test_end_marks_and_stop_texts_free_the_slot_at_once() -> None:
+    model, tokenizer = sharp(byte_spec()), ByteTokenizer()
+    options: dict[str, Any] = {"max_new_tokens": 24, "cache_kind": "fp32"}
+    (free,) = generate(model, ["def f"], tokenizer, **options)
+    assert free.text is not None
+    stop = free.text[5:7]
+    (expected,) = generate(model, ["def f"], tokenizer, stop=(stop,), **options)
+    engine = Engine(model, n_slots=2, max_len=64, cache_kind="fp32", tokenizer=tokenizer)
+    stopped = engine.submit(free.prompt, max_new_tokens=24, stop=(stop,))
+    mark = free.tokens[4]
+    ended = engine.submit(free.prompt, max_new_tokens=24, eos_token_id=mark)
+    n_steps = run(engine)
+    assert (stopped.tokens, stopped.finish_reason) == (expected.tokens, "stop")
+    assert (ended.tokens, ended.finish_reason) == (free.tokens[: free.tokens.index(mark)], "stop")
+    assert n_steps == len(expected.tokens)
+
+
+def test_a_cancelled_request_leaves_at_the_next_step(model: Model) -> None:
+    engine = Engine(model, n_slots=1, max_len=64, cache_kind="fp32")
+    running, waiting, last = (engine.submit([index], max_new_tokens=20) for index in (1, 2, 3))
+    for _ in range(3):
+        engine.step()
+    running.cancel()
+    waiting.cancel()
+    engine.step()
+    assert (running.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
+    assert (len(running.tokens), waiting.tokens, len(last.tokens)) == (3, (), 1)
+    run(engine)
+    assert last.tokens == generate(model, [[3]], max_new_tokens=20, cache_kind="fp32")[0].tokens
+
+
+def test_what_fails_ends_its_requests_and_the_engine_goes_on(model: Model) -> None:
+    engine = Engine(model, n_slots=2, max_len=32, cache_kind="fp32")
+    tickets = [engine.submit([token], max_new_tokens=6) for token in (1, 2, 3)]
+    engine.step()
+
+    def fail(*_: object) -> None:
+        raise CacheFull("no more memory")
+
+    handle = model.head.register_forward_pre_hook(fail)
+    engine.step()
+    handle.remove()
+    run(engine)
+    assert [ticket.finish_reason for ticket in tickets] == ["error", "error", "length"]
+    with pytest.raises(CacheFull, match="no more memory"):
+        tickets[0].wait(0)
+    assert tickets[2].tokens == generate(model, [[3]], max_new_tokens=6, cache_kind="fp32")[0].tokens
+    assert engine.stats().failed == 2
+
+
+def test_logits_that_are_no_numbers_end_their_request_alone(model: Model) -> None:
+    engine = Engine(model, n_slots=2, max_len=32, cache_kind="fp32")
+    poisoned, other = (engine.submit([token], max_new_tokens=5) for token in (1, 3))
+    engine.step()
+    assert engine.slots.logits is not None
+    with torch.inference_mode():
+        engine.slots.logits[0] = float("nan")
+    run(engine)
+    assert (poisoned.finish_reason, other.finish_reason) == ("error", "length")
+    with pytest.raises(CheckpointError, match="not numbers"):
+        poisoned.wait(0)
+    assert other.tokens == generate(model, [[3]], max_new_tokens=5, cache_kind="fp32")[0].tokens
+
+
+def test_bad_requests_are_refused_and_leave_no_trace(model: Model) -> None:
+    engine = Engine(model, n_slots=1, max_len=16, max_queue=0)
+    for prompt, values, message in [
+        ([], {}, "the prompt is empty"),
+        ([1, 23], {}, "token 23, the model's vocabulary is 0 to 22"),
+        ([1] * 10, {"max_new_tokens": 7}, "10 tokens and max_new_tokens=7 exceed the 16 tokens of a slot"),
+        ([1], {"max_new_tokens": 7, "cache_kind": "fp16"}, "cache_kind is the same for all requests"),
+        ([1], {"max_new_tokens": 7, "stop": ("a",)}, "stop texts need a tokenizer"),
+        ([1], {"temperature": -1}, "temperature"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            engine.submit(prompt, **values)
+    engine.submit([1], max_new_tokens=2)
+    with pytest.raises(QueueFull, match="1 requests wait") as refused:
+        engine.submit([1], max_new_tokens=2)
+    assert refused.value.retry_after >= 1
+    stats = engine.stats()
+    assert (stats.submitted, stats.refused, stats.queued) == (1, 1, 1)
+    with pytest.raises(ConfigError, match="cache_kind=auto"):
+        Engine(model, cache_kind="auto")
+    positions = build_model(spec(block("standard"), max_positions=8), seed=0)
+    with pytest.raises(ConfigError, match="max_len=16 exceeds the 8 positions"):
+        Engine(positions, max_len=16)
+
+
+def test_threads_submit_while_the_engine_runs(model: Model) -> None:
+    with Engine(model, n_slots=3, max_len=32, cache_kind="fp32") as engine:
+        found: dict[int, tuple[int, ...]] = {}
+
+        def ask(seed: int) -> None:
+            ticket = engine.submit([1, 2], seed=seed, max_new_tokens=6, temperature=2.0)
+            found[seed] = tuple(event.token for event in ticket if event.token is not None)
+
+        threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=30)
+        left = engine.submit([1], max_new_tokens=31)
+        engine.close(drain=True)
+        assert left.finish_reason == "length"
+    alone = generate(
+        model, [[1, 2]] * 12, seeds=range(12), max_new_tokens=6, temperature=2.0, cache_kind="fp32"
+    )
+    assert found == {row.seed: row.tokens for row in alone}
+    with pytest.raises(EngineClosed, match="closed"):
+        engine.submit([1], max_new_tokens=2)
