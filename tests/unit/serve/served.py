@@ -18,7 +18,7 @@ from caramba.serve.service import Limits, Service
 from tests.unit.model.model_specs import transformer
 
 NAME = "tiny/bytes"
-CONTEXT = 96
+CONTEXT = 1024
 
 
 def byte_model(context: int | None = None) -> Model:
@@ -32,7 +32,9 @@ def byte_model(context: int | None = None) -> Model:
     return model.eval()
 
 
-def service_of(model: Model, *, template: str | None = None, timeout_s: float = 60.0, **values: int) -> Service:
+def service_of(
+    model: Model, *, template: str | None = None, timeout_s: float = 60.0, **values: int
+) -> Service:
     engine = Engine(model, tokenizer=ByteTokenizer(), **({"n_slots": 4, "max_len": CONTEXT} | values))
     limits = Limits(max_tokens=CONTEXT - 16, request_bytes=4096, timeout_s=timeout_s)
     return Service(engine, ByteTokenizer(), NAME, limits, template=template)
