@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,8 +13,8 @@ from caramba.serve.failure import REASONS
 
 REFERENCE = "#/components/schemas/{model}"
 ASKED = (400, 404, 405, 408, 413, 415, 429, 500, 503, 504)
-REQUESTS = (schema.CompletionRequest, schema.ChatRequest)
-ANSWERS = (
+REQUESTS: tuple[type[BaseModel], ...] = (schema.CompletionRequest, schema.ChatRequest)
+ANSWERS: tuple[type[BaseModel], ...] = (
     schema.Completion,
     schema.ChatCompletion,
     schema.ChatChunk,
@@ -29,7 +28,7 @@ ANSWERS = (
 def document(*, has_key: bool) -> dict[str, Any]:
     """Return OpenAPI 3.1 of the interface, with the API key where the server has one."""
     modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(one, "validation") for one in REQUESTS]
-    modes += [(one, "serialization") for one in ANSWERS]
+    modes.extend((one, "serialization") for one in ANSWERS)
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
     refused = (401,) if has_key else (421,)
     text, chat, chunk = schema.Completion, schema.ChatCompletion, schema.ChatChunk
@@ -91,7 +90,7 @@ def _get(
     return {"get": found}
 
 
-def _content(model: type[BaseModel]) -> Mapping[str, Any]:
+def _content(model: type[BaseModel]) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": REFERENCE.format(model=model.__name__)}}}
 
 

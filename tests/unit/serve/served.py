@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import torch
 
 from caramba.config.model import ModelSpec
@@ -63,3 +66,11 @@ def eventually(is_so, seconds: float = 10.0) -> bool:
             return False
         time.sleep(0.005)
     return True
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return the chunks of a whole stream."""
+    lines = [line for line in response.text.split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

@@ -16,7 +16,7 @@ from caramba.infer.dialogue import Dialogue
 from caramba.model import Model
 from caramba.serve import schema
 from caramba.serve.service import Service
-from tests.unit.serve.served import CONTEXT, NAME, byte_model, eventually, service_of, serving
+from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
 
 MOST_TOKENS = CONTEXT - 16
 LONG = {"model": NAME, "prompt": "c", "max_tokens": MOST_TOKENS, "temperature": 0}
@@ -37,13 +37,6 @@ def service(model: Model) -> Service:
 def client(service: Service) -> Iterator[httpx.Client]:
     with serving(service) as address, httpx.Client(base_url=address, timeout=30) as client:
         yield client
-
-
-def events(response: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line for line in response.text.split("\n\n") if line]
-    assert all(line.startswith("data: ") for line in lines)
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def test_a_completion_is_what_generate_gives_whole_and_streamed(client: httpx.Client, model: Model) -> None:
