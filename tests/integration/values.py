@@ -26,7 +26,11 @@ def values_of(node: dict[str, Any], document: dict[str, Any]) -> st.SearchStrate
             needed = {key: parts.pop(key) for key in node.get("required", ())}
             return st.fixed_dictionaries(needed, optional=parts)
         case "array":
-            return st.lists(values_of(node["items"], document), min_size=node.get("minItems", 0), max_size=4)
+            return st.lists(
+                values_of(node["items"], document),
+                min_size=node.get("minItems", 0),
+                max_size=node.get("maxItems", 4),
+            )
         case "string":
             return st.text(st.characters(codec="utf-8"), min_size=node.get("minLength", 0), max_size=MOST)
         case "integer":

@@ -8,14 +8,16 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import (
     BaseModel,
     Field,
+    PlainValidator,
     SerializerFunctionWrapHandler,
     ValidationError,
+    WithJsonSchema,
     model_serializer,
     model_validator,
 )
 
 from caramba.config.base import Config
-from caramba.config.generate import GenerateConfig, TokenIds
+from caramba.config.generate import GenerateConfig
 from caramba.config.leaf import Positive
 from caramba.config.parse import MOST_ERRORS, error_lines
 from caramba.serve.failure import ApiError
@@ -24,6 +26,28 @@ MOST_STOPS = 16
 Text = Annotated[str, Field(min_length=1)]
 Finish = Literal["stop", "length"]
 Schema = TypeVar("Schema", bound=Config)
+
+
+def _one_prompt(value: object) -> object:
+    """Return the text or the ids; clients put a single prompt in a list too."""
+    one = value
+    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], str | list):
+        one = value[0]
+    if isinstance(one, str) and one:
+        return one
+    if isinstance(one, list | tuple) and one and all(type(item) is int and item >= 0 for item in one):
+        return tuple(one)
+    raise ValueError(
+        "expected a text, a list of token ids, or a list with one of these; none is empty, and a request has one prompt"
+    )
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_ONE = {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}
+Prompt = Annotated[
+    str | tuple[int, ...], PlainValidator(_one_prompt), WithJsonSchema({"anyOf": [_TEXT, _IDS, _ONE]})
+]
 
 
 class StreamOptions(Config):
@@ -76,9 +100,9 @@ class SamplingRequest(Config):
 
 
 class CompletionRequest(SamplingRequest):
-    """A text to go on from. `prompt` is a text, or the ids of its tokens."""
+    """A text to go on from."""
 
-    prompt: Text | Annotated[TokenIds, Field(min_length=1)]
+    prompt: Prompt
     max_tokens: Positive = 16
     logprobs: Literal[0] | None = Field(
         default=None, description="0: the log-probability of each drawn token, in nats; no alternatives"

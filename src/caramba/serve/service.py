@@ -72,7 +72,7 @@ class Service:
             ApiError: it cannot be taken, or not now.
         """
         self._refuse_model(request)
-        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        prompt = request.prompt
         ids = await self._encode("prompt", lambda: encode_prompts([prompt], self.tokenizer)[0])
         return self._submit(request, ids, request.max_tokens, "max_tokens", request.stops)
 

@@ -136,10 +136,10 @@ def test_without_a_seed_answers_differ(client: httpx.Client) -> None:
             "max_tokens",
             "1020 tokens of prompt and 16 new ones exceed",
         ),
-        ("completions", {"prompt": ""}, 400, "prompt", "at least 1 character"),
-        ("completions", {"prompt": []}, 400, "prompt", "List should have at least 1 item"),
+        ("completions", {"prompt": ""}, 400, "prompt", "expected a text, a list of token ids"),
+        ("completions", {"prompt": []}, 400, "prompt", "none is empty"),
         ("completions", {"prompt": [1, 257]}, 400, "prompt", "token 257, the model's vocabulary is 0 to 256"),
-        ("completions", {"prompt": ["a", "b"]}, 400, "prompt", "prompt: got a list"),
+        ("completions", {"prompt": ["a", "b"]}, 400, "prompt", "a request has one prompt"),
         ("completions", {"prompt": "a", "n": 2}, 400, "n", "got 2, expected 1"),
         ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs", "got 3, expected 0"),
         (
