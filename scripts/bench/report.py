@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import sections_batching
 import sections_decode
 import sections_kernels
 import sections_loss
@@ -169,6 +170,7 @@ SECTIONS = {
     "first_light": first_light,
     "prepare": prepare,
     "kernels": sections_kernels.kernels,
+    "batching": sections_batching.batching,
     "decode": sections_decode.decode,
     "attention_backends": sections_upcycle.attention_backends,
     "documents": sections_upcycle.documents,

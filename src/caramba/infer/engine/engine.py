@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -17,26 +16,14 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull
-from caramba.infer.engine.slots import Slots
+from caramba.infer.engine.batch import Batch, Request
 from caramba.infer.engine.stats import EngineStats
-from caramba.infer.engine.ticket import ENDS, Event, FinishReason, OnEvent, Ticket
+from caramba.infer.engine.ticket import FinishReason, OnEvent, Ticket
 from caramba.infer.prompts import refuse_prompts
 from caramba.infer.row import Row
 from caramba.model import Model
 
 OF_THE_ENGINE = (*CacheKeys.model_fields, "prefill_chunk", "read_every", "compiled")
-RATE_OVER = 32
-
-
-@dataclasses.dataclass
-class _Request:
-    ticket: Ticket
-    config: GenerateConfig
-    done: int = 0  # prompt tokens that have run
-
-    @property
-    def row(self) -> Row:
-        return self.ticket.row
 
 
 class Engine:
@@ -68,8 +55,6 @@ class Engine:
     ) -> None:
         given = {} if config is None else config.model_dump(exclude_unset=True)
         self.config = parse_as(EngineConfig, given | values)
-        if self.config.prefix_cache_bytes:
-            raise ConfigError("engine: prefix_cache_bytes is not built yet; leave it at 0")
         limit = model.spec.embedder.max_positions
         if limit is not None and self.config.max_len > limit:
             raise ConfigError(
@@ -77,12 +62,8 @@ class Engine:
             )
         self.model, self.tokenizer = model.eval(), tokenizer
         self.eos_ids = self._eos_ids(eos_token_id)
-        self.slots = Slots(model, self.config)
-        self._requests: list[_Request | None] = [None] * self.config.n_slots
-        self._order: list[int] = []  # slots whose prompt still runs, the earliest first
-        self._queue: deque[_Request] = deque()
-        self._ended: deque[float] = deque(maxlen=RATE_OVER)
-        self._stats = EngineStats(n_slots=self.config.n_slots, cache_kind=self.slots.kind.value)
+        self.batch = Batch(model, self.config)
+        self._queue: deque[Request] = deque()
         self._news = threading.Condition()
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -116,26 +97,27 @@ class Engine:
         with self._news:
             if self._is_closed or self._is_draining:
                 raise EngineClosed("engine: closed, no request is taken any more")
-            n_free = sum(request is None for request in self._requests)
+            n_free = self.config.n_slots - self.batch.n_active
             if len(self._queue) >= self.config.max_queue + n_free:
-                self._stats.refused += 1
+                self.batch.stats.refused += 1
                 raise QueueFull(
                     f"engine: {len(self._queue)} requests wait, as many as max_queue={self.config.max_queue} allows; "
                     "try again later",
-                    self._retry_after(),
+                    max(1.0, self.batch.seconds_per_request()),
                 )
-            self._stats.submitted += 1
-            self._queue.append(_Request(ticket, settings))
+            self.batch.stats.submitted += 1
+            self._queue.append(Request(ticket, settings))
             self._news.notify_all()
         return ticket
 
     def step(self) -> bool:
         """Do one round and return whether anything is left to do."""
         with self._stepping, torch.inference_mode():
-            self._drop_cancelled()
+            self._drop_waiting()
+            self.batch.drop_cancelled()
             self._admit()
-            self._prefill()
-            self._decode()
+            self.batch.prefill()
+            self.batch.decode()
         return not self._is_idle()
 
     def start(self) -> Engine:
@@ -167,12 +149,13 @@ class Engine:
         """Return a copy of the counts."""
         with self._news:
             return dataclasses.replace(
-                self._stats,
-                active=sum(request is not None for request in self._requests),
+                self.batch.stats,
+                active=self.batch.n_active,
                 queued=len(self._queue),
-                cache_bytes=self.slots.ctx.nbytes(),
-                decode=self.slots.form,
-                not_compiled=self.slots.one_by_one,
+                cache_bytes=self.batch.slots.ctx.nbytes(),
+                decode=self.batch.slots.form,
+                prefix_bytes=0 if self.batch.prefixes is None else self.batch.prefixes.nbytes,
+                not_compiled=self.batch.slots.not_compiled,
             )
 
     def __enter__(self) -> Engine:
@@ -206,137 +189,33 @@ class Engine:
             return (given,) if isinstance(given, int) else tuple(given)
         return () if self.tokenizer is None else (self.tokenizer.eos_id,)
 
-    def _drop_cancelled(self) -> None:
+    def _drop_waiting(self) -> None:
         with self._news:
             gone = [request for request in self._queue if request.ticket.is_cancelled]
             for request in gone:
                 self._queue.remove(request)
         for request in gone:
-            self._finish(request, "cancelled")
-        for slot, request in enumerate(self._requests):
-            if request is not None and request.ticket.is_cancelled:
-                self._leave(slot, "cancelled")
+            self.batch.finish(request, "cancelled")
 
     def _admit(self) -> None:
-        for slot, request in enumerate(self._requests):
-            if request is not None:
-                continue
+        for _ in range(self.config.n_slots - self.batch.n_active):
             with self._news:
                 if not self._queue:
                     return
-                taken = self._queue.popleft()
-                self._requests[slot] = taken
-            self._order.append(slot)
-
-    def _prefill(self) -> None:
-        left = self.config.prefill_chunk
-        for slot in list(self._order):
-            request = self._requests[slot]
-            assert request is not None
-            part = request.row.prompt[request.done : request.done + left]
-            is_last = request.done + len(part) == len(request.row.prompt)
-            try:
-                self.slots.prefill(slot, part, is_last=is_last)
-                if is_last:  # from here on each step draws for the slot
-                    self.slots.sampler.admit(slot, request.row.prompt, request.row.seed, request.config)
-            except Exception as error:
-                self._leave(slot, "error", error)
-                continue
-            request.done += len(part)
-            self._stats.prefilled_tokens += len(part)
-            left -= len(part)
-            if is_last:
-                self._order.remove(slot)
-            if left == 0:
-                return
-
-    def _decode(self) -> None:
-        """Draw a token of every decoding slot, start the forward of those that go on, and meanwhile hand tokens out."""
-        decoding = [slot for slot, is_decoding in enumerate(self.slots.is_decoding) if is_decoding]
-        if not decoding:
-            return
-        try:
-            drawn = self.slots.choose()
-            both = torch.stack((drawn.double(), self.slots.sampler.logprob.double()))
-        except Exception as error:
-            for slot in decoding:
-                self._leave(slot, "error", error)
-            return
-        for slot in decoding:
-            row = self._row(slot)
-            if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
-                self.slots.set_decoding(slot, False)
-        failed = self.slots.forward() if any(self.slots.is_decoding) else {}
-        self._stats.steps += 1
-        tokens, logprobs = both.tolist()
-        for slot in decoding:
-            self._hand_out(slot, int(tokens[slot]), logprobs[slot], failed.get(slot))
-
-    def _hand_out(self, slot: int, token: int, logprob: float, failure: Exception | None) -> None:
-        """Give a request its token, and let it go where that was its last or its forward failed."""
-        request = self._requests[slot]
-        assert request is not None
-        row, ticket = request.row, request.ticket
-        try:
-            n_before = len(row.tokens)
-            row.take([token], [logprob], None)
-            if len(row.tokens) > n_before:
-                self._stats.new_tokens += 1
-                ticket.put(Event(token, logprob))
-            if row.finish is not None:
-                row.close(None)
-        except Exception as error:
-            self._leave(slot, "error", error)
-            return
-        if row.finish is not None:
-            self._leave(slot, ENDS[row.finish])
-        elif failure is not None:
-            self._leave(slot, "error", failure)
-
-    def _leave(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
-        request = self._requests[slot]
-        assert request is not None
-        self.slots.clear(slot)
-        if slot in self._order:
-            self._order.remove(slot)
-        with self._news:
-            self._requests[slot] = None
-        self._finish(request, reason, error)
-
-    def _finish(self, request: _Request, reason: FinishReason, error: BaseException | None = None) -> None:
-        with self._news:
-            counted = {"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")
-            setattr(self._stats, counted, getattr(self._stats, counted) + 1)
-            self._ended.append(time.monotonic())
-        request.ticket.error = error
-        try:
-            request.ticket.put(Event(finish_reason=reason))
-        except (
-            Exception
-        ) as failure:  # of its on_event: the request has ended anyway, who waits for it is told
-            request.ticket.error = request.ticket.error or failure
+                request = self._queue.popleft()
+                slot = self.batch.place(request)
+            self.batch.reuse(slot, request)
 
     def _end_all(self, reason: FinishReason, error: BaseException | None) -> None:
-        for slot, request in enumerate(self._requests):
+        for slot, request in enumerate(self.batch.requests):
             if request is not None:
-                self._leave(slot, reason, error)
+                self.batch.leave(slot, reason, error)
         while self._queue:
-            self._finish(self._queue.popleft(), reason, error)
-
-    def _row(self, slot: int) -> Row:
-        request = self._requests[slot]
-        assert request is not None
-        return request.row
-
-    def _retry_after(self) -> float:
-        """Return the seconds in which a request ends, by those that ended last."""
-        if len(self._ended) < 2 or self._ended[-1] == self._ended[0]:
-            return 1.0
-        return max(1.0, (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1))
+            self.batch.finish(self._queue.popleft(), reason, error)
 
     def _is_idle(self) -> bool:
         with self._news:
-            return not self._queue and all(request is None for request in self._requests)
+            return not self._queue and not self.batch.n_active
 
     def _wake(self) -> None:
         with self._news:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.sampling import draw, uniforms, wide_dtype
+
+Form = tuple[bool, bool, bool]
 
 
 class SlotSampler:
@@ -31,10 +35,13 @@ class SlotSampler:
         self.logprob = torch.zeros(n_slots, dtype=torch.float32, device=device)
         self.token = torch.zeros(n_slots, dtype=torch.int64, device=device)
         self.seen: Tensor | None = None
+        is_cuda = device.type == "cuda"
+        self._host = torch.zeros(2, n_slots, dtype=torch.int64, pin_memory=is_cuda)
+        self._sent = torch.cuda.Event() if is_cuda else None
         self._configs: list[GenerateConfig | None] = [None] * n_slots
 
     @property
-    def form(self) -> tuple[bool, bool, bool]:
+    def form(self) -> Form:
         """Whether any slot samples, ranks its tokens, and has a penalty: what a draw has to compute."""
         configs = [config for config in self._configs if config is not None]
         return (
@@ -64,17 +71,38 @@ class SlotSampler:
             self.seen[slot] = False
             self.seen[slot, torch.tensor(prompt, device=self.seen.device)] = True
 
+    def send(self) -> None:
+        """Start bringing what was drawn to the host, while the device goes on."""
+        both = torch.stack((self.token, self.logprob.view(torch.int32).long()))
+        self._host.copy_(both, non_blocking=self._sent is not None)
+        if self._sent is not None:
+            self._sent.record()
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for what was sent: every slot's token and log-probability."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        tokens, bits = self._host
+        return tokens.tolist(), bits.to(torch.int32).view(torch.float32).tolist()
+
+    def trial(self) -> SlotSampler:
+        """Return a sampler of the same content whose draws count for nothing."""
+        other = copy.copy(self)
+        other.token, other.logprob, other.drawn = self.token.clone(), self.logprob.clone(), self.drawn.clone()
+        other.seen = None if self.seen is None else self.seen.clone()
+        return other
+
     def leave(self, slot: int) -> None:
         """Forget a request's settings."""
         self._configs[slot] = None
         self.temperature[slot], self.penalty[slot] = 0.0, 1.0
 
-    def choose(self, logits: Tensor, form: tuple[bool, bool, bool] | None = None) -> Tensor:
+    def choose(self, logits: Tensor, form: Form) -> Tensor:
         """Draw every slot's token into `token`, its log-probability into `logprob`, and count it.
 
         Shape: logits [B, V] to [B].
         """
-        samples, ranks, penalises = self.form if form is None else form
+        samples, ranks, penalises = form
         scores = logits.to(self.temperature.dtype)
         if penalises and self.seen is not None:
             penalty = self.penalty
@@ -90,7 +118,7 @@ class SlotSampler:
         self.logprob.copy_(logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0])
         self.token.copy_(chosen)
         self.drawn += 1
-        if self.seen is not None:
+        if penalises and self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
         return self.token
 

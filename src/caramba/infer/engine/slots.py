@@ -13,21 +13,31 @@ from caramba.config.engine import EngineConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.decode import decode_step
-from caramba.infer.device_steps import DecodeForm, next_logits, step_refusal
-from caramba.infer.engine.sampler import SlotSampler
+from caramba.infer.device_steps import (
+    DecodeForm,
+    captured,
+    compiled_logits,
+    next_logits,
+    replayed,
+    step_refusal,
+)
+from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
 from caramba.model import Model
 
 ROUND = 64
 """What a forward reads is rounded up to a multiple of this where the host knows the lengths."""
+Graph = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 
 
 class Slots:
     """`n_slots` rows of one static cache. A prompt runs in its row alone; a step runs all decoding rows in one
     forward, each at its own position, where the cache's lengths can be counted on the device, and else one row after
-    the other, for the reason in `one_by_one`.
+    the other.
 
     Attributes:
+        form: how steps run; `rows` one row after the other.
+        not_compiled: why they run otherwise than asked, if so.
         lengths: tokens that each slot holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -44,13 +54,22 @@ class Slots:
         n, vocab_size = config.n_slots, model.spec.embedder.vocab_size
         self.ctx = model.new_context(n, config.max_len, self.kind, static=True)
         self.rows = [self.ctx.row(index) for index in range(n)]
-        self.one_by_one = step_refusal(model, self.ctx)
-        self.step = SlotContext(self.ctx) if self.one_by_one is None else None
+        refused = step_refusal(model, self.ctx)
+        self.step = SlotContext(self.ctx) if refused is None else None
+        self.form, self.not_compiled = self._choose_form(config, refused)
         self.lengths = [0] * n
         self.is_decoding = [False] * n
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
         self.logits: Tensor | None = None
+        self._run = compiled_logits() if self.form.startswith("compiled") else next_logits
+        self._next: Graph | None = None
+        self._draws: dict[Form, Graph] = {}
         self._is_changed = True
+
+    @property
+    def runs_together(self) -> bool:
+        """Whether several prompts may run in one forward."""
+        return self.step is not None
 
     def prefill(self, slot: int, tokens: Sequence[int], *, is_last: bool) -> None:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
@@ -58,21 +77,52 @@ class Slots:
         hidden = self.model.hidden(torch.tensor([list(tokens)], device=self.device), ctx)
         self.lengths[slot] = ctx.position
         if is_last:
-            logits = self.model.logits(hidden[:, -1])
-            if self.logits is None:
-                self.logits = logits.new_zeros(len(self.rows), logits.shape[-1])
-            self.logits[slot] = logits[0]
-            self.set_decoding(slot, True)
+            self._begin([slot], self.model.logits(hidden[:, -1]))
+
+    def prefill_together(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Run the whole prompts of empty slots in one forward, padded on the right, where nothing attends to padding.
+
+        The keys and values of padding lie behind a row's own, where its next tokens overwrite them unread.
+        """
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+        staged = self.model.new_context(len(slots), longest, self.kind, static=True)
+        hidden = self.model.hidden(tokens.to(self.device), staged)
+        at = torch.tensor(slots, device=self.device)
+        for cache, part in zip(self.ctx.caches, staged.caches, strict=True):
+            for into, values in zip(cache.allocations, part.allocations, strict=True):
+                into[:, :, :longest].index_copy_(0, at, values)
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self.lengths[slot] = len(prompt)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        self._begin(slots, self.model.logits(hidden[torch.arange(len(slots), device=self.device), last]))
+
+    def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Fill a slot with what a row held."""
+        self.rows[slot].load_state_dict(state)
+        self.lengths[slot] = self.rows[slot].position
 
     def set_decoding(self, slot: int, is_decoding: bool) -> None:
         """Let a slot take part in the next forwards, or no longer."""
         self.is_decoding[slot] = is_decoding
         self._is_changed = True
 
-    def choose(self) -> Tensor:
-        """Draw every decoding slot's next token; what idle slots get has no meaning. Shape: [n_slots]."""
+    def choose(self) -> None:
+        """Draw the next token of every decoding slot for the sampler to `read`; what idle slots get means nothing."""
         assert self.logits is not None
-        return self.sampler.choose(self.logits)
+        form, sampler = self.sampler.form, self.sampler
+        if not self.form.endswith("graph"):
+            sampler.choose(self.logits, form)
+        else:
+            if form not in self._draws:
+                trial = sampler.trial()
+                self._draws[form] = captured(
+                    self.logits,
+                    lambda given: sampler.choose(given, form),
+                    lambda given: trial.choose(given, form),
+                )
+            replayed(self._draws[form], self.logits)
+        sampler.send()
 
     def forward(self) -> Mapping[int, Exception]:
         """Run the drawn tokens of the decoding slots, and return what failed, by slot."""
@@ -81,13 +131,9 @@ class Slots:
             return self._forward_one_by_one(decoding)
         try:
             if self._is_changed:
-                self.step.hold(
-                    [n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)]
-                )
-                self._is_changed = False
-            longest = max(self.lengths[slot] for slot in decoding) + 1
-            self.step.visible = min(-(-longest // ROUND) * ROUND, self.step.limit)
-            self._take(next_logits(self.model, self.sampler.token, self.step))
+                self._hold(self.step)
+            self._is_changed = False
+            self._forward(self.step, max(self.lengths[slot] for slot in decoding) + 1)
         except Exception as error:
             self._is_changed = True
             return dict.fromkeys(decoding, error)
@@ -113,9 +159,45 @@ class Slots:
         ctx.position = n_tokens
         return ctx
 
-    def _take(self, logits: Tensor) -> None:
-        assert self.logits is not None
-        self.logits.copy_(logits)
+    def _choose_form(self, config: EngineConfig, refused: str | None) -> tuple[DecodeForm | str, str | None]:
+        if refused is not None:
+            return "rows", refused
+        is_cuda = self.device.type == "cuda"
+        if config.compiled is True:
+            return "compiled graph" if is_cuda else "compiled", None
+        if config.compiled == "graph" and not is_cuda:
+            return "eager", f"CUDA graphs need a CUDA device, the model is on {self.device.type}"
+        return ("graph" if config.compiled else "eager"), None
+
+    def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
+        """Let slots decode from these logits, [n, V]."""
+        if self.logits is None:
+            self.logits = logits.new_zeros(len(self.rows), logits.shape[-1])
+        self.logits[torch.tensor(slots, device=self.device)] = logits
+        for slot in slots:
+            self.set_decoding(slot, True)
+
+    def _hold(self, step: SlotContext) -> None:
+        step.hold([n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)])
+
+    def _forward(self, step: SlotContext, longest: int) -> None:
+        def run(token: Tensor) -> Tensor:
+            assert self.logits is not None
+            return self.logits.copy_(self._run(self.model, token, step))
+
+        def trial(token: Tensor) -> Tensor:
+            self._hold(step)  # at the same place each time: the run that counts writes the same there
+            return run(token)
+
+        if self.form == "eager":
+            step.visible = min(-(-longest // ROUND) * ROUND, step.limit)
+        if not self.form.endswith("graph"):
+            run(self.sampler.token)
+            return
+        if self._next is None:
+            self._next = captured(self.sampler.token, run, trial)
+            self._hold(step)
+        replayed(self._next, self.sampler.token)
 
     def _forward_one_by_one(self, decoding: Sequence[int]) -> Mapping[int, Exception]:
         assert self.logits is not None
@@ -129,13 +211,3 @@ class Slots:
             except Exception as error:
                 failed[slot] = error
         return failed
-
-    @property
-    def not_compiled(self) -> str | None:
-        """Why steps run otherwise than asked, if so."""
-        return self.one_by_one
-
-    @property
-    def form(self) -> DecodeForm | str:
-        """How steps run."""
-        return "eager" if self.step is not None else "rows"

@@ -13,7 +13,7 @@ class EngineStats:
 
     Attributes:
         prefilled_tokens: prompt tokens that ran through the model; `prefix_tokens` did not have to.
-        steps: forwards of the decoding rows.
+        steps: draws for all decoding rows at once.
         prefix_hits: requests whose beginning was taken from an earlier one.
         cache_bytes: of all slots, allocated; `prefix_bytes` come besides.
         decode: how steps run, see `GenerateConfig.compiled`; `rows` one row after the other.

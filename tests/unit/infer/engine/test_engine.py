@@ -46,23 +46,29 @@ def run(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "form"),
+    ("name", "kind", "chunk", "form"),
     [
-        ("gqa_scaled", "fp32", "eager"),
-        ("decoupled_gate", "fp32", "eager"),
-        ("latent_gate", "fp32", "eager"),
-        ("learned_positions", "fp32", "eager"),
-        ("gqa_scaled", "q8_0", "rows"),
-        ("latent_first", "fp32", "rows"),
+        ("gqa_scaled", "fp32", 4, "eager"),
+        ("decoupled_gate", "fp32", 64, "eager"),
+        ("latent_gate", "fp32", 64, "eager"),
+        ("learned_positions", "fp32", 10, "eager"),
+        ("gqa_scaled", "q8_0", 4, "rows"),
+        ("latent_first", "fp32", 64, "rows"),
     ],
 )
-def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, form: str) -> None:
+def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, chunk: int, form: str) -> None:
     model = sharp(
         spec(block("window"), max_positions=32) if name == "learned_positions" else transformer(name)
     )
-    engine = Engine(model, n_slots=3, max_len=32, prefill_chunk=4, cache_kind=kind)
+    engine = Engine(model, n_slots=3, max_len=32, prefill_chunk=chunk, cache_kind=kind)
     tickets = submit_all(engine)
+    shapes: list[tuple[int, ...]] = []
+    handle = model.embedder.register_forward_hook(lambda _, given, out: shapes.append(tuple(given[0].shape)))
     run(engine)
+    handle.remove()
+    # New prompts that fit a chunk run together, padded; rows that are not of one forward run alone.
+    assert ((3, 9) in shapes) == (chunk == 64 and form == "eager")
+    assert ((3, 1) in shapes) == (form == "eager")
     for index, ticket in enumerate(tickets):
         options = {
             "seeds": [7 + index],
@@ -88,13 +94,13 @@ def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, form: 
 def test_nothing_of_a_request_is_left_in_its_slot(model: Model) -> None:
     engine = Engine(model, n_slots=1, max_len=32, cache_kind="fp32")
     with torch.inference_mode():
-        for cache in engine.slots.ctx.caches:
+        for cache in engine.batch.slots.ctx.caches:
             for buffer in cache.allocations:
                 buffer.fill_(float("nan"))
     first, second = engine.submit(PROMPTS[1], max_new_tokens=8), engine.submit([3], max_new_tokens=4)
     while first.finish_reason is None:
         engine.step()
-    assert all(not buffer.any() for cache in engine.slots.ctx.caches for buffer in cache.allocations)
+    assert all(not buffer.any() for cache in engine.batch.slots.ctx.caches for buffer in cache.allocations)
     run(engine)
     assert second.tokens == generate(model, [[3]], max_new_tokens=4, cache_kind="fp32")[0].tokens
 
@@ -153,9 +159,9 @@ def test_logits_that_are_no_numbers_end_their_request_alone(model: Model) -> Non
     engine = Engine(model, n_slots=2, max_len=32, cache_kind="fp32")
     poisoned, other = (engine.submit([token], max_new_tokens=5) for token in (1, 3))
     engine.step()
-    assert engine.slots.logits is not None
+    assert engine.batch.slots.logits is not None
     with torch.inference_mode():
-        engine.slots.logits[0] = float("nan")
+        engine.batch.slots.logits[0] = float("nan")
     run(engine)
     assert (poisoned.finish_reason, other.finish_reason) == ("error", "length")
     with pytest.raises(CheckpointError, match="not numbers"):

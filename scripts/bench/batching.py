@@ -1,0 +1,238 @@
+"""Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
+
+Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 256 --chunks 512,2048]
+On any machine: python scripts/bench/batching.py --device cpu --model tiny --slots 8 --requests 32 --out /tmp/b.json
+
+Random weights serve, as speed does not depend on what is said; no token ends a request early. Prompts and new tokens
+are log-uniform between their bounds, the same for every side. Static batching takes what waits, up to all slots, when
+the last batch has ended as a whole; its prompts all run before its first step. Both sides run the same steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform
+import random
+import statistics
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_steps import SIZES, model_of
+
+from caramba import kernels
+from caramba.infer.engine import Engine, Event
+from caramba.model import Model
+from caramba.runs.files import write_json
+
+MUST = {"throughput": 2.5, "batch": 20.0}
+
+
+@dataclass
+class Request:
+    """What is asked when, and when its tokens came."""
+
+    at: float
+    prompt: list[int]
+    new: int
+    seen: list[float] = field(default_factory=list)
+
+    def on_event(self, event: Event) -> None:
+        if event.token is not None:
+            self.seen.append(time.perf_counter())
+        elif event.finish_reason != "length":
+            raise RuntimeError(f"a request ended by {event.finish_reason}")
+
+
+def requests_of(words: argparse.Namespace, rate: float, seed: int) -> list[Request]:
+    """Return requests of mixed lengths, `rate` of them a second on average."""
+    drawn, at = random.Random(seed), 0.0
+    found = []
+    for _ in range(words.requests):
+        at += drawn.expovariate(rate)
+        prompt, new = (
+            round(math.exp(drawn.uniform(math.log(low), math.log(high))))
+            for low, high in (words.prompt, words.new)
+        )
+        vocab = SIZES[words.model][-1]
+        found.append(Request(at, [drawn.randrange(vocab) for _ in range(prompt)], new))
+    return found
+
+
+def engine_of(model: Model, words: argparse.Namespace, n_slots: int, chunk: int) -> Engine:
+    """Return a running engine whose steps have been captured or warmed."""
+    engine = Engine(
+        model,
+        n_slots=n_slots,
+        max_len=words.prompt[1] + words.new[1],
+        prefill_chunk=chunk,
+        max_queue=words.requests,
+        compiled={"false": False, "true": True, "graph": "graph"}[words.compiled],
+    ).start()
+    for _ in range(2):
+        warming = [Request(0.0, [1, 2, 3], 8) for _ in range(n_slots)]
+        for ticket in [submit(engine, request, words) for request in warming]:
+            ticket.wait()
+    return engine
+
+
+def submit(engine: Engine, request: Request, words: argparse.Namespace) -> Any:
+    return engine.submit(
+        request.prompt,
+        max_new_tokens=request.new,
+        temperature=words.temperature,
+        seed=0,
+        on_event=request.on_event,
+    )
+
+
+def continuous(engine: Engine, asked: list[Request], words: argparse.Namespace) -> float:
+    """Submit each request when it comes; return when they came to begin."""
+    began = time.perf_counter()
+    tickets = []
+    for request in asked:
+        time.sleep(max(0.0, began + request.at - time.perf_counter()))
+        tickets.append(submit(engine, request, words))
+    for ticket in tickets:
+        ticket.wait()
+    return began
+
+
+def static(engine: Engine, asked: list[Request], words: argparse.Namespace) -> float:
+    """Submit what has come, up to all slots, whenever nothing runs; return when they came to begin."""
+    began, n_slots = time.perf_counter(), engine.config.n_slots
+    at = 0
+    while at < len(asked):
+        time.sleep(max(0.0, began + asked[at].at - time.perf_counter()))
+        now = time.perf_counter() - began
+        batch = [request for request in asked[at : at + n_slots] if request.at <= now]
+        for ticket in [submit(engine, request, words) for request in batch]:
+            ticket.wait()
+        at += len(batch)
+    return began
+
+
+def measured(asked: list[Request], began: float) -> dict[str, float]:
+    """Return tokens a second, the time to the first token and between tokens."""
+    gaps = sorted(b - a for request in asked for a, b in zip(request.seen, request.seen[1:], strict=False))
+    first = sorted(request.seen[0] - began - request.at for request in asked)
+    ended = max(request.seen[-1] for request in asked)
+    n_tokens = sum(len(request.seen) for request in asked)
+    assert n_tokens == sum(request.new for request in asked)
+    return {
+        "tokens_per_s": n_tokens / (ended - began - asked[0].at),
+        "itl_p50_ms": 1e3 * gaps[len(gaps) // 2],
+        "itl_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
+        "ttft_p50_ms": 1e3 * first[len(first) // 2],
+        "ttft_p99_ms": 1e3 * first[int(0.99 * (len(first) - 1))],
+    }
+
+
+def middle(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def arrivals(model: Model, words: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
+    """Measure both ways at one rate of arrivals, in turns."""
+    whole = words.slots * words.prompt[1]  # all prompts of a batch before its first step
+    sides = [("static", whole, static)]
+    sides += [(f"continuous, {chunk} prompt tokens a step", chunk, continuous) for chunk in words.chunks]
+    rows = []
+    for name, chunk, way in sides:
+        engine = engine_of(model, words, words.slots, chunk)
+        runs = []
+        for seed in range(words.repeats):
+            asked = requests_of(words, rate, seed)
+            runs.append(measured(asked, way(engine, asked, words)))
+        stats = engine.stats()
+        engine.close()
+        del engine
+        rows.append({"way": name, "ran": stats.decode, **middle(runs), "all": runs})
+        print(
+            f"{name} ({stats.decode}): "
+            + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items())
+        )
+    return rows
+
+
+def batch(model: Model, words: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure equal requests one at a time and all at once."""
+    rows = []
+    for n_slots in (1, words.slots):
+        n = words.slots if n_slots > 1 else max(2, words.slots // 16)
+        engine = engine_of(model, words, n_slots, words.slots * words.batch_prompt)
+        speeds = []
+        for _ in range(words.repeats):
+            asked = [Request(0.0, [1 + index] * words.batch_prompt, words.batch_new) for index in range(n)]
+            speeds.append(measured(asked, continuous(engine, asked, words))["tokens_per_s"])
+        stats = engine.stats()
+        engine.close()
+        del engine
+        rows.append(
+            {
+                "at_once": n_slots,
+                "ran": stats.decode,
+                "tokens_per_s": statistics.median(speeds),
+                "all": speeds,
+            }
+        )
+        print(f"{n_slots} at once ({stats.decode}): {rows[-1]['tokens_per_s']:.1f} tokens/s")
+    return rows
+
+
+def main() -> int:
+    def pair(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split(","))
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="1b", choices=tuple(SIZES))
+    parser.add_argument("--layout", default="gqa", choices=("gqa", "latent"))
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=200.0, help="requests a second")
+    parser.add_argument("--prompt", type=pair, default=(32, 512))
+    parser.add_argument("--new", type=pair, default=(16, 512))
+    parser.add_argument("--batch-prompt", type=int, default=64)
+    parser.add_argument("--batch-new", type=int, default=128)
+    parser.add_argument("--chunks", type=pair, default=(512, 2048))
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--compiled", default="graph", choices=("false", "graph", "true"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/batching.json"))
+    words = parser.parse_args()
+    device = torch.device(words.device)
+    kernels.load(device)
+    model = model_of(words.model, words.layout, device)
+    found = {"arrivals": arrivals(model, words, words.rate), "batch": batch(model, words)}
+    base, *others = found["arrivals"]
+    # Those whose tokens come as evenly; the fastest of all where none does, and the page says so.
+    even = [row for row in others if row["itl_p99_ms"] <= base["itl_p99_ms"]]
+    best = max(even or others, key=lambda row: row["tokens_per_s"])
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    settings = {key: value for key, value in vars(words).items() if key not in ("out", "device")}
+    data = {
+        "benchmark": "batching",
+        "made_by": "scripts/bench/batching.py",
+        "machine": {"device": name, "torch": torch.__version__, "commit": commit[:12]},
+        "settings": settings,
+        **found,
+        "over_static": best["tokens_per_s"] / base["tokens_per_s"],
+        "itl_p99_is_equal": bool(even),
+        "over_one_at_a_time": found["batch"][1]["tokens_per_s"] / found["batch"][0]["tokens_per_s"],
+        "must": MUST,
+    }
+    write_json(words.out, data)
+    print(
+        f"continuous over static {data['over_static']:.2f}x, batch over one {data['over_one_at_a_time']:.1f}x"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,41 @@
+"""Section of the benchmarks page about batching of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def batching(data: dict[str, Any]) -> list[str]:
+    """Throughput and latency of static and continuous batching, and a batch over one request at a time."""
+    words, must = data["settings"], data["must"]
+    lines = [
+        f"## Batching requests ({words['model']}, {words['layout']}, {words['slots']} slots)",
+        "",
+        f"{words['requests']} requests arrive at random, {words['rate']:g} a second; prompts of {words['prompt'][0]} to"
+        f" {words['prompt'][1]} tokens and {words['new'][0]} to {words['new'][1]} new ones, log-uniform; medians of"
+        f" {words['repeats']} runs. Both sides run the same steps and differ in when a request may join.",
+        "",
+        "| batching | steps | tokens/s | between tokens, ms, p50 / p99 | to the first, ms, p50 / p99 |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['way']} | {row['ran']} | {row['tokens_per_s']:.0f} | {row['itl_p50_ms']:.2f} / {row['itl_p99_ms']:.2f} |"
+        f" {row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f} |"
+        for row in data["arrivals"]
+    ]
+    said = (
+        "at no more time between tokens (p99)"
+        if data["itl_p99_is_equal"]
+        else "at a longer time between tokens (p99): none of these came as evenly"
+    )
+    one, many = data["batch"]
+    return [
+        *lines,
+        "",
+        f"Continuous over static: **{data['over_static']:.2f}x** the throughput {said}"
+        f" (must: {must['throughput']:g}x).",
+        "",
+        f"Equal requests of {words['batch_prompt']} and {words['batch_new']} tokens: one at a time"
+        f" {one['tokens_per_s']:.0f} tokens/s, {many['at_once']} at once {many['tokens_per_s']:.0f}:"
+        f" **{data['over_one_at_a_time']:.1f}x** (must: {must['batch']:g}x for 64).",
+    ]

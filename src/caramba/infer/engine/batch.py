@@ -1,0 +1,241 @@
+"""The requests that have a slot: their prompts in chunks, their draws, and their end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from caramba.config.engine import EngineConfig
+from caramba.config.generate import GenerateConfig
+from caramba.config.kvcache import EXACT_KINDS
+from caramba.errors import ConfigError
+from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
+from caramba.infer.engine.slots import Slots
+from caramba.infer.engine.stats import EngineStats
+from caramba.infer.engine.ticket import ENDS, Event, FinishReason, Ticket
+from caramba.infer.row import Row
+from caramba.model import Model
+
+RATE_OVER = 32
+
+
+@dataclass
+class Request:
+    """A ticket, its settings, and how many tokens of its prompt have run."""
+
+    ticket: Ticket
+    config: GenerateConfig
+    done: int = 0
+
+    @property
+    def row(self) -> Row:
+        """The prompt and what has followed it."""
+        return self.ticket.row
+
+
+class Batch:
+    """What is in the slots. One thread works it; the engine holds what waits.
+
+    Attributes:
+        requests: of every slot, None where it is free.
+        stats: the engine's counts.
+    """
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self.config = config
+        self.slots = Slots(model, config)
+        self.prefixes = self._prefix_cache()
+        self.requests: list[Request | None] = [None] * config.n_slots
+        self.stats = EngineStats(n_slots=config.n_slots, cache_kind=self.slots.kind.value)
+        self._order: list[int] = []  # slots whose prompt still runs, the earliest first
+        self._ended: deque[float] = deque(maxlen=RATE_OVER)
+
+    @property
+    def n_active(self) -> int:
+        """Slots that are taken."""
+        return sum(request is not None for request in self.requests)
+
+    def place(self, request: Request) -> int:
+        """Give a request a free slot."""
+        slot = self.requests.index(None)
+        self.requests[slot] = request
+        self._order.append(slot)
+        return slot
+
+    def drop_cancelled(self) -> None:
+        """Free the slots of requests that were cancelled."""
+        for slot, request in enumerate(self.requests):
+            if request is not None and request.ticket.is_cancelled:
+                self.leave(slot, "cancelled")
+
+    def reuse(self, slot: int, request: Request) -> None:
+        """Fill a slot with what an earlier request held after the same first tokens."""
+        found = None if self.prefixes is None else self.prefixes.match(request.row.prompt)
+        if found is None:
+            return
+        try:
+            self.slots.restore(slot, found[1])
+        except Exception as error:
+            self.leave(slot, "error", error)
+            return
+        request.done = found[0]
+        self.stats.prefix_hits += 1
+        self.stats.prefix_tokens += found[0]
+
+    def _keep(self, slot: int) -> None:
+        """Keep what a slot holds for requests that begin like it."""
+        if self.prefixes is None:
+            return
+        row, n_held = self._row(slot), self.slots.lengths[slot]
+        text = (*row.prompt, *row.tokens)[:n_held]  # an end mark has run, and is left out
+        if len(text) >= MIN_TOKENS and not self.prefixes.has(text):
+            ctx = self.slots.row(slot)
+            if ctx.used_bytes() <= self.prefixes.limit_bytes:
+                ctx.truncate(len(text))
+                self.prefixes.put(text, ctx.state_dict())
+
+    def prefill(self) -> None:
+        """Run up to `prefill_chunk` tokens of prompts, the earliest first."""
+        left = self.config.prefill_chunk
+        left -= self._prefill_together(left)
+        for slot in list(self._order):
+            if left <= 0:
+                return
+            request = self.requests[slot]
+            assert request is not None
+            part = request.row.prompt[request.done : request.done + left]
+            is_last = request.done + len(part) == len(request.row.prompt)
+            try:
+                self.slots.prefill(slot, part, is_last=is_last)
+                if is_last:
+                    self._ready(slot, request)
+            except Exception as error:
+                self.leave(slot, "error", error)
+                continue
+            request.done += len(part)
+            self.stats.prefilled_tokens += len(part)
+            left -= len(part)
+            if is_last:
+                self._order.remove(slot)
+
+    def _prefill_together(self, left: int) -> int:
+        """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
+        group, longest = list[int](), 0
+        for slot in self._order if self.slots.runs_together else ():
+            request = self.requests[slot]
+            assert request is not None
+            width = max(longest, len(request.row.prompt))
+            if request.done or width * (len(group) + 1) > left:
+                break
+            group.append(slot)
+            longest = width
+        if len(group) < 2:
+            return 0
+        taken = [request for slot in group if (request := self.requests[slot]) is not None]
+        try:
+            self.slots.prefill_together(group, [request.row.prompt for request in taken])
+            for slot, request in zip(group, taken, strict=True):
+                self._ready(slot, request)
+        except Exception as error:
+            for slot in group:
+                self.leave(slot, "error", error)
+            return longest * len(group)
+        for slot, request in zip(group, taken, strict=True):
+            request.done = len(request.row.prompt)
+            self._order.remove(slot)
+            self.stats.prefilled_tokens += request.done
+        return longest * len(group)
+
+    def _ready(self, slot: int, request: Request) -> None:
+        """Let a slot whose prompt has run decode: from here on each step draws for it."""
+        self.slots.sampler.admit(slot, request.row.prompt, request.row.seed, request.config)
+        self._keep(slot)
+
+    def decode(self) -> None:
+        """Draw a token of every decoding slot, start the forward of those that go on, and meanwhile hand tokens out."""
+        decoding = [slot for slot, is_decoding in enumerate(self.slots.is_decoding) if is_decoding]
+        if not decoding:
+            return
+        try:
+            self.slots.choose()
+        except Exception as error:
+            for slot in decoding:
+                self.leave(slot, "error", error)
+            return
+        for slot in decoding:
+            row = self._row(slot)
+            if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
+                self.slots.set_decoding(slot, False)
+        failed = self.slots.forward() if any(self.slots.is_decoding) else {}
+        self.stats.steps += 1
+        tokens, logprobs = self.slots.sampler.read()
+        for slot in decoding:
+            self._hand_out(slot, tokens[slot], logprobs[slot], failed.get(slot))
+
+    def _hand_out(self, slot: int, token: int, logprob: float, failure: Exception | None) -> None:
+        """Give a request its token, and let it go where that was its last or its forward failed."""
+        request = self.requests[slot]
+        assert request is not None
+        row, ticket = request.row, request.ticket
+        try:
+            n_before = len(row.tokens)
+            row.take([token], [logprob], None)
+            if len(row.tokens) > n_before:
+                self.stats.new_tokens += 1
+                ticket.put(Event(token, logprob))
+            if row.finish is not None:
+                row.close(None)
+                self._keep(slot)
+        except Exception as error:
+            self.leave(slot, "error", error)
+            return
+        if row.finish is not None:
+            self.leave(slot, ENDS[row.finish])
+        elif failure is not None:
+            self.leave(slot, "error", failure)
+
+    def leave(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
+        """End a slot's request and overwrite what the slot holds."""
+        request = self.requests[slot]
+        assert request is not None
+        self.slots.clear(slot)
+        if slot in self._order:
+            self._order.remove(slot)
+        self.requests[slot] = None
+        self.finish(request, reason, error)
+
+    def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
+        """Tell a request its end, whether it had a slot or not."""
+        counted = {"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")
+        setattr(self.stats, counted, getattr(self.stats, counted) + 1)
+        self._ended.append(time.monotonic())
+        request.ticket.error = error
+        try:
+            request.ticket.put(Event(finish_reason=reason))
+        except (
+            Exception
+        ) as failure:  # of its on_event: the request has ended anyway, who waits for it is told
+            request.ticket.error = request.ticket.error or failure
+
+    def seconds_per_request(self) -> float:
+        """Return the time in which a request ends, by those that ended last; 1 where that is not known."""
+        if len(self._ended) < 2:
+            return 1.0
+        return (self._ended[-1] - self._ended[0]) / (len(self._ended) - 1)
+
+    def _row(self, slot: int) -> Row:
+        request = self.requests[slot]
+        assert request is not None
+        return request.row
+
+    def _prefix_cache(self) -> PrefixCache | None:
+        if not self.config.prefix_cache_bytes:
+            return None
+        if self.slots.kind not in EXACT_KINDS:
+            raise ConfigError(
+                f"engine: prefix_cache_bytes with cache_kind={self.slots.kind}: which tokens a quantised cache has "
+                "rounded depends on the length that it had, so a text would depend on what was asked before it; use "
+                f"one of {', '.join(EXACT_KINDS)}, or leave it at 0"
+            )
+        return PrefixCache(self.config.prefix_cache_bytes)

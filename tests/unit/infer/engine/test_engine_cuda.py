@@ -1,0 +1,49 @@
+"""The engine on a CUDA device: captured steps, and the CPU's text from the same seeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from caramba.infer import generate
+from caramba.infer.engine import Engine
+from caramba.model import build_model
+from tests.unit.infer.engine.test_engine import PROMPTS, SETTINGS, run, submit_all
+from tests.unit.model.model_specs import transformer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate", "latent_first"])
+def test_captured_steps_give_the_text_of_the_cpu(name: str) -> None:
+    model = build_model(transformer(name), seed=0)
+    alone = [
+        generate(model, [PROMPTS[index]], seeds=[7 + index], max_new_tokens=3 + 2 * index, **settings)[
+            0
+        ].tokens
+        for index, settings in enumerate(SETTINGS)
+    ]
+    model = model.cuda()
+    found = {}
+    for compiled in (False, "graph"):
+        engine = Engine(
+            model, n_slots=3, max_len=32, prefill_chunk=16, compiled=compiled, prefix_cache_bytes=1 << 20
+        )
+        for _ in range(2):  # the second time every graph is replayed
+            tickets = submit_all(engine)
+            run(engine)
+            found[compiled] = [ticket.tokens for ticket in tickets]
+            assert found[compiled] == alone
+        stats = engine.stats()
+        assert stats.failed == 0
+        if name == "latent_first":
+            assert (stats.decode, stats.not_compiled) == (
+                "rows",
+                "a layer keeps its first tokens at full precision",
+            )
+        else:
+            assert stats.decode == ("graph" if compiled else "eager")
+            assert stats.not_compiled is None
