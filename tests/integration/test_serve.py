@@ -116,8 +116,8 @@ def test_the_openai_client_talks_to_the_command_and_sigterm_ends_it(
 
 
 def test_two_hundred_clients_get_each_their_own_text(model: Model) -> None:
-    prompts = [f"client {index}: {'x' * (index % 17)}" for index in range(N_CLIENTS)]
-    service = service_of(model, n_slots=32, max_len=128)
+    prompts = [f"one of many clients, {index}: {'x' * (index % 17)}" for index in range(N_CLIENTS)]
+    service = service_of(model, n_slots=32, max_len=128, prefix_cache_bytes=1 << 20)
 
     async def ask(port: int, index: int) -> str:
         """Bare sockets: two hundred clients of a library would take longer than the server."""
@@ -140,6 +140,7 @@ def test_two_hundred_clients_get_each_their_own_text(model: Model) -> None:
         texts = asyncio.run(ask_all(int(address.rpartition(":")[2])))
         stats = service.engine.stats()
     assert (stats.finished, stats.failed, stats.cancelled) == (N_CLIENTS, 0, 0)
+    assert stats.prefix_hits > 0
     settings = {"max_new_tokens": N_NEW, **SAMPLED}
     rows = generate(model, prompts, ByteTokenizer(), seeds=range(N_CLIENTS), **settings)
     assert texts == [row.text for row in rows]

@@ -5,20 +5,28 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from caramba.config.engine import EngineConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
+from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.arguments import ModelArguments, chat_template, end_marks, open_for_text
 from caramba.infer.engine import Engine
 from caramba.infer.opened import OpenedModel
+
+if TYPE_CHECKING:
+    from caramba.serve.service import Service
 
 OPTIONS = (
     "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
     "[--max-queue 256] [--max-request-bytes 1048576] [--timeout 300] [--api-key-env NAME] [--prefix-cache-mb 0] "
     "[--plain]"
 )
+MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
@@ -48,31 +56,40 @@ def serve(argv: list[str]) -> int:
     listener = listen(words.host, words.port)
     with listener:
         opened, tokenizer = open_for_text(words)
-        config = _engine_config(words, words.max_len or opened.max_positions)
+        config = _engine_config(words, words.max_len or min(opened.max_positions, MAX_LEN))
         most = words.max_tokens or config.max_len - 1
         if not most < config.max_len:
             raise ConfigError(
                 f"serve: --max-tokens {most} leaves no room for a prompt in --max-len {config.max_len}; lower it"
             )
+        engine = _engine(opened, tokenizer, config)
         limits = Limits(most, words.max_request_bytes, words.timeout)
-        engine = Engine(opened.model, config, tokenizer=tokenizer, eos_token_id=end_marks(opened, tokenizer))
-        name = served_name(opened)
-        service = Service(
-            engine,
-            tokenizer,
-            name,
-            limits,
-            template=chat_template(opened, words),
-        )
-        host, port = listener.getsockname()[:2]
-        address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        logger.info(
-            f"{name} at {address}/v1: {config.n_slots} slots of {config.max_len} tokens, at most {most} new ones, "
-            f"{'a key' if key else 'no key'}; {address}/openapi.json says all"
-        )
+        template = chat_template(opened, words)
+        service = Service(engine, tokenizer, served_name(opened), limits, template=template)
+        _announce(service, listener.getsockname(), has_key=key is not None)
         Server(service, api_key=key).serve_until_signalled(listener)
     logger.info("stopped")
     return 0
+
+
+def _engine(opened: OpenedModel, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
+    try:
+        return Engine(opened.model, config, tokenizer=tokenizer, eos_token_id=end_marks(opened, tokenizer))
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"serve: the cache of {config.n_slots} slots of {config.max_len} tokens does not fit beside the model; "
+            "lower --max-batch or --max-len, or take a smaller --cache-kind"
+        ) from None
+
+
+def _announce(service: Service, name: tuple[Any, ...], *, has_key: bool) -> None:
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    stats = service.engine.stats()
+    logger.info(
+        f"{service.name} at http://{host}:{name[1]}/v1: {stats.n_slots} slots of {service.context} tokens, "
+        f"{stats.cache_kind} cache {stats.cache_bytes / 1e6:.2f} MB, at most {service.limits.max_tokens} new tokens, "
+        f"{'with a key' if has_key else 'no key'}"
+    )
 
 
 def served_name(opened: OpenedModel) -> str:

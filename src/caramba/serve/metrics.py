@@ -48,6 +48,8 @@ class Metrics:
             ("queue_depth", "Requests that wait for a slot", lambda: stats().queued),
             ("cache_bytes", "Bytes of the key/value caches", lambda: stats().cache_bytes),
             ("prefix_hits", "Prompts whose beginning was in the prefix cache", lambda: stats().prefix_hits),
+            ("prefix_tokens", "Prompt tokens that did not run again", lambda: stats().prefix_tokens),
+            ("prefix_bytes", "Bytes of the prefix cache", lambda: stats().prefix_bytes),
             ("slots", "Slots", lambda: stats().n_slots),
         ):
             Gauge(f"caramba_{name}", text, registry=self.registry).set_function(read)
