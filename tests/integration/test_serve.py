@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,10 @@ from caramba.export.write import export_model
 from caramba.infer import OpenedModel, generate
 from caramba.infer.dialogue import Dialogue
 from caramba.model import Model
-from caramba.serve import schema
+from caramba.serve import schema, server
 from tests.integration.commands import TIMEOUT_S, environment, hear_interrupts
 from tests.integration.values import values_of
-from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, service_of, serving
+from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
 
 N_CLIENTS, N_NEW = 200, 12
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
@@ -189,6 +190,28 @@ def test_the_document_is_true(client: httpx.Client) -> None:
     check()
     assert set(seen) == {"/v1/completions", "/v1/chat/completions"}
     assert all(200 in statuses for statuses in seen.values())
+
+
+def test_a_stopping_server_tells_those_whom_it_cuts_off(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.05)
+    service = service_of(model, n_slots=1, max_len=4096, max_tokens=4000)
+    body = {"model": NAME, "stream": True} | ENDLESS | {"max_tokens": 4000}
+    stack = contextlib.ExitStack()
+    address = stack.enter_context(serving(service))
+    with httpx.Client(base_url=address, timeout=60) as client, ThreadPoolExecutor(2) as threads:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            waiting = threads.submit(client.post, "/v1/completions", json=body | {"stream": False})
+            assert eventually(lambda: service.engine.stats().queued == 1)
+            ended = threads.submit(stack.close)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+        assert waiting.result().status_code == 503
+        ended.result()
+    assert (service.engine.stats().cancelled, service.engine.stats().active) == (2, 0)
 
 
 def test_what_cannot_be_served_is_said_with_status_2(

@@ -43,7 +43,7 @@ def serve(argv: list[str]) -> int:
     if missing:
         raise ConfigError(f"serve: {', '.join(missing)} not installed; pip install 'caramba[serve]'")
     from caramba.serve.guard import is_loopback
-    from caramba.serve.server import Server, listen
+    from caramba.serve.server import BACKLOG, Server, bind
     from caramba.serve.service import Limits, Service
 
     key = _api_key(words.api_key_env)
@@ -52,9 +52,8 @@ def serve(argv: list[str]) -> int:
             f"serve: --host {words.host} is reached by other machines, and without a key anyone there could use the "
             "model; name the environment variable of a key with --api-key-env NAME, or listen on 127.0.0.1"
         )
-    config = _engine_config(words, words.max_len)
-    listener = listen(words.host, words.port)
-    with listener:
+    _engine_config(words, words.max_len)  # a wrong value, and a taken address, fail before a model loads
+    with bind(words.host, words.port) as listener:
         opened, tokenizer = open_for_text(words)
         config = _engine_config(words, words.max_len or min(opened.max_positions, MAX_LEN))
         most = words.max_tokens or config.max_len - 1
@@ -66,6 +65,7 @@ def serve(argv: list[str]) -> int:
         limits = Limits(most, words.max_request_bytes, words.timeout)
         template = chat_template(opened, words)
         service = Service(engine, tokenizer, served_name(opened), limits, template=template)
+        listener.listen(BACKLOG)
         _announce(service, listener.getsockname(), has_key=key is not None)
         Server(service, api_key=key).serve_until_signalled(listener)
     logger.info("stopped")

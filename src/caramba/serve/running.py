@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from caramba.config.generate import GenerateConfig
 from caramba.data import Tokenizer
@@ -39,6 +42,28 @@ class Piece:
     finish: Finish | None = None
 
 
+class Mailbox:
+    """Brings events from the engine's thread to the loop of the server, all that are there at one wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[Callable[[Event], None], Event]] = deque()
+        self._is_rung = False
+
+    def put(self, hear: Callable[[Event], None], event: Event) -> None:
+        """Let `hear` be called with an event on the loop; from any thread, in order."""
+        self._waiting.append((hear, event))
+        if not self._is_rung:
+            self._is_rung = True
+            self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_rung = False  # before looking: what comes meanwhile rings again
+        while self._waiting:
+            hear, event = self._waiting.popleft()
+            hear(event)
+
+
 class Running:
     """A submitted request. `cancel` may be called at any time, more than once; it frees the slot."""
 
@@ -47,6 +72,7 @@ class Running:
         engine: Engine,
         tokenizer: Tokenizer,
         metrics: Metrics,
+        mailbox: Mailbox,
         prompt: Sequence[int],
         config: GenerateConfig,
     ) -> None:
@@ -60,10 +86,9 @@ class Running:
         self.stream = TextStream(tokenizer, prompt, config.stop)
         self.n_new = self.n_chars = 0
         self.stopped_by: ApiError | None = None
-        self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._at = time.perf_counter()
-        self.ticket: Ticket = engine.submit(prompt, config, on_event=self._hear)
+        self.ticket: Ticket = engine.submit(prompt, config, on_event=partial(mailbox.put, self._note))
         metrics.prompt_tokens.inc(self.n_prompt)
 
     @property
@@ -95,10 +120,6 @@ class Running:
                     break
             finish = piece.finish
             yield piece
-
-    def _hear(self, event: Event) -> None:
-        """Take an event on the engine's thread."""
-        self._loop.call_soon_threadsafe(self._note, event)
 
     def _note(self, event: Event) -> None:
         now = time.perf_counter()
@@ -133,5 +154,6 @@ class Running:
 
 def _failure(error: BaseException | None) -> ApiError:
     known = isinstance(error, CarambaError)
+    logging.getLogger("caramba.serve").error("a request failed", exc_info=None if known else error)
     text = str(error) if known else f"the model failed ({type(error).__name__}); the server's log says more"
     return ApiError(500, text, code="model_failed")

@@ -16,10 +16,11 @@ from caramba.serve.service import Service
 GRACE_SECONDS = 10.0  # for answers under way when the server stops
 CLOSING_SECONDS = 2.0  # after those are cancelled, for their last words
 IDLE_SECONDS = 30
+BACKLOG = 1024
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; port 0 takes a free one.
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket of this address that does not listen yet; port 0 takes a free one.
 
     Raises:
         ConfigError: the address is taken or not this machine's.
@@ -29,7 +30,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(found[0], socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(found[4])
-        listener.listen(1024)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"serve: cannot listen on {host} port {port} ({error}); name another --port or --host"
@@ -51,6 +51,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 build_app(service, api_key=api_key),
                 lifespan="off",
+                http="h11",
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -62,7 +63,7 @@ class Server(uvicorn.Server):
         )
 
     def serve_until_signalled(self, listener: socket.socket) -> None:
-        """Answer requests until a signal, with the engine running."""
+        """Answer requests that come in on a listening socket until a signal, with the engine running."""
         # uvicorn raises the signal again when it is done, for these to take: nothing is left to do then.
         before = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
         self.service.engine.start()

@@ -16,7 +16,7 @@ from caramba.infer.engine import Engine, EngineClosed, QueueFull
 from caramba.infer.prompts import encode_prompts
 from caramba.serve.failure import ApiError, queue_full, stopping
 from caramba.serve.metrics import Metrics
-from caramba.serve.running import Running
+from caramba.serve.running import Mailbox, Running
 from caramba.serve.schema import ChatRequest, CompletionRequest, Health, ModelCard, SamplingRequest
 
 
@@ -46,6 +46,7 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.is_stopping = False
+        self._mailbox: Mailbox | None = None
         self._running: WeakSet[Running] = WeakSet()
 
     @property
@@ -131,8 +132,9 @@ class Service:
             )
         seed = secrets.randbits(63) if request.seed is None else request.seed
         config = request.generation(n_new, seed, stop)
+        self._mailbox = self._mailbox or Mailbox(asyncio.get_running_loop())
         try:
-            running = Running(self.engine, self.tokenizer, self.metrics, ids, config)
+            running = Running(self.engine, self.tokenizer, self.metrics, self._mailbox, ids, config)
         except QueueFull as error:
             raise queue_full(error.retry_after) from None
         except ConfigError as error:

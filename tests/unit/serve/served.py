@@ -16,7 +16,7 @@ from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer
 from caramba.infer.engine import Engine
 from caramba.model import Model, build_model
-from caramba.serve.server import Server, listen
+from caramba.serve.server import BACKLOG, Server, bind
 from caramba.serve.service import Limits, Service
 from tests.unit.model.model_specs import transformer
 
@@ -36,17 +36,23 @@ def byte_model(context: int | None = None) -> Model:
 
 
 def service_of(
-    model: Model, *, template: str | None = None, timeout_s: float = 60.0, **values: int
+    model: Model,
+    *,
+    template: str | None = None,
+    timeout_s: float = 60.0,
+    max_tokens: int = CONTEXT - 16,
+    **values: int,
 ) -> Service:
     engine = Engine(model, tokenizer=ByteTokenizer(), **({"n_slots": 4, "max_len": CONTEXT} | values))
-    limits = Limits(max_tokens=CONTEXT - 16, request_bytes=4096, timeout_s=timeout_s)
+    limits = Limits(max_tokens=max_tokens, request_bytes=4096, timeout_s=timeout_s)
     return Service(engine, ByteTokenizer(), NAME, limits, template=template)
 
 
 @contextlib.contextmanager
 def serving(service: Service, key: str | None = None) -> Iterator[str]:
     """Serve until the block ends; yield the address."""
-    listener = listen("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
+    listener.listen(BACKLOG)
     server = Server(service, api_key=key)
     with service.engine, listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
