@@ -19,7 +19,8 @@ def batching(data: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row['way']} | {row['ran']} | {row['tokens_per_s']:.0f} | {row['itl_p50_ms']:.2f} / {row['itl_p99_ms']:.2f} |"
+        f"| {row['way']} | {row['ran']} | {row['tokens_per_s']:.0f} |"
+        f" {row['itl_p50_ms']:.2f} / {row['itl_p99_ms']:.2f} |"
         f" {row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f} |"
         for row in data["arrivals"]
     ]

@@ -103,6 +103,17 @@ class Context:
         for cache in self.caches:
             cache.select(rows)
 
+    def pack(self, n_tokens: int) -> bool:
+        """Quantise what a forward after `n_tokens` tokens quantises first, and return whether there was any.
+
+        All caches hold as many blocks, so the first one answers for the others.
+        """
+        if not self.caches or not self.caches[0].pack(n_tokens):
+            return False
+        for cache in self.caches[1:]:
+            cache.pack(n_tokens)
+        return True
+
     def row(self, index: int) -> Context:
         """Return the context of one sequence, which goes on by itself in this one's memory.
 

@@ -130,8 +130,11 @@ class LayerCache:
 
     @property
     def allocations(self) -> list[Tensor]:
-        """The buffers [B, K, S, W] of an exact format, which the streams fill side by side in the order of `names`."""
-        return [tensor.stored().values for tensor in self._tensors.values()]
+        """The buffers [B, K, S, W] that new tokens go into, the streams side by side in the order of `names`.
+
+        Of an exact format they hold all tokens, of a quantised one those that are not blocks yet.
+        """
+        return [tensor.stored().tensors[-1] for tensor in self._tensors.values()]
 
     def stored(self) -> dict[str, StoredStream]:
         """Return every stream as it lies in memory, the whole allocation, which `n_tokens` and `n_packed` bound."""
@@ -152,6 +155,11 @@ class LayerCache:
     def _store(self, streams: Mapping[str, Tensor]) -> None:
         for name, tensor in self._tensors.items():
             tensor.append(streams[name])
+
+    def pack(self, n_tokens: int) -> bool:
+        """Quantise what an append to `n_tokens` tokens quantises first, and return whether there was any."""
+        packed = [tensor.pack(n_tokens) for tensor in self._tensors.values()]
+        return any(packed)
 
     def advance(self, n_tokens: int) -> None:
         """Count `n_tokens` more in every stream: a kernel writes them into `allocations` itself."""

@@ -30,13 +30,15 @@ class StepContext:
         held: tokens stored before this step, int32 [B].
         seqlens: those with this step's, int32 [B], once a forward has begun.
         offset: position of this step's token, a view of `held`, int32 [B, 1].
+        places: where in the caches' `allocations` this step's token goes, int32 [B].
+        packed: tokens that each sequence holds as blocks, int32 [B], None where no stream is quantised.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.
     """
 
     def __init__(self, ctx: Context) -> None:
-        reason = refusal(ctx)
+        reason = self.refusal(ctx)
         if reason is not None:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
         some = next(iter(ctx.caches[0].tensors.values()))
@@ -45,8 +47,14 @@ class StepContext:
             self.held = torch.full((some.batch_size,), ctx.position, dtype=torch.int32, device=some.device)
         self.offset = self.held[:, None]
         self.seqlens = self.held
-        self.limit = min(tensor.capacity for cache in ctx.caches for tensor in cache.tensors.values())
+        self.places, self.packed = self.held, None
+        self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
         self._cursor = 0
+
+    @classmethod
+    def refusal(cls, ctx: Context) -> str | None:
+        """Return why steps on a context cannot run by themselves on the device, None where they can."""
+        return refusal(ctx)
 
     def advance(self) -> None:
         """Count on the host the token that the next forward adds.
@@ -105,8 +113,11 @@ class StepContext:
         self.held.add_(1)
 
 
-def refusal(ctx: Context) -> str | None:
-    """Return why steps on a context cannot run by themselves on the device, None where they can."""
+def refusal(ctx: Context, *, is_packed: bool = False) -> str | None:
+    """Return why steps on a context cannot run by themselves on the device, None where they can.
+
+    `is_packed` says that somebody quantises the tail of a quantised cache between the steps.
+    """
     if not ctx.caches:
         return "the model has no cache"
     for cache in ctx.caches:
@@ -114,8 +125,9 @@ def refusal(ctx: Context) -> str | None:
         quantised = sorted(kinds.difference(EXACT_KINDS))
         if cache.keeps_first_tokens:
             return "a layer keeps its first tokens at full precision"
-        if quantised:
+        if quantised and not is_packed:
             return f"the cache is quantised ({', '.join(quantised)}) and its tail is packed by the host"
-        if any(tensor.capacity < tensor.max_tokens for tensor in cache.tensors.values()):
+        parts = [part for tensor in cache.tensors.values() for part in tensor.store.buffers.values()]
+        if any(part.capacity < part.limit for part in parts):
             return "the cache grows; make it with static=True"
     return None

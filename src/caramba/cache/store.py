@@ -137,13 +137,20 @@ class BlockStore:
         return {"codes": self.codes, "scales": self.scales, "tail": self.tail}
 
     def append(self, values: Tensor, n_tokens: int) -> None:
+        self.pack(n_tokens)
         held = n_tokens - self.n_packed
-        if held >= self.tail_tokens and not self.only_tail:
-            held = self._pack_tiles(self.tail.view(held))
         if held + values.shape[2] <= self.tail.limit:
             self.tail.write(held, values)
         else:
             self._pack_tiles(torch.cat((self.tail.view(held), values.to(TAIL_DTYPE)), dim=2))
+
+    def pack(self, n_tokens: int) -> bool:
+        """Quantise what an append to `n_tokens` tokens quantises first, and return whether there was any."""
+        held = n_tokens - self.n_packed
+        if held < self.tail_tokens or self.only_tail:
+            return False
+        self._pack_tiles(self.tail.view(held))
+        return True
 
     def read(self, n_tokens: int, dtype: torch.dtype | None) -> Tensor:
         dtype = dtype or torch.float32
@@ -175,8 +182,8 @@ class BlockStore:
         self.n_packed = state["codes"].shape[2]
         return self.n_packed + state["tail"].shape[2]
 
-    def _pack_tiles(self, recent: Tensor) -> int:
-        """Quantise the whole tiles of [B, K, T, D] in order, keep the rest as the tail, and return its length."""
+    def _pack_tiles(self, recent: Tensor) -> None:
+        """Quantise the whole tiles of [B, K, T, D] in order, and keep the rest as the tail."""
         whole = recent.shape[2] // self.tail_tokens * self.tail_tokens
         rest = recent[:, :, whole:].clone()
         for part in recent[:, :, :whole].split(PACK_TOKENS, dim=2):
@@ -186,7 +193,6 @@ class BlockStore:
             self.scales.write(self.n_packed, scales.transpose(1, 2)[..., None])
             self.n_packed += part.shape[2]
         self.tail.write(0, rest)
-        return rest.shape[2]
 
     def _unpack(self, dtype: torch.dtype) -> Tensor:
         codes = self.codes.view(self.n_packed).transpose(1, 2)

@@ -196,6 +196,10 @@ class KVCacheTensor:
         """Tokens that are held as blocks, the others being in the tail; None of an exact kind."""
         return self.store.n_packed if isinstance(self.store, BlockStore) else None
 
+    def pack(self, n_tokens: int) -> bool:
+        """Quantise what an append to `n_tokens` tokens quantises first, and return whether there was any."""
+        return isinstance(self.store, BlockStore) and self.store.pack(n_tokens)
+
     def advance(self, n_tokens: int) -> None:
         """Count `n_tokens` more tokens, which somebody else writes into the buffer of an exact kind.
 

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, StepContext, refusal
+from caramba.cache import Context, StepContext
 from caramba.config.generate import GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
@@ -153,16 +153,16 @@ def choose_steps(host: HostSteps) -> tuple[Steps, DecodeForm, str | None]:
     return DeviceSteps(host, is_compiled=is_compiled, is_captured=is_captured), form, None
 
 
-def step_refusal(model: Model, ctx: Context) -> str | None:
+def step_refusal(model: Model, ctx: Context, kind: type[StepContext] = StepContext) -> str | None:
     """Return why a model's steps on a context cannot run by themselves on the device, None where they can."""
-    found = refusal(ctx)
+    found = kind.refusal(ctx)
     if found is not None:
         return found
     weight = model.embedder.token.weight
     widths = [tensor.width for cache in ctx.caches for tensor in cache.tensors.values()]
     if implementation("dba_decode", weight.device) != REFERENCE and not kernel_takes(weight.dtype, widths):
         return f"the kernels take no heads of {max(widths)} in {weight.dtype}"
-    limit = StepContext(ctx).limit
+    limit = kind(ctx).limit
     reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -122,8 +122,8 @@ class AttentionLayer(nn.Module):
         q, streams = projection(x, ctx.offset, angles=angles)
         rotated = -1 if angles is None else cache.names.index(projection.turned)
         cos, sin = (None, None) if angles is None else angles
-        dba_append([streams[name] for name in cache.names], cache.allocations, ctx.held, cos, sin, rotated)
-        stored = StoredKeys(ctx.stored(cache), ctx.seqlens, None, 0)
+        dba_append([streams[name] for name in cache.names], cache.allocations, ctx.places, cos, sin, rotated)
+        stored = StoredKeys(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
         heads = projection.attend_stored(q, stored, self.score.window, self._null())
         return self.out(heads.transpose(1, 2).flatten(2))
 

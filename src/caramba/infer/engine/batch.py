@@ -104,7 +104,9 @@ class Batch:
                 return
             request = self.requests[slot]
             assert request is not None
-            part = request.row.prompt[request.done : request.done + left]
+            # What a quantised cache has rounded depends on the chunks: they are then those of the prompt alone.
+            size = left if self.slots.kind in EXACT_KINDS else self.config.prefill_chunk
+            part = request.row.prompt[request.done : request.done + size]
             is_last = request.done + len(part) == len(request.row.prompt)
             try:
                 self.slots.prefill(slot, part, is_last=is_last)

@@ -30,10 +30,11 @@ class Engine:
     """Continuous batching of one model, in eval mode. A request gets the tokens that `generate` gives for its seed and
     settings alone, whatever else is in flight.
 
-    `step` does everything: it frees slots of cancelled requests, gives free slots to those that wait, runs up to
-    `prefill_chunk` tokens of their prompts, and then one forward of all decoding slots. Call it until it returns
-    False, or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What fails ends
-    the requests that it was for, with the error on their tickets; a slot is overwritten before another takes it.
+    `step` does everything: it frees slots of cancelled requests, draws a token and runs a forward of all decoding
+    slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts. Call it until
+    it returns False, or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What
+    fails ends the requests that it was for, with the error on their tickets; a slot is overwritten before another
+    takes it.
 
     Args:
         tokenizer: gives the end mark where neither `eos_token_id` nor a request does, and is needed for stop texts.
@@ -115,9 +116,10 @@ class Engine:
         with self._stepping, torch.inference_mode():
             self._drop_waiting()
             self.batch.drop_cancelled()
+            # Prompts are launched while the device still runs the forward of the rows that decode.
+            self.batch.decode()
             self._admit()
             self.batch.prefill()
-            self.batch.decode()
         return not self._is_idle()
 
     def start(self) -> Engine:

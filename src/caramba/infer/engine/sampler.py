@@ -62,21 +62,23 @@ class SlotSampler:
         self.top_p[slot] = config.top_p if config.top_p < 1 else torch.inf
         self.min_p[slot], self.penalty[slot] = config.min_p, config.repetition_penalty
         self.drawn[slot] = 0
-        self.uniform[slot, : config.max_new_tokens] = uniforms(seed, config.max_new_tokens).to(self.uniform)
+        self.uniform[slot, : config.max_new_tokens] = uniforms(seed, config.max_new_tokens).to(
+            self.uniform, non_blocking=True
+        )
         if config.repetition_penalty != 1.0 and self.seen is None:
             self.seen = torch.zeros(
                 len(self.token), self.vocab_size, dtype=torch.bool, device=self.token.device
             )
         if self.seen is not None:
             self.seen[slot] = False
-            self.seen[slot, torch.tensor(prompt, device=self.seen.device)] = True
+            self.seen[slot, torch.tensor(prompt).to(self.seen.device, non_blocking=True)] = True
 
     def send(self) -> None:
         """Start bringing what was drawn to the host, while the device goes on."""
         both = torch.stack((self.token, self.logprob.view(torch.int32).long()))
         self._host.copy_(both, non_blocking=self._sent is not None)
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self.token.device))
 
     def read(self) -> tuple[list[int], list[float]]:
         """Wait for what was sent: every slot's token and log-probability."""
@@ -103,7 +105,7 @@ class SlotSampler:
         Shape: logits [B, V] to [B].
         """
         samples, ranks, penalises = form
-        scores = logits.to(self.temperature.dtype)
+        scores = logits.to(self.temperature.dtype) if samples or penalises else logits
         if penalises and self.seen is not None:
             penalty = self.penalty
             scores = torch.where(

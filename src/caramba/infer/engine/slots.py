@@ -54,7 +54,7 @@ class Slots:
         n, vocab_size = config.n_slots, model.spec.embedder.vocab_size
         self.ctx = model.new_context(n, config.max_len, self.kind, static=True)
         self.rows = [self.ctx.row(index) for index in range(n)]
-        refused = step_refusal(model, self.ctx)
+        refused = step_refusal(model, self.ctx, SlotContext)
         self.step = SlotContext(self.ctx) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
         self.lengths = [0] * n
@@ -68,13 +68,13 @@ class Slots:
 
     @property
     def runs_together(self) -> bool:
-        """Whether several prompts may run in one forward."""
-        return self.step is not None
+        """Whether several prompts may run in one forward: what they leave is then the same rows of every buffer."""
+        return self.step is not None and self.step.packed is None
 
     def prefill(self, slot: int, tokens: Sequence[int], *, is_last: bool) -> None:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
         ctx = self.rows[slot]
-        hidden = self.model.hidden(torch.tensor([list(tokens)], device=self.device), ctx)
+        hidden = self.model.hidden(self._ids([list(tokens)]), ctx)
         self.lengths[slot] = ctx.position
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
@@ -85,16 +85,16 @@ class Slots:
         The keys and values of padding lie behind a row's own, where its next tokens overwrite them unread.
         """
         longest = max(map(len, prompts))
-        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
+        tokens = self._ids([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         staged = self.model.new_context(len(slots), longest, self.kind, static=True)
-        hidden = self.model.hidden(tokens.to(self.device), staged)
-        at = torch.tensor(slots, device=self.device)
+        hidden = self.model.hidden(tokens, staged)
+        at = self._ids(slots)
         for cache, part in zip(self.ctx.caches, staged.caches, strict=True):
             for into, values in zip(cache.allocations, part.allocations, strict=True):
                 into[:, :, :longest].index_copy_(0, at, values)
         for slot, prompt in zip(slots, prompts, strict=True):
             self.lengths[slot] = len(prompt)
-        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self.device)
+        last = self._ids([len(prompt) - 1 for prompt in prompts])
         self._begin(slots, self.model.logits(hidden[torch.arange(len(slots), device=self.device), last]))
 
     def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
@@ -130,6 +130,9 @@ class Slots:
         if self.step is None:
             return self._forward_one_by_one(decoding)
         try:
+            if self.step.packed is not None:  # a full tail becomes blocks before the next token goes into it
+                packed = [self.rows[slot].pack(self.lengths[slot]) for slot in decoding]
+                self._is_changed = self._is_changed or any(packed)
             if self._is_changed:
                 self._hold(self.step)
             self._is_changed = False
@@ -173,12 +176,18 @@ class Slots:
         """Let slots decode from these logits, [n, V]."""
         if self.logits is None:
             self.logits = logits.new_zeros(len(self.rows), logits.shape[-1])
-        self.logits[torch.tensor(slots, device=self.device)] = logits
+        self.logits[self._ids(slots)] = logits
         for slot in slots:
             self.set_decoding(slot, True)
 
+    def _ids(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """Return integers on the device, without a wait for what runs there."""
+        return torch.tensor(numbers).to(self.device, non_blocking=True)
+
     def _hold(self, step: SlotContext) -> None:
-        step.hold([n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)])
+        lengths = [n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)]
+        packed = None if step.packed is None else [row.caches[0].n_packed or 0 for row in self.rows]
+        step.hold(lengths, packed)
 
     def _forward(self, step: SlotContext, longest: int) -> None:
         def run(token: Tensor) -> Tensor:

@@ -53,6 +53,8 @@ def run(engine: Engine) -> int:
         ("latent_gate", "fp32", 64, "eager"),
         ("learned_positions", "fp32", 10, "eager"),
         ("gqa_scaled", "q8_0", 4, "rows"),
+        ("decoupled_gate", "q8_0", 4, "eager"),
+        ("latent_gate", "mixed", 64, "eager"),
         ("latent_first", "fp32", 64, "rows"),
     ],
 )
@@ -67,7 +69,7 @@ def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, chunk:
     run(engine)
     handle.remove()
     # New prompts that fit a chunk run together, padded; rows that are not of one forward run alone.
-    assert ((3, 9) in shapes) == (chunk == 64 and form == "eager")
+    assert ((3, 9) in shapes) == (chunk == 64 and form == "eager" and kind == "fp32")
     assert ((3, 1) in shapes) == (form == "eager")
     for index, ticket in enumerate(tickets):
         options = {
@@ -91,16 +93,35 @@ def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, chunk:
     assert stats.steps < 20
 
 
+def test_rows_of_a_quantised_cache_pack_their_own_tails() -> None:
+    model = sharp(transformer("decoupled_gate", repeat=1))
+    engine = Engine(model, n_slots=3, max_len=144, prefill_chunk=48, cache_kind="mixed")
+    prompts = [[(3 * index + at) % 23 for at in range(n)] for index, n in enumerate((60, 126, 3))]
+    tickets = [engine.submit(prompt, max_new_tokens=12, temperature=0.5) for prompt in prompts]
+    packed = [0, 0, 0]
+    while engine.step():
+        packed = [
+            max(n, row.caches[0].n_packed or 0)
+            for n, row in zip(packed, engine.batch.slots.rows, strict=True)
+        ]
+    assert (engine.stats().decode, packed) == ("eager", [64, 128, 0])
+    for prompt, ticket in zip(prompts, tickets, strict=True):
+        options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.5, "cache_kind": "mixed"}
+        (alone,) = generate(model, [prompt], prefill_chunk=48, **options)
+        assert ticket.tokens == alone.tokens
+    assert len({ticket.tokens for ticket in tickets}) == 3
+
+
 def test_nothing_of_a_request_is_left_in_its_slot(model: Model) -> None:
     engine = Engine(model, n_slots=1, max_len=32, cache_kind="fp32")
     with torch.inference_mode():
         for cache in engine.batch.slots.ctx.caches:
             for buffer in cache.allocations:
                 buffer.fill_(float("nan"))
-    first, second = engine.submit(PROMPTS[1], max_new_tokens=8), engine.submit([3], max_new_tokens=4)
-    while first.finish_reason is None:
-        engine.step()
+    engine.submit(PROMPTS[1], max_new_tokens=8)
+    run(engine)
     assert all(not buffer.any() for cache in engine.batch.slots.ctx.caches for buffer in cache.allocations)
+    second = engine.submit([3], max_new_tokens=4)
     run(engine)
     assert second.tokens == generate(model, [[3]], max_new_tokens=4, cache_kind="fp32")[0].tokens
 
@@ -119,26 +140,26 @@ def test_end_marks_and_stop_texts_free_the_slot_at_once() -> None:
     n_steps = run(engine)
     assert (stopped.tokens, stopped.finish_reason) == (expected.tokens, "stop")
     assert (ended.tokens, ended.finish_reason) == (free.tokens[: free.tokens.index(mark)], "stop")
-    assert n_steps == len(expected.tokens)
+    assert n_steps == 1 + len(expected.tokens)
 
 
 def test_a_cancelled_request_leaves_at_the_next_step(model: Model) -> None:
     engine = Engine(model, n_slots=1, max_len=64, cache_kind="fp32")
     running, waiting, last = (engine.submit([index], max_new_tokens=20) for index in (1, 2, 3))
-    for _ in range(3):
+    for _ in range(4):
         engine.step()
     running.cancel()
     waiting.cancel()
     engine.step()
     assert (running.finish_reason, waiting.finish_reason) == ("cancelled", "cancelled")
-    assert (len(running.tokens), waiting.tokens, len(last.tokens)) == (3, (), 1)
+    assert (len(running.tokens), waiting.tokens, engine.stats().prefilled_tokens) == (3, (), 2)
     run(engine)
     assert last.tokens == generate(model, [[3]], max_new_tokens=20, cache_kind="fp32")[0].tokens
 
 
 def test_what_fails_ends_its_requests_and_the_engine_goes_on(model: Model) -> None:
     engine = Engine(model, n_slots=2, max_len=32, cache_kind="fp32")
-    tickets = [engine.submit([token], max_new_tokens=6) for token in (1, 2, 3)]
+    tickets = [engine.submit([token], max_new_tokens=6) for token in (1, 2)]
     engine.step()
 
     def fail(*_: object) -> None:
@@ -147,6 +168,7 @@ def test_what_fails_ends_its_requests_and_the_engine_goes_on(model: Model) -> No
     handle = model.head.register_forward_pre_hook(fail)
     engine.step()
     handle.remove()
+    tickets.append(engine.submit([3], max_new_tokens=6))
     run(engine)
     assert [ticket.finish_reason for ticket in tickets] == ["error", "error", "length"]
     with pytest.raises(CacheFull, match="no more memory"):

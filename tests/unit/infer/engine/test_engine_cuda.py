@@ -47,3 +47,17 @@ def test_captured_steps_give_the_text_of_the_cpu(name: str) -> None:
         else:
             assert stats.decode == ("graph" if compiled else "eager")
             assert stats.not_compiled is None
+
+
+def test_captured_steps_pack_the_tails_of_a_quantised_cache() -> None:
+    model = build_model(transformer("decoupled_gate"), seed=0).cuda()
+    prompts = [[(3 * index + at) % 23 for at in range(n)] for index, n in enumerate((60, 126, 3))]
+    engine = Engine(model, n_slots=3, max_len=144, prefill_chunk=48, cache_kind="mixed")
+    tickets = [engine.submit(prompt, max_new_tokens=12, temperature=0.5) for prompt in prompts]
+    run(engine)
+    assert engine.stats().decode == "graph"
+    for prompt, ticket in zip(prompts, tickets, strict=True):
+        alone = generate(
+            model, [prompt], prefill_chunk=48, max_new_tokens=12, temperature=0.5, cache_kind="mixed"
+        )
+        assert ticket.tokens == alone[0].tokens
