@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from caramba.cli import main
-from caramba.data import ByteTokenizer
+from caramba.data import ByteTokenizer, load_tokenizer
 from caramba.export.write import export_model
 from caramba.infer import OpenedModel, generate
 from caramba.infer.dialogue import Dialogue
@@ -29,6 +29,7 @@ from tests.integration.commands import TIMEOUT_S, environment, hear_interrupts
 from tests.integration.values import values_of
 from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
 
+TEMPLATE = "{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}\n{% endfor %}[assistant]"
 N_CLIENTS, N_NEW = 200, 12
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
 HEAD = (
@@ -48,6 +49,7 @@ def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("served") / "bytes"
     opened = OpenedModel(model, path, {}, tokenizer=ByteTokenizer(), context=CONTEXT)
     export_model(opened, path, format="hf", role="student")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
 
@@ -91,10 +93,8 @@ def test_the_openai_client_talks_to_the_command_and_sigterm_ends_it(
         )
 
         turns = [{"role": "user", "content": "Hi"}]
-        ids = Dialogue(ByteTokenizer()).encode(turns)
-        (row,) = generate(
-            model, [ids], ByteTokenizer(), max_new_tokens=24, seed=3, stop=("\nUser:",), **SAMPLED
-        )
+        ids = Dialogue(load_tokenizer(folder), TEMPLATE).encode(turns)
+        (row,) = generate(model, [ids], ByteTokenizer(), max_new_tokens=24, seed=3, **SAMPLED)
         talk = {"model": "bytes", "messages": turns, "max_completion_tokens": 24, "seed": 3, **SAMPLED}
         assert client.chat.completions.create(**talk).choices[0].message.content == row.text.lstrip()
         chunks = client.chat.completions.create(**talk, stream=True, extra_body={"min_p": 0.0})

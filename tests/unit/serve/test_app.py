@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 import torch
+
+pytest.importorskip("starlette", reason="the extra `serve`")
+
+import httpx
 
 from caramba.data import ByteTokenizer
 from caramba.infer import generate
@@ -41,14 +44,12 @@ def client(service: Service) -> Iterator[httpx.Client]:
 
 
 def test_a_completion_is_what_generate_gives_whole_and_streamed(client: httpx.Client, model: Model) -> None:
-    for more in (
-        {},
-        {"seed": 1},
-        {"stop": ["\u0002", "e"]},
-        {"top_k": 7, "min_p": 0.01, "repetition_penalty": 1.2},
-    ):
+    filters = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2}
+    ends = ("length", "eos", "stop")
+    for end, more in zip(ends, ({}, {"seed": 1}, {"stop": ["\u0002", "e"]} | filters), strict=True):
         settings = SAMPLED | more
         (row,) = generate(model, ["caf\u00e9"], ByteTokenizer(), max_new_tokens=24, **settings)
+        assert row.finish == end
         body = {"model": NAME, "prompt": "caf\u00e9", "max_tokens": 24, "logprobs": 0, **settings}
         found = client.post("/v1/completions", json=body).json()
         (choice,) = found["choices"]
@@ -247,7 +248,7 @@ def test_nobody_waits_for_a_whole_answer(client: httpx.Client, service: Service)
 
 
 def test_a_full_queue_a_late_answer_and_a_wrong_key(model: Model) -> None:
-    service = service_of(model, timeout_s=0.3, n_slots=1, max_queue=1)
+    service = service_of(model, timeout_s=0.2, n_slots=1, max_queue=1)
     with serving(service, key="secret") as address, httpx.Client(base_url=address, timeout=30) as client:
         for header in ({}, {"authorization": "Bearer secre"}, {"authorization": "Basic secret"}):
             response = client.post("/v1/completions", json=LONG, headers=header)
@@ -264,7 +265,7 @@ def test_a_full_queue_a_late_answer_and_a_wrong_key(model: Model) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert refused.json()["error"]["message"] == "all slots and the queue are taken; ask again in 1 s"
         assert late == {504}
-        assert "longer than the 0.3 s" in asked[0].result().json()["error"]["message"]
+        assert "longer than the 0.2 s" in asked[0].result().json()["error"]["message"]
         *_, last = client.post("/v1/completions", json=LONG | {"stream": True}).text.strip().split("\n\n")
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
         assert eventually(lambda: service.engine.stats().active == 0)
