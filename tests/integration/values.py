@@ -35,7 +35,7 @@ def values_of(node: dict[str, Any], document: dict[str, Any]) -> st.SearchStrate
             return st.text(st.characters(codec="utf-8"), min_size=node.get("minLength", 0), max_size=MOST)
         case "integer":
             first = int(low) + ("exclusiveMinimum" in node)
-            return st.integers(first, first + MOST)
+            return st.integers(first, first + MOST if high is None else min(first + MOST, high))
         case "number":
             return st.floats(low, high, exclude_min="exclusiveMinimum" in node)
         case "boolean":

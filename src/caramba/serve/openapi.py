@@ -25,11 +25,12 @@ ANSWERS: tuple[type[BaseModel], ...] = (
 )
 
 
-def document(*, has_key: bool) -> dict[str, Any]:
-    """Return OpenAPI 3.1 of the interface, with the API key where the server has one."""
+def document(model: str, max_tokens: int, *, has_key: bool) -> dict[str, Any]:
+    """Return OpenAPI 3.1 of one server: of this model, at most so many new tokens, and its API key if it has one."""
     modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(one, "validation") for one in REQUESTS]
     modes.extend((one, "serialization") for one in ANSWERS)
     _, definitions = models_json_schema(modes, ref_template=REFERENCE)
+    _narrow(definitions["$defs"], model, max_tokens)
     refused = (401,) if has_key else (421,)
     text, chat, chunk = schema.Completion, schema.ChatCompletion, schema.ChatChunk
     found: dict[str, Any] = {
@@ -53,6 +54,17 @@ def document(*, has_key: bool) -> dict[str, Any]:
         found["security"] = [{"key": []}]
         found["paths"]["/health"]["get"]["security"] = []
     return found
+
+
+def _narrow(schemas: dict[str, Any], model: str, max_tokens: int) -> None:
+    """Write what this server takes into the requests' schemas."""
+    for request in REQUESTS:
+        properties = schemas[request.__name__]["properties"]
+        properties["model"]["enum"] = [model]
+        for key in ("max_tokens", "max_completion_tokens"):
+            for branch in (properties.get(key, {}), *properties.get(key, {}).get("anyOf", ())):
+                if branch.get("type") == "integer":
+                    branch["maximum"] = max_tokens
 
 
 def _post(

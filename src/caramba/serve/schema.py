@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    ConfigDict,
     Field,
     PlainValidator,
     SerializerFunctionWrapHandler,
     ValidationError,
     WithJsonSchema,
     model_serializer,
-    model_validator,
 )
 
 from caramba.config.base import Config
@@ -69,16 +69,10 @@ class SamplingRequest(Config):
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     stop: Text | Annotated[tuple[Text, ...], Field(max_length=MOST_STOPS)] | None = None
-    n: Literal[1] = Field(default=1, description="one answer per request")
+    n: Annotated[int, Field(ge=1, le=1)] = Field(default=1, description="one answer per request")
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, description="for the caller's own records; not used")
-
-    @model_validator(mode="after")
-    def _options_have_a_stream(self) -> SamplingRequest:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options goes with stream=true; leave it out, or set that")
-        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -104,7 +98,7 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompt
     max_tokens: Positive = 16
-    logprobs: Literal[0] | None = Field(
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = Field(
         default=None, description="0: the log-probability of each drawn token, in nats; no alternatives"
     )
 
@@ -131,11 +125,25 @@ class Message(Config):
 class ChatRequest(SamplingRequest):
     """A conversation to answer. Without a number of tokens, as many as the server allows and the context holds."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "not": {
+                "properties": {
+                    "max_tokens": {"type": "integer"},
+                    "max_completion_tokens": {"type": "integer"},
+                },
+                "required": ["max_tokens", "max_completion_tokens"],
+            }
+        }
+    )
+
     messages: Annotated[tuple[Message, ...], Field(min_length=1)]
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = Field(default=None, description="older name of max_completion_tokens")
     logprobs: bool = Field(default=False, description="the log-probability of each drawn token, in nats")
-    top_logprobs: Literal[0] = Field(default=0, description="alternatives are not reported")
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] = Field(
+        default=0, description="alternatives are not reported"
+    )
 
 
 class Usage(BaseModel):
@@ -299,6 +307,7 @@ def parse_request(schema: type[Schema], data: object) -> Schema:
     Raises:
         ApiError: status 400, with every problem in a line of its own and the first one's key.
     """
+    data = _whole_numbers(data)
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -306,6 +315,15 @@ def parse_request(schema: type[Schema], data: object) -> Schema:
         first = error.errors(include_url=False)[0]["loc"]
     param = str(first[0]) if first else None
     raise ApiError(400, "\n".join(lines[:MOST_ERRORS]), param=param)
+
+
+def _whole_numbers(value: Any) -> Any:
+    """Return a JSON value with 1.0 as 1: JSON has one kind of number, and 1.0 is an integer to its schemas."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 def _in_json_words(line: str) -> str:

@@ -50,7 +50,7 @@ def test_a_completion_is_what_generate_gives_whole_and_streamed(client: httpx.Cl
         settings = SAMPLED | more
         (row,) = generate(model, ["caf\u00e9"], ByteTokenizer(), max_new_tokens=24, **settings)
         assert row.finish == end
-        body = {"model": NAME, "prompt": "caf\u00e9", "max_tokens": 24, "logprobs": 0, **settings}
+        body = {"model": NAME, "prompt": "caf\u00e9", "max_tokens": 24.0, "logprobs": 0, **settings}
         found = client.post("/v1/completions", json=body).json()
         (choice,) = found["choices"]
         assert (choice["text"], choice["logprobs"]["token_logprobs"]) == (
@@ -142,14 +142,27 @@ def test_without_a_seed_answers_differ(client: httpx.Client) -> None:
         ("completions", {"prompt": []}, 400, "prompt", "none is empty"),
         ("completions", {"prompt": [1, 257]}, 400, "prompt", "token 257, the model's vocabulary is 0 to 256"),
         ("completions", {"prompt": ["a", "b"]}, 400, "prompt", "a request has one prompt"),
-        ("completions", {"prompt": "a", "n": 2}, 400, "n", "got 2, expected 1"),
-        ("completions", {"prompt": "a", "logprobs": 3}, 400, "logprobs", "got 3, expected 0"),
         (
             "completions",
-            {"prompt": "a", "stream_options": {}},
+            {"prompt": "a", "logprobs": False},
             400,
-            None,
-            "stream_options goes with stream=true",
+            "logprobs",
+            "got False, expected a valid integer",
+        ),
+        (
+            "completions",
+            {"prompt": "a", "max_tokens": 1.5},
+            400,
+            "max_tokens",
+            "got 1.5, expected a valid integer",
+        ),
+        ("completions", {"prompt": "a", "n": 2}, 400, "n", "got 2, expected less than or equal to 1"),
+        (
+            "completions",
+            {"prompt": "a", "logprobs": 3},
+            400,
+            "logprobs",
+            "got 3, expected less than or equal to 0",
         ),
         ("completions", {"prompt": "a", "model": "gpt"}, 404, "model", "no model 'gpt'; served: tiny/bytes"),
         ("completions", {"prompt": "a" * 5000}, 413, None, "larger than 4096 bytes"),
