@@ -40,7 +40,7 @@ class TokenBuffer:
     @property
     def nbytes(self) -> int:
         """Bytes of the allocation, the whole batch together."""
-        return self.data.untyped_storage().nbytes()
+        return self.data.nbytes
 
     @property
     def token_bytes(self) -> int:

@@ -131,9 +131,9 @@ class Context:
 
     def clear(self) -> None:
         """Forget every token, and overwrite all that is allocated with zeros."""
-        self.position = 0
-        for cache in self.caches:
-            cache.clear()
+        self.truncate(0)
+        # In one launch: a row is cleared while others wait for their next token.
+        torch._foreach_zero_([part for cache in self.caches for part in cache.memory])  # pyright: ignore[reportPrivateImportUsage]
 
     def clone(self) -> Context:
         """Return a copy that shares no memory and goes on by itself."""

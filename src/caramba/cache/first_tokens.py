@@ -120,10 +120,9 @@ class FirstTokensKVCache(LatentLayerKVCache):
         alone._first = {name: tensor.row(index) for name, tensor in self._first.items()}
         return alone
 
-    def clear(self) -> None:
-        super().clear()
-        for tensor in self._first.values():
-            tensor.clear()
+    @property
+    def memory(self) -> list[Tensor]:
+        return [*super().memory, *(part for tensor in self._first.values() for part in tensor.memory)]
 
     def clone(self) -> Self:
         copied = super().clone()

@@ -187,10 +187,10 @@ class LayerCache:
         alone._tensors = {name: tensor.row(index) for name, tensor in self._tensors.items()}
         return alone
 
-    def clear(self) -> None:
-        """Forget every token, and overwrite the whole allocation with zeros."""
-        for tensor in self._tensors.values():
-            tensor.clear()
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that is allocated, in use or not."""
+        return [part for tensor in self._tensors.values() for part in tensor.memory]
 
     def clone(self) -> Self:
         """Return a copy that shares no memory."""

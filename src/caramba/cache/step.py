@@ -27,11 +27,11 @@ class StepContext:
     (a forward, a rollback) is told by `truncate`; after `select` or `load_state_dict` a new step is made.
 
     Attributes:
+        places: where in the caches' `allocations` this step's token goes, int32 [B].
+        packed: tokens that each sequence holds as blocks, int32 [B], None where no stream is quantised.
         held: tokens stored before this step, int32 [B].
         seqlens: those with this step's, int32 [B], once a forward has begun.
         offset: position of this step's token, a view of `held`, int32 [B, 1].
-        places: where in the caches' `allocations` this step's token goes, int32 [B].
-        packed: tokens that each sequence holds as blocks, int32 [B], None where no stream is quantised.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.

@@ -250,11 +250,10 @@ class KVCacheTensor:
         alone.batch_size, alone.store = 1, self.store.row(index)
         return alone
 
-    def clear(self) -> None:
-        """Forget every token, and overwrite the whole allocation with zeros."""
-        self.truncate(0)
-        for buffer in self.store.buffers.values():
-            buffer.data.zero_()
+    @property
+    def memory(self) -> list[Tensor]:
+        """All that is allocated, in use or not."""
+        return [buffer.data for buffer in self.store.buffers.values()]
 
     def clone(self) -> KVCacheTensor:
         """Return a copy that shares no memory."""

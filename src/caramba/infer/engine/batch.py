@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from dataclasses import dataclass
 
@@ -161,17 +162,17 @@ class Batch:
             return
         try:
             self.slots.choose()
+            for slot in decoding:
+                row = self._row(slot)
+                if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
+                    self.slots.set_decoding(slot, False)
+            failed = self.slots.forward() if any(self.slots.is_decoding) else {}
+            self.stats.steps += 1
+            tokens, logprobs = self.slots.sampler.read()
         except Exception as error:
             for slot in decoding:
                 self.leave(slot, "error", error)
             return
-        for slot in decoding:
-            row = self._row(slot)
-            if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
-                self.slots.set_decoding(slot, False)
-        failed = self.slots.forward() if any(self.slots.is_decoding) else {}
-        self.stats.steps += 1
-        tokens, logprobs = self.slots.sampler.read()
         for slot in decoding:
             self._hand_out(slot, tokens[slot], logprobs[slot], failed.get(slot))
 
@@ -198,26 +199,29 @@ class Batch:
             self.leave(slot, "error", failure)
 
     def leave(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
-        """End a slot's request and overwrite what the slot holds."""
+        """End a slot's request and overwrite what the slot holds; the request ends even where that fails."""
         request = self.requests[slot]
         assert request is not None
-        self.slots.clear(slot)
-        if slot in self._order:
-            self._order.remove(slot)
-        self.requests[slot] = None
-        self.finish(request, reason, error)
+        try:
+            self.slots.clear(slot)
+        finally:
+            if slot in self._order:
+                self._order.remove(slot)
+            self.requests[slot] = None
+            self.finish(request, reason, error)
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> None:
         """Tell a request its end, whether it had a slot or not."""
         counted = {"cancelled": "cancelled", "error": "failed"}.get(reason, "finished")
         setattr(self.stats, counted, getattr(self.stats, counted) + 1)
         self._ended.append(time.monotonic())
+        if error is not None:  # it would keep the activations of the forward that it left
+            traceback.clear_frames(error.__traceback__)
         request.ticket.error = error
         try:
             request.ticket.put(Event(finish_reason=reason))
-        except (
-            Exception
-        ) as failure:  # of its on_event: the request has ended anyway, who waits for it is told
+        except Exception as failure:
+            # Of its on_event: the request has ended anyway, and who waits for it is told.
             request.ticket.error = request.ticket.error or failure
 
     def seconds_per_request(self) -> float:

@@ -69,6 +69,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_draining = False
+        self._failure: Exception | None = None
 
     def submit(
         self,
@@ -97,7 +98,8 @@ class Engine:
         ticket = Ticket(row, on_event, self._wake)
         with self._news:
             if self._is_closed or self._is_draining:
-                raise EngineClosed("engine: closed, no request is taken any more")
+                why = "" if self._failure is None else f" by a failure: {self._failure}"
+                raise EngineClosed(f"engine: closed{why}; no request is taken any more")
             n_free = self.config.n_slots - self.batch.n_active
             if len(self._queue) >= self.config.max_queue + n_free:
                 self.batch.stats.refused += 1
@@ -211,7 +213,10 @@ class Engine:
     def _end_all(self, reason: FinishReason, error: BaseException | None) -> None:
         for slot, request in enumerate(self.batch.requests):
             if request is not None:
-                self.batch.leave(slot, reason, error)
+                try:
+                    self.batch.leave(slot, reason, error)
+                except Exception as failure:  # the request has ended; who asks for another is told
+                    self._failure = failure
         while self._queue:
             self.batch.finish(self._queue.popleft(), reason, error)
 
@@ -231,8 +236,9 @@ class Engine:
                     return
             try:
                 self.step()
-            except (
-                Exception
-            ) as error:  # of the engine itself: nobody waits forever for a thread that has died
+            except Exception as error:
+                # Not of one request: a slot that cannot be cleared is given to nobody, and nobody waits for it forever.
+                with self._news:
+                    self._failure, self._is_closed = error, True
                 with self._stepping, torch.inference_mode():
                     self._end_all("error", error)

@@ -21,9 +21,7 @@ pytestmark = [
 def test_captured_steps_give_the_text_of_the_cpu(name: str) -> None:
     model = build_model(transformer(name), seed=0)
     alone = [
-        generate(model, [PROMPTS[index]], seeds=[7 + index], max_new_tokens=3 + 2 * index, **settings)[
-            0
-        ].tokens
+        generate(model, [PROMPTS[index]], seeds=[7 + index], max_new_tokens=2 + index, **settings)[0].tokens
         for index, settings in enumerate(SETTINGS)
     ]
     model = model.cuda()
