@@ -57,7 +57,14 @@ def build_app(service: Service, *, api_key: str | None = None) -> Starlette:
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def openapi(_: Request) -> Response:
-        return JSONResponse(document(service.name, service.limits.max_tokens, has_key=api_key is not None))
+        return JSONResponse(
+            document(
+                service.name,
+                max_tokens=service.limits.max_tokens,
+                vocab_size=service.vocab_size,
+                has_key=api_key is not None,
+            )
+        )
 
     routes = [
         Route("/v1/completions", completions, methods=["POST"]),

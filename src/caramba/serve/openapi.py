@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from pydantic import BaseModel
@@ -25,12 +26,15 @@ ANSWERS: tuple[type[BaseModel], ...] = (
 )
 
 
-def document(model: str, max_tokens: int, *, has_key: bool) -> dict[str, Any]:
-    """Return OpenAPI 3.1 of one server: of this model, at most so many new tokens, and its API key if it has one."""
+def document(model: str, *, max_tokens: int, vocab_size: int, has_key: bool) -> dict[str, Any]:
+    """Return OpenAPI 3.1 of one server: its model, its limits, and the API key if it has one."""
     modes: list[tuple[type[BaseModel], JsonSchemaMode]] = [(one, "validation") for one in REQUESTS]
     modes.extend((one, "serialization") for one in ANSWERS)
-    _, definitions = models_json_schema(modes, ref_template=REFERENCE)
-    _narrow(definitions["$defs"], model, max_tokens)
+    _, found_definitions = models_json_schema(modes, ref_template=REFERENCE)
+    definitions = copy.deepcopy(found_definitions)  # parts of it belong to the classes
+    limits = {"prompt": vocab_size - 1, "max_tokens": max_tokens, "max_completion_tokens": max_tokens}
+    for request in REQUESTS:
+        _narrow(definitions["$defs"][request.__name__]["properties"], limits, model)
     refused = (401,) if has_key else (421,)
     text, chat, chunk = schema.Completion, schema.ChatCompletion, schema.ChatChunk
     found: dict[str, Any] = {
@@ -56,31 +60,30 @@ def document(model: str, max_tokens: int, *, has_key: bool) -> dict[str, Any]:
     return found
 
 
-def _narrow(schemas: dict[str, Any], model: str, max_tokens: int) -> None:
-    """Write what this server takes into the requests' schemas."""
-    for request in REQUESTS:
-        properties = schemas[request.__name__]["properties"]
-        properties["model"]["enum"] = [model]
-        for key in ("max_tokens", "max_completion_tokens"):
-            for branch in (properties.get(key, {}), *properties.get(key, {}).get("anyOf", ())):
-                if branch.get("type") == "integer":
-                    branch["maximum"] = max_tokens
+def _narrow(properties: dict[str, Any], limits: dict[str, int], model: str) -> None:
+    """Write what this server takes into a request's schema."""
+    properties["model"]["enum"] = [model]
+    for key in limits.keys() & properties.keys():
+        pending = [properties[key]]
+        while pending:
+            node = pending.pop()
+            pending += [*node.get("anyOf", ()), *([node["items"]] if "items" in node else ())]
+            if node.get("type") == "integer":
+                node["maximum"] = limits[key]
 
 
 def _post(
     summary: str, request: type[BaseModel], whole: type[BaseModel], chunk: type[BaseModel], refused: tuple
 ) -> dict[str, Any]:
-    events = {
-        "text/event-stream": {
-            "schema": {"type": "string", "description": f"`data:` and a {chunk.__name__} each, then [DONE]"}
-        }
-    }
     return {
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": _content(request)},
             "responses": {
-                "200": {"description": "the answer", "content": _content(whole) | events},
+                "200": {
+                    "description": f"the answer; as a stream: `data:` and a {chunk.__name__} each, then [DONE]",
+                    "content": _content(whole) | {"text/event-stream": {}},
+                },
                 **_failures((*refused, *ASKED)),
             },
         }

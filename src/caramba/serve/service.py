@@ -55,6 +55,11 @@ class Service:
         return self.engine.config.max_len
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens that a prompt may hold are below it."""
+        return self.engine.model.spec.embedder.vocab_size
+
+    @property
     def card(self) -> ModelCard:
         """The model as the interface lists it."""
         return ModelCard(id=self.name, created=self.created, max_model_len=self.context)
