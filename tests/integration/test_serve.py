@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from caramba.cli import main
 from caramba.data import ByteTokenizer, load_tokenizer
+from caramba.errors import EngineClosed
 from caramba.export.write import export_model
 from caramba.infer import OpenedModel, generate
 from caramba.infer.dialogue import Dialogue
@@ -213,6 +214,25 @@ def test_a_stopping_server_tells_those_whom_it_cuts_off(
         assert waiting.result().status_code == 503
         ended.result()
     assert (service.engine.stats().cancelled, service.engine.stats().active) == (2, 0)
+
+
+def test_a_failed_engine_ends_the_server(model: Model) -> None:
+    service = service_of(model)
+    listener = server.bind("127.0.0.1", 0)
+    listener.listen(server.BACKLOG)
+    place = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+
+    def fail_and_ask() -> httpx.Response:
+        assert eventually(lambda: httpx.get(place).status_code == 405)
+        service.engine.close()
+        return httpx.post(place, json={"model": NAME, "prompt": "a"})
+
+    with listener, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(fail_and_ask)
+        with pytest.raises(EngineClosed, match="no request is taken any more"):
+            server.Server(service).serve_until_signalled(listener)
+    found = asked.result()
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "engine_failed")
 
 
 def test_what_cannot_be_served_is_said_with_status_2(

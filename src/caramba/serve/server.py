@@ -63,7 +63,11 @@ class Server(uvicorn.Server):
         )
 
     def serve_until_signalled(self, listener: socket.socket) -> None:
-        """Answer requests that come in on a listening socket until a signal, with the engine running."""
+        """Answer requests that come in on a listening socket until a signal, with the engine running.
+
+        Raises:
+            EngineClosed: the engine has ended by itself, as it does when its device fails.
+        """
         # uvicorn raises the signal again when it is done, for these to take: nothing is left to do then.
         before = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
         self.service.engine.start()
@@ -73,6 +77,13 @@ class Server(uvicorn.Server):
             self.service.engine.close()
             for one, handler in before.items():
                 signal.signal(one, handler)
+        if self.service.failure is not None:
+            raise self.service.failure
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to stop, which is now also where the engine has failed."""
+        self.should_exit = self.should_exit or self.service.failure is not None
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, then end as above."""

@@ -46,6 +46,7 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.is_stopping = False
+        self.failure: EngineClosed | None = None
         self._mailbox: Mailbox | None = None
         self._running: WeakSet[Running] = WeakSet()
 
@@ -144,7 +145,10 @@ class Service:
             raise queue_full(error.retry_after) from None
         except ConfigError as error:
             raise ApiError(400, str(error), param="prompt") from None
-        except EngineClosed:
-            raise stopping() from None
+        except EngineClosed as error:
+            if self.is_stopping:
+                raise stopping() from None
+            self.failure = error  # the server ends by it
+            raise ApiError(503, str(error), code="engine_failed") from None
         self._running.add(running)
         return running
