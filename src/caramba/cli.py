@@ -46,6 +46,7 @@ def _dispatch(argv: list[str]) -> int:
         "eval": _eval,
         "generate": _generate,
         "chat": _chat,
+        "serve": _serve,
         "doctor": _doctor,
         "schema": _schema,
         "prepare": _prepare,
@@ -116,6 +117,12 @@ def _chat(argv: list[str]) -> int:
     from caramba.infer.chat_command import chat
 
     return chat(argv)
+
+
+def _serve(argv: list[str]) -> int:
+    from caramba.serve.command import serve
+
+    return serve(argv)
 
 
 def _doctor(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +13,9 @@ import torch
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
+from caramba.data import Tokenizer
 from caramba.errors import ConfigError
+from caramba.infer.dialogue import read_template
 from caramba.infer.generator import Generator
 from caramba.infer.held_out import held_out_of
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
@@ -62,19 +65,13 @@ OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KE
 )
 
 
-class Arguments(argparse.ArgumentParser):
-    """A command's parser: a mistake is a ConfigError that ends with the usage."""
+class ModelArguments(argparse.ArgumentParser):
+    """The words that say which model, and how it is loaded; a mistake is a ConfigError that ends with the usage."""
 
     def __init__(self, command: str, own: str) -> None:
         super().__init__(prog=f"caramba {command}", add_help=False, allow_abbrev=False)
         self.command, self.own = command, own
         self.add_argument("run")
-        for key, kind in KEYS.items():
-            self.add_argument(f"--{key.replace('_', '-')}", type=kind)
-        for key, kind in SPECULATION.items():
-            self.add_argument(f"--{key.replace('_', '-')}", type=kind)
-        self.add_argument("--draft")
-        self.add_argument("--stop", action="append", default=[])
         self.add_argument("--which", default="student", choices=("teacher", "student"))
         self.add_argument("--tokenizer")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
@@ -83,7 +80,20 @@ class Arguments(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true")
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.command}: {message}; caramba {self.command} RUN|DIR {self.own}{OPTIONS}")
+        raise ConfigError(f"{self.command}: {message}; caramba {self.command} RUN|DIR {self.own}")
+
+
+class Arguments(ModelArguments):
+    """A command's parser, with the words of a generation."""
+
+    def __init__(self, command: str, own: str) -> None:
+        super().__init__(command, f"{own}{OPTIONS}")
+        for key, kind in KEYS.items():
+            self.add_argument(f"--{key.replace('_', '-')}", type=kind)
+        for key, kind in SPECULATION.items():
+            self.add_argument(f"--{key.replace('_', '-')}", type=kind)
+        self.add_argument("--draft")
+        self.add_argument("--stop", action="append", default=[])
 
 
 def sampling_config(words: argparse.Namespace) -> GenerateConfig:
@@ -116,13 +126,8 @@ def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[O
     Raises:
         ConfigError: no such run, or a model without a tokenizer.
     """
-    opened = open_model(
-        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
-    )
-    tokenizer = need_tokenizer(opened, words.command)
-    if words.dtype is not None:
-        opened.model.to(DTYPES[words.dtype])
-    values: dict[str, Any] = {"eos_token_id": (tokenizer.eos_id, *_stated_ends(opened))}
+    opened, tokenizer = open_for_text(words)
+    values: dict[str, Any] = {"eos_token_id": end_marks(opened, tokenizer)}
     limit = config.max_seq_len or opened.max_positions
     values["max_seq_len"] = limit
     if words.max_new_tokens is None:
@@ -135,6 +140,38 @@ def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[O
     values = config.model_dump(exclude_unset=True) | values | speculation
     draft = None if words.draft is None else _open_draft(words, opened)
     return opened, SpeculativeGenerator(opened.model, tokenizer, draft=draft, **values)
+
+
+def open_for_text(words: argparse.Namespace) -> tuple[OpenedModel, Tokenizer]:
+    """Open the model that the words name, in the dtype that they ask for, and its tokenizer.
+
+    Raises:
+        ConfigError: no such run, or a model without a tokenizer.
+    """
+    opened = open_model(
+        words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
+    )
+    tokenizer = need_tokenizer(opened, words.command)
+    if words.dtype is not None:
+        opened.model.to(DTYPES[words.dtype])
+    return opened, tokenizer
+
+
+def end_marks(opened: OpenedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that end a text: the tokenizer's end mark, and those that the model's folder states."""
+    return (tokenizer.eos_id, *_stated_ends(opened))
+
+
+def chat_template(opened: OpenedModel, words: argparse.Namespace) -> str | None:
+    """Return the chat template beside the tokenizer; None without one, and with --plain.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if words.plain:
+        return None
+    place = Path(words.tokenizer).expanduser() if words.tokenizer is not None else opened.path
+    return read_template(place if place.is_dir() else place.parent)
 
 
 def _given(words: argparse.Namespace, keys: Mapping[str, Any]) -> dict[str, Any]:

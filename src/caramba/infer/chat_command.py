@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.infer.arguments import Arguments, open_generator, sampling_config
-from caramba.infer.dialogue import Dialogue, read_template
+from caramba.infer.arguments import Arguments, chat_template, open_generator, sampling_config
+from caramba.infer.dialogue import Dialogue
 from caramba.infer.generate_command import clean, show_decision, speculation
 from caramba.infer.generator import Generator
-from caramba.infer.opened import OpenedModel
 from caramba.infer.speculative import SpeculativeStats
 
 HELP = """\
@@ -39,7 +36,7 @@ def chat(argv: list[str]) -> int:
     config = sampling_config(words)
     opened, generator = open_generator(words, config)
     assert generator.tokenizer is not None
-    dialogue = Dialogue(generator.tokenizer, _template(opened, words), words.system)
+    dialogue = Dialogue(generator.tokenizer, chat_template(opened, words), words.system)
     style = (
         "the tokenizer's chat template" if dialogue.template is not None else "lines of User: and Assistant:"
     )
@@ -158,11 +155,3 @@ def _lines() -> Iterator[str]:
         except EOFError:
             print()
             return
-
-
-def _template(opened: OpenedModel, words: argparse.Namespace) -> str | None:
-    if words.plain:
-        return None
-    place = Path(words.tokenizer).expanduser() if words.tokenizer is not None else opened.path
-    folder = place if place.is_dir() else place.parent
-    return read_template(folder)

@@ -43,16 +43,12 @@ class Dialogue:
         Raises:
             ConfigError: the message alone does not fit, or spells a mark that would end it; it is not added.
         """
-        for message in (*self.system, {"content": text}):
+        for message in self.system:
             refuse_broken(message["content"], "chat: the message")
-        wrong = next((mark for mark in self._marks if mark in text), None)
-        if wrong is not None:
-            raise ConfigError(
-                f"chat: the message spells {wrong!r}, a mark of the chat format; write it otherwise"
-            )
+        self._refuse(text)
         kept = [*self.turns, {"role": "user", "content": text}]
         n_turns = len(kept)
-        while len(ids := self._encode([*self.system, *kept])) > limit:
+        while len(ids := self._ids([*self.system, *kept])) > limit:
             if len(kept) < 3:
                 raise ConfigError(
                     f"chat: the message and its frame take {len(ids)} tokens and {limit} are left beside the answer; "
@@ -70,7 +66,25 @@ class Dialogue:
         """Take back a user's turn that got no answer."""
         self.turns.pop()
 
-    def _encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of a whole conversation with the start of the next answer; nothing of it is remembered.
+
+        Raises:
+            ConfigError: a message spells a mark of the format or is no text, or the template refuses the roles.
+        """
+        for message in messages:
+            self._refuse(message["content"])
+        return self._ids([*self.system, *messages])
+
+    def _refuse(self, text: str) -> None:
+        refuse_broken(text, "chat: the message")
+        wrong = next((mark for mark in self._marks if mark in text), None)
+        if wrong is not None:
+            raise ConfigError(
+                f"chat: the message spells {wrong!r}, a mark of the chat format; write it otherwise"
+            )
+
+    def _ids(self, messages: Sequence[Message]) -> list[int]:
         if self.template is None:
             lines = [
                 f"{message['role'].capitalize()}: {message['content'].strip()}\n" for message in messages

@@ -46,6 +46,12 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "RUN|DIR [--system TEXT] [--plain] [the options of generate]",
         "converse with a model, on a terminal or line by line from a pipe",
     ),
+    "serve": (
+        "RUN|DIR [--host H] [--port N] [--max-batch N] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
+        "[--max-queue N] [--max-request-bytes N] [--timeout S] [--api-key-env NAME] [--prefix-cache-mb MB] [--plain] "
+        "[--which teacher|student] [--tokenizer PATH] [--device D] [--dtype float32|bf16|fp16]",
+        "answer OpenAI-compatible requests over HTTP, many at a time, with a run, an export or a Hugging Face folder",
+    ),
     "doctor": ("", "check this machine: packages, devices, memory, folders"),
     "prepare": (
         "text PATH... | fineweb | stdlib --output DIR",

@@ -44,6 +44,11 @@ def test_a_template_gives_the_ids_that_transformers_gives(folder: Path) -> None:
     assert (ids, dropped) == (expected, 0)
     assert ids.count(256) == 2 * 4 + 1  # marks, not the text of them
     assert dialogue.stop == ()
+    asked = Dialogue(dialogue.tokenizer, dialogue.template)
+    assert asked.encode([*dialogue.system, *dialogue.turns]) == expected
+    assert asked.turns == []
+    with pytest.raises(ConfigError, match="the message spells '<eos>', a mark of the chat format"):
+        asked.encode([{"role": "assistant", "content": "<eos>"}])
 
 
 def test_the_configuration_may_hold_the_template(folder: Path) -> None:

@@ -1,0 +1,168 @@
+"""`caramba serve RUN|DIR`: answer requests over HTTP until a signal."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from caramba.config.engine import EngineConfig
+from caramba.config.parse import parse_as
+from caramba.console import logger
+from caramba.data import Tokenizer
+from caramba.errors import ConfigError
+from caramba.infer.arguments import ModelArguments, chat_template, end_marks, open_for_text
+from caramba.infer.engine import Engine
+from caramba.infer.opened import OpenedModel
+
+if TYPE_CHECKING:
+    from caramba.serve.service import Service
+
+OPTIONS = (
+    "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
+    "[--max-queue 256] [--max-request-bytes 1048576] [--timeout 300] [--api-key-env NAME] [--prefix-cache-mb 0] "
+    "[--plain]"
+)
+MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
+NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+def serve(argv: list[str]) -> int:
+    """Run the command and return the exit status.
+
+    Raises:
+        ConfigError: a wrong argument, an unknown run, an address that cannot be had, or one that strangers reach
+            without a key.
+    """
+    words = _words(argv)
+    logger.quiet = words.quiet
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve: {', '.join(missing)} not installed; pip install 'caramba[serve]'")
+    from caramba.serve.guard import is_loopback
+    from caramba.serve.server import BACKLOG, Server, bind
+    from caramba.serve.service import Limits, Service
+
+    key = _api_key(words.api_key_env)
+    if key is None and not is_loopback(words.host):
+        raise ConfigError(
+            f"serve: --host {words.host} is reached by other machines, and without a key anyone there could use the "
+            "model; name the environment variable of a key with --api-key-env NAME, or listen on 127.0.0.1"
+        )
+    _engine_config(words, words.max_len)  # a wrong value, and a taken address, fail before a model loads
+    with bind(words.host, words.port) as listener:
+        opened, tokenizer = open_for_text(words)
+        config = _engine_config(words, words.max_len or min(opened.max_positions, MAX_LEN))
+        most = words.max_tokens or config.max_len - 1
+        if not most < config.max_len:
+            raise ConfigError(
+                f"serve: --max-tokens {most} leaves no room for a prompt in --max-len {config.max_len}; lower it"
+            )
+        engine = _engine(opened, tokenizer, config)
+        limits = Limits(most, words.max_request_bytes, words.timeout)
+        template = chat_template(opened, words)
+        service = Service(engine, tokenizer, served_name(opened), limits, template=template)
+        listener.listen(BACKLOG)
+        _announce(service, listener.getsockname(), has_key=key is not None)
+        Server(service, api_key=key).serve_until_signalled(listener)
+    logger.info("stopped")
+    return 0
+
+
+def _engine(opened: OpenedModel, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
+    try:
+        return Engine(opened.model, config, tokenizer=tokenizer, eos_token_id=end_marks(opened, tokenizer))
+    except torch.OutOfMemoryError:
+        raise ConfigError(
+            f"serve: the cache of {config.n_slots} slots of {config.max_len} tokens does not fit beside the model; "
+            "lower --max-batch or --max-len, or take a smaller --cache-kind"
+        ) from None
+
+
+def _announce(service: Service, name: tuple[Any, ...], *, has_key: bool) -> None:
+    host = f"[{name[0]}]" if ":" in name[0] else name[0]
+    stats = service.engine.stats()
+    logger.info(
+        f"{service.name} at http://{host}:{name[1]}/v1: {stats.n_slots} slots of {service.context} tokens, "
+        f"{stats.cache_kind} cache {stats.cache_bytes / 1e6:.2f} MB, at most {service.limits.max_tokens} new tokens, "
+        f"{'with a key' if has_key else 'no key'}"
+    )
+
+
+def served_name(opened: OpenedModel) -> str:
+    """Return the model's name for clients: of a run its name and time, of a folder or file its own."""
+    if opened.run_dir is not None:
+        folder = opened.run_dir.resolve()
+        return f"{folder.parent.name}/{folder.name}"
+    return opened.path.resolve().name
+
+
+def _words(argv: list[str]) -> argparse.Namespace:
+    parser = ModelArguments("serve", OPTIONS)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=_whole(0, 65535), default=8000)
+    parser.add_argument("--max-batch", type=_whole(1), default=16)
+    parser.add_argument("--max-len", type=_whole(2))
+    parser.add_argument("--cache-kind")
+    parser.add_argument("--max-tokens", type=_whole(1))
+    parser.add_argument("--max-queue", type=_whole(0), default=256)
+    parser.add_argument("--max-request-bytes", type=_whole(1), default=1 << 20)
+    parser.add_argument("--timeout", type=_seconds, default=300.0)
+    parser.add_argument("--api-key-env")
+    parser.add_argument("--prefix-cache-mb", type=_megabytes, default=0.0)
+    parser.add_argument("--plain", action="store_true")
+    words = parser.parse_args(argv)
+    words.command = "serve"
+    return words
+
+
+def _engine_config(words: argparse.Namespace, max_len: int | None) -> EngineConfig:
+    given = {
+        "n_slots": words.max_batch,
+        "max_len": max_len,
+        "cache_kind": words.cache_kind,
+        "max_queue": words.max_queue,
+        "prefix_cache_bytes": int(words.prefix_cache_mb * 1e6),
+    }
+    return parse_as(EngineConfig, {key: value for key, value in given.items() if value is not None})
+
+
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "")
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        what = "is not set" if not key else "holds blanks or characters that a header cannot carry"
+        raise ConfigError(
+            f"serve: --api-key-env {variable}: the environment variable {what}; export a key in it"
+        )
+    return key
+
+
+def _whole(low: int, high: int | None = None):
+    def whole_number(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(
+                f"got {value}, expected {low} {'or more' if high is None else f'to {high}'}"
+            )
+        return value
+
+    return whole_number
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected seconds above 0")
+    return value
+
+
+def _megabytes(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected megabytes of 0 or more")
+    return value

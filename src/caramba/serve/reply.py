@@ -1,0 +1,104 @@
+"""Sends an answer, whole or as server-sent events, and cancels it when nobody waits or it takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from pydantic import BaseModel
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from caramba.serve.failure import ApiError
+from caramba.serve.running import ClientGone, Piece, Running
+from caramba.serve.shapes import Shape
+
+LAST_WORD_SECONDS = 1.0
+EVENT_STREAM = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),  # a proxy hands events on as they come
+)
+
+
+class Reply:
+    """The response of one running request. The slot is free as soon as it returns, however it ends."""
+
+    def __init__(self, running: Running, shape: Shape, timeout_s: float) -> None:
+        self.running, self.shape, self.timeout_s = running, shape, timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        watch = asyncio.create_task(self._watch(receive))
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                await self._answer(scope, receive, send)
+        except TimeoutError:
+            await self._fail(_too_long(self.timeout_s), scope, receive, send)
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        except ClientGone:
+            pass  # there is nobody to tell
+        finally:
+            self.running.cancel()
+            watch.cancel()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.running.cancel()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        whole = Piece()
+        async for piece in self.running.pieces():
+            whole.text += piece.text
+            whole.drawn += piece.drawn
+            whole.finish = piece.finish
+        body = self.shape.whole(whole, self.running.usage).model_dump_json()
+        await Response(body, media_type="application/json")(scope, receive, send)
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        await error.response()(scope, receive, send)
+
+
+class EventStream(Reply):
+    """The same as events: `data:` and a chunk each, at the end `data: [DONE]`, or an error instead of it."""
+
+    def __init__(
+        self, running: Running, shape: Shape, timeout_s: float, *, with_usage: bool, with_tokens: bool
+    ) -> None:
+        super().__init__(running, shape, timeout_s)
+        self.with_usage, self.with_tokens = with_usage, with_tokens
+        self.is_begun = False
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async for piece in self.running.pieces():
+            if not self.is_begun:  # until the first token a failure still has its own status
+                self.is_begun = True
+                await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
+                await self._send(send, *self.shape.opening())
+            if piece.text or piece.finish is not None or self.with_tokens:
+                await self._send(send, self.shape.chunk(piece))
+        if self.with_usage:
+            await self._send(send, self.shape.usage(self.running.usage))
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+    async def _send(self, send: Send, *chunks: BaseModel) -> None:
+        body = b"".join(b"data: " + chunk.model_dump_json().encode() + b"\n\n" for chunk in chunks)
+        if body:
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if not self.is_begun:
+            await super()._fail(error, scope, receive, send)
+            return
+        event = b"data: " + bytes(error.response().body) + b"\n\n"
+        with contextlib.suppress(TimeoutError):  # one that does not read is cut off
+            async with asyncio.timeout(LAST_WORD_SECONDS):
+                await send({"type": "http.response.body", "body": event})
+
+
+def _too_long(timeout_s: float) -> ApiError:
+    return ApiError(
+        504, f"the answer took longer than the {timeout_s:g} s that this server allows", code="timeout"
+    )

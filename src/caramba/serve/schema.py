@@ -1,0 +1,331 @@
+"""Requests and responses of the OpenAI-compatible interface; the OpenAPI document is made of these classes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    WithJsonSchema,
+    model_serializer,
+)
+
+from caramba.config.base import Config
+from caramba.config.generate import GenerateConfig
+from caramba.config.leaf import Positive
+from caramba.config.parse import MOST_ERRORS, error_lines
+from caramba.serve.failure import ApiError
+
+MOST_STOPS = 16
+Text = Annotated[str, Field(min_length=1)]
+Finish = Literal["stop", "length"]
+Schema = TypeVar("Schema", bound=Config)
+
+
+def _one_prompt(value: object) -> object:
+    """Return the text or the ids; clients put a single prompt in a list too."""
+    one = value
+    if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], str | list):
+        one = value[0]
+    if isinstance(one, str) and one:
+        return one
+    if isinstance(one, list | tuple) and one and all(type(item) is int and item >= 0 for item in one):
+        return tuple(one)
+    raise ValueError(
+        "expected a text, a list of token ids, or a list with one of these; none is empty, and a request has one prompt"
+    )
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_ONE = {"type": "array", "minItems": 1, "maxItems": 1, "items": {"anyOf": [_TEXT, _IDS]}}
+Prompt = Annotated[
+    str | tuple[int, ...], PlainValidator(_one_prompt), WithJsonSchema({"anyOf": [_TEXT, _IDS, _ONE]})
+]
+
+
+class StreamOptions(Config):
+    """What a stream holds beside its text."""
+
+    include_usage: bool = Field(
+        default=False, description="send a last chunk without choices, with the usage"
+    )
+
+
+class SamplingRequest(Config):
+    """Keys that both endpoints share. Without a seed every request draws its own."""
+
+    model: Text
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Positive | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    stop: Text | Annotated[tuple[Text, ...], Field(max_length=MOST_STOPS)] | None = None
+    n: Annotated[int, Field(ge=1, le=1)] = Field(default=1, description="one answer per request")
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, description="for the caller's own records; not used")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end the answer."""
+        return () if self.stop is None else (self.stop,) if isinstance(self.stop, str) else self.stop
+
+    def generation(self, max_new_tokens: int, seed: int, stop: tuple[str, ...]) -> GenerateConfig:
+        """Return the same keys as `caramba generate` takes them."""
+        return GenerateConfig(
+            max_new_tokens=max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            seed=seed,
+            stop=stop,
+        )
+
+
+class CompletionRequest(SamplingRequest):
+    """A text to go on from."""
+
+    prompt: Prompt
+    max_tokens: Positive = 16
+    logprobs: Annotated[int, Field(ge=0, le=0)] | None = Field(
+        default=None, description="0: the log-probability of each drawn token, in nats; no alternatives"
+    )
+
+
+class TextPart(Config):
+    """A piece of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Config):
+    """One turn of a conversation."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | Annotated[tuple[TextPart, ...], Field(min_length=1)]
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(SamplingRequest):
+    """A conversation to answer. Without a number of tokens, as many as the server allows and the context holds."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "not": {
+                "properties": {
+                    "max_tokens": {"type": "integer"},
+                    "max_completion_tokens": {"type": "integer"},
+                },
+                "required": ["max_tokens", "max_completion_tokens"],
+            }
+        }
+    )
+
+    messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    max_tokens: Positive | None = Field(default=None, description="older name of max_completion_tokens")
+    logprobs: bool = Field(default=False, description="the log-probability of each drawn token, in nats")
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] = Field(
+        default=0, description="alternatives are not reported"
+    )
+
+
+class Usage(BaseModel):
+    """Tokens of a request and of its answer; an end mark is not counted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt: int, completion: int) -> Usage:
+        """Return the usage of so many tokens."""
+        return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+class TextLogprobs(BaseModel):
+    """Tokens as text, log softmax(logits) of each before temperature and filters, and where each begins."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float] = []
+    top_logprobs: None = None
+    text_offset: list[int] = []
+
+
+class TextChoice(BaseModel):
+    """An answer, or a piece of it."""
+
+    index: int = 0
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class Completion(BaseModel):
+    """The answer of /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+
+
+class TokenLogprob(BaseModel):
+    """A drawn token: its text, log softmax(logits) before temperature and filters, and its bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[None] = []
+
+
+class ChatLogprobs(BaseModel):
+    """The log-probabilities of an answer's tokens."""
+
+    content: list[TokenLogprob]
+
+
+class Answer(BaseModel):
+    """The model's turn."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    """An answer."""
+
+    index: int = 0
+    message: Answer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish
+
+
+class ChatCompletion(BaseModel):
+    """The answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What a chunk adds to the answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_blanks(self, write: SerializerFunctionWrapHandler) -> dict[str, str]:
+        return {key: value for key, value in write(self).items() if value is not None}
+
+
+class DeltaChoice(BaseModel):
+    """A piece of an answer."""
+
+    index: int = 0
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: Finish | None = None
+
+
+class ChatChunk(BaseModel):
+    """A chunk of the stream of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[DeltaChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["caramba"] = "caramba"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All models that are served: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    """Whether requests are taken."""
+
+    status: Literal["ok", "stopping"]
+    active: int
+    queued: int
+
+
+class Failure(BaseModel):
+    """What went wrong. `param` is the key that is at fault."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class FailureBody(BaseModel):
+    """The body of every answer that is no success."""
+
+    error: Failure
+
+
+def parse_request(schema: type[Schema], data: object) -> Schema:
+    """Validate the JSON value of a body.
+
+    Raises:
+        ApiError: status 400, with every problem in a line of its own and the first one's key.
+    """
+    data = _whole_numbers(data)
+    try:
+        return schema.model_validate(data)
+    except ValidationError as error:
+        lines = [_in_json_words(line) for line in error_lines(error, data, None, {}, data)]
+        first = error.errors(include_url=False)[0]["loc"]
+    param = str(first[0]) if first else None
+    raise ApiError(400, "\n".join(lines[:MOST_ERRORS]), param=param)
+
+
+def _whole_numbers(value: Any) -> Any:
+    """Return a JSON value with 1.0 as 1: JSON has one kind of number, and 1.0 is an integer to its schemas."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _whole_numbers(item) for key, item in value.items()}
+    return [_whole_numbers(item) for item in value] if isinstance(value, list) else value
+
+
+def _in_json_words(line: str) -> str:
+    line = re.sub(r"a valid dictionary or instance of \w+", "an object", line)
+    return line.replace("a valid tuple", "a list").replace("Tuple should", "List should")

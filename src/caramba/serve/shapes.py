@@ -1,0 +1,127 @@
+"""Answers in the two forms of the interface: a text that goes on, and the next turn of a conversation."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from pydantic import BaseModel
+
+from caramba.serve import schema
+from caramba.serve.running import Drawn, Piece
+from caramba.serve.schema import Usage
+
+
+class Shape(Protocol):
+    """How an answer is written: whole, or in chunks."""
+
+    def opening(self) -> list[BaseModel]:
+        """Return the chunks before any text."""
+        ...
+
+    def chunk(self, piece: Piece) -> BaseModel:
+        """Return the chunk of a piece."""
+        ...
+
+    def usage(self, usage: Usage) -> BaseModel:
+        """Return the last chunk, which has the usage and no choice."""
+        ...
+
+    def whole(self, piece: Piece, usage: Usage) -> BaseModel:
+        """Return the whole answer, all of it in one piece."""
+        ...
+
+
+class TextShape:
+    """The form of /v1/completions."""
+
+    def __init__(self, model: str, with_logprobs: bool) -> None:
+        self.id, self.model, self.created = f"cmpl-{secrets.token_hex(12)}", model, int(time.time())
+        self.with_logprobs = with_logprobs
+
+    def opening(self) -> list[BaseModel]:
+        """Nothing comes before the text."""
+        return []
+
+    def chunk(self, piece: Piece) -> BaseModel:
+        """Return a completion of this piece alone."""
+        return self._completion([self._choice(piece)])
+
+    def usage(self, usage: Usage) -> BaseModel:
+        """Return a completion without a choice."""
+        return self._completion([], usage)
+
+    def whole(self, piece: Piece, usage: Usage) -> BaseModel:
+        """Return the completion."""
+        return self._completion([self._choice(piece)], usage)
+
+    def _choice(self, piece: Piece) -> schema.TextChoice:
+        logprobs = None
+        if self.with_logprobs:
+            logprobs = schema.TextLogprobs(
+                tokens=[drawn.text for drawn in piece.drawn],
+                token_logprobs=[drawn.logprob for drawn in piece.drawn],
+                text_offset=[drawn.offset for drawn in piece.drawn],
+            )
+        return schema.TextChoice(text=piece.text, logprobs=logprobs, finish_reason=piece.finish)
+
+    def _completion(self, choices: list[schema.TextChoice], usage: Usage | None = None) -> BaseModel:
+        return schema.Completion(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
+        )
+
+
+class ChatShape:
+    """The form of /v1/chat/completions; blanks before the first word are left out, as `caramba chat` does."""
+
+    def __init__(self, model: str, with_logprobs: bool) -> None:
+        self.id, self.model, self.created = f"chatcmpl-{secrets.token_hex(12)}", model, int(time.time())
+        self.with_logprobs, self.is_begun = with_logprobs, False
+
+    def opening(self) -> list[BaseModel]:
+        """Return the chunk that names the role."""
+        return [self._chunk([schema.DeltaChoice(delta=schema.Delta(role="assistant", content=""))], None)]
+
+    def chunk(self, piece: Piece) -> BaseModel:
+        """Return the chunk of a piece."""
+        text = piece.text if self.is_begun else piece.text.lstrip()
+        self.is_begun = self.is_begun or bool(text)
+        choice = schema.DeltaChoice(
+            delta=schema.Delta(content=text or None),
+            logprobs=self._logprobs(piece.drawn),
+            finish_reason=piece.finish,
+        )
+        return self._chunk([choice], None)
+
+    def usage(self, usage: Usage) -> BaseModel:
+        """Return a chunk without a choice."""
+        return self._chunk([], usage)
+
+    def whole(self, piece: Piece, usage: Usage) -> BaseModel:
+        """Return the turn."""
+        assert piece.finish is not None
+        choice = schema.ChatChoice(
+            message=schema.Answer(content=piece.text.lstrip()),
+            logprobs=self._logprobs(piece.drawn),
+            finish_reason=piece.finish,
+        )
+        return schema.ChatCompletion(
+            id=self.id, created=self.created, model=self.model, choices=[choice], usage=usage
+        )
+
+    def _logprobs(self, drawn: Sequence[Drawn]) -> schema.ChatLogprobs | None:
+        if not self.with_logprobs:
+            return None
+        return schema.ChatLogprobs(
+            content=[
+                schema.TokenLogprob(token=one.text, logprob=one.logprob, bytes=list(one.text.encode()))
+                for one in drawn
+            ]
+        )
+
+    def _chunk(self, choices: list[schema.DeltaChoice], usage: Usage | None) -> BaseModel:
+        return schema.ChatChunk(
+            id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
+        )

@@ -1,0 +1,261 @@
+"""caramba serve as its users meet it: the openai client, many at once, the document that it gives, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from caramba.cli import main
+from caramba.data import ByteTokenizer, load_tokenizer
+from caramba.errors import EngineClosed
+from caramba.export.write import export_model
+from caramba.infer import OpenedModel, generate
+from caramba.infer.dialogue import Dialogue
+from caramba.model import Model
+from caramba.serve import schema, server
+from tests.integration.commands import TIMEOUT_S, environment, hear_interrupts
+from tests.integration.values import values_of
+from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
+
+TEMPLATE = "{% for turn in messages %}[{{ turn.role }}] {{ turn.content }}\n{% endfor %}[assistant]"
+N_CLIENTS, N_NEW = 200, 12
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+    b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+)
+ANSWERS = {
+    "/v1/completions": (schema.Completion, schema.Completion),
+    "/v1/chat/completions": (schema.ChatCompletion, schema.ChatChunk),
+}
+ENDLESS = {"prompt": "c", "max_tokens": 400, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return byte_model()
+
+
+@pytest.fixture(scope="module")
+def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("served") / "bytes"
+    opened = OpenedModel(model, path, {}, tokenizer=ByteTokenizer(), context=CONTEXT)
+    export_model(opened, path, format="hf", role="student")
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@contextlib.contextmanager
+def command(folder: Path, cache: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `caramba serve` on a free port; yield the process and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "caramba", "serve", str(folder), "--port", "0", "--device", "cpu", *words],
+        cwd=folder.parent,
+        env=environment(cache) | {"SERVE_TEST_KEY": "secret"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert " at http://" in line, line + process.communicate(timeout=TIMEOUT_S)[1]
+        yield process, line.split(" at ")[1].split("/v1")[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_openai_client_talks_to_the_command_and_sigterm_ends_it(
+    folder: Path, model: Model, cache: Path
+) -> None:
+    openai = pytest.importorskip("openai")
+    with command(folder, cache, "--api-key-env", "SERVE_TEST_KEY", "--max-batch", "2") as (process, address):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
+        assert [one.id for one in client.models.list()] == ["bytes"]
+        prompt = "def f(x):"
+        (row,) = generate(model, [prompt], ByteTokenizer(), max_new_tokens=24, seed=3, **SAMPLED)
+        asked = {"model": "bytes", "prompt": prompt, "max_tokens": 24, "seed": 3, **SAMPLED}
+        found = client.completions.create(**asked)
+        assert (found.choices[0].text, found.usage.completion_tokens) == (row.text, len(row.tokens))
+        assert (
+            "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True))
+            == row.text
+        )
+
+        turns = [{"role": "user", "content": "Hi"}]
+        ids = Dialogue(load_tokenizer(folder), TEMPLATE).encode(turns)
+        (row,) = generate(model, [ids], ByteTokenizer(), max_new_tokens=24, seed=3, **SAMPLED)
+        talk = {"model": "bytes", "messages": turns, "max_completion_tokens": 24, "seed": 3, **SAMPLED}
+        assert client.chat.completions.create(**talk).choices[0].message.content == row.text.lstrip()
+        chunks = client.chat.completions.create(**talk, stream=True, extra_body={"min_p": 0.0})
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == row.text.lstrip()
+
+        with pytest.raises(openai.BadRequestError, match="exceed the context of 1024"):
+            client.completions.create(model="bytes", prompt="a" * 1020)
+        with pytest.raises(openai.AuthenticationError, match="no valid API key"):
+            openai.OpenAI(base_url=f"{address}/v1", api_key="no", max_retries=0).models.list()
+
+        stream = client.completions.create(model="bytes", **ENDLESS, stream=True)
+        first = next(iter(stream)).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        text = first + "".join(chunk.choices[0].text for chunk in stream)  # it is finished first
+        (row,) = generate(model, ["c"], ByteTokenizer(), max_new_tokens=400, temperature=0)
+        assert text == row.text
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        assert (process.returncode, err) == (0, "")
+        assert out.endswith("stopped\n")
+
+
+def test_two_hundred_clients_get_each_their_own_text(model: Model) -> None:
+    prompts = [f"one of many clients, {index}: {'x' * (index % 17)}" for index in range(N_CLIENTS)]
+    service = service_of(model, n_slots=32, max_len=128, prefix_cache_bytes=1 << 20)
+
+    async def ask(port: int, index: int) -> str:
+        """Bare sockets: two hundred clients of a library would take longer than the server."""
+        asked = {"model": NAME, "prompt": prompts[index], "max_tokens": N_NEW, "seed": index, "stream": True}
+        body = json.dumps(asked | SAMPLED).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(HEAD % len(body) + body)
+        head, *chunks = (await reader.read()).decode().split("data: ")
+        writer.close()
+        assert head.startswith("HTTP/1.1 200 OK")
+        found = [json.loads(chunk.partition("\n")[0])["choices"][0] for chunk in chunks[:-1]]
+        assert chunks[-1].startswith("[DONE]")
+        assert found[-1]["finish_reason"] in ("stop", "length")
+        return "".join(one["text"] for one in found)
+
+    async def ask_all(port: int) -> list[str]:
+        return await asyncio.gather(*(ask(port, index) for index in range(N_CLIENTS)))
+
+    with serving(service) as address:
+        texts = asyncio.run(ask_all(int(address.rpartition(":")[2])))
+        stats = service.engine.stats()
+    assert (stats.finished, stats.failed, stats.cancelled) == (N_CLIENTS, 0, 0)
+    assert stats.prefix_hits > 0
+    settings = {"max_new_tokens": N_NEW, **SAMPLED}
+    rows = generate(model, prompts, ByteTokenizer(), seeds=range(N_CLIENTS), **settings)
+    assert texts == [row.text for row in rows]
+    for index in range(0, N_CLIENTS, 20):
+        (row,) = generate(model, [prompts[index]], ByteTokenizer(), seed=index, **settings)
+        assert texts[index] == row.text
+    assert len(set(texts)) > N_CLIENTS * 0.9
+
+
+@pytest.fixture(scope="module")
+def client(model: Model) -> Iterator[httpx.Client]:
+    with serving(service_of(model)) as address, httpx.Client(base_url=address, timeout=30) as client:
+        yield client
+
+
+def test_the_document_is_true(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    seen: set[str] = set()
+
+    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        path = data.draw(
+            st.sampled_from([path for path, item in document["paths"].items() if "post" in item])
+        )
+        asked = document["paths"][path]["post"]
+        content = asked["requestBody"]["content"]["application/json"]["schema"]
+        body = data.draw(values_of(content, document))
+        if "chat" in path and body.get("max_tokens") and body.get("max_completion_tokens"):
+            del body["max_tokens"]  # the document's `not`, which the strategy does not know
+        if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+            body["max_tokens"] = 3  # else all that the context holds
+        response = client.post(path, json=body)
+        assert response.status_code == 200, response.text
+        seen.add(path)
+        whole, chunk = ANSWERS[path]
+        for found in events(response) if body.get("stream") else [response.json()]:
+            (chunk if body.get("stream") else whole).model_validate(found)
+        wrong = data.draw(st.sampled_from(sorted(body)))
+        refused = client.post(path, json=body | {wrong: {"no": "such thing"}})
+        assert (refused.status_code, "400" in asked["responses"]) == (400, True), refused.text
+        schema.FailureBody.model_validate_json(refused.content, strict=True)
+
+    check()
+    assert seen == set(ANSWERS)
+
+
+def test_a_stopping_server_tells_those_whom_it_cuts_off(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "GRACE_SECONDS", 0.05)
+    service = service_of(model, n_slots=1, max_len=4096, max_tokens=4000)
+    body = {"model": NAME, "stream": True} | ENDLESS | {"max_tokens": 4000}
+    stack = contextlib.ExitStack()
+    address = stack.enter_context(serving(service))
+    with httpx.Client(base_url=address, timeout=60) as client, ThreadPoolExecutor(2) as threads:
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            assert next(lines).startswith("data: ")
+            waiting = threads.submit(client.post, "/v1/completions", json=body | {"stream": False})
+            assert eventually(lambda: service.engine.stats().queued == 1)
+            ended = threads.submit(stack.close)
+            *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "stopping"
+        assert waiting.result().status_code == 503
+        ended.result()
+    assert (service.engine.stats().cancelled, service.engine.stats().active) == (2, 0)
+
+
+def test_a_failed_engine_ends_the_server(model: Model) -> None:
+    service = service_of(model)
+    listener = server.bind("127.0.0.1", 0)
+    listener.listen(server.BACKLOG)
+    place = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+
+    def fail_and_ask() -> httpx.Response:
+        assert eventually(lambda: httpx.get(place).status_code == 405)
+        service.engine.close()
+        return httpx.post(place, json={"model": NAME, "prompt": "a"})
+
+    with listener, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(fail_and_ask)
+        with pytest.raises(EngineClosed, match="no request is taken any more"):
+            server.Server(service).serve_until_signalled(listener)
+    found = asked.result()
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "engine_failed")
+
+
+def test_what_cannot_be_served_is_said_with_status_2(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EMPTY_KEY", "")
+    for words, text in (
+        (("--host", "0.0.0.0"), "--host 0.0.0.0 is reached by other machines, and without a key"),
+        (("--api-key-env", "EMPTY_KEY"), "--api-key-env EMPTY_KEY: the environment variable is not set"),
+        (("--host", "203.0.113.1", "--api-key-env", "PATH"), "cannot listen on 203.0.113.1 port 0"),
+        (("--port", "70000"), "argument --port: got 70000, expected 0 to 65535"),
+        (("--timeout", "nan"), "argument --timeout: got nan, expected seconds above 0"),
+        (
+            ("--max-len", "16", "--max-tokens", "16"),
+            "--max-tokens 16 leaves no room for a prompt in --max-len 16",
+        ),
+        (("--cache-kind", "q9"), "cache_kind: got 'q9'"),
+        (("--cache-kind", "auto"), "cache_kind=auto is chosen for one generation"),
+        (
+            ("--tempratur", "1"),
+            "unrecognized arguments: --tempratur 1; caramba serve RUN|DIR [--host 127.0.0.1]",
+        ),
+    ):
+        capsys.readouterr()
+        assert main(["serve", str(folder), "--device", "cpu", "--port", "0", *words]) == 2
+        assert text in capsys.readouterr().err
