@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -12,10 +13,13 @@ import torch
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.generator import Generator
 from caramba.infer.held_out import held_out_of
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
+from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
+from caramba.infer.quantised import add_weights, calibration_config, quantise_opened
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.model import Model
 from caramba.runtime import choose_device
@@ -58,7 +62,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
 }
 SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
 OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (
-    " [--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N]"
+    " [--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N]" + WEIGHTS_OPTIONS
 )
 
 
@@ -73,6 +77,7 @@ class Arguments(argparse.ArgumentParser):
             self.add_argument(f"--{key.replace('_', '-')}", type=kind)
         for key, kind in SPECULATION.items():
             self.add_argument(f"--{key.replace('_', '-')}", type=kind)
+        add_weights(self)
         self.add_argument("--draft")
         self.add_argument("--stop", action="append", default=[])
         self.add_argument("--which", default="student", choices=("teacher", "student"))
@@ -95,6 +100,7 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
     config = parse_as(
         GenerateConfig, _given(words, KEYS) | ({"stop": tuple(words.stop)} if words.stop else {})
     )
+    calibration_config(words)
     speculation = _given(words, SPECULATION)
     method = parse_as(SpeculativeConfig, speculation).spec_method if speculation else None
     if (speculation and "spec_method" not in speculation) or (words.draft is not None and method != "draft"):
@@ -122,6 +128,10 @@ def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[O
     tokenizer = need_tokenizer(opened, words.command)
     if words.dtype is not None:
         opened.model.to(DTYPES[words.dtype])
+    quantised = quantise_opened(opened, words)
+    if quantised is not None:
+        logger.info(quantised.words)
+        opened = dataclasses.replace(opened, quantised=quantised)
     values: dict[str, Any] = {"eos_token_id": (tokenizer.eos_id, *_stated_ends(opened))}
     limit = config.max_seq_len or opened.max_positions
     values["max_seq_len"] = limit
