@@ -34,7 +34,8 @@ class CalibrationConfig(Config):
 
     @model_validator(mode="after")
     def _percentile_has_a_use(self) -> CalibrationConfig:
-        if self.method == "max" and "percentile" in self.model_fields_set:
+        default = type(self).model_fields["percentile"].default
+        if self.method == "max" and self.percentile != default:
             raise ValueError(
                 f"percentile={self.percentile:g} is of method=percentile, got method=max; set it, or leave it out"
             )
