@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
@@ -24,7 +25,12 @@ DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
 class Steps(Protocol):
-    """A draw and a forward, one after the other; what each returns may be overwritten by its next call."""
+    """A draw and a forward, one after the other; what each returns may be overwritten by its next call.
+
+    `resume` comes after anything else has changed the context.
+    """
+
+    def resume(self) -> None: ...
 
     def choose(self, logits: Tensor) -> Tensor: ...
 
@@ -40,6 +46,9 @@ class HostSteps:
     ctx: Context
     config: GenerateConfig
 
+    def resume(self) -> None:
+        """Go on from where the context is: it is read at every step."""
+
     def choose(self, logits: Tensor) -> Tensor:
         """Draw every row's token. Shape: [B, V] to [B]."""
         return self.state.choose(logits, self.config)
@@ -53,21 +62,27 @@ class DeviceSteps:
     """Steps on a cache whose length the device counts.
 
     Compiled, a forward is one graph of fused kernels. Captured, draw and forward are a CUDA graph each, made in the
-    first call: the host then launches two things per token and nothing is allocated.
+    first call: the host then launches two things per token and nothing is allocated. `captures` counts graphs.
     """
 
     def __init__(self, host: HostSteps, *, is_compiled: bool, is_captured: bool) -> None:
         self.host, self.step = host, StepContext(host.ctx)
-        self.is_captured = is_captured
+        self.is_captured, self.is_compiled = is_captured, is_compiled
         self.run = compiled_logits() if is_compiled else next_logits
+        self.captures = 0
         self._draw: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
         self._next: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
+
+    def resume(self) -> None:
+        """Go on from where the context is: the device counts from there."""
+        self.step.held.fill_(self.host.ctx.position)
 
     def choose(self, logits: Tensor) -> Tensor:
         """Draw every row's token. Shape: [B, V] to [B]."""
         if not self.is_captured:
             return self.host.choose(logits)
         if self._draw is None:
+            self.captures += 1
             trial = replace(self.host.state, **_copies(self.host.state))
             self._draw = captured(
                 logits,
@@ -91,6 +106,7 @@ class DeviceSteps:
                 self.step.held.fill_(position)
                 return self._forward(given)
 
+            self.captures += 1
             self._next = captured(token, self._forward, trial)
             self.step.held.fill_(position)
         return self._forward(token) if self._next is None else replayed(self._next, token)
@@ -108,6 +124,19 @@ def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
 def compiled_logits() -> Callable[[Model, Tensor, StepContext], Tensor]:
     """Return `next_logits` compiled whole; one for all models, so that a second generation compiles nothing."""
     return torch.compile(next_logits, fullgraph=True)
+
+
+def captures_of(steps: Steps) -> int:
+    """Return how many CUDA graphs steps have captured."""
+    return steps.captures if isinstance(steps, DeviceSteps) else 0
+
+
+def compilations() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    loaded = sys.modules.get(
+        "torch._dynamo.utils"
+    )  # not before something is compiled: it takes a second to load
+    return 0 if loaded is None else loaded.counters["stats"]["unique_graphs"]
 
 
 def captured(
