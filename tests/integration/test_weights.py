@@ -15,7 +15,7 @@ import torch
 
 from caramba.cli import main
 from caramba.config.quantise import CalibrationConfig, WeightFormat
-from caramba.infer import Generator, device_steps
+from caramba.infer import Generator
 from caramba.measure import model_bytes
 from caramba.model import build_model
 from caramba.quantise import Ranges, observe_ranges, quantise_weights
@@ -150,14 +150,17 @@ def test_ranges_save_a_layer_that_reads_an_outlying_channel() -> None:
     assert error(True) < 0.1 * error(False)
 
 
-def test_a_second_generation_of_a_bucket_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = torch.compile(device_steps.next_logits, fullgraph=True, backend="eager")
-    monkeypatch.setattr(device_steps, "compiled_logits", lambda: traced)
+def test_one_compilation_serves_every_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run, **values: inner(run, **values, backend="eager"))
     model = build_model(transformer("latent_gate"), seed=0)
     generator = Generator(model, compiled=True, max_new_tokens=3, temperature=0.0)
     first = generator.generate([[1, 2, 3]])
-    assert generator.stats.compilations > 0
-    for prompt in ([4], [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3]):
+    assert generator.stats.compilations == 1
+    for prompt in ([4], [5] * 600, [6] * 1100, [1, 2, 3]):  # buckets of 512, 1024, 2048 and again 512
         found = generator.generate([prompt])
         assert (generator.stats.decode, generator.stats.compilations) == ("compiled", 0)
     assert [row.tokens for row in found] == [row.tokens for row in first]
+    other = Generator(model, compiled=True, max_new_tokens=5, temperature=0.0)
+    other.generate([[3]])
+    assert other.stats.compilations == 0

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from types import FunctionType
 from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from caramba.ops.backend import REFERENCE
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
+
+
+NextLogits = Callable[[Model, Tensor, StepContext], Tensor]
 
 
 class Steps(Protocol):
@@ -68,7 +72,11 @@ class DeviceSteps:
     def __init__(self, host: HostSteps, *, is_compiled: bool, is_captured: bool) -> None:
         self.host, self.step = host, StepContext(host.ctx)
         self.is_captured, self.is_compiled = is_captured, is_compiled
-        self.run = compiled_logits() if is_compiled else next_logits
+        self.run: NextLogits = next_logits
+        if is_compiled:
+            self.run = compiled_logits(host.model, self.step.held.shape[0])
+            for buffer in (one for cache in host.ctx.caches for one in cache.allocations):
+                torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
         self.captures = 0
         self._draw: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
         self._next: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
@@ -120,10 +128,20 @@ def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
     return model.logits(model.hidden(token[:, None], step)[:, -1])
 
 
-@functools.cache
-def compiled_logits() -> Callable[[Model, Tensor, StepContext], Tensor]:
-    """Return `next_logits` compiled whole; one for all models, so that a second generation compiles nothing."""
-    return torch.compile(next_logits, fullgraph=True)
+_compiled: WeakKeyDictionary[Model, dict[int, NextLogits]] = WeakKeyDictionary()
+
+
+def compiled_logits(model: Model, batch_size: int) -> NextLogits:
+    """Return `next_logits` compiled whole for a model and batch size, made once: a second generation compiles nothing.
+
+    Each has a code object of its own: torch.compile counts recompilations, and guesses which sizes vary, by code
+    object, and other models or batches are no recompilations of this one.
+    """
+    made = _compiled.setdefault(model, {})
+    if batch_size not in made:
+        own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__, next_logits.__name__)
+        made[batch_size] = torch.compile(own, fullgraph=True)
+    return made[batch_size]
 
 
 def captures_of(steps: Steps) -> int:

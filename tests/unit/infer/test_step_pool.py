@@ -28,7 +28,7 @@ def test_capacities_double_and_meet_the_buckets_of_the_decode_plan() -> None:
 
 
 def test_a_bucket_is_used_again_and_gives_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_steps, "compiled_logits", lambda: device_steps.next_logits)
+    monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
     model = build_model(transformer("latent_gate"), seed=0).double()
     options: dict[str, Any] = {"max_new_tokens": 3, "temperature": 1.2, "repetition_penalty": 1.3}
     stepped = Generator(model, compiled=True, **options)
