@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import sections_decode
+import sections_inference
 import sections_kernels
 import sections_loss
 import sections_upcycle
@@ -170,6 +171,7 @@ SECTIONS = {
     "prepare": prepare,
     "kernels": sections_kernels.kernels,
     "decode": sections_decode.decode,
+    "inference": sections_inference.inference,
     "attention_backends": sections_upcycle.attention_backends,
     "documents": sections_upcycle.documents,
     "linear_cross_entropy": sections_loss.linear_cross_entropy,
