@@ -1,4 +1,4 @@
-"""Quantised weights, the inference ladder and reused compiled steps from the command line, on a tiny trained pair."""
+"""Products of quantised weights, the inference ladder, and one compiled step for all lengths, on tiny models."""
 
 from __future__ import annotations
 
@@ -13,92 +13,43 @@ pytest.importorskip("torchao")
 
 import torch
 
-from caramba.cli import main
+from caramba import artifact
+from caramba.benchmark import Subjects, run_suite
+from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.infer import Generator
 from caramba.measure import model_bytes
 from caramba.model import build_model
 from caramba.quantise import Ranges, observe_ranges, quantise_weights
 from caramba.quantise.weights import linear_layers
-from tests.integration.commands import SMALL, caramba, only_run
+from caramba.result import RunResult
 from tests.unit.model.model_specs import VOCAB, transformer
 
-WORDS = (
-    *("model=tiny", "train=pretrain", "benchmark=weights", "verify=none"),
-    *("train.steps=2", "train.batch_size=2", "train.block_size=64"),
-)
-LADDER = {
-    "type": "inference_ladder",
-    "prompt_length": 8,
-    "new_tokens": 4,
-    "timed_runs": 3,
-}
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that measured both benchmarks; the tests of this module share its cache of tokens."""
-    folder = tmp_path_factory.mktemp("weights")
-    ladder = "{id: ladder, config: {" + ", ".join(f"{key}: {value}" for key, value in LADDER.items()) + "}}"
-    formats = "{id: weights, config: {type: weights, block_size: 64, batch_size: 4, num_batches: 2}}"
-    words = [*WORDS, f"benchmark.benchmarks=[{formats}, {ladder}]", *SMALL]
-    done = caramba(["launch", *words], folder, folder / "cache")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return only_run(folder)
-
-
-@pytest.mark.slow
-def test_formats_and_rungs_are_reported_with_what_they_cost(run: Path) -> None:
-    report = json.loads((run / "artifacts/report.json").read_text())
-    metrics = {key: item["value"] for key, item in report["metrics"].items()}
-    assert metrics["weights.student.delta_nll@weights=bf16"] == 0
-    for form in ("int8", "int8_dynamic"):
-        assert 0 < abs(metrics[f"weights.student.delta_nll@weights={form}"]) < 0.01
-        assert 1.6 < metrics[f"weights.student.bytes_ratio@weights={form}"] < 2
-    assert not any(key.startswith("ratio.") for key in metrics)
-    rows = list(csv.DictReader((run / "artifacts/weights.csv").open()))
-    (refused,) = (row for row in rows if (row["model"], row["weights"]) == ("student", "int4"))
-    assert "needs a CUDA device" in refused["skipped"] or torch.cuda.is_available()
-    rows = list(csv.DictReader((run / "artifacts/inference_ladder.csv").open()))
-    climbed = {row["rung"] for row in rows if not row["skipped"]}
-    assert {"eager_math", "flash", "int8"} <= climbed
+def test_a_ladder_is_climbed_as_far_as_the_device_goes(tmp_path: Path) -> None:
+    model = build_model(transformer("latent_gate"), seed=0)
+    config = {"type": "inference_ladder", "prompt_length": 8, "new_tokens": 4, "timed_runs": 3}
+    benches = [BenchmarkConfig.model_validate({"id": "ladder", "config": config})]
+    subjects = Subjects({"student": model}, lambda _: None, None, VOCAB, CPU)  # type: ignore[arg-type, return-value]
+    results = run_suite(benches, subjects)
+    artifact.write(RunResult("ladder", "run", "0" * 64, None, {}, {}, benchmarks=results), tmp_path)
+    report = json.loads((tmp_path / "artifacts/report.json").read_text())
+    rows = list(csv.DictReader((tmp_path / "artifacts/inference_ladder.csv").open()))
+    assert [row["rung"] for row in rows] == ["eager_math", "flash", "graphs", "int8", "tp2"]
+    assert [row["rung"] for row in rows if not row["skipped"]] == ["eager_math", "flash", "int8"]
     for row in rows:
-        if row["rung"] in climbed:
+        if not row["skipped"]:
             assert float(row["latency_ms_p20"]) <= float(row["latency_ms"]) <= float(row["latency_ms_p80"])
             assert float(row["tok_s"]) == pytest.approx(1000 / float(row["latency_ms"]), rel=1e-6)
     names = {item["name"]: item["reason"] for item in report["omitted"]}
-    assert "2 devices" in names["ladder: student, tp2"] or torch.cuda.device_count() > 1
-    assert (run / "artifacts/inference_ladder.png").stat().st_size > 10_000
-    tables = (run / "artifacts/tables.tex").read_text()
-    assert "inference_ladder.student.tok_s@rung=int8" in tables
-    assert "weights.student.ppl_ratio@weights=int8_dynamic" in tables
-
-
-@pytest.mark.slow
-def test_generate_takes_quantised_weights(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("CARAMBA_HOME", str(run.parents[2] / "cache"))
-    words = ["generate", str(run), "--prompt", "def", "--max-new-tokens", "4", "--device", "cpu"]
-    percentile = ("--weights-calibration-method", "percentile", "--weights-calibration-tokens", "100")
-    for options in (("int8", "--weights-head"), ("int8_dynamic", *percentile)):
-        assert main([*words, "--json", "--weights", *options]) == 0
-        found = json.loads(capsys.readouterr().out)["weights"]
-        assert found["weights"] == options[0]
-        assert found["bytes_after"] < 0.4 * found["bytes_before"]
-        assert found["calibration_tokens"] == (100 if options[0] == "int8_dynamic" else 0)
-    text = tmp_path / "empty.txt"
-    text.write_text("")
-    for options, reason in (
-        (("--weights", "int4"), "needs a CUDA device, the model is on cpu; use weights=int8"),
-        (("--weights", "int8", "--weights-text", "x"), "ranges are of --weights int8_dynamic, got int8"),
-        (("--weights", "int8_dynamic", "--weights-text", str(text)), "no text to take ranges from"),
-        (("--weights-head",), "--weights-head is of quantised weights"),
-    ):
-        assert main([*words, *options]) == 2
-        captured = capsys.readouterr()
-        assert reason in captured.out + captured.err
+    assert "need a CUDA device" in names["ladder: student, graphs"]
+    assert "needs 2 devices, this process sees 1" in names["ladder: student, tp2"]
+    assert (tmp_path / "artifacts/inference_ladder.png").stat().st_size > 10_000
+    table = (tmp_path / "artifacts/tables.tex").read_text()
+    assert "inference_ladder.student.tok_s@rung=int8" in table
+    assert not any(key.startswith("ratio.") for key in report["metrics"])
 
 
 @torch.inference_mode()

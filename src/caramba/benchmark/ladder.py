@@ -22,7 +22,7 @@ from caramba.infer import Generator
 from caramba.measure import model_bytes
 from caramba.model import Model
 from caramba.ops.backend import without_kernels
-from caramba.quantise import quantise_weights
+from caramba.quantise import format_refusal, quantise_weights
 from caramba.result import Metric
 
 RUNGS = {
@@ -70,7 +70,7 @@ def inference_ladder(
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
-        missing = missing_rungs(subjects.device)
+        missing = missing_rungs(subjects.device, served_dtype(model, subjects.device))
         rungs = _rungs(model, config, subjects.device, [rung for rung in config.rungs if rung not in missing])
         timed = _timed(rungs, config, subjects)
         first: float | None = None
@@ -83,19 +83,29 @@ def inference_ladder(
             found = _summary(timed[rung], config.batch_size)
             first = first or found["tok_s"]
             row |= {"ran": one.generator.stats.decode, "weight_bytes": one.weight_bytes}
-            rows.append(row | found | {"speed_up": found["tok_s"] / first})
+            found["speed_up"] = found["tok_s"] / first
+            rows.append(row | found)
             given = (
                 f"rung={rung},prompt={config.prompt_length},gen={config.new_tokens},batch={config.batch_size}"
             )
-            for key, unit in (("latency_ms", "ms"), ("tok_s", "tokens/s")):
-                place = f"inference_ladder.{name}.{key}@{given}"
-                metrics.append(Metric(place, found[key], unit, found["runs"], found[f"{key}_std"], source))
+            for key, unit in (("latency_ms", "ms"), ("tok_s", "tokens/s"), ("speed_up", "ratio")):
+                place, std = f"inference_ladder.{name}.{key}@{given}", found.get(f"{key}_std")
+                metrics.append(Metric(place, found[key], unit, found["runs"], std, source))
     return metrics, rows
 
 
-def missing_rungs(device: torch.device) -> dict[str, str]:
+def served_dtype(model: Model, device: torch.device) -> torch.dtype:
+    """Return the type that a model decodes in: bfloat16 for fp32 weights on CUDA, else its own."""
+    own = model.embedder.token.weight.dtype
+    return torch.bfloat16 if device.type == "cuda" and own is torch.float32 else own
+
+
+def missing_rungs(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
     """Return the rungs that a device has not, with the reason."""
     found: dict[str, str] = {}
+    reason = format_refusal(WeightFormat.INT8, device, dtype)
+    if reason is not None:
+        found["int8"] = reason
     if device.type != "cuda":
         found["graphs"] = NO_GRAPHS.format(device=device.type)
     n_devices = torch.cuda.device_count() if device.type == "cuda" else 1
@@ -105,9 +115,9 @@ def missing_rungs(device: torch.device) -> dict[str, str]:
 
 def _rungs(model: Model, config: InferenceLadderConfig, device: torch.device, names: list[str]) -> list[Rung]:
     on_cuda = device.type == "cuda"
-    plain = model.eval()
-    if on_cuda and plain.embedder.token.weight.dtype is torch.float32:
-        plain = copy.deepcopy(plain).to(torch.bfloat16)  # what it would be served in
+    plain, dtype = model.eval(), served_dtype(model, device)
+    if plain.embedder.token.weight.dtype is not dtype:
+        plain = copy.deepcopy(plain).to(dtype)
     values: dict[str, Any] = {
         "max_new_tokens": config.new_tokens,
         "temperature": 0.0,

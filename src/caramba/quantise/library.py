@@ -13,6 +13,13 @@ from caramba.config.quantise import WeightFormat
 from caramba.errors import KernelUnavailable
 
 INT4_CAPABILITY = (8, 0)
+MISSING = (
+    "torchao is not installed, whose products of quantised weights run here; pip install 'caramba[quantise]'"
+)
+
+
+def _is_installed() -> bool:
+    return importlib.util.find_spec("torchao") is not None
 
 
 def load_torchao() -> ModuleType:
@@ -21,11 +28,8 @@ def load_torchao() -> ModuleType:
     Raises:
         KernelUnavailable: torchao is not installed.
     """
-    if importlib.util.find_spec("torchao") is None:
-        raise KernelUnavailable(
-            "weights: torchao is not installed, and products of quantised weights are its own; "
-            "pip install 'caramba[quantise]'"
-        )
+    if not _is_installed():
+        raise KernelUnavailable(f"weights: {MISSING}")
     # Its start tells of extensions for other Python and CUDA builds, none of which are used here.
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -37,6 +41,8 @@ def load_torchao() -> ModuleType:
 
 def format_refusal(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why weights of a format cannot run on a device beside activations of a type, None where they can."""
+    if not _is_installed():
+        return f"weights={form}: {MISSING}"
     if device.type not in ("cpu", "cuda"):
         return f"weights={form}: torchao has no kernel for {device.type}; use device=cpu or cuda, or leave it out"
     if form is not WeightFormat.INT4:
