@@ -21,11 +21,31 @@ from caramba.infer import Generator
 from caramba.measure import model_bytes
 from caramba.model import build_model
 from caramba.quantise import Ranges, observe_ranges, quantise_weights
+from caramba.quantise.dynamic import DynamicLinear
 from caramba.quantise.weights import linear_layers
 from caramba.result import RunResult
 from tests.unit.model.model_specs import VOCAB, transformer
 
 CPU = torch.device("cpu")
+
+
+def test_sums_of_codes_are_exact_whatever_their_size() -> None:
+    source = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (24, 512), dtype=torch.int8, generator=source)
+    codes[0] = 127
+    scale, smoothing, bias = torch.rand(24), torch.rand(512) + 0.5, torch.randn(24)
+    x = torch.randn(3, 5, 512, generator=source)
+    x[0, 0] = smoothing  # codes of 127 alone: the largest sum
+    x[1, 1] = 0
+    rows = (x / smoothing).double().flatten(0, 1)
+    step = rows.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    wanted = (rows / step).round() @ codes.double().T * step * scale + bias
+    found = DynamicLinear(codes, scale, smoothing, bias)(x)
+    # A quotient on the border of two codes may fall to either side: one code of one weight, at most.
+    slack = 127 * step * scale + 1e-5
+    assert ((found.flatten(0, 1) - wanted).abs() <= slack).all()
+    torch.testing.assert_close(found[0, 0], wanted[0].float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[1, 1], bias)
 
 
 def test_a_ladder_is_climbed_as_far_as_the_device_goes(tmp_path: Path) -> None:
@@ -96,6 +116,8 @@ def test_ranges_save_a_layer_that_reads_an_outlying_channel() -> None:
         if is_ranged:  # ranges equal to those of the weights would leave everything where it is
             of[name] = x.abs().amax(0)
         quantise_weights(model, WeightFormat.INT8_DYNAMIC, ranges=Ranges(of, 64, CalibrationConfig()))
+        layer = model.get_submodule(name)
+        assert isinstance(layer, DynamicLinear)
         return float((layer(x) - wanted).norm() / wanted.norm())
 
     assert error(True) < 0.1 * error(False)

@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from caramba.config.quantise import WeightFormat
 from caramba.errors import ConfigError, KernelUnavailable
+from caramba.layer import LinearLayer
 from caramba.layer.first_tokens import FirstTokens
 from caramba.measure import model_bytes
 from caramba.model import Model
 from caramba.model.head import TiedHead
+from caramba.ops.widen import widened
 from caramba.quantise.calibrate import HEAD, Ranges
+from caramba.quantise.dynamic import DynamicLinear
 from caramba.quantise.library import format_refusal, load_torchao
 
 GROUP_SIZES = (128, 64, 32)
@@ -152,11 +155,14 @@ def quantise_weights(
         raise ConfigError(f"weights={form}: no linear layer of this model can be quantised ({why})")
     before = model_bytes(model)
     for name, layer in found.layers.items():
+        if form is WeightFormat.INT8_DYNAMIC:
+            assert ranges is not None
+            own = weight if isinstance(layer, TiedHead) else weight_of(layer)
+            model.set_submodule(name, _dynamic(layer, own, ranges.of[name]))
+            continue
         if name == HEAD and not isinstance(layer, nn.Linear):
             layer = model.head = QuantisedTiedHead(weight)
-        range_of = None if ranges is None else ranges.of.get(name)
-        codes = _codes(torchao, weight_of(layer), form, range_of)
-        layer.weight = nn.Parameter(codes, requires_grad=False)
+        layer.weight = nn.Parameter(_codes(torchao, weight_of(layer), form), requires_grad=False)
     tokens = 0 if ranges is None or form is not WeightFormat.INT8_DYNAMIC else ranges.tokens
     return QuantisedWeights(form, tuple(found.layers), found.kept, before, model_bytes(model), tokens)
 
@@ -176,10 +182,8 @@ def _unfit(layer: nn.Module, form: WeightFormat, device: torch.device) -> str | 
     return None
 
 
-def _codes(torchao: Any, weight: Tensor, form: WeightFormat, range_of: Tensor | None) -> Tensor:
+def _codes(torchao: Any, weight: Tensor, form: WeightFormat) -> Tensor:
     """Return the tensor that stands for a weight [N, K]."""
-    if form is WeightFormat.INT8_DYNAMIC:
-        return _dynamic_codes(weight, range_of)
     carrier = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     carrier.weight = nn.Parameter(weight.detach(), requires_grad=False)
     if form is WeightFormat.INT8:
@@ -193,21 +197,22 @@ def _codes(torchao: Any, weight: Tensor, form: WeightFormat, range_of: Tensor | 
     return carrier.weight
 
 
-def _dynamic_codes(weight: Tensor, range_of: Tensor | None) -> Tensor:
-    """Return 8-bit codes of a weight whose product quantises what it reads, after moving ranges into the weight."""
+def _dynamic(layer: nn.Module, weight: Tensor, range_of: Tensor) -> DynamicLinear:
+    """Return a layer of codes in place of one with a weight [N, K], after moving ranges into the weight."""
     from torchao.quantization import Int8Tensor, PerRow
-    from torchao.quantization.quantize_.workflows import QuantizeTensorToInt8Kwargs
     from torchao.utils import should_reduce_range
 
-    pre_scale = None
-    if range_of is not None:
-        wide = weight.float()
-        moved = (range_of.to(wide.device) / wide.abs().amax(0).clamp(min=SMALLEST)).sqrt()
-        # A channel that was silent on the text, or has no weight, keeps its scale.
-        moved = torch.where((range_of > SMALLEST) & (moved > SMALLEST), moved, 1.0)
-        pre_scale, weight = (1 / moved).to(weight.dtype), (wide * moved).to(weight.dtype)
-    reduce_range = should_reduce_range(weight.device)
-    kwargs = QuantizeTensorToInt8Kwargs(granularity=PerRow(), reduce_range=reduce_range)
-    return Int8Tensor.from_hp(
-        weight, PerRow(), act_quant_kwargs=kwargs, act_pre_scale=pre_scale, reduce_range=reduce_range
+    wide = widened(weight.detach())
+    moved = (range_of / wide.abs().amax(0).clamp(min=SMALLEST)).sqrt()
+    # A channel that was silent on the text, or has no weight, keeps its scale.
+    moved = torch.where((range_of > SMALLEST) & (moved > SMALLEST), moved, 1.0)
+    is_reduced = should_reduce_range(weight.device)
+    codes = Int8Tensor.from_hp(wide * moved, PerRow(), reduce_range=is_reduced)
+    return DynamicLinear(
+        codes.qdata,
+        codes.scale.flatten(),
+        moved,
+        getattr(layer, "bias", None),
+        reduce=layer.reduce if isinstance(layer, LinearLayer) else None,
+        is_reduced=is_reduced,
     )

@@ -89,9 +89,10 @@ def test_refusals_name_device_type_and_a_way_out(monkeypatch: pytest.MonkeyPatch
     model = build_model(transformer("standard"), seed=0)
     with pytest.raises(KernelUnavailable, match="needs a CUDA device"):
         quantise_weights(model, WeightFormat.INT4)
-    monkeypatch.setattr(library.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(KernelUnavailable, match=r"pip install 'caramba\[quantise\]'"):
-        quantise_weights(model, WeightFormat.INT8)
+    with monkeypatch.context() as without:
+        without.setattr(library.importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(KernelUnavailable, match=r"pip install 'caramba\[quantise\]'"):
+            quantise_weights(model, WeightFormat.INT8)
     with pytest.raises(ValidationError, match="percentile=99 is of method=percentile, got method=max"):
         CalibrationConfig.model_validate({"percentile": 99.0})
     assert CalibrationConfig.model_validate(CalibrationConfig().model_dump()).tokens == 2048
