@@ -14,10 +14,10 @@ pytest.importorskip("torchao")
 import torch
 
 from caramba import artifact
-from caramba.benchmark import Subjects, run_suite
-from caramba.config.benchmark import BenchmarkConfig
+from caramba.benchmark import Subjects, ladder, run_suite
+from caramba.config.benchmark import BenchmarkConfig, InferenceLadderConfig
 from caramba.config.quantise import CalibrationConfig, WeightFormat
-from caramba.infer import Generator
+from caramba.infer import Generator, step_pool
 from caramba.measure import model_bytes
 from caramba.model import build_model
 from caramba.quantise import Ranges, observe_ranges, quantise_weights
@@ -27,6 +27,19 @@ from caramba.result import RunResult
 from tests.unit.model.model_specs import VOCAB, transformer
 
 CPU = torch.device("cpu")
+
+
+def test_a_model_that_cannot_be_captured_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "missing_rungs", lambda *_: {})
+    reason = "a layer keeps its first tokens at full precision"
+    monkeypatch.setattr(step_pool, "choose_steps", lambda host: (host, "eager", reason))
+    config = {"type": "inference_ladder", "prompt_length": 4, "new_tokens": 2, "timed_runs": 1}
+    bench = InferenceLadderConfig.model_validate(config | {"rungs": ["flash", "graphs"]})
+    model = build_model(transformer("standard"), seed=0)
+    subjects = Subjects({"student": model}, lambda _: None, None, VOCAB, CPU)  # type: ignore[arg-type, return-value]
+    metrics, rows = ladder.inference_ladder(bench, subjects, "ladder")
+    assert [row.get("skipped") for row in rows] == [None, reason]
+    assert {metric.key.partition("rung=")[2].partition(",")[0] for metric in metrics} == {"flash"}
 
 
 def test_sums_of_codes_are_exact_whatever_their_size() -> None:
