@@ -13,6 +13,7 @@ from typing import Any
 
 import sections_batching
 import sections_decode
+import sections_inference
 import sections_kernels
 import sections_loss
 import sections_upcycle
@@ -172,6 +173,7 @@ SECTIONS = {
     "kernels": sections_kernels.kernels,
     "batching": sections_batching.batching,
     "decode": sections_decode.decode,
+    "inference": sections_inference.inference,
     "attention_backends": sections_upcycle.attention_backends,
     "documents": sections_upcycle.documents,
     "linear_cross_entropy": sections_loss.linear_cross_entropy,

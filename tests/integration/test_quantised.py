@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("torchao")
+
+from caramba.cli import main
 from caramba.ops.backend import OPS
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 
@@ -16,10 +19,15 @@ pytestmark = pytest.mark.slow
 WORDS = ("benchmark=quantised", "verify=none", "train.steps=2", "train.batch_size=2", "train.block_size=64")
 
 
-def test_formats_side_by_side(tmp_path: Path) -> None:
-    done = caramba(["launch", *WORDS, *SMALL, *SMALL_TEACHER], tmp_path, tmp_path / "cache")
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantised")
+    done = caramba(["launch", *WORDS, *SMALL, *SMALL_TEACHER], folder, folder / "cache")
     assert done.returncode == 0, done.stdout + done.stderr
-    run = only_run(tmp_path)
+    return only_run(folder)
+
+
+def test_formats_side_by_side(run: Path) -> None:
     metrics = json.loads((run / "artifacts/report.json").read_text())["metrics"]
     for model in ("teacher", "student"):
         plain = metrics[f"perplexity.{model}.nll"]["value"]
@@ -39,6 +47,46 @@ def test_formats_side_by_side(tmp_path: Path) -> None:
     assert all(
         float(row["tail_bytes"]) + float(row["slack_bytes"]) < float(row["cache_bytes"]) for row in rows
     )
+
+
+def test_weights_are_reported_with_what_they_cost(run: Path) -> None:
+    report = json.loads((run / "artifacts/report.json").read_text())
+    metrics = {key: item["value"] for key, item in report["metrics"].items()}
+    for model in ("teacher", "student"):
+        assert metrics[f"weights.{model}.delta_nll@weights=bf16"] == 0
+        for form in ("int8", "int8_dynamic"):
+            assert 0 < abs(metrics[f"weights.{model}.delta_nll@weights={form}"]) < 0.01
+            assert 1.6 < metrics[f"weights.{model}.bytes_ratio@weights={form}"] < 2
+    assert not any(key.startswith("ratio.") and "weights=" in key for key in metrics)
+    rows = list(csv.DictReader((run / "artifacts/weights.csv").open()))
+    (refused,) = (row for row in rows if (row["model"], row["weights"]) == ("student", "int4"))
+    assert "needs a CUDA device" in refused["skipped"] or torch.cuda.is_available()
+    assert "weights.student.ppl_ratio@weights=int8_dynamic" in (run / "artifacts/tables.tex").read_text()
+
+
+def test_generate_takes_quantised_weights(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CARAMBA_HOME", str(run.parents[2] / "cache"))
+    words = ["generate", str(run), "--prompt", "def", "--max-new-tokens", "4", "--device", "cpu"]
+    percentile = ("--weights-calibration-method", "percentile", "--weights-calibration-tokens", "100")
+    for options in (("int8", "--weights-head"), ("int8_dynamic", *percentile)):
+        assert main([*words, "--json", "--weights", *options]) == 0
+        found = json.loads(capsys.readouterr().out)["weights"]
+        assert found["weights"] == options[0]
+        assert found["bytes_after"] < 0.4 * found["bytes_before"]
+        assert found["calibration_tokens"] == (100 if options[0] == "int8_dynamic" else 0)
+    text = tmp_path / "empty.txt"
+    text.write_text("")
+    for options, reason in (
+        (("--weights", "int4"), "needs a CUDA device, the model is on cpu; use weights=int8"),
+        (("--weights", "int8", "--weights-text", "x"), "ranges are of --weights int8_dynamic, got int8"),
+        (("--weights", "int8_dynamic", "--weights-text", str(text)), "no text to take ranges from"),
+        (("--weights-head",), "--weights-head is of quantised weights"),
+    ):
+        assert main([*words, *options]) == 2
+        captured = capsys.readouterr()
+        assert reason in captured.out + captured.err
 
 
 def test_what_would_measure_nothing_is_refused_before_the_run(tmp_path: Path) -> None:

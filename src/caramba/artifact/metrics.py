@@ -25,7 +25,9 @@ STAGES = (
 
 # A count of tokens is the same for both models, so its ratio says nothing.
 NO_RATIO = frozenset({"unique_tokens"})
-CONTROLS = "controls"  # a family that states its ratios itself
+COMPARING = frozenset(
+    {"controls", "weights", "inference_ladder"}
+)  # families that state their ratios themselves
 EXACT_16_BIT = ("fp16", "bf16")
 
 
@@ -124,7 +126,7 @@ def ratios(measured: dict[str, Metric]) -> tuple[dict[str, Metric], tuple[Undefi
     for key, metric in by_key.items():
         stage = key.model in STAGES and key.family == "perplexity" and key.field == "perplexity"
         if (
-            key.family == CONTROLS
+            key.family in COMPARING
             or key.model == TEACHER
             or key.field in NO_RATIO
             or not (key.model == STUDENT or stage)

@@ -9,6 +9,7 @@ from typing import Any
 
 from caramba.artifact.controls import PLOT_FILE as CONTROLS_FILE
 from caramba.artifact.curves import LATENCY_FILE, MEMORY_FILE
+from caramba.artifact.ladder import PLOT_FILE as LADDER_FILE
 from caramba.artifact.markup import document, figure, file_link, folded, metric_id, paragraph, section, table
 from caramba.artifact.report import Omission
 from caramba.artifact.summary import FILE as SUMMARY_FILE
@@ -24,6 +25,12 @@ _MEASURED = (
         ((SUMMARY_FILE, "Perplexity by stage, throughput and cache, as bars"),),
     ),
     ("Controls", ("controls",), ((CONTROLS_FILE, "Perplexity ratio against KV ratio, a point per control"),)),
+    ("Weights in 8 and 4 bits", ("weights",), ()),
+    (
+        "Inference ladder",
+        ("ladder",),
+        ((LADDER_FILE, "Decode throughput by rung, with the speed-up over the first"),),
+    ),
     ("From scratch", ("variants",), ()),
     ("Verification", ("verification", "cases"), ()),
     ("Accuracy", ("accuracy",), ()),

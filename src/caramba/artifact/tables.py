@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from caramba.artifact.cases import asked
 from caramba.artifact.controls import control_rows
 from caramba.artifact.key import MetricKey, parse_key
+from caramba.artifact.ladder import measured_rows
 from caramba.artifact.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
 from caramba.artifact.style import byte_text, name_of
 from caramba.artifact.summary import ratio_key, stage_bars
@@ -48,11 +49,20 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
     """Return the tables that have rows, in the order in which they are read."""
     note = f" Proxy teacher: {result.labels['proxy']}." if "proxy" in result.labels else ""
     where = _conditions(metrics)
-    held_out = " from the same teacher on the same held-out windows."
+    same = " on the same held-out windows."
+    held_out = " from the same teacher" + same
     listed = [
         ("comparison", "Teacher and student of ", f".{where}", COMPARISON_HEAD, _comparison(metrics)),
         ("stages", "Held-out perplexity of ", " by stage.", STAGE_HEAD, _stages(metrics)),
         ("controls", "Controls of ", held_out, CONTROL_HEAD, _controls(result, metrics)),
+        (
+            "weights",
+            "Quantised weights of ",
+            " against 16 bits" + same,
+            WEIGHTS_HEAD,
+            _weights(result, metrics),
+        ),
+        ("ladder", "Inference ladder of ", ", decode alone.", LADDER_HEAD, _ladder(result, metrics)),
         ("variants", "Attentions of ", " from scratch.", VARIANT_HEAD, _variants(result, metrics)),
         ("accuracy", "Accuracy of ", " by task.", ACCURACY_HEAD, _accuracy(metrics)),
         ("throughput", "Training speed of ", " by phase.", SPEED_HEAD, _speed(result)),
@@ -73,9 +83,26 @@ ACCURACY_HEAD = ("Task", "Metric", "Teacher", "Student", "Change")
 SPEED_HEAD = ("Phase", "Tokens/s", "MFU (share)", "Data wait (share)", "Peak memory", "Reserved")
 VARIANT_HEAD = ("Model", "Parameters", "Perplexity", "Bits per byte", "Bytes per token")
 CONTROL_HEAD = ("Model", "Tokens", "Bytes per token", "KV ratio", "PPL ratio", "KL", "Top-1")
+WEIGHTS_HEAD = ("Model", "Weights", "Perplexity", "NLL change (nats)", "PPL ratio", "Bytes", "Smaller")
+LADDER_HEAD = ("Model", "Rung", "Ran as", "Per token (ms)", "Tokens/s", "Speed-up")
 CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
 # Columns of words stand left, numbers right.
-WORDS = frozenset({"Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", *CASE_HEAD})
+WORDS = frozenset(
+    {
+        "Metric",
+        "Model",
+        "Stage",
+        "Phase",
+        "Task",
+        "Type",
+        "Check",
+        "Result",
+        "Rung",
+        "Ran as",
+        "Weights",
+        *CASE_HEAD,
+    }
+)
 TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
 
@@ -207,6 +234,46 @@ def _controls(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]
             _ratio_cell(found["ppl_ratio"]),
         )
         rows.append([Cell(name_of(row["model"])), *cells.values()])
+    return rows
+
+
+def _weights(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List what every format of weights costs and saves; the first row of a model is its 16 bits."""
+    rows: list[list[Cell]] = []
+    for row in measured_rows(result, "weights"):
+        given = {"weights": str(row["weights"])}
+        found = {
+            field: metrics.get(MetricKey("weights", row["model"], field, given).format())
+            for field in ("perplexity", "delta_nll", "ppl_ratio", "weight_bytes", "bytes_ratio")
+        }
+        cells = [
+            _measured_cell(found["perplexity"]),
+            _measured_cell(found["delta_nll"]),
+            _ratio_cell(found["ppl_ratio"]),
+            _bytes_cell(found["weight_bytes"]),
+            _ratio_cell(found["bytes_ratio"]),
+        ]
+        rows.append([Cell(name_of(row["model"])), Cell(str(row["weights"])), *cells])
+    return rows
+
+
+def _ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the rungs of inference ladders that were climbed."""
+    found = {
+        (key.model, key.conditions.get("rung"), key.field, metric.source): metric
+        for key, metric in ((parse_key(text), metric) for text, metric in metrics.items())
+        if key.family == "inference_ladder"
+    }
+    rows: list[list[Cell]] = []
+    for bench in result.benchmarks:
+        for row in bench.rows if bench.type == "inference_ladder" else ():
+            if row.get("skipped") is None:
+                at = [
+                    found.get((row["model"], row["rung"], field, bench.id))
+                    for field in ("latency_ms", "tok_s")
+                ]
+                words = [Cell(name_of(row["model"])), Cell(str(row["what"])), Cell(str(row["ran"]))]
+                rows.append([*words, *map(_measured_cell, at), Cell(f"{row['speed_up']:.2f}{TIMES}")])
     return rows
 
 

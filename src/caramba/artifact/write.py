@@ -9,6 +9,8 @@ from caramba.artifact.cases import cases_csv
 from caramba.artifact.controls import PLOT_FILE as CONTROLS_FILE
 from caramba.artifact.controls import draw_controls, skipped_controls
 from caramba.artifact.curves import LATENCY_FILE, MEMORY_FILE, draw_latency, draw_memory
+from caramba.artifact.ladder import PLOT_FILE as LADDER_FILE
+from caramba.artifact.ladder import draw_ladder, skipped_rows
 from caramba.artifact.latex import build_tables
 from caramba.artifact.metrics import collect, undefined_ratios
 from caramba.artifact.page import build_page
@@ -23,7 +25,8 @@ from caramba.runs.files import sha256_of, write_json, write_whole
 
 REPORT_FILE, PAGE_FILE, TABLES_FILE = "report.json", "report.html", "tables.tex"
 CSV_KINDS = ("perplexity", "latency", "memory")
-ASKED_KINDS = ("accuracy", "controls")  # their files are missed only where such a benchmark was asked for
+# Their files are missed only where such a benchmark was asked for.
+ASKED_KINDS = ("accuracy", "controls", "weights", "inference_ladder")
 
 
 def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
@@ -80,6 +83,8 @@ def _contents(
         omitted += missing
     contents[CONTROLS_FILE] = draw_controls(result)
     omitted += skipped_controls(result)
+    contents[LADDER_FILE], missing = draw_ladder(result)
+    omitted += [*missing, *skipped_rows(result)]
     contents[CSV_FILE] = transplant_csv(result)
     contents[PLOT_FILE], missing = draw_transplant(result)
     omitted += missing

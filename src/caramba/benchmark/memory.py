@@ -11,18 +11,9 @@ from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import MemoryBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.infer import prefill
-from caramba.measure import AllocationMeter
+from caramba.measure import AllocationMeter, model_bytes
 from caramba.model import Model
 from caramba.result import Metric
-
-
-def model_bytes(model: Model) -> int:
-    """Return the bytes of a model's parameters and buffers; a tied weight counts once."""
-    storages = {
-        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for tensor in itertools.chain(model.parameters(), model.buffers())
-    }
-    return sum(storages.values())
 
 
 @torch.inference_mode()

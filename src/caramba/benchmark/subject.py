@@ -16,8 +16,9 @@ from caramba.model import Model
 class Subjects:
     """Models by name (teacher, student, or a stage such as student_blockwise), and what they are measured on.
 
-    `windows` returns the held-out windows at a block size; `token_bytes` holds the UTF-8 bytes of each token id, when
-    the tokenizer is known; `max_length` is the longest sequence that the models trained on.
+    `windows` returns the held-out windows at a block size, `train_windows` those of training; `token_bytes` holds the
+    UTF-8 bytes of each token id, when the tokenizer is known; `max_length` is the longest sequence that the models
+    trained on.
     """
 
     models: Mapping[str, Model]
@@ -27,3 +28,4 @@ class Subjects:
     device: torch.device
     tokenizer: Tokenizer | None = None
     max_length: int = 2048
+    train_windows: Callable[[int], TokenDataset] | None = None

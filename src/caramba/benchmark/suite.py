@@ -9,16 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from caramba.benchmark.accuracy import accuracy
+from caramba.benchmark.ladder import inference_ladder
 from caramba.benchmark.latency import latency
 from caramba.benchmark.memory import memory
 from caramba.benchmark.perplexity import perplexity
 from caramba.benchmark.subject import Subjects
+from caramba.benchmark.weights import weights
 from caramba.config.benchmark import (
     AccuracyBenchmarkConfig,
     BenchmarkConfig,
+    InferenceLadderConfig,
     LatencyBenchmarkConfig,
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
+    WeightsBenchmarkConfig,
 )
 from caramba.console import logger
 from caramba.errors import ConfigError
@@ -56,8 +60,13 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
         return memory(config, subjects, bench.id)
     if isinstance(config, AccuracyBenchmarkConfig):
         return accuracy(config, subjects, bench.id)
+    if isinstance(config, WeightsBenchmarkConfig):
+        return weights(config, subjects, bench.id)
+    if isinstance(config, InferenceLadderConfig):
+        return inference_ladder(config, subjects, bench.id)
     raise ConfigError(
-        f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory or accuracy"
+        f"benchmarks.{bench.id}: type={config.type!r} is not built yet; use perplexity, latency, memory, accuracy, "
+        "weights or inference_ladder"
     )
 
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from caramba.config.base import Config, Later
 from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
 from caramba.config.layer import Positive
+from caramba.config.quantise import CalibrationConfig
 
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 ModelName = Literal["teacher", "student"]
@@ -127,6 +128,58 @@ class ControlsBenchmarkConfig(Config):
         return self
 
 
+class WeightsBenchmarkConfig(Config):
+    """Held-out NLL and bytes of weights of 8 and 4 bits, against the same model in 16 bits (`dtype`).
+
+    `head` quantises the head as well; `calibration` takes the ranges of `int8_dynamic` from training text.
+    """
+
+    type: Literal["weights"]
+    formats: Annotated[tuple[Literal["int8", "int4", "int8_dynamic"], ...], Field(min_length=1)] = (
+        "int8",
+        "int4",
+        "int8_dynamic",
+    )
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    head: bool = False
+    calibration: CalibrationConfig = CalibrationConfig()
+    block_size: Positive = 256
+    batch_size: Positive = 8
+    num_batches: Positive = 32
+
+
+RungName = Literal["eager_math", "flash", "graphs", "int8", "tp2"]
+
+
+class InferenceLadderConfig(Config):
+    """Latency per token and throughput as each means of speed is added: see `rungs`.
+
+    `eager_math` is the host's loop with plain attention; `flash` adds the best SDPA backend and fused decode, `graphs`
+    the compiled step in a CUDA graph, `int8` weights of 8 bits, `tp2` tensor parallelism over two devices. What a
+    device has not is a row with the reason, and the next rung does without it.
+    """
+
+    type: Literal["inference_ladder"]
+    rungs: Annotated[tuple[RungName, ...], Field(min_length=1)] = (
+        "eager_math",
+        "flash",
+        "graphs",
+        "int8",
+        "tp2",
+    )
+    prompt_length: Positive = 128
+    new_tokens: Annotated[int, Field(ge=2)] = 64
+    batch_size: Positive = 1
+    warmup_runs: Positive = 1
+    timed_runs: Positive = 7
+
+    @model_validator(mode="after")
+    def _once(self) -> InferenceLadderConfig:
+        if len(set(self.rungs)) < len(self.rungs):
+            raise ValueError(f"rungs={list(self.rungs)} names one twice; name each once")
+        return self
+
+
 class PendingBenchmarkConfig(Config):
     """`generation` is a known name whose benchmark comes with later work."""
 
@@ -139,6 +192,8 @@ BenchmarkKind = Annotated[
     | MemoryBenchmarkConfig
     | AccuracyBenchmarkConfig
     | ControlsBenchmarkConfig
+    | WeightsBenchmarkConfig
+    | InferenceLadderConfig
     | PendingBenchmarkConfig,
     Field(discriminator="type"),
 ]

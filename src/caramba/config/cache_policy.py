@@ -13,6 +13,7 @@ from caramba.config.leaf import Positive
 Limit = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Q_CHUNK_BUCKETS = ((2048, None), (16384, 2048), (65536, 1024))
 LONGEST_Q_CHUNK = 512
+SMALLEST_STEP_CAPACITY = 512
 
 
 class CacheKeys(Config):
@@ -87,3 +88,14 @@ class CacheKeys(Config):
 def q_chunk_for(n_tokens: int) -> int | None:
     """Return how many queries attend at a time at a length; None for all."""
     return next((chunk for limit, chunk in Q_CHUNK_BUCKETS if n_tokens <= limit), LONGEST_Q_CHUNK)
+
+
+def step_capacity(n_tokens: int, limit: int | None) -> int:
+    """Return the cache that steps on the device get for a length: 512 tokens doubled until it fits, at most `limit`.
+
+    The doublings meet every bucket of the decode plan (2048, 16384, 65536), and no text pays for twice what it needs.
+    """
+    capacity = SMALLEST_STEP_CAPACITY
+    while capacity < n_tokens:
+        capacity *= 2
+    return capacity if limit is None else max(n_tokens, min(capacity, limit))

@@ -315,6 +315,7 @@ class Session:
             device=self.device,
             tokenizer=self.corpus.tokenizer,
             max_length=self._longest(),
+            train_windows=lambda block_size: self.windows("train", block_size),
         )
         results = run_suite(benchmarks, subjects)
         for result in results:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,12 +14,15 @@ import torch
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.parse import parse_as
+from caramba.console import logger
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
 from caramba.infer.dialogue import read_template
 from caramba.infer.generator import Generator
 from caramba.infer.held_out import held_out_of
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
+from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
+from caramba.infer.quantised import add_weights, calibration_config, quantise_opened
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.model import Model
 from caramba.runtime import choose_device
@@ -61,7 +65,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
 }
 SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
 OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (
-    " [--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N]"
+    " [--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N]" + WEIGHTS_OPTIONS
 )
 
 
@@ -72,6 +76,7 @@ class ModelArguments(argparse.ArgumentParser):
         super().__init__(prog=f"caramba {command}", add_help=False, allow_abbrev=False)
         self.command, self.own = command, own
         self.add_argument("run")
+        add_weights(self)
         self.add_argument("--which", default="student", choices=("teacher", "student"))
         self.add_argument("--tokenizer")
         self.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
@@ -105,6 +110,7 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
     config = parse_as(
         GenerateConfig, _given(words, KEYS) | ({"stop": tuple(words.stop)} if words.stop else {})
     )
+    calibration_config(words)
     speculation = _given(words, SPECULATION)
     method = parse_as(SpeculativeConfig, speculation).spec_method if speculation else None
     if (speculation and "spec_method" not in speculation) or (words.draft is not None and method != "draft"):
@@ -143,7 +149,7 @@ def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[O
 
 
 def open_for_text(words: argparse.Namespace) -> tuple[OpenedModel, Tokenizer]:
-    """Open the model that the words name, in the dtype that they ask for, and its tokenizer.
+    """Open the model that the words name, in the dtype and with the weights that they ask for, and its tokenizer.
 
     Raises:
         ConfigError: no such run, or a model without a tokenizer.
@@ -154,6 +160,10 @@ def open_for_text(words: argparse.Namespace) -> tuple[OpenedModel, Tokenizer]:
     tokenizer = need_tokenizer(opened, words.command)
     if words.dtype is not None:
         opened.model.to(DTYPES[words.dtype])
+    quantised = quantise_opened(opened, words)
+    if quantised is not None:
+        logger.info(quantised.words)
+        opened = dataclasses.replace(opened, quantised=quantised)
     return opened, tokenizer
 
 

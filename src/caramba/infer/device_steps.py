@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from types import FunctionType
 from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,8 +25,16 @@ WARM_UPS = 3
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
+NextLogits = Callable[[Model, Tensor, StepContext], Tensor]
+
+
 class Steps(Protocol):
-    """A draw and a forward, one after the other; what each returns may be overwritten by its next call."""
+    """A draw and a forward, one after the other; what each returns may be overwritten by its next call.
+
+    `resume` comes after anything else has changed the context.
+    """
+
+    def resume(self) -> None: ...
 
     def choose(self, logits: Tensor) -> Tensor: ...
 
@@ -40,6 +50,9 @@ class HostSteps:
     ctx: Context
     config: GenerateConfig
 
+    def resume(self) -> None:
+        """Go on from where the context is: it is read at every step."""
+
     def choose(self, logits: Tensor) -> Tensor:
         """Draw every row's token. Shape: [B, V] to [B]."""
         return self.state.choose(logits, self.config)
@@ -53,21 +66,31 @@ class DeviceSteps:
     """Steps on a cache whose length the device counts.
 
     Compiled, a forward is one graph of fused kernels. Captured, draw and forward are a CUDA graph each, made in the
-    first call: the host then launches two things per token and nothing is allocated.
+    first call: the host then launches two things per token and nothing is allocated. `captures` counts graphs.
     """
 
     def __init__(self, host: HostSteps, *, is_compiled: bool, is_captured: bool) -> None:
         self.host, self.step = host, StepContext(host.ctx)
-        self.is_captured = is_captured
-        self.run = compiled_logits() if is_compiled else next_logits
+        self.is_captured, self.is_compiled = is_captured, is_compiled
+        self.run: NextLogits = next_logits
+        if is_compiled:
+            self.run = compiled_logits(host.model, self.step.held.shape[0])
+            for buffer in (one for cache in host.ctx.caches for one in cache.allocations):
+                torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
+        self.captures = 0
         self._draw: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
         self._next: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
+
+    def resume(self) -> None:
+        """Go on from where the context is: the device counts from there."""
+        self.step.held.fill_(self.host.ctx.position)
 
     def choose(self, logits: Tensor) -> Tensor:
         """Draw every row's token. Shape: [B, V] to [B]."""
         if not self.is_captured:
             return self.host.choose(logits)
         if self._draw is None:
+            self.captures += 1
             trial = replace(self.host.state, **_copies(self.host.state))
             self._draw = captured(
                 logits,
@@ -91,6 +114,7 @@ class DeviceSteps:
                 self.step.held.fill_(position)
                 return self._forward(given)
 
+            self.captures += 1
             self._next = captured(token, self._forward, trial)
             self.step.held.fill_(position)
         return self._forward(token) if self._next is None else replayed(self._next, token)
@@ -104,10 +128,31 @@ def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
     return model.logits(model.hidden(token[:, None], step)[:, -1])
 
 
-@functools.cache
-def compiled_logits() -> Callable[[Model, Tensor, StepContext], Tensor]:
-    """Return `next_logits` compiled whole; one for all models, so that a second generation compiles nothing."""
-    return torch.compile(next_logits, fullgraph=True)
+_compiled: WeakKeyDictionary[Model, dict[int, NextLogits]] = WeakKeyDictionary()
+
+
+def compiled_logits(model: Model, batch_size: int) -> NextLogits:
+    """Return `next_logits` compiled whole for a model and batch size, made once: a second generation compiles nothing.
+
+    Each has a code object of its own: torch.compile counts recompilations, and guesses which sizes vary, by code
+    object, and other models or batches are no recompilations of this one.
+    """
+    made = _compiled.setdefault(model, {})
+    if batch_size not in made:
+        own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__, next_logits.__name__)
+        made[batch_size] = torch.compile(own, fullgraph=True)
+    return made[batch_size]
+
+
+def captures_of(steps: Steps) -> int:
+    """Return how many CUDA graphs steps have captured."""
+    return steps.captures if isinstance(steps, DeviceSteps) else 0
+
+
+def compilations() -> int:
+    """Return how many graphs torch.compile has made in this process; loads nothing where it has made none."""
+    loaded = sys.modules.get("torch._dynamo.utils")
+    return 0 if loaded is None else loaded.counters["stats"]["unique_graphs"]
 
 
 def captured(

@@ -139,6 +139,7 @@ def _record(
     return {
         "model": str(opened.path),
         "labels": opened.labels,
+        "weights": None if opened.quantised is None else opened.quantised.record(),
         "config": generator.config.model_dump(mode="json"),
         "rows": [
             {

@@ -19,7 +19,14 @@ from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.infer.decode import prefill
 from caramba.infer.decode_plan import planned
-from caramba.infer.device_steps import DecodeForm, HostSteps, Steps, choose_steps
+from caramba.infer.device_steps import (
+    DecodeForm,
+    HostSteps,
+    Steps,
+    captures_of,
+    choose_steps,
+    compilations,
+)
 from caramba.infer.held_out import HeldOut
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_probe import CacheProbe, fed_tokens
@@ -27,6 +34,7 @@ from caramba.infer.prompts import Prompt, encode_prompts, grouped, refuse_prompt
 from caramba.infer.row import OnText, Row
 from caramba.infer.scoring import KINDS
 from caramba.infer.step import StepState
+from caramba.infer.step_pool import StepPool
 from caramba.model import Model
 from caramba.runtime import synchronize
 
@@ -60,6 +68,8 @@ class GenerateStats:
     Attributes:
         decode: how steps ran last, see `GenerateConfig.compiled`.
         not_compiled: why they ran otherwise than asked, if so.
+        captures: CUDA graphs that were captured; none where an earlier call left those of its length.
+        compilations: graphs that torch.compile made during decode.
     """
 
     prefill_s: float = 0.0
@@ -70,6 +80,8 @@ class GenerateStats:
     cache_kind: str = ""
     decode: DecodeForm = "eager"
     not_compiled: str | None = None
+    captures: int = 0
+    compilations: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,6 +118,7 @@ class Generator:
         self.config = parse_as(GenerateConfig, given | values)
         self.model, self.tokenizer = model, tokenizer
         self.stats = GenerateStats()
+        self.pool = StepPool()
         self.held_out = held_out
         is_auto = self.config.cache_kind is KVCacheKind.AUTO
         self.policy = CachePolicy(model, tokenizer, self.config, held_out) if is_auto else None
@@ -175,14 +188,19 @@ class Generator:
         config, device = self.config, self.model.embedder.token.weight.device
         lengths = [len(row.prompt) for row in rows]
         start, longest = min(lengths), max(lengths)
-        ctx = self._context(len(rows), longest + config.max_new_tokens)
+        n_tokens = longest + config.max_new_tokens
+        kind, limit = self._kind(len(rows), n_tokens), min(self._position_limits(), default=None)
         began = time.perf_counter()
-        state = StepState.of(rows, config, self.model.spec.embedder.vocab_size, device)
+        ready = self.pool.prepare(self.model, rows, config, kind, n_tokens, limit)
+        ctx, state, steps = ready.ctx, ready.state, ready.steps
+        self.stats.decode, self.stats.not_compiled = ready.form, ready.not_compiled
         logits = prefill(self.model, state.prompts[:, :start], ctx, config.prefill_chunk)
         synchronize(device)
         prefilled = time.perf_counter()
         probe = self._probe()
-        steps = self._steps(state, ctx)
+        steps.resume()
+        first, captured = steps, captures_of(steps)
+        compiled = compilations() if config.compiled is True else 0
         n_steps = longest - start + config.max_new_tokens
         every = config.read_every or (1 if on_text is not None else READ_EVERY)
         for step in range(n_steps):
@@ -201,6 +219,8 @@ class Generator:
                 self.stats.steps += 1
         for row in rows:
             row.close(on_text)
+        self.stats.captures += captures_of(steps) - (captured if steps is first else 0)
+        self.stats.compilations += compilations() - compiled if config.compiled is True else 0
         self.stats.prefill_s += prefilled - began
         self.stats.decode_s += time.perf_counter() - prefilled
         self.stats.cache_bytes = max(self.stats.cache_bytes, ctx.nbytes())
@@ -217,12 +237,16 @@ class Generator:
         return CacheProbe(self.policy, self.cache_decision)
 
     def _context(self, batch_size: int, n_tokens: int) -> Context:
+        return self.model.new_context(batch_size, n_tokens, self._kind(batch_size, n_tokens), static=True)
+
+    def _kind(self, batch_size: int, n_tokens: int) -> KVCacheKind:
+        """Return the format of a generation's cache, by measurement under `cache_kind=auto`."""
         kind = self.config.cache_kind or KINDS.get(self.model.embedder.token.weight.dtype, KVCacheKind.FP32)
         if self.policy is not None:
             self.cache_decision = self.policy.decide(batch_size, n_tokens)
             kind = self.cache_decision.kind
         self.stats.cache_kind = kind.value
-        return self.model.new_context(batch_size, n_tokens, kind, static=True)
+        return kind
 
 
 @contextlib.contextmanager

@@ -31,8 +31,10 @@ class HeldOut:
         return cls(f"the held-out split of {corpus.name}", corpus.val, f"{corpus.fingerprint}:val")
 
     @classmethod
-    def of_file(cls, text: str, tokenizer: Tokenizer | None, vocab_size: int) -> HeldOut:
-        """Open a token folder, a .npy or .tokens file, or any other file as UTF-8 text.
+    def of_file(
+        cls, text: str, tokenizer: Tokenizer | None, vocab_size: int, key: str = "cache_quality_text"
+    ) -> HeldOut:
+        """Open a token folder, a .npy or .tokens file, or any other file as UTF-8 text; `key` is what named it.
 
         Raises:
             ConfigError: no such file, text that is not UTF-8, or text and no tokenizer.
@@ -45,37 +47,41 @@ class HeldOut:
             return cls(str(path), opened.tokens, _hash(opened.tokens))
         if tokenizer is None:
             raise ConfigError(
-                f"cache_quality_text={text}: a text, and there is no tokenizer; name tokens, or give a tokenizer"
+                f"{key}={text}: a text, and there is no tokenizer; name tokens, or give a tokenizer"
             )
         try:
             content = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"cache_quality_text={text}: {error}; name a token folder or a UTF-8 text file"
-            ) from None
+            raise ConfigError(f"{key}={text}: {error}; name a token folder or a UTF-8 text file") from None
         tokens = np.asarray(tokenizer.encode(content), dtype=np.int64)
         return cls(str(path), tokens, _hash(tokens))
 
 
 def held_out_of(opened: OpenedModel) -> HeldOut:
     """Return the held-out split of the data that a run's model was trained on, or why there is none."""
+    corpus = corpus_of(opened, "cache_quality_text")
+    return HeldOut(corpus) if isinstance(corpus, str) else HeldOut.of_corpus(corpus)
+
+
+def corpus_of(opened: OpenedModel, key: str) -> Corpus | str:
+    """Return the data that a run's model was trained on, or why there is none; `key` is what could name some.
+
+    Raises:
+        DataError: tokens outside the model's vocabulary.
+    """
     if opened.manifest is None:
-        return HeldOut(f"{opened.path} is no run, so its held-out text is not known; name cache_quality_text")
+        return f"{opened.path} is no run, so its held-out text is not known; name {key}"
     groups = opened.manifest.selected_groups()
     parts = opened.path.parts
     named = [group for group in groups if "groups" in parts and group.name in parts]
     corpus = open_corpus((named or groups)[-1].data)
     ours, theirs = opened.tokenizer, corpus.tokenizer
     if ours is not None and theirs is not None and ours.hash != theirs.hash:
-        return HeldOut(
-            f"the run's data has another tokenizer ({theirs.name}) than the model; name cache_quality_text"
-        )
+        return f"the run's data has another tokenizer ({theirs.name}) than the model; name {key}"
     largest = max(corpus.max_ids)
     if largest >= opened.model.spec.embedder.vocab_size:
-        raise DataError(
-            f"{corpus.folder}: token {largest} is outside the model's vocabulary; name cache_quality_text"
-        )
-    return HeldOut.of_corpus(corpus)
+        raise DataError(f"{corpus.folder}: token {largest} is outside the model's vocabulary; name {key}")
+    return corpus
 
 
 def _hash(tokens: Tokens) -> str:

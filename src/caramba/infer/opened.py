@@ -18,6 +18,7 @@ from caramba.data import Tokenizer, load_tokenizer, open_corpus
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model import Model, find_checkpoint, load_pretrained
 from caramba.model.pretrained import EXPORTED
+from caramba.quantise import QuantisedWeights
 from caramba.runs import MANIFEST, read_manifest, resolve_run
 
 Role = Literal["teacher", "student"]
@@ -28,7 +29,7 @@ class OpenedModel:
     """A trained model in eval mode and where it came from.
 
     Of a file or folder of weights there is no run; `context` is then the longest sequence that its config.json or
-    metadata states.
+    metadata states. `quantised` says what became of its weights where they are of 8 or 4 bits.
     """
 
     model: Model
@@ -38,6 +39,7 @@ class OpenedModel:
     manifest: Manifest | None = None
     tokenizer: Tokenizer | None = None
     context: int | None = None
+    quantised: QuantisedWeights | None = None
 
     @property
     def max_positions(self) -> int:

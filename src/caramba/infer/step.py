@@ -27,32 +27,54 @@ class StepState:
     logprobs: Tensor  # [B, max_new_tokens] float32
     seen: Tensor | None  # [B, V] bool
     step: Tensor  # [] int64
-    start: int
+    start: Tensor  # [] int64
 
     @classmethod
     def of(
-        cls, rows: Sequence[Row], config: GenerateConfig, vocab_size: int, device: torch.device
+        cls,
+        rows: Sequence[Row],
+        config: GenerateConfig,
+        vocab_size: int,
+        device: torch.device,
+        width: int = 0,
     ) -> StepState:
-        """Return the state before the first step."""
+        """Return the state before the first step, with room for prompts of `width` tokens or of the longest row's."""
+        width, n_new = max(width, *(len(row.prompt) for row in rows)), config.max_new_tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        n_rows, has_penalty = len(rows), config.repetition_penalty != 1.0
+        state = cls(
+            prompts=zeros(n_rows, width),
+            delay=zeros(n_rows),
+            uniform=zeros(n_rows, n_new, dtype=wide_dtype(device)),
+            tokens=zeros(n_rows, n_new),
+            logprobs=zeros(n_rows, n_new, dtype=torch.float32),
+            seen=zeros(n_rows, vocab_size, dtype=torch.bool) if has_penalty else None,
+            step=zeros(),
+            start=zeros(),
+        )
+        state.refill(rows)
+        return state
+
+    def refill(self, rows: Sequence[Row]) -> None:
+        """Begin again with as many other rows, in the same memory: what was captured on it stays of use."""
         lengths = [len(row.prompt) for row in rows]
         prompts = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
-        seen = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
         for index, row in enumerate(rows):
             prompts[index, : len(row.prompt)] = torch.tensor(row.prompt)
-            seen[index, row.prompt] = True
-        n_new = config.max_new_tokens
-        uniform = torch.stack([uniforms(row.seed, n_new) for row in rows])
-        shape = (len(rows), n_new)
-        return cls(
-            prompts=prompts.to(device),
-            delay=(torch.tensor(lengths) - min(lengths)).to(device),
-            uniform=uniform.to(wide_dtype(device)).to(device),
-            tokens=torch.zeros(shape, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(shape, dtype=torch.float32, device=device),
-            seen=seen.to(device) if config.repetition_penalty != 1.0 else None,
-            step=torch.zeros((), dtype=torch.int64, device=device),
-            start=min(lengths),
-        )
+        self.prompts[:, : prompts.shape[1]].copy_(prompts)
+        self.delay.copy_(torch.tensor(lengths) - min(lengths))
+        self.uniform.copy_(torch.stack([uniforms(row.seed, self.uniform.shape[1]) for row in rows]))
+        for drawn in (self.tokens, self.logprobs, self.step):
+            drawn.zero_()
+        self.start.fill_(min(lengths))
+        if self.seen is not None:
+            seen = torch.zeros(self.seen.shape, dtype=torch.bool)
+            for index, row in enumerate(rows):
+                seen[index, row.prompt] = True
+            self.seen.copy_(seen)
 
     def choose(self, logits: Tensor, config: GenerateConfig) -> Tensor:
         """Draw every row's token, record it, and return what is fed next, without a wait for the device.

@@ -11,6 +11,7 @@ from caramba.measure.nll import (
     spread_windows,
     windowed_nll,
 )
+from caramba.measure.storage import model_bytes, plain_tensors
 
 __all__ = [
     "Agreement",
@@ -21,6 +22,8 @@ __all__ = [
     "batches",
     "cached_hidden",
     "documents_of",
+    "model_bytes",
+    "plain_tensors",
     "samples_of",
     "spread_windows",
     "windowed_nll",

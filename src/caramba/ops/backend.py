@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any, ClassVar, Protocol
 
@@ -102,6 +103,19 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
             return None
     assert tensors[0] is not None
     return _launchers.get((op, tensors[0].device.type))
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Run a block as if no launcher were attached: layers then take their plain PyTorch code. For comparisons."""
+    attached, launchers = dict(_attached), dict(_launchers)
+    _attached.clear()
+    _launchers.clear()
+    try:
+        yield
+    finally:
+        _attached.update(attached)
+        _launchers.update(launchers)
 
 
 def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:

@@ -17,6 +17,8 @@ from caramba.errors import ConfigError
 from caramba.infer.arguments import ModelArguments, chat_template, end_marks, open_for_text
 from caramba.infer.engine import Engine
 from caramba.infer.opened import OpenedModel
+from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
+from caramba.infer.quantised import calibration_config
 
 if TYPE_CHECKING:
     from caramba.serve.service import Service
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 OPTIONS = (
     "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
     "[--max-queue 256] [--max-request-bytes 1048576] [--timeout 300] [--api-key-env NAME] [--prefix-cache-mb 0] "
-    "[--plain]"
+    "[--plain]" + WEIGHTS_OPTIONS
 )
 MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -52,6 +54,7 @@ def serve(argv: list[str]) -> int:
             f"serve: --host {words.host} is reached by other machines, and without a key anyone there could use the "
             "model; name the environment variable of a key with --api-key-env NAME, or listen on 127.0.0.1"
         )
+    calibration_config(words)
     _engine_config(words, words.max_len)  # a wrong value, and a taken address, fail before a model loads
     with bind(words.host, words.port) as listener:
         opened, tokenizer = open_for_text(words)

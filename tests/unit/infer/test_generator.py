@@ -206,7 +206,7 @@ def test_device_steps_draw_the_same_and_say_what_ran(model: Model, monkeypatch: 
     plain = Generator(model, **options)
     wanted = plain.generate(PROMPTS)
     assert (plain.stats.decode, plain.stats.not_compiled) == ("eager", None)
-    monkeypatch.setattr(device_steps, "compiled_logits", lambda: device_steps.next_logits)
+    monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
     stepped = Generator(model, compiled=True, **options)
     assert [row.tokens for row in stepped.generate(PROMPTS)] == [row.tokens for row in wanted]
     assert (stepped.stats.decode, stepped.stats.steps) == ("compiled", plain.stats.steps)

@@ -69,3 +69,31 @@ def test_a_captured_draw_is_the_eager_one() -> None:
     assert torch.equal(torch.stack(found), torch.stack(expected))
     assert torch.equal(captured.tokens, eager.tokens)
     assert torch.equal(captured.logprobs, eager.logprobs)
+
+
+@pytest.mark.parametrize("compiled", ["graph", True])
+@pytest.mark.parametrize("name", ["gqa_scaled", "latent_gate"])
+def test_graphs_of_a_bucket_are_captured_once(name: str, compiled: Any) -> None:
+    model = build_model(transformer(name), seed=0).cuda()
+    options = {**VALUES, "read_every": 4}
+    eager, stepped = Generator(model, **options), Generator(model, compiled=compiled, **options)
+    for index, prompts in enumerate((PROMPTS, PROMPTS[::-1], [[7, 7], [1] * 9, [2] * 5])):
+        wanted = eager.generate(prompts)
+        found = stepped.generate(prompts)
+        assert [row.tokens for row in found] == [row.tokens for row in wanted]
+        assert stepped.stats.decode == ("graph" if compiled == "graph" else "compiled graph")
+        assert stepped.stats.captures == (0 if index else 2)
+        assert stepped.stats.compilations == (1 if compiled is True and not index else 0)
+    stepped.generate([[1] * 600, [2] * 600, [3] * 600])  # another bucket: captured, not compiled again
+    assert (stepped.stats.captures, stepped.stats.compilations) == (2, 0)
+
+
+def test_memory_stays_flat_from_call_to_call() -> None:
+    model = build_model(transformer("latent_gate"), seed=0).cuda()
+    generator = Generator(model, compiled="graph", max_new_tokens=64, temperature=0.0)
+    used = []
+    for _ in range(4):
+        generator.generate([[1, 2, 3]])
+        torch.cuda.synchronize()
+        used.append(torch.cuda.memory_allocated())
+    assert len(set(used[1:])) == 1

@@ -1,0 +1,314 @@
+"""Tokens per second of whole decodes: short prefixes beside a hand-captured static loop, long ones, batches, and
+speed against context under the memory bound. Writes JSON after every row, and a plot.
+
+Usage on a GPU: python scripts/bench/inference.py [--parts short,long,batch,context] [--seconds 540] [--out FILE]
+(a later call with other parts adds to the file). `--size tiny --device cpu` shows that the script works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import inference_models as models
+import numpy as np
+import sections_inference
+import torch
+from kernels import machine
+from static_decode import StaticDecoder
+
+from caramba import kernels
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.quantise import WeightFormat
+from caramba.infer import Generator, prefill
+from caramba.model import Model
+from caramba.quantise import format_refusal, quantise_weights
+from caramba.runs.files import write_json
+from caramba.runtime import synchronize
+
+# (cache, prompt) of short prefixes, tokens of the long one, (batch, tokens) of the batch, contexts of the curve, and
+# new tokens.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "short": ((64, 16), (128, 16), (128, 112)),
+        "long": 96,
+        "batch": (2, 64),
+        "contexts": (32, 64),
+        "new": 8,
+    },
+    "1b": {
+        "short": ((512, 128), (4096, 128), (4096, 3584)),
+        "long": 32768,
+        "batch": (32, 8192),
+        "contexts": (512, 2048, 8192, 32768, 131072),
+        "new": 256,
+    },
+}
+PARTS = ("short", "long", "batch", "context")
+CHUNK = 2048
+
+
+@dataclass
+class Side:
+    """One way to decode: `run` returns the seconds of its steps and how many there were."""
+
+    name: str
+    run: Callable[[], tuple[float, int]]
+    facts: Callable[[], dict[str, Any]]
+
+
+def ours(name: str, model: Model, batch: int, prompt: int, new: int, **values: Any) -> Side:
+    """Return our Generator's decode behind a prompt of random tokens, its prefill not counted."""
+    given = {"max_new_tokens": new, "temperature": 0.0, "read_every": new, "prefill_chunk": CHUNK}
+    given |= {"max_seq_len": prompt + new} | values
+    generator = Generator(model, None, **given)
+    source = torch.Generator().manual_seed(0)
+    prompts = torch.randint(model.spec.embedder.vocab_size, (batch, prompt), generator=source).tolist()
+
+    def run() -> tuple[float, int]:
+        generator.generate(prompts)
+        return generator.stats.decode_s, generator.stats.steps
+
+    def facts() -> dict[str, Any]:
+        stats = generator.stats
+        known = {"ran": stats.decode, "why_not": stats.not_compiled, "cache_kind": stats.cache_kind}
+        return known | {"cache_bytes": stats.cache_bytes, "captures_when_timed": stats.captures}
+
+    return Side(name, run, facts)
+
+
+@torch.inference_mode()
+def peer(
+    model: Model, cache: int, prompt: int, new: int, *, is_compiled: bool
+) -> tuple[Side, dict[str, Any]]:
+    """Return the hand-written loop on the same prompt, and how far its first step's logits are from the model's."""
+    source = torch.Generator().manual_seed(0)
+    device = model.embedder.token.weight.device
+    tokens = torch.randint(model.spec.embedder.vocab_size, (1, prompt), generator=source).to(device)
+    kind = KVCacheKind.BF16 if device.type == "cuda" else KVCacheKind.FP32
+    ctx = model.new_context(1, prompt + 1, kind, static=True)
+    first = prefill(model, tokens, ctx, CHUNK).argmax(-1)
+    streams = [tuple(part.clone() for part in held.read().values()) for held in ctx.caches]
+    decoder = StaticDecoder(model, 1, cache, is_compiled=is_compiled)
+
+    def begin() -> None:
+        decoder.fill(streams, first)  # type: ignore[arg-type]
+
+    begin()
+    decoder.run(1)
+    wanted = model.logits(model.hidden(first[:, None], ctx)[:, -1]).float()
+    assert decoder.logits is not None
+    error = float((decoder.logits.float() - wanted).norm() / wanted.norm())
+    begin()
+    decoder.capture()
+
+    def run() -> tuple[float, int]:
+        begin()
+        synchronize(device)
+        began = time.perf_counter()
+        decoder.run(new - 1)
+        synchronize(device)
+        return time.perf_counter() - began, new - 1
+
+    ran = ("compiled " if is_compiled else "") + ("graph" if device.type == "cuda" else "eager")
+    return Side("static loop", run, lambda: {"ran": ran}), {"peer_error": error}
+
+
+def timed(sides: list[Side], repeats: int, batch: int) -> Iterator[dict[str, Any]]:
+    """Yield a row a side: median, middle 60% and all of its tokens per second. Sides take turns, the first untimed."""
+    speeds: dict[str, list[float]] = {side.name: [] for side in sides}
+    for repetition in range(repeats + 1):
+        for side in sides:
+            seconds, steps = side.run()
+            if repetition:
+                speeds[side.name].append(batch * steps / seconds)
+    for side in sides:
+        found = speeds[side.name]
+        p20, p80 = (float(value) for value in np.percentile(found, [20, 80]))
+        row = {"side": side.name, "tok_s": statistics.median(found), "p20": p20, "p80": p80, "all": found}
+        yield row | side.facts()
+
+
+class Bench:
+    """The cases, each a generator of rows."""
+
+    def __init__(self, size: str, device: torch.device, repeats: int, is_compiled: bool) -> None:
+        self.size, self.device, self.repeats, self.is_compiled = size, device, repeats, is_compiled
+        self.shapes = SHAPES[size]
+        self.form: bool | str = True if is_compiled else "graph"
+        self._models: dict[str, Model] = {}
+
+    def model(self, layout: str) -> Model:
+        """Return a model, the last two of which are kept."""
+        found = self._models.pop(layout, None)
+        while found is None and len(self._models) > 1:
+            self._models.pop(next(iter(self._models)))
+        self._models[layout] = found or models.model_of(self.size, layout, self.device)
+        return self._models[layout]
+
+    def kind(self) -> KVCacheKind:
+        """Return the 16-bit kind of a GPU, fp32 elsewhere."""
+        return KVCacheKind.BF16 if self.device.type == "cuda" else KVCacheKind.FP32
+
+    def cases(self, parts: list[str]) -> Iterator[tuple[str, Callable[[], Iterator[dict[str, Any]]]]]:
+        """Yield the name of each case and what measures it."""
+        shapes = self.shapes
+        if "short" in parts:
+            for cache, prompt in shapes["short"]:
+                name = f"short, {prompt} tokens in {cache}"
+                yield name, lambda cache=cache, prompt=prompt: self.short(cache, prompt)
+        if "long" in parts:
+            yield f"long, {shapes['long']} tokens", self.long
+        if "batch" in parts:
+            yield "batch, {} x {}".format(*shapes["batch"]), self.batch
+        if "context" in parts:
+            for context in shapes["contexts"]:
+                yield f"context, {context} tokens", lambda context=context: self.context(context)
+
+    def short(self, cache: int, prompt: int) -> Iterator[dict[str, Any]]:
+        """Batch 1, the grouped-query model: our steps, the static loop, and in the first case weights of fewer bits.
+
+        The static loop reads its whole cache. Ours may hold as many tokens, and takes a cache of the text's bucket.
+        """
+        model, new = self.model("gqa"), self.shapes["new"]
+        static, error = peer(model, cache, prompt, new, is_compiled=self.is_compiled)
+        limit = {"max_seq_len": cache}
+        sides = [static, ours("captured", model, 1, prompt, new, compiled="graph", **limit)]
+        if self.is_compiled:
+            sides.append(ours("compiled and captured", model, 1, prompt, new, compiled=True, **limit))
+        skipped = []
+        if (cache, prompt) == self.shapes["short"][0]:
+            for form in (WeightFormat.INT8, WeightFormat.INT4):
+                reason = format_refusal(form, self.device, model.embedder.token.weight.dtype)
+                if reason is None:
+                    changed = copy.deepcopy(model)
+                    quantise_weights(changed, form)
+                    sides.append(
+                        ours(f"{form} weights", changed, 1, prompt, new, compiled=self.form, **limit)
+                    )
+                else:
+                    skipped.append({"side": f"{form} weights", "skipped": reason})
+        facts = {"part": "short", "layout": "gqa", "batch": 1, "context": prompt, "cache": cache, **error}
+        for row in timed(sides, self.repeats, 1):
+            yield facts | row
+        for row in skipped:
+            yield facts | row
+
+    def long(self) -> Iterator[dict[str, Any]]:
+        """Batch 1 behind a long prefix, llama32_dba: a 16-bit cache and a mixed one."""
+        model, context, new = self.model("llama32_dba"), self.shapes["long"], min(self.shapes["new"], 128)
+        sides = [
+            ours("16-bit cache", model, 1, context, new, compiled=self.form, cache_kind=self.kind()),
+            ours("mixed cache", model, 1, context, new, compiled=self.form, cache_kind="mixed"),
+        ]
+        for row in timed(sides, self.repeats, 1):
+            yield {"part": "long", "layout": "llama32_dba", "batch": 1, "context": context} | row
+
+    def batch(self) -> Iterator[dict[str, Any]]:
+        """A batch behind prompts of some length: llama32_dba_384b and its grouped-query teacher in turns."""
+        (batch, context), new = self.shapes["batch"], self.shapes["new"]
+        yield from self._pair("batch", batch, context, min(new, 64))
+
+    def context(self, context: int) -> Iterator[dict[str, Any]]:
+        """Batch 1 at one context: teacher and student in turns."""
+        yield from self._pair("context", 1, context, min(self.shapes["new"], 128))
+
+    def _pair(self, part: str, batch: int, context: int, new: int) -> Iterator[dict[str, Any]]:
+        layouts = {"teacher": "gqa", "student": "llama32_dba_384b"}
+        sides = [
+            ours(name, self.model(layout), batch, context, new, compiled=self.form, cache_kind=self.kind())
+            for name, layout in layouts.items()
+        ]
+        for row in timed(sides, self.repeats, batch):
+            layout = layouts[row["side"]]
+            # The middle of the steps, and one token more.
+            size = models.bytes_of_step(self.model(layout), batch, context + new // 2, self.kind())
+            facts = {
+                "part": part,
+                "layout": layout,
+                "batch": batch,
+                "context": context,
+                "bytes_of_step": size,
+            }
+            yield facts | row
+
+
+def read_rate(device: torch.device) -> float:
+    """Return bytes per second of reading memory: the roof of a decode step."""
+    if device.type == "cuda":
+        from read_roof import read_roof
+
+        return read_roof()
+    x = torch.ones(1 << 24)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        x.sum()
+        times.append(time.perf_counter() - began)
+    return x.numel() * 4 / statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", default="1b", choices=tuple(SHAPES))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--seconds", type=float, default=540.0, help="no case begins later than this")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/inference.json"))
+    words = parser.parse_args()
+    parts = words.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts {','.join(sorted(unknown))}: expected some of {','.join(PARTS)}")
+    began, device = time.monotonic(), torch.device(words.device)
+    kernels.load(device)
+    bench = Bench(words.size, device, words.repeats, is_compiled=device.type == "cuda")
+    data = {
+        "benchmark": "inference",
+        "made_by": " ".join(["python", "scripts/bench/inference.py", *sys.argv[1:]]),
+        "machine": machine(device),
+        "size": words.size,
+        "read_bytes_per_s": read_rate(device),
+        "rows": kept_rows(words.out, parts, words.size),
+        "left_out": [],
+    }
+    for name, measure in bench.cases(parts):
+        if time.monotonic() - began > words.seconds:
+            data["left_out"].append(f"{name}: no time left")
+            continue
+        try:
+            for row in measure():
+                data["rows"].append(row)
+                said = row.get("skipped") or f"{row['tok_s']:.1f} tok/s ({row['ran']})"
+                print(f"{name}, {row['side']}: {said}", flush=True)
+        except torch.OutOfMemoryError as error:
+            data["left_out"].append(f"{name}: {str(error).splitlines()[0]}")
+        write_json(words.out, data)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    write_json(words.out, data)
+    if any(row["part"] == "context" for row in data["rows"]):
+        sections_inference.plot(data, words.out.with_suffix(".png"))
+    return 0
+
+
+def kept_rows(file: Path, parts: list[str], size: str) -> list[dict[str, Any]]:
+    """Return the rows of other parts that an earlier call wrote."""
+    if not file.is_file():
+        return []
+    before = json.loads(file.read_text())
+    return [row for row in before["rows"] if row["part"] not in parts] if before["size"] == size else []
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""Models of random weights for the inference benchmark, and the bytes that a decode step of each has to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from caramba.config.kvcache import KVCacheKind
+from caramba.config.model import ModelSpec
+from caramba.cost import model_cost
+from caramba.measure import model_bytes
+from caramba.model import Model, build_model
+
+# d_model, blocks, heads, key/value heads, d_ff, vocabulary: the second is Llama 3.2 1B's.
+SIZES = {"tiny": (64, 2, 4, 2, 128, 128), "1b": (2048, 16, 32, 8, 8192, 128256)}
+SCALING = {
+    "type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def latent(geo_dim: int) -> dict[str, Any]:
+    """Return the attention of a latent student: 128 features of content beside `geo_dim` of place."""
+    return {"mode": "decoupled", "layout": "latent", "sem_dim": 128, "geo_dim": geo_dim}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "gqa": {"mode": "gqa"},
+    "llama32_dba": latent(256),
+    "llama32_dba_384b": latent(64),
+}
+
+
+def model_of(size: str, layout: str, device: torch.device) -> Model:
+    """Return a model of random weights, bfloat16 on a GPU: speed does not depend on what it says."""
+    d_model, n_blocks, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
+    norm = {"type": "RMSNormLayer", "d_model": d_model}
+    rope = {"rope_base": 500000.0, "rope_scaling": SCALING}
+    heads = {"n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    attention = {"type": "AttentionLayer", "d_model": d_model, **heads, **rope, **LAYOUTS[layout]}
+    mlp = {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff}
+    block = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
+    nested = {"type": "NestedTopology", "layers": block, "repeat": n_blocks}
+    spec = ModelSpec.model_validate(
+        {
+            "embedder": {"vocab_size": vocab, "d_model": d_model},
+            "topology": {"type": "StackedTopology", "layers": [nested, norm]},
+            "head": {"tied": True},
+        }
+    )
+    # Drawn on the device: 1.2 billion normal numbers take the host half a minute.
+    model = build_model(spec, device="meta").to_empty(device=device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0) if weight.dim() == 1 and "bias" not in name else weight.normal_(std=0.02)
+    return model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
+
+
+def bytes_of_step(model: Model, batch: int, context: int, kind: KVCacheKind) -> float:
+    """Return what a step reads at least: every weight once (a tied embedding is the head), and the cache's tokens."""
+    return model_bytes(model) + batch * context * float(model_cost(model.spec).kv_bytes_per_token(kind))

@@ -1,0 +1,218 @@
+"""Swaps the weights of a model's linear layers for codes of 8 or 4 bits, which torchao's products read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba.config.quantise import WeightFormat
+from caramba.errors import ConfigError, KernelUnavailable
+from caramba.layer import LinearLayer
+from caramba.layer.first_tokens import FirstTokens
+from caramba.measure import model_bytes
+from caramba.model import Model
+from caramba.model.head import TiedHead
+from caramba.ops.widen import widened
+from caramba.quantise.calibrate import HEAD, Ranges
+from caramba.quantise.dynamic import DynamicLinear
+from caramba.quantise.library import format_refusal, load_torchao
+
+GROUP_SIZES = (128, 64, 32)
+"""Inputs that share a 4-bit scale; the largest that divides a layer's."""
+TILE = 8
+"""Both widths of an 8-bit product on CUDA are multiples of this."""
+GATE = "gate_dynamic"
+SMALLEST = 1e-5
+
+
+@dataclass(frozen=True)
+class QuantisedWeights:
+    """What was quantised. Bytes are those of all parameters and buffers, counted from storage.
+
+    Attributes:
+        layers: qualified names of the layers whose weights are codes.
+        kept: those that stay as they were, with the reason.
+        calibration_tokens: tokens that the ranges of `int8_dynamic` come from.
+    """
+
+    form: WeightFormat
+    layers: tuple[str, ...]
+    kept: dict[str, str]
+    bytes_before: int
+    bytes_after: int
+    calibration_tokens: int = 0
+
+    @property
+    def words(self) -> str:
+        """What became of the model, for a person."""
+        kept = "".join(f"; {n} kept ({why})" for why, n in Counter(self.kept.values()).items())
+        sizes = f"{self.bytes_before / 1e6:.2f} to {self.bytes_after / 1e6:.2f} MB"
+        return f"weights {self.form.value}: {len(self.layers)} linear layers, {sizes}{kept}"
+
+    def record(self) -> dict[str, Any]:
+        """Return it for a JSON file; `kept` counts layers by reason."""
+        return {
+            "weights": self.form.value,
+            "layers": len(self.layers),
+            "kept": dict(Counter(self.kept.values())),
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "calibration_tokens": self.calibration_tokens,
+        }
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Linear layers by qualified name, those to quantise and why the others are not."""
+
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+
+class QuantisedTiedHead(TiedHead):
+    """A tied head with codes of its own beside the embedding, whose rows are still looked up as they were.
+
+    Shape: hidden [..., M] and the embedding [V, M], which is not read, to logits [..., V].
+    """
+
+    def __init__(self, token_weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(token_weight.detach(), requires_grad=False)
+
+    def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
+
+
+def linear_layers(
+    model: Model, form: WeightFormat, device: torch.device, *, with_head: bool = False
+) -> Candidates:
+    """Return the linear layers of a model's topology: projections of attention, SwiGLU, LinearLayer; the head if asked.
+
+    The per-head maps of the latent layout are no linear layers and stay as they are, as do norms and embeddings.
+    """
+    found = Candidates()
+    inside_first = {
+        name
+        for parent, module in model.named_modules()
+        if isinstance(module, FirstTokens)
+        for name in (f"{parent}.k", f"{parent}.v")
+    }
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or name == HEAD:
+            continue
+        if name in inside_first:
+            found.kept[name] = "of the first tokens alone, most steps give it none"
+        elif name.rpartition(".")[2] == GATE:
+            found.kept[name] = "a gate, one output per head"
+        elif reason := _unfit(module, form, device):
+            found.kept[name] = reason
+        else:
+            found.layers[name] = module
+    if with_head:
+        table = model.head if isinstance(model.head, nn.Linear) else model.embedder.token
+        reason = _unfit(table, form, device)
+        if reason:
+            found.kept[HEAD] = reason
+        else:
+            found.layers[HEAD] = model.head
+    return found
+
+
+@torch.no_grad()
+def quantise_weights(
+    model: Model, form: WeightFormat, *, with_head: bool = False, ranges: Ranges | None = None
+) -> QuantisedWeights:
+    """Swap weights for codes in place; the model is for inference from then on.
+
+    `int8`: w = s_o q, symmetric, one fp32 scale per output channel. `int4`: q of 0 to 15 with a scale and a zero per
+    group of inputs, bfloat16. `int8_dynamic`: activations are symmetric 8-bit codes too, one scale per token; with
+    `ranges` r of their channels, x_j / c_j and w_ij c_j take the place of x_j and w_ij, c_j = sqrt(r_j / max_i |w_ij|).
+
+    Raises:
+        KernelUnavailable: torchao is missing, or has no kernel for the format on the model's device.
+        ConfigError: the model has no layer that can be quantised, or `int8_dynamic` without ranges.
+
+    Reference: Dettmers et al., 2022, arXiv:2208.07339 (codes by row); Xiao et al., 2022, arXiv:2211.10438 (moving
+    ranges into weights; theirs are maxima).
+    """
+    weight = model.embedder.token.weight
+    reason = format_refusal(form, weight.device, weight.dtype)
+    if reason is not None:
+        raise KernelUnavailable(reason)
+    torchao = load_torchao()
+    if form is WeightFormat.INT8_DYNAMIC and ranges is None:
+        raise ConfigError(
+            "weights=int8_dynamic: needs the ranges of activations; name a text to calibrate on"
+        )
+    found = linear_layers(model, form, weight.device, with_head=with_head)
+    if not found.layers:
+        why = "; ".join(f"{name}: {reason}" for name, reason in list(found.kept.items())[:3]) or "it has none"
+        raise ConfigError(f"weights={form}: no linear layer of this model can be quantised ({why})")
+    before = model_bytes(model)
+    for name, layer in found.layers.items():
+        if form is WeightFormat.INT8_DYNAMIC:
+            assert ranges is not None
+            own = weight if isinstance(layer, TiedHead) else weight_of(layer)
+            model.set_submodule(name, _dynamic(layer, own, ranges.of[name]))
+            continue
+        if name == HEAD and not isinstance(layer, nn.Linear):
+            layer = model.head = QuantisedTiedHead(weight)
+        layer.weight = nn.Parameter(_codes(torchao, weight_of(layer), form), requires_grad=False)
+    tokens = 0 if ranges is None or form is not WeightFormat.INT8_DYNAMIC else ranges.tokens
+    return QuantisedWeights(form, tuple(found.layers), found.kept, before, model_bytes(model), tokens)
+
+
+def weight_of(layer: nn.Module) -> Tensor:
+    """Return a layer's weight [N, K]."""
+    return layer.get_parameter("weight")
+
+
+def _unfit(layer: nn.Module, form: WeightFormat, device: torch.device) -> str | None:
+    """Return why a product cannot read a layer's weight [N, K] as codes, None where it can."""
+    n_out, n_in = weight_of(layer).shape
+    if form is WeightFormat.INT4 and n_in % GROUP_SIZES[-1]:
+        return f"{n_in} inputs, not a multiple of {GROUP_SIZES[-1]}"
+    if form is WeightFormat.INT8_DYNAMIC and device.type == "cuda" and (n_in % TILE or n_out % TILE):
+        return f"{n_out} x {n_in}, not multiples of {TILE}"
+    return None
+
+
+def _codes(torchao: Any, weight: Tensor, form: WeightFormat) -> Tensor:
+    """Return the tensor that stands for a weight [N, K]."""
+    carrier = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    carrier.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if form is WeightFormat.INT8:
+        config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
+    else:
+        group = next(size for size in GROUP_SIZES if weight.shape[1] % size == 0)
+        config = torchao.Int4WeightOnlyConfig(
+            group_size=group, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        )
+    torchao.quantize_(carrier, config)
+    return carrier.weight
+
+
+def _dynamic(layer: nn.Module, weight: Tensor, range_of: Tensor) -> DynamicLinear:
+    """Return a layer of codes in place of one with a weight [N, K], after moving ranges into the weight."""
+    from torchao.quantization import Int8Tensor, PerRow
+    from torchao.utils import should_reduce_range
+
+    wide = widened(weight.detach())
+    moved = (range_of / wide.abs().amax(0).clamp(min=SMALLEST)).sqrt()
+    # A channel that was silent on the text, or has no weight, keeps its scale.
+    moved = torch.where((range_of > SMALLEST) & (moved > SMALLEST), moved, 1.0)
+    is_reduced = should_reduce_range(weight.device)
+    codes = Int8Tensor.from_hp(wide * moved, PerRow(), reduce_range=is_reduced)
+    return DynamicLinear(
+        codes.qdata,
+        codes.scale.flatten(),
+        moved,
+        getattr(layer, "bias", None),
+        reduce=layer.reduce if isinstance(layer, LinearLayer) else None,
+        is_reduced=is_reduced,
+    )

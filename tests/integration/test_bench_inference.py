@@ -1,0 +1,52 @@
+"""The bench of whole decodes runs through on any machine, holds its peer to our logits, and its section renders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchao")
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = (
+    "import json,sys,sections_inference as s; print('\\n'.join(s.inference(json.load(open(sys.argv[1])))))"
+)
+
+
+def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(tmp_path: Path) -> None:
+    out = tmp_path / "inference.json"
+    before = {
+        "part": "batch",
+        "side": "teacher",
+        "batch": 1,
+        "context": 4,
+        "tok_s": 5.0,
+        "p20": 4.0,
+        "p80": 6.0,
+    }
+    out.write_text(json.dumps({"size": "tiny", "rows": [before | {"ran": "eager"}]}))
+    words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), "--parts", "short,context"]
+    command = [sys.executable, "scripts/bench/inference.py", *words, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    data = json.loads(out.read_text())
+    assert data["rows"][0]["part"] == "batch"  # of an earlier call
+    sides = [(row["part"], row["side"], row["context"]) for row in data["rows"][1:]]
+    assert sides[:4] == [
+        ("short", side, 16) for side in ("static loop", "captured", "int8 weights", "int4 weights")
+    ]
+    assert sides[-2:] == [("context", "teacher", 64), ("context", "student", 64)]
+    errors = [row["peer_error"] for row in data["rows"] if "peer_error" in row]
+    assert 0 < max(errors) < 1e-5
+    assert all(row.get("skipped") or row["tok_s"] > 0 for row in data["rows"])
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(out)], cwd=ROOT / "scripts/bench", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "x the static loop" in done.stdout
+    assert "not run: weights=int4" in done.stdout
