@@ -61,7 +61,7 @@ class Slots:
         self.is_decoding = [False] * n
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
         self.logits: Tensor | None = None
-        self._run = compiled_logits() if self.form.startswith("compiled") else next_logits
+        self._run = compiled_logits(model, n) if self.form.startswith("compiled") else next_logits
         self._next: Graph | None = None
         self._draws: dict[Form, Graph] = {}
         self._is_changed = True
