@@ -10,6 +10,7 @@ from caramba.cache.layer import (
     LayerKVCache,
     new_layer_cache,
 )
+from caramba.cache.rows import RowsContext
 from caramba.cache.step import StepContext, refusal
 from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
 from caramba.config.kvcache import KVCacheKind
@@ -25,6 +26,7 @@ __all__ = [
     "LatentLayerKVCache",
     "LayerCache",
     "LayerKVCache",
+    "RowsContext",
     "StepContext",
     "new_layer_cache",
     "refusal",

@@ -15,7 +15,7 @@ from caramba.infer.dialogue import Dialogue, read_template
 from caramba.infer.generate_command import clean, show_decision, speculation
 from caramba.infer.generator import Generator
 from caramba.infer.opened import OpenedModel
-from caramba.infer.speculative import SpeculativeStats
+from caramba.infer.speculative import SpeculativeGenerator
 
 HELP = """\
 /help   these words
@@ -130,7 +130,7 @@ class ChatSession:
             f"{self.turns} turns, {self.tokens} tokens at {rate:.1f} tok/s (last {last.tokens_per_second:.1f}), "
             f"{last.cache_kind} cache {last.cache_bytes} bytes, "
             f"context {self.context} of {self.generator.config.max_seq_len} tokens"
-            + (f"; {speculation(last)}" if isinstance(last, SpeculativeStats) else "")
+            + (f"; {speculation(self.generator)}" if isinstance(self.generator, SpeculativeGenerator) else "")
         )
 
 
