@@ -76,6 +76,22 @@ class SampleConfig(Config):
     generate: GenerateConfig = GenerateConfig()
 
 
+class ChatConfig(Config):
+    """What a run of `mode: chat` opens: a conversation with the model as it is at that point.
+
+    The messages are said first. On a terminal the conversation then goes on there; without one, and without messages,
+    it takes its lines from a pipe.
+    """
+
+    messages: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    system: Annotated[str, Field(min_length=1)] | None = None
+    plain: bool = Field(
+        default=False, description="lines of User: and Assistant:, whatever template there is"
+    )
+    role: Literal["teacher", "student"] = "student"
+    generate: GenerateConfig = GenerateConfig()
+
+
 class SpeculativeConfig(Config):
     """Speculation: drafted tokens are verified together; the distribution of the text stays the model's own.
 

@@ -30,7 +30,7 @@ from caramba.model import EarlyExit, Model
 from caramba.runtime import synchronize
 
 DRAFT_SEED = 0x5BEC  # a row's draft and verification draw from a stream of their own
-TIMED_STEPS = 7
+TIMED_STEPS = 16
 
 
 class SpeculativeGenerator(Generator):
@@ -114,7 +114,7 @@ class SpeculativeGenerator(Generator):
     def speed_up(self) -> float | None:
         """Return the last call's decode speed as a multiple of that of one token a step, or None before one.
 
-        Such a step for as many rows, forward and draw, is timed here: the median of some, run eagerly on a cache that
+        Such a step for as many rows, forward and draw, is timed here: the mean of some, run eagerly on a cache that
         holds the first row's text. It is an estimate at the price of a prefill and those steps.
         """
         stats, text = self.stats, self._last
@@ -136,7 +136,7 @@ class SpeculativeGenerator(Generator):
                 hidden = self.model.hidden(token[:, None], ctx)[:, -1]
                 synchronize(device)
                 seconds.append(time.perf_counter() - began)
-        return stats.tokens_per_step * statistics.median(seconds) * stats.steps / stats.decode_s
+        return stats.tokens_per_step * statistics.fmean(seconds) * stats.steps / stats.decode_s
 
     def _new_stats(self) -> SpeculativeStats:
         return SpeculativeStats()
