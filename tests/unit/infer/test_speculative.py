@@ -144,35 +144,29 @@ def misfit(generator: SpeculativeGenerator, n: int, rows: int) -> tuple[float, f
     for start in range(0, n, rows):
         texts = generator.generate([[1, 2]] * rows, seeds=range(start, start + rows))
         counts.update(row.tokens[1:] for row in texts)
-    p: dict[tuple[int, ...], float] = {}
-
-    def after(ids: list[int]) -> dict[int, float]:
-        with torch.no_grad():
-            found = distribution(model(torch.tensor([ids]))[0, -1], config)
-        return {int(token): float(found[token]) for token in found.nonzero()[:, 0]}
-
-    for a, pa in after([1, 2]).items():
-        for b, pb in after([1, 2, a]).items():
-            for c, pc in after([1, 2, a, b]).items():
-                p[b, c] = p.get((b, c), 0.0) + pa * pb * pc
-    pairs = sorted(set(p) | set(counts))
-    probabilities = np.array([p.get(pair, 0.0) for pair in pairs])
-    seen = np.array([counts.get(pair, 0) for pair in pairs])
-    common = n * probabilities >= 5
+    every = torch.cartesian_prod(*[torch.arange(VOCAB)] * 2)
+    with torch.no_grad():
+        p1 = distribution(model(torch.tensor([[1, 2]]))[0, -1], config)
+        two = torch.cat((torch.tensor([[1, 2]]).expand(len(every), -1), every), dim=1)
+        found = distribution(model(two)[:, 2:], config)
+    p2, p3 = (found[:, at].unflatten(0, (VOCAB, VOCAB)) for at in (0, 1))
+    pairs = torch.einsum("a,ab,abc->bc", p1, p2[:, 0], p3).flatten().numpy()
+    seen = np.array([counts.get((b, c), 0) for b in range(VOCAB) for c in range(VOCAB)])
+    common = n * pairs >= 5
     return chi_square(
-        np.append(seen[common], seen[~common].sum()),
-        np.append(probabilities[common], probabilities[~common].sum()),
+        np.append(seen[common], seen[~common].sum()), np.append(pairs[common], pairs[~common].sum())
     )
 
 
 @pytest.mark.parametrize("method", ["draft", "early_exit"])
 def test_what_a_generator_writes_follows_the_target(method: str) -> None:
-    model, draft = sharp("standard", by=3), sharp("standard", seed=7, by=3) if method == "draft" else None
-    values: dict[str, Any] = {"temperature": 1.2, "top_k": 3, "max_new_tokens": 3, "cache_kind": "fp32"}
-    generator = SpeculativeGenerator(model, draft=draft, spec_method=method, spec_k=2, **values)
-    found, bound = misfit(generator, 1000, 1000)
+    model, draft = sharp("standard", by=4), sharp("standard", seed=7, by=4) if method == "draft" else None
+    generator = SpeculativeGenerator(
+        model, draft=draft, spec_method=method, spec_k=2, max_new_tokens=3, cache_kind="fp32"
+    )
+    found, bound = misfit(generator, 3000, 3000)
     assert found < bound
-    assert 0.05 < generator.acceptance_rate < 0.95  # neither all accepted nor all drawn anew
+    assert 0.2 < generator.acceptance_rate < 0.9  # neither all accepted nor all drawn anew
 
 
 def test_lookup_takes_the_longest_and_latest_run_and_repeats_itself() -> None:
