@@ -198,11 +198,17 @@ def test_speculation_reports_itself_and_keeps_the_text(
     drafted = generated(capsys, *options, "--spec-method", "draft", "--draft", str(folder), "--spec-k", "3")
     assert drafted["stats"]["acceptance_rate"] > 0.9
     assert len(drafted["rows"][0]["tokens"]) <= 40
+    several = ("--prompt", "b", "--prompt", "xyxyx")
+    together = generated(capsys, *options, *several, "--spec-method", "early_exit")
+    assert together["stats"]["not_batched"] is None
+    assert together["stats"]["speed_up_estimate"] > 0
+    alone = generated(capsys, *options, "--spec-method", "early_exit")
+    assert together["rows"][0]["tokens"] == alone["rows"][0]["tokens"]
     for words, text in (
         (("--spec-k", "3"), "name --spec-method lookup"),
         (("--spec-method", "draft"), "needs a smaller model of the same tokenizer: --draft"),
         (("--spec-method", "lookup", "--draft", str(folder)), "or --spec-method draft with --draft"),
-        (("--spec-method", "lookup", "--prompt", "b"), "got 2 prompts"),
+        (("--spec-method", "early_exit", "--spec-draft-layers", "9"), "spec_draft_layers=9 of a model of 2"),
         (("--spec-compare",), "--spec-compare times speculation against none"),
         (("--spec-method", "lookup", "--spec-k", "17"), "spec_k: got 17, expected less than or equal to 16"),
     ):

@@ -10,6 +10,7 @@ from caramba.cache.layer import (
     LayerKVCache,
     new_layer_cache,
 )
+from caramba.cache.rows import RowsContext
 from caramba.cache.slots import SlotContext
 from caramba.cache.step import StepContext, refusal
 from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
@@ -26,6 +27,7 @@ __all__ = [
     "LatentLayerKVCache",
     "LayerCache",
     "LayerKVCache",
+    "RowsContext",
     "SlotContext",
     "StepContext",
     "new_layer_cache",

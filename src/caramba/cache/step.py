@@ -32,10 +32,13 @@ class StepContext:
         held: tokens stored before this step, int32 [B].
         seqlens: those with this step's, int32 [B], once a forward has begun.
         offset: position of this step's token, a view of `held`, int32 [B, 1].
+        width: tokens per sequence that a forward takes.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.
     """
+
+    width = 1
 
     def __init__(self, ctx: Context) -> None:
         reason = self.refusal(ctx)

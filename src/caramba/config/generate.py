@@ -76,15 +76,37 @@ class SampleConfig(Config):
     generate: GenerateConfig = GenerateConfig()
 
 
+class ChatConfig(Config):
+    """What a run of `mode: chat` opens: a conversation with the model as it is at that point.
+
+    The messages are said first. On a terminal the conversation then goes on there; without one, and without messages,
+    it takes its lines from a pipe.
+    """
+
+    messages: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    system: Annotated[str, Field(min_length=1)] | None = None
+    plain: bool = Field(
+        default=False, description="lines of User: and Assistant:, whatever template there is"
+    )
+    role: Literal["teacher", "student"] = "student"
+    generate: GenerateConfig = GenerateConfig()
+
+
 class SpeculativeConfig(Config):
     """Speculation: drafted tokens are verified together; the distribution of the text stays the model's own.
+
+    Drafts are what followed the same tokens earlier in the text (`lookup`), or come from a smaller model (`draft`) or
+    the model's own first blocks (`early_exit`).
 
     `adaptive` doubles the number drafted after a round in which all were accepted and takes one less after a round
     with a rejection. Below `spec_disable_below_accept` drafting stops, and is tried again after `retry_after` tokens;
     it stays on from there only if the share reaches the floor plus `hysteresis`.
     """
 
-    spec_method: Literal["lookup", "draft"] = "lookup"
+    spec_method: Literal["lookup", "draft", "early_exit"] = "lookup"
+    spec_draft_layers: Positive | None = Field(
+        default=None, description="blocks that early_exit drafts with; unset: a quarter of the model's"
+    )
     spec_k: Annotated[int, Field(ge=1, le=16)] = 4
     spec_k_adaptive: bool = True
     spec_extra_token: bool = Field(
@@ -103,5 +125,10 @@ class SpeculativeConfig(Config):
             raise ValueError(
                 f"spec_disable_below_accept={self.spec_disable_below_accept} plus hysteresis={self.hysteresis} is "
                 "above 1, which no share reaches; lower one"
+            )
+        if self.spec_draft_layers is not None and self.spec_method != "early_exit":
+            raise ValueError(
+                f"spec_draft_layers={self.spec_draft_layers} is of spec_method=early_exit, and the method is "
+                f"{self.spec_method}; remove it, or set that method"
             )
         return self

@@ -10,7 +10,7 @@ from caramba.config.base import Config, Later, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.fit import FitConfig
-from caramba.config.generate import SampleConfig
+from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
 from caramba.config.train import PhaseConfig
@@ -72,10 +72,10 @@ STAGES = ("transplant", "final", "verify")  # what is recorded beside a group's 
 
 
 class RunConfig(Config):
-    """One run of a group: a phase of training with its own checkpoint, checks alone, sampling, or (later) chat."""
+    """One run of a group: a phase of training with its own checkpoint, checks alone, sampling, or a conversation."""
 
     id: Slug
-    mode: Annotated[Literal["train", "sample", "chat"], Later("the inference work", "chat")] = "train"
+    mode: Literal["train", "sample", "chat"] = "train"
     exp: ExperimentName | None = Field(
         default=None,
         description="train this attention from scratch in the manifest's model, d_ff set so that parameters match",
@@ -85,6 +85,18 @@ class RunConfig(Config):
     train: PhaseConfig | None = None
     verify: tuple[VerifyConfig, ...] = ()
     sample: SampleConfig | None = Field(default=None, description="what mode=sample generates")
+    chat: ChatConfig | None = Field(default=None, description="what mode=chat says, and how it is answered")
+
+    @model_validator(mode="after")
+    def _talks_alone(self) -> RunConfig:
+        if self.mode != "chat":
+            if self.chat is not None:
+                raise ValueError(f"mode={self.mode} has no use for chat; set mode: chat, or remove it")
+        elif self.train is not None or self.verify or self.steps or self.exp:
+            raise ValueError(
+                "mode=chat trains and verifies nothing; move train and verify to a run before it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _samples_alone(self) -> RunConfig:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from caramba import artifact
 from caramba.config.benchmark import ControlsBenchmarkConfig
-from caramba.config.generate import SampleConfig
+from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
+from caramba.experiment.chats import check_chats, hold_chat
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_block_schedules, check_precisions, check_teacher_caches
@@ -61,6 +62,7 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     check_block_schedules(session)
     check_teacher_caches(session)
     check_samples(session)
+    check_chats(session)
     failure: VerificationFailed | None = None
     try:
         with attention_backends(session.device, session.attention):
@@ -73,6 +75,8 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
                     verify_run(session, item)
                 elif item.sample is not None:
                     sample_run(session, item, item.sample)
+                elif item.mode == "chat":
+                    chat_run(session, item, item.chat or ChatConfig())
             finish(session)
     except VerificationFailed as error:
         failure = error
@@ -134,11 +138,25 @@ def sample_run(session: Session, run: RunConfig, config: SampleConfig) -> None:
     """Generate from the model as it is and write samples/RUN.json, unless that is done."""
     if run.id in session.ledger:
         return
-    if config.role == "student" and session.student is None:
-        transplant_student(session)
-    read_back(session)
+    _ready(session, config.role)
     write_samples(session, run, config)
     session.ledger.add(StageRecord(_unphased(run.id)))
+
+
+def chat_run(session: Session, run: RunConfig, config: ChatConfig) -> None:
+    """Hold the conversation of a run of mode=chat and write chats/RUN.json, unless that is done."""
+    if run.id in session.ledger:
+        return
+    _ready(session, config.role)
+    if hold_chat(session, run, config):
+        session.ledger.add(StageRecord(_unphased(run.id)))
+
+
+def _ready(session: Session, role: str) -> None:
+    """Have the model of `role` as the runs so far have left it."""
+    if role == "student" and session.student is None:
+        transplant_student(session)
+    read_back(session)
 
 
 def last_trained(group: GroupConfig) -> RunConfig | None:

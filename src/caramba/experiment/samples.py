@@ -28,7 +28,7 @@ def check_samples(session: Session) -> None:
     for run in session.group.runs:
         if run.sample is None:
             continue
-        tokenizer = _tokenizer(session, run)
+        tokenizer = tokenizer_of(session, run)
         if run.sample.role == "teacher" and session.teacher is None:
             raise ConfigError(
                 f"run {run.id!r}: sample.role=teacher, and the model has no teacher; use role: student"
@@ -50,7 +50,7 @@ def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> Non
     model = session.model_of(config.role).to(session.device)
     seed = run.seed if config.generate.seed is None else config.generate.seed
     held_out = HeldOut.of_corpus(session.corpus)
-    generator = Generator(model, _tokenizer(session, run), config.generate, held_out, seed=seed)
+    generator = Generator(model, tokenizer_of(session, run), config.generate, held_out, seed=seed)
     rows = generator.generate(config.prompts)
     decision = generator.cache_decision
     if decision is not None:
@@ -78,11 +78,16 @@ def write_samples(session: Session, run: RunConfig, config: SampleConfig) -> Non
     append_event(session.run_dir, "sampled", run=run.id, tokens=generator.stats.new_tokens)
 
 
-def _tokenizer(session: Session, run: RunConfig) -> Tokenizer:
+def tokenizer_of(session: Session, run: RunConfig) -> Tokenizer:
+    """Return the tokenizer of the group's text.
+
+    Raises:
+        ConfigError: it names none.
+    """
     tokenizer = session.corpus.tokenizer
     if tokenizer is None:
         raise ConfigError(
-            f"run {run.id!r}: mode=sample reads text, and the group's data names no tokenizer; use a token folder "
+            f"run {run.id!r}: mode={run.mode} reads text, and the group's data names no tokenizer; use a token folder "
             "(caramba prepare) or stdlib"
         )
     return tokenizer

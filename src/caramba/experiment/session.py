@@ -314,7 +314,7 @@ class Session:
             vocab_size=self.manifest.model.embedder.vocab_size,
             device=self.device,
             tokenizer=self.corpus.tokenizer,
-            max_length=self._longest(),
+            max_length=self.longest(),
             train_windows=lambda block_size: self.windows("train", block_size),
         )
         results = run_suite(benchmarks, subjects)
@@ -326,7 +326,7 @@ class Session:
                     logger.benchmark_result(family, f"{name} {given}".rstrip(), metric.value, metric.unit)
         return results
 
-    def _longest(self) -> int:
+    def longest(self) -> int:
         """Return the longest sequence that the models can be asked to read: what learned positions allow, else what a
         run trains on."""
         models = [model.spec for model in (self.teacher, self.student) if model is not None]

@@ -63,9 +63,18 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "decode_local_window": int,
     "compiled": lambda word: {"true": True, "false": False}.get(word, word),
 }
-SPECULATION = {"spec_method": str, "spec_k": int, "spec_disable_below_accept": float, "max_ngram": int}
+SPECULATION: dict[str, Callable[[str], Any]] = {
+    "spec_method": str,
+    "spec_k": int,
+    "spec_k_adaptive": _switch,
+    "spec_extra_token": _switch,
+    "spec_disable_below_accept": float,
+    "spec_draft_layers": int,
+    "max_ngram": int,
+}
 OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (
-    " [--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N]" + WEIGHTS_OPTIONS
+    " [--spec-method lookup | --spec-method early_exit [--spec-draft-layers N] | --spec-method draft --draft RUN|DIR]"
+    " [--spec-k N]" + WEIGHTS_OPTIONS
 )
 
 
@@ -115,7 +124,7 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
     method = parse_as(SpeculativeConfig, speculation).spec_method if speculation else None
     if (speculation and "spec_method" not in speculation) or (words.draft is not None and method != "draft"):
         raise ConfigError(
-            "speculation: name --spec-method lookup, or --spec-method draft with --draft RUN|DIR"
+            "speculation: name --spec-method lookup or early_exit, or --spec-method draft with --draft RUN|DIR"
         )
     if method == "draft" and words.draft is None:
         raise ConfigError(

@@ -9,33 +9,49 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from caramba.cache import Context
+from caramba.cache import Context, RowsContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
+from caramba.infer.ragged import Network, device_of, feed, padded, rewind
 from caramba.infer.sampling import distribution, draw
-from caramba.model import Model
+
+Drafts = tuple[list[list[int]], Tensor | None]
 
 
 class Drafter(Protocol):
-    """Proposes the next tokens of one row."""
+    """Proposes the next tokens of rows."""
 
-    def propose(self, ids: Sequence[int], n: int) -> tuple[list[int], Tensor | None]:
-        """Return up to n tokens after `ids`, and the distributions [n, V] that they were drawn from; None where they
-        are certain."""
+    def propose(self, texts: Sequence[Sequence[int]], counts: Sequence[int], seen: Tensor | None) -> Drafts:
+        """Return up to counts[b] tokens after text b, and the distributions [B, max(counts), V] that they were drawn
+        from, zero beyond a row's own number; None where drafts are certain. `seen` is as in `distribution`, [B, V]."""
         ...
 
 
 class LookupDrafter:
-    """Proposes what followed the last time that the row's last tokens stood in it, of the longest such run.
+    """Proposes what followed the last time that a row's last tokens stood in it, of the longest such run.
 
     Reference: Saxena, 2023, prompt lookup decoding.
     """
+
+    def __init__(self, max_ngram: int, n_rows: int = 1) -> None:
+        self.rows = [_RowLookup(max_ngram) for _ in range(n_rows)]
+
+    def propose(
+        self, texts: Sequence[Sequence[int]], counts: Sequence[int], seen: Tensor | None = None
+    ) -> Drafts:
+        return [
+            row.propose(text, n) if n else [] for row, text, n in zip(self.rows, texts, counts, strict=True)
+        ], None
+
+
+class _RowLookup:
+    """The runs of one text."""
 
     def __init__(self, max_ngram: int) -> None:
         self.max_ngram = max_ngram
         self._after: dict[tuple[int, ...], int] = {}  # a run of tokens to where its continuation begins
         self._indexed = 0
 
-    def propose(self, ids: Sequence[int], n: int) -> tuple[list[int], Tensor | None]:
+    def propose(self, ids: Sequence[int], n: int) -> list[int]:
         for end in range(max(self._indexed, 1), len(ids)):
             for size in range(1, min(self.max_ngram, end) + 1):
                 self._after[tuple(ids[end - size : end])] = end
@@ -43,57 +59,91 @@ class LookupDrafter:
         for size in range(min(self.max_ngram, len(ids)), 0, -1):
             start = self._after.get(tuple(ids[len(ids) - size :]))
             if start is not None:
-                whole = list(ids)
-                for offset in range(n):  # a continuation that reaches the end repeats itself
-                    whole.append(whole[start + offset])
-                return whole[len(ids) :], None
-        return [], None
+                period = len(ids) - start  # a continuation that reaches the end repeats itself
+                return [ids[start + offset % period] for offset in range(n)]
+        return []
 
 
 class ModelDrafter:
-    """Draws from a smaller model of the same vocabulary, with the sampling of the target."""
+    """Draws from a smaller network of the same vocabulary, with the sampling of the target.
+
+    Row b's draws come from `generators[b]`, as many as it drafts, so a row drafts the same alone and beside others.
+    The context holds the rows' prompts when it comes here. One that is `shared` with the target holds all but the
+    last token of each text whenever drafts are asked for; one of its own is brought up to date.
+    """
 
     def __init__(
-        self, model: Model, ctx: Context, config: GenerateConfig, generator: torch.Generator
+        self,
+        network: Network,
+        ctx: Context | RowsContext,
+        config: GenerateConfig,
+        generators: Sequence[torch.Generator],
+        *,
+        held: Sequence[int],
+        shared_with: Context | None = None,
+        is_shared: bool = False,
     ) -> None:
-        self.model, self.ctx, self.config, self.generator = model, ctx, config, generator
-        self._held: list[int] = []  # the tokens that the cache holds
+        self.network, self.ctx, self.config, self.generators = network, ctx, config, generators
+        self.is_shared, self.shared_with = is_shared, shared_with
+        self._kept = list(held)  # of each text, the first tokens that the cache holds
+        self._drafted: list[list[int]] = [[] for _ in held]  # and what it holds behind them
 
-    def propose(self, ids: Sequence[int], n: int) -> tuple[list[int], Tensor | None]:
-        self._roll_back(ids)
-        device = self.model.embedder.token.weight.device
-        known = self._mask(ids, device)
-        tokens: list[int] = []
+    def propose(self, texts: Sequence[Sequence[int]], counts: Sequence[int], seen: Tensor | None) -> Drafts:
+        n = max(counts)
+        device = device_of(self.network)
+        known = None if seen is None else seen.clone()
+        uniform = torch.zeros(len(texts), n, dtype=torch.float64)
+        for row, count in enumerate(counts):
+            if count:
+                uniform[row, :count] = torch.rand(count, generator=self.generators[row], dtype=torch.float64)
+        uniform = uniform.to(device)
+        hidden = self._catch_up(texts, counts)
+        tokens: list[Tensor] = []
         found: list[Tensor] = []
-        while len(tokens) < n:
-            fed = [*ids, *tokens][len(self._held) :]
-            hidden = self.model.hidden(torch.tensor([fed], device=device), self.ctx)
-            self._held += fed
-            q = distribution(self.model.logits(hidden[0, -1]), self.config, known)
-            uniform = torch.rand((), generator=self.generator, dtype=torch.float64)
-            token = int(draw(q, uniform.to(q)))
+        for step in range(n):
+            q = distribution(self.network.logits(hidden), self.config, known)
+            token = draw(q, uniform[:, step].to(q))[:, None]
             if known is not None:
-                known[token] = True
+                known.scatter_(1, token, True)
             tokens.append(token)
             found.append(q)
-        return tokens, torch.stack(found) if found else None
+            if step + 1 < n:
+                hidden = feed(self.network, token, self.ctx)[:, -1]
+        drawn = torch.cat(tokens, dim=1)
+        drafts = [row[:count] for row, count in zip(drawn.tolist(), counts, strict=True)]
+        for row, draft in enumerate(drafts):
+            if draft:
+                self._kept[row], self._drafted[row] = len(texts[row]), draft[:-1]
+        own = torch.tensor(counts, device=device)[:, None] > torch.arange(n, device=device)
+        return drafts, torch.stack(found, dim=1) * own[..., None]
 
-    def _roll_back(self, ids: Sequence[int]) -> None:
-        """Forget what was drafted and rejected; at least the last of `ids` is fed again."""
-        kept = 0
-        for mine, theirs in zip(self._held, ids[:-1], strict=False):
+    def _catch_up(self, texts: Sequence[Sequence[int]], counts: Sequence[int]) -> Tensor:
+        """Feed what the cache lacks of the rows that draft, and return what the head reads after each text, [B, M]."""
+        held = [self._held(row, text) for row, text in enumerate(texts)]
+        self._kept, self._drafted = held, [[] for _ in held]
+        width = max(len(text) - n for text, n, count in zip(texts, held, counts, strict=True) if count)
+        # All rows take as many tokens: those that lack fewer take some again, or fill up.
+        starts = [max(0, len(text) - width) for text in texts]
+        rows = [text[start:] for text, start in zip(texts, starts, strict=True)]
+        if self.shared_with is not None:
+            self.ctx.position = self.shared_with.position  # pyright: ignore[reportAttributeAccessIssue]
+        rewind(self.ctx, starts)
+        fed = padded(rows, width, [text[-1] for text in texts], device_of(self.network))
+        hidden = feed(self.network, fed, self.ctx)
+        last = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
+        rewind(self.ctx, [len(text) for text in texts])
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
+
+    def _held(self, row: int, text: Sequence[int]) -> int:
+        """Return how many tokens of a text the cache holds, at most all but the last: rejected drafts are none."""
+        if self.is_shared:
+            return len(text) - 1
+        kept, n = self._kept[row], 0
+        for mine, theirs in zip(self._drafted[row], text[kept:], strict=False):
             if mine != theirs:
                 break
-            kept += 1
-        self.ctx.truncate(kept)
-        del self._held[kept:]
-
-    def _mask(self, ids: Sequence[int], device: torch.device) -> Tensor | None:
-        if self.config.repetition_penalty == 1.0:
-            return None
-        seen = torch.zeros(self.model.spec.embedder.vocab_size, dtype=torch.bool, device=device)
-        seen[torch.tensor(list(ids), device=device)] = True
-        return seen
+            n += 1
+        return min(kept + n, len(text) - 1)
 
 
 class DraftLength:

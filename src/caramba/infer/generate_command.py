@@ -17,7 +17,8 @@ from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.opened import OpenedModel
 from caramba.infer.policy import COLUMNS
-from caramba.infer.speculative import SpeculativeGenerator, SpeculativeStats
+from caramba.infer.speculative import SpeculativeGenerator
+from caramba.infer.verification import SpeculativeStats
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not steer a terminal
 
@@ -59,9 +60,9 @@ def generate(argv: list[str]) -> int:
     show_decision(generator)
     if stats.not_compiled is not None:
         logger.info(f"compiled={generator.config.compiled} was not followed: {stats.not_compiled}")
-    if isinstance(stats, SpeculativeStats):
-        against = "" if speed_up is None else f", {speed_up:.2f}x the decode speed of none"
-        logger.info(f"{speculation(stats)}{against}")
+    if isinstance(generator, SpeculativeGenerator):
+        against = "" if speed_up is None else f"; measured against none: {speed_up:.2f}x its decode speed"
+        logger.info(f"{speculation(generator)}{against}")
     return 0
 
 
@@ -78,11 +79,15 @@ def show_decision(generator: Generator) -> None:
         logger.path(decision.plan, "measured now" if decision.is_measured_now else "measured before")
 
 
-def speculation(stats: SpeculativeStats) -> str:
-    """Return how speculation went, in words."""
+def speculation(generator: SpeculativeGenerator) -> str:
+    """Return how speculation went in the last call, in words."""
+    stats, times = generator.stats, generator.speed_up()
+    assert isinstance(stats, SpeculativeStats)
     return (
         f"{stats.accepted} of {stats.drafted} drafts accepted ({stats.acceptance_rate:.1%}), "
         f"{stats.tokens_per_step:.2f} tokens a step, {stats.fallbacks} fallbacks"
+        + ("" if times is None else f", {times:.2f}x the speed of one token a step")
+        + ("" if stats.not_batched is None else f"; rows ran one after another: {stats.not_batched}")
     )
 
 
@@ -133,8 +138,12 @@ def _record(
 ) -> dict[str, Any]:
     stats = generator.stats
     more: dict[str, Any] = {} if speed_up is None else {"speed_up": speed_up}
-    if isinstance(stats, SpeculativeStats):
-        more |= {"acceptance_rate": stats.acceptance_rate, "tokens_per_step": stats.tokens_per_step}
+    if isinstance(generator, SpeculativeGenerator):
+        more |= {
+            "acceptance_rate": generator.acceptance_rate,
+            "tokens_per_step": generator.tokens_per_step,
+            "speed_up_estimate": generator.speed_up(),
+        }
     decision = generator.cache_decision
     return {
         "model": str(opened.path),

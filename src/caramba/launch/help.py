@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] "
         "[--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--cache-kind KIND|auto] "
         "[--cache-budget-mb MB] [--cache-quality-text FILE] [--cache-plan reuse|refresh] [--dtype float32|bf16|fp16] "
-        "[--spec-method lookup | --spec-method draft --draft RUN|DIR] [--spec-k N] [--spec-compare] "
+        "[--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] [--spec-compare] "
         "[--weights int8|int4|int8_dynamic [--weights-head]] "
         "[--which teacher|student] [--tokenizer PATH] [--json]",
         "continue prompts with a run, an export or a Hugging Face folder",

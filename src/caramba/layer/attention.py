@@ -111,11 +111,11 @@ class AttentionLayer(nn.Module):
         return self.out(heads.transpose(1, 2).flatten(2))
 
     def _step(self, x: Tensor, ctx: StepContext) -> Tensor:
-        """Attend from one token per sequence, at the position and to the length that the device knows."""
+        """Attend from the step's tokens, at the positions and to the lengths that the device knows."""
         cache, projection = ctx.next_cache(), self.projection
         reason = projection.step_refusal(ctx.limit)
-        if x.shape[1] != 1:
-            reason = f"got {x.shape[1]} tokens per sequence, expected 1"
+        if x.shape[1] != ctx.width:
+            reason = f"got {x.shape[1]} tokens per sequence, expected {ctx.width}"
         if reason is not None:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
         angles = projection.angles(ctx.offset, x.shape[1], x.device)

@@ -36,7 +36,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
         if is_fused("rms_norm", x):
             return rms_norm(x, self.weight, self.eps)
-        wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
+        weight = self.weight
+        wide = x
+        if weight is not None and weight.dtype != x.dtype:
+            wide = x.to(torch.promote_types(x.dtype, weight.dtype))
         return F.rms_norm(wide, (self.width,), self.weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -133,6 +133,10 @@ class RotaryEmbedding(nn.Module):
         if isinstance(offset, Tensor):
             self._refuse_documents(n_tokens)
             angles = offset.to(torch.float32)[:, None, :, None] * frequencies[:, None, :]
+        elif (
+            n_tokens == 1 and self.dynamic is None
+        ):  # a decode step launches little: one product, no positions
+            angles = (frequencies * float(offset))[:, None]
         else:
             positions = torch.arange(offset, offset + n_tokens, dtype=torch.float32, device=device)
             if self.dynamic is not None and offset + n_tokens > self.dynamic.original_max_position_embeddings:

@@ -1,6 +1,7 @@
 """Models: embedder, topology and head built from a spec, and a way to look inside a forward."""
 
 from caramba.model.build import build_model, init_weights
+from caramba.model.early_exit import EarlyExit
 from caramba.model.embedder import Embedder
 from caramba.model.head import Head, TiedHead
 from caramba.model.hf_folder import load_hf_folder, record_loaded
@@ -10,6 +11,7 @@ from caramba.model.pretrained import find_checkpoint, load_pretrained, save_mode
 from caramba.model.trace import Trace, TraceRecord
 
 __all__ = [
+    "EarlyExit",
     "Embedder",
     "Head",
     "Model",

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from caramba.cache import TAIL_TOKENS, Context, StepContext, new_layer_cache
@@ -96,24 +100,30 @@ class Model(nn.Module):
         `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it. Quantised kinds
         quantise `tail_tokens` at a time; `hadamard` rotates keys and latents before 4 bits.
         """
+        layers = [layer for _, layer in attention_applications(self)]
         device = self.embedder.token.weight.device
-        return Context(
-            [
-                new_layer_cache(
-                    layer.dims,
-                    batch_size,
-                    max_tokens,
-                    kind,
-                    device,
-                    static,
-                    tail_tokens=tail_tokens,
-                    hadamard=hadamard,
-                )
-                for _, layer in attention_applications(self)
-            ]
-        )
+        format = {"tail_tokens": tail_tokens, "hadamard": hadamard}
+        return context_of(layers, batch_size, max_tokens, kind, device, static, **format)
 
     def attention_layers(self) -> list[tuple[str, AttentionLayer]]:
         """Return (qualified name, layer) for each distinct attention layer, in the order in which they first
         run."""
         return list(dict(attention_applications(self)).items())
+
+
+def context_of(
+    layers: Sequence[AttentionLayer],
+    batch_size: int,
+    max_tokens: int,
+    kind: KVCacheKind,
+    device: torch.device,
+    static: bool,
+    **format: Any,
+) -> Context:
+    """Return an empty context with a cache for each of these attention applications, in execution order."""
+    return Context(
+        [
+            new_layer_cache(layer.dims, batch_size, max_tokens, kind, device, static, **format)
+            for layer in layers
+        ]
+    )

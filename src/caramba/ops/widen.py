@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+WIDE = (torch.float32, torch.float64)
+
 
 def widened(x: Tensor) -> Tensor:
     """Return x in at least float32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in WIDE else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def wide_empty(x: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:

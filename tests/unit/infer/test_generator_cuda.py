@@ -40,6 +40,12 @@ def test_the_same_seeds_give_the_text_of_the_cpu(name: str) -> None:
     draft = SpeculativeGenerator(model, draft=model, spec_method="draft", **VALUES)
     draft.generate(PROMPTS[1:2])
     assert draft.acceptance_rate > 0.9
+    together = SpeculativeGenerator(model, **VALUES)
+    assert [row.tokens for row in together.generate(PROMPTS)] == [row.tokens for row in there]
+    assert together.stats.not_batched is None
+    early = SpeculativeGenerator(model, spec_method="early_exit", **(VALUES | {"temperature": 0.0}))
+    greedy = Generator(model, **(VALUES | {"temperature": 0.0})).generate(PROMPTS)
+    assert [row.tokens for row in early.generate(PROMPTS)] == [row.tokens for row in greedy]
 
 
 @torch.inference_mode()

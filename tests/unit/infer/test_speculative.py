@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ from caramba.errors import ConfigError
 from caramba.infer import Generator, SpeculativeGenerator
 from caramba.infer.drafting import DraftLength, LookupDrafter
 from caramba.infer.sampling import distribution, draw
-from caramba.infer.speculative import verify_drafts
+from caramba.infer.verification import verify_drafts
 from caramba.model import Model, build_model
 from tests.unit.model.model_specs import VOCAB, transformer
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+PROMPTS = [PROMPT, [5], [7, 8] * 6]
 LONG: dict[str, Any] = {"max_new_tokens": 40, "cache_kind": "fp32"}
 
 
@@ -87,10 +89,19 @@ def chi_square(counts: np.ndarray, p: np.ndarray) -> tuple[float, float]:
     return float(((counts[kept] - expected) ** 2 / expected).sum()), bound
 
 
-@pytest.mark.parametrize("draft_seed", [0, 7])  # the target itself, and a bad draft
-def test_fifty_thousand_verifications_follow_the_target(draft_seed: int) -> None:
+@pytest.mark.parametrize(
+    ("draft_seed", "values"),  # seed 0 is the target itself, 7 a bad draft
+    [
+        (0, {"temperature": 1.1, "top_k": 8, "top_p": 0.97}),
+        (7, {"temperature": 1.1, "top_k": 8, "top_p": 0.97}),
+        (7, {"temperature": 0.7}),
+        (7, {"top_k": 5}),
+        (7, {"top_p": 0.8}),
+    ],
+)
+def test_fifty_thousand_verifications_follow_the_target(draft_seed: int, values: dict[str, Any]) -> None:
     model, draft = sharp("standard", by=3), sharp("standard", seed=draft_seed, by=3)
-    config = GenerateConfig(temperature=1.1, top_k=8, top_p=0.97)
+    config = GenerateConfig(**values)
     prompts = torch.tensor([[*PROMPT, token] for token in range(VOCAB)])
     with torch.no_grad():
         p1, q1 = (distribution(m(prompts[:1, :-1])[0, -1], config) for m in (model, draft))
@@ -126,42 +137,41 @@ def test_fifty_thousand_verifications_follow_the_target(draft_seed: int) -> None
         assert last.sum() > 1000
 
 
-def test_what_a_generator_writes_follows_the_target() -> None:
-    model, draft = sharp("standard", by=3), sharp("standard", seed=7, by=3)
-    values: dict[str, Any] = {"temperature": 1.2, "top_k": 3, "max_new_tokens": 3, "cache_kind": "fp32"}
-    generator = SpeculativeGenerator(model, draft=draft, spec_method="draft", spec_k=2, **values)
-    counts: dict[tuple[int, ...], int] = {}
-    n = 300
-    for seed in range(n):
-        tokens = generator.generate([[1, 2]], seeds=[seed])[0].tokens[1:]
-        counts[tokens] = counts.get(tokens, 0) + 1
-    config, p = generator.config, {}
+def misfit(generator: SpeculativeGenerator, n: int, rows: int) -> tuple[float, float]:
+    """Write n texts of three tokens; the statistic of their last two against the model's own, and its bound."""
+    model, config = generator.model, generator.config
+    counts: Counter[tuple[int, ...]] = Counter()
+    for start in range(0, n, rows):
+        texts = generator.generate([[1, 2]] * rows, seeds=range(start, start + rows))
+        counts.update(row.tokens[1:] for row in texts)
+    every = torch.cartesian_prod(*[torch.arange(VOCAB)] * 2)
     with torch.no_grad():
-
-        def after(ids: list[int]) -> dict[int, float]:
-            found = distribution(model(torch.tensor([ids]))[0, -1], config)
-            return {int(token): float(found[token]) for token in found.nonzero()[:, 0]}
-
-        for a, pa in after([1, 2]).items():
-            for b, pb in after([1, 2, a]).items():
-                for c, pc in after([1, 2, a, b]).items():
-                    p[b, c] = p.get((b, c), 0.0) + pa * pb * pc
-    pairs = sorted(set(p) | set(counts))
-    probabilities = np.array([p.get(pair, 0.0) for pair in pairs])
-    seen = np.array([counts.get(pair, 0) for pair in pairs])
-    common = n * probabilities >= 5
-    found, bound = chi_square(
-        np.append(seen[common], seen[~common].sum()),
-        np.append(probabilities[common], probabilities[~common].sum()),
+        p1 = distribution(model(torch.tensor([[1, 2]]))[0, -1], config)
+        two = torch.cat((torch.tensor([[1, 2]]).expand(len(every), -1), every), dim=1)
+        found = distribution(model(two)[:, 2:], config)
+    p2, p3 = (found[:, at].unflatten(0, (VOCAB, VOCAB)) for at in (0, 1))
+    pairs = torch.einsum("a,ab,abc->bc", p1, p2[:, 0], p3).flatten().numpy()
+    seen = np.array([counts.get((b, c), 0) for b in range(VOCAB) for c in range(VOCAB)])
+    common = n * pairs >= 5
+    return chi_square(
+        np.append(seen[common], seen[~common].sum()), np.append(pairs[common], pairs[~common].sum())
     )
+
+
+def test_what_a_generator_writes_follows_the_target() -> None:
+    values: dict[str, Any] = {"spec_k": 2, "max_new_tokens": 3, "cache_kind": "fp32"}
+    draft = sharp("standard", seed=7, by=4)
+    generator = SpeculativeGenerator(sharp("standard", by=4), draft=draft, spec_method="draft", **values)
+    found, bound = misfit(generator, 3000, 3000)
     assert found < bound
+    assert 0.2 < generator.acceptance_rate < 0.9  # neither all accepted nor all drawn anew
 
 
 def test_lookup_takes_the_longest_and_latest_run_and_repeats_itself() -> None:
     drafter = LookupDrafter(3)
-    assert drafter.propose([5], 3) == ([], None)
-    assert drafter.propose([5, 6, 7, 9, 6, 7, 8, 5, 6, 7], 2)[0] == [9, 6]  # 5 6 7, before 6 7
-    assert drafter.propose([5, 6, 7, 9, 6, 7, 8, 5, 6, 7, 2, 2, 2], 4)[0] == [2, 2, 2, 2]
+    assert drafter.propose([[5]], [3]) == ([[]], None)
+    assert drafter.propose([[5, 6, 7, 9, 6, 7, 8, 5, 6, 7]], [2])[0] == [[9, 6]]  # 5 6 7, before 6 7
+    assert drafter.propose([[5, 6, 7, 9, 6, 7, 8, 5, 6, 7, 2, 2, 2]], [4])[0] == [[2, 2, 2, 2]]
 
 
 def test_length_adapts_falls_back_and_comes_back_with_hysteresis() -> None:
@@ -186,9 +196,86 @@ def test_length_adapts_falls_back_and_comes_back_with_hysteresis() -> None:
     assert length.fallbacks == 2
 
 
+def test_what_a_fallback_costs_is_forgotten_once_drafting_pays_again() -> None:
+    config = SpeculativeConfig(
+        spec_k=4,
+        window=4,
+        retry_after=2,
+        spec_disable_below_accept=0.5,
+        hysteresis=0.2,
+        spec_k_adaptive=False,
+    )
+    length = DraftLength(config)
+    for _ in range(4):
+        length.update(4, 0, 1)
+    assert (length.next(9), length.fallbacks) == (0, 1)
+    length.update(0, 0, 2)
+    length.update(4, 4, 5)  # on trial, all accepted: back for good
+    for _ in range(2):  # at the floor, below floor and hysteresis
+        length.update(4, 1, 2)
+    assert (length.next(9), length.fallbacks) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "temperature"),
+    [
+        ("gqa_scaled", "lookup", 0.9),
+        ("decoupled_tie", "draft", 0.9),
+        ("latent_gate", "early_exit", 0.9),
+        ("decoupled_gate", "early_exit", 0.0),
+    ],
+)
+def test_rows_of_a_batch_are_the_rows_alone(other: Model, name: str, method: str, temperature: float) -> None:
+    values: dict[str, Any] = {
+        "temperature": temperature,
+        "repetition_penalty": 1.2,
+        "max_new_tokens": 16,
+        "cache_kind": "fp32",
+    }
+    model, draft = sharp(name), other if method == "draft" else None
+    generator = SpeculativeGenerator(model, spec_method=method, draft=draft, spec_k=9, **values)
+    rows = generator.generate(PROMPTS)
+    stats = generator.stats
+    assert stats.not_batched is None
+    assert stats.steps < stats.row_steps <= 3 * stats.steps  # batched, each row for as long as it ran
+    alone = [generator.generate([prompt], seeds=[1337 + i])[0] for i, prompt in enumerate(PROMPTS)]
+    assert [row.tokens for row in rows] == [row.tokens for row in alone]
+    if method == "lookup" or not temperature:
+        plain = Generator(model, **values).generate(PROMPTS)
+        assert [row.tokens for row in rows] == [row.tokens for row in plain]
+
+
+def test_first_blocks_draft_on_the_models_own_cache() -> None:
+    target = sharp("decoupled_tie")
+    values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16}
+    plain, early = (
+        Generator(target, **values),
+        SpeculativeGenerator(target, spec_method="early_exit", **values),
+    )
+    assert [row.tokens for row in plain.generate([PROMPT])] == [
+        row.tokens for row in early.generate([PROMPT])
+    ]
+    assert early.stats.cache_bytes == plain.stats.cache_bytes
+    assert early.speed_up() is not None
+
+
+@pytest.mark.parametrize("method", ["lookup", "early_exit"])
+def test_rows_run_in_turn_where_the_cache_cannot_hold_them(method: str) -> None:
+    model = sharp("decoupled")
+    values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12, "cache_kind": "q8_0"}
+    generator = SpeculativeGenerator(model, spec_method=method, **values)
+    assert [row.tokens for row in generator.generate(PROMPTS)] == [
+        row.tokens for row in Generator(model, **values).generate(PROMPTS)
+    ]
+    assert "its tail is packed by the host" in (generator.stats.not_batched or "")
+    assert generator.stats.steps == generator.stats.row_steps
+
+
 def test_misuse_is_named(target: Model, other: Model) -> None:
-    with pytest.raises(ConfigError, match=r"got 2 prompts; .*one prompt at a time"):
-        SpeculativeGenerator(target, **LONG).generate([PROMPT, PROMPT])
+    with pytest.raises(ConfigError, match=r"spec_draft_layers=2 of a model of 2 blocks; expected 1 to 1"):
+        SpeculativeGenerator(target, spec_method="early_exit", spec_draft_layers=2)
+    with pytest.raises(ConfigError, match=r"spec_draft_layers=1 is of spec_method=early_exit"):
+        SpeculativeGenerator(target, spec_draft_layers=1)
     with pytest.raises(ConfigError, match=r"spec_method=draft needs a draft model"):
         SpeculativeGenerator(target, spec_method="draft")
     with pytest.raises(ConfigError, match=r"spec_method=lookup has no use for a draft model"):

@@ -1,0 +1,104 @@
+"""Speculation against the fastest plain decode of a trained model, by method and batch. Writes JSON.
+
+Usage on a GPU: python scripts/bench/speculation.py RUN|DIR --text FILE... [--batches 1,8] [--forms false,graph,true]
+Prompts are cut from the texts, evenly spaced; code is what lookup is good at. Random weights say nothing here: how
+many drafts are accepted is the model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caramba.infer import Generator, SpeculativeGenerator, open_model
+from caramba.infer.opened import need_tokenizer
+from caramba.runs.files import write_json
+
+FORMS: dict[str, Any] = {"false": False, "graph": "graph", "true": True}
+
+
+def prompts_of(texts: list[str], encode: Any, n: int, length: int) -> list[list[int]]:
+    """Return n prompts of `length` tokens, evenly spaced over the texts."""
+    ids = [token for text in texts for token in encode(text)]
+    step = max(1, (len(ids) - length) // n)
+    found = [ids[at : at + length] for at in range(0, n * step, step)]
+    if any(len(prompt) < length for prompt in found):
+        raise SystemExit(
+            f"the texts have {len(ids)} tokens, {n} prompts of {length} need more; give longer ones"
+        )
+    return found
+
+
+def timed(generator: Generator, prompts: list[list[int]]) -> float:
+    """Return new tokens per second of the decode alone."""
+    generator.generate(prompts)
+    return generator.stats.new_tokens / generator.stats.decode_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run")
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--methods", default="lookup,early_exit")
+    parser.add_argument("--spec-k", type=int, default=7)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/speculation.json"))
+    words = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    opened = open_model(words.run, device=device)
+    model = opened.model.to(torch.bfloat16) if device.type == "cuda" else opened.model
+    texts = [file.read_text(encoding="utf-8") for file in words.text]
+    encode = need_tokenizer(opened, "bench").encode
+    options: dict[str, Any] = {"max_new_tokens": words.new, "temperature": words.temperature}
+    ways: dict[str, Generator] = {
+        f"plain, compiled={form}": Generator(model, None, compiled=FORMS[form], **options)
+        for form in words.forms.split(",")
+    }
+    for method in words.methods.split(","):
+        ways[method] = SpeculativeGenerator(model, None, spec_method=method, spec_k=words.spec_k, **options)
+    rows: list[dict[str, Any]] = []
+    for batch in (int(word) for word in words.batches.split(",")):
+        prompts = prompts_of(texts, encode, batch, words.prompt)
+        speeds: dict[str, list[float]] = {name: [] for name in ways}
+        for repetition in range(words.repeats + 1):  # the first captures, compiles and warms up
+            for name, generator in ways.items():
+                speed = timed(generator, prompts)
+                if repetition:
+                    speeds[name].append(speed)
+        best = max(statistics.median(speeds[name]) for name in ways if name.startswith("plain"))
+        for name, generator in ways.items():
+            row: dict[str, Any] = {"batch": batch, "way": name, "tok_s": statistics.median(speeds[name])}
+            row |= {
+                "against_best_plain": row["tok_s"] / best,
+                "all": speeds[name],
+                "ran": generator.stats.decode,
+            }
+            if isinstance(generator, SpeculativeGenerator):
+                row |= {
+                    "acceptance_rate": generator.acceptance_rate,
+                    "tokens_per_step": generator.tokens_per_step,
+                }
+            rows.append(row)
+            print({key: value for key, value in row.items() if key != "all"})
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
+    shape = {key: getattr(words, key) for key in ("run", "prompt", "new", "temperature", "spec_k")}
+    write_json(
+        words.out, {"device": name, "torch": torch.__version__, "commit": commit, **shape, "rows": rows}
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

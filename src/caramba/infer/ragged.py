@@ -1,0 +1,83 @@
+"""Forwards of rows that hold different numbers of tokens: one row on any cache, several where a cache allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from caramba.cache import Context, RowsContext, StepContext
+from caramba.config.kvcache import KVCacheKind
+from caramba.ops import MAX_QUERIES
+
+
+class Network(Protocol):
+    """What drafts or is drafted for: a model, or the first blocks of one."""
+
+    @property
+    def embedder(self) -> nn.Module: ...
+
+    def hidden(self, tokens: Tensor, ctx: Context | StepContext) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+    def new_context(
+        self, batch_size: int, max_tokens: int, kind: KVCacheKind, static: bool = False
+    ) -> Context: ...
+
+
+def device_of(network: Network) -> torch.device:
+    """Return the device that a network's weights are on."""
+    return next(network.embedder.parameters()).device
+
+
+def prefill_rows(
+    network: Network, texts: Sequence[Sequence[int]], ctx: Context, chunk: int | None = None
+) -> Tensor:
+    """Run texts of any lengths, padded on the right, and return what the head reads after each one's last token.
+
+    Attention is causal: what a row stores of its own tokens does not depend on what fills it up. `chunk` bounds the
+    tokens per forward.
+
+    Shape: [B, M].
+    """
+    lengths = [len(text) for text in texts]
+    tokens = torch.zeros(len(texts), max(lengths), dtype=torch.int64)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = torch.tensor(text)
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    start = 0
+    for part in tokens.to(device_of(network)).split(chunk or max(lengths), dim=1):
+        hidden, end = network.hidden(part, ctx), start + part.shape[1]
+        for row, length in enumerate(lengths):
+            if start < length <= end:
+                found[row] = hidden[row, length - 1 - start]
+        start = end
+    return torch.stack(found)
+
+
+def feed(network: Network, tokens: Tensor, ctx: Context | RowsContext) -> Tensor:
+    """Run the next tokens of every row behind its own. Shape: [B, T] int64 to [B, T, M]."""
+    if not isinstance(ctx, RowsContext):
+        return network.hidden(tokens, ctx)
+    parts = []
+    for part in tokens.split(MAX_QUERIES, dim=1):
+        ctx.width = part.shape[1]
+        parts.append(network.hidden(part, ctx))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def rewind(ctx: Context | RowsContext, lengths: Sequence[int]) -> None:
+    """Forget what every row holds behind a length of its own."""
+    if isinstance(ctx, RowsContext):
+        ctx.rewind(lengths)
+    else:
+        ctx.truncate(*lengths)
+
+
+def padded(rows: Sequence[Sequence[int]], width: int, fill: Sequence[int], device: torch.device) -> Tensor:
+    """Return rows of tokens as one tensor, each filled up with a token of its own. Shape: [B, width]."""
+    filled = [[*row, *[token] * (width - len(row))] for row, token in zip(rows, fill, strict=True)]
+    return torch.tensor(filled, device=device)

@@ -1,0 +1,218 @@
+"""Rounds of speculation: drafts of all rows are verified in one forward, and each row keeps its own number of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from caramba.cache import Context, RowsContext
+from caramba.config.generate import GenerateConfig, SpeculativeConfig
+from caramba.infer.drafting import Drafter, DraftLength
+from caramba.infer.generator import GenerateStats
+from caramba.infer.ragged import feed, padded, rewind
+from caramba.infer.row import OnText, Row
+from caramba.infer.sampling import distribution, draw, uniforms
+from caramba.model import Model
+
+
+@dataclass
+class SpeculativeStats(GenerateStats):
+    """How speculation went, all rows together.
+
+    Attributes:
+        steps: forwards of the model after prefill.
+        row_steps: rows that these were for, each until it ended.
+        most_rows: rows that ran together at most.
+        judged: drafts up to the first of a round that was rejected.
+        not_batched: why rows ran one after another, if they did.
+    """
+
+    row_steps: int = 0
+    most_rows: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    judged: int = 0
+    fallbacks: int = 0
+    not_batched: str | None = None
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """New tokens of a row per forward for it: the speed-up if drafting and verifying cost no more than a step."""
+        return self.new_tokens / self.row_steps if self.row_steps else 0.0
+
+
+def verify_drafts(
+    target: Tensor, proposed: Tensor, drafts: Tensor, accept: Tensor, redraw: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return how many drafts are accepted, and the token that follows them.
+
+    Draft d_i is accepted with probability min(1, p_i(d_i) / q_i(d_i)). The first that is not is replaced by a draw from
+    max(p_i - q_i, 0), normalised; if all are, one more token is drawn from p_{k+1}. The tokens are then distributed as
+    if drawn from p one by one, whatever q is. Where q_i is all zero there was no draft: what comes next is drawn from
+    p_i.
+
+    Shape: target p [..., k + 1, V], proposed q [..., k, V], drafts [..., k], accept [..., k] and redraw [...] in
+    [0, 1); returns [...] and [...] int64.
+
+    Reference: Leviathan et al., 2022, arXiv:2211.17192; Chen et al., 2023, arXiv:2302.01318.
+    """
+    k = drafts.shape[-1]
+    p_of = target[..., :k, :].gather(-1, drafts[..., None])[..., 0]
+    q_of = proposed.gather(-1, drafts[..., None])[..., 0]
+    is_accepted = (accept.to(p_of.dtype) * q_of < p_of) & (q_of > 0)
+    n_accepted = is_accepted.long().cumprod(-1).sum(-1)
+    padded = torch.cat((proposed, torch.zeros_like(target[..., :1, :])), dim=-2)  # q of the extra token: none
+    at = n_accepted[..., None, None].expand(*n_accepted.shape, 1, target.shape[-1])
+    p, q = target.gather(-2, at)[..., 0, :], padded.gather(-2, at)[..., 0, :]
+    rest = (p - q).clamp(min=0)
+    # Rounding alone can reject a draft where p and q are equal: nothing is left over, and p is right.
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+    return n_accepted, draw(rest, redraw)
+
+
+class Verifier:
+    """The rounds of some rows. `texts` are all of their tokens; the cache holds all but the last of each.
+
+    A row's numbers come from its own seed: `uniform[b, i]` draws its new token i where no draft has to be judged, and
+    its generator, which its drafter shares, gives the others in the order in which its own rounds need them. So a
+    row's text does not depend on which rows are beside it. A row that has ended stays in the forwards and in nothing
+    else.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        rows: Sequence[Row],
+        ctx: Context | RowsContext,
+        config: GenerateConfig,
+        speculation: SpeculativeConfig,
+        drafter: Drafter,
+        generators: Sequence[torch.Generator],
+        stats: SpeculativeStats,
+    ) -> None:
+        self.model, self.rows, self.ctx, self.config = model, rows, ctx, config
+        self.speculation, self.drafter, self.generators, self.stats = speculation, drafter, generators, stats
+        self.device = model.embedder.token.weight.device
+        self.lengths = [DraftLength(speculation) for _ in rows]
+        self.uniform = torch.stack([uniforms(row.seed, config.max_new_tokens) for row in rows])
+        self.texts = [list(row.prompt) for row in rows]
+        self.seen: Tensor | None = None
+        if config.repetition_penalty != 1.0:
+            shape = (len(rows), model.spec.embedder.vocab_size)
+            self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
+            for index, row in enumerate(rows):
+                self._mark(index, row.prompt)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every row has ended."""
+        return all(row.finish is not None for row in self.rows)
+
+    def take_first(self, logits: Tensor, on_text: OnText | None) -> None:
+        """Draw the token after each prompt. Shape: logits [B, V]."""
+        p = distribution(logits, self.config, self.seen)
+        tokens = draw(p, self.uniform[:, 0].to(p))
+        self._take([[token] for token in tokens.tolist()], logits[:, None], on_text)
+
+    def round(self, on_text: OnText | None) -> None:
+        """Draft, verify in one forward, and let every row keep what is accepted and one token more."""
+        live = [row.finish is None for row in self.rows]
+        # The verifying forward adds a token itself, so the last one is never drafted.
+        counts = [
+            length.next(self.config.max_new_tokens - len(row.tokens) - 1) if is_live else 0
+            for row, length, is_live in zip(self.rows, self.lengths, live, strict=True)
+        ]
+        drafts, q = self._drafts(counts)
+        width = 1 + max(map(len, drafts))
+        last = [text[-1] for text in self.texts]
+        fed = padded([[a, *b] for a, b in zip(last, drafts, strict=True)], width, last, self.device)
+        logits = self.model.logits(feed(self.model, fed, self.ctx))
+        p = distribution(logits, self.config, self._seen_along(fed))
+        tokens, accepted = self._equal(p, drafts) if q is None else self._judged(p, q, fed, drafts)
+        for index, (row_tokens, draft) in enumerate(zip(tokens, drafts, strict=True)):
+            if not live[index]:
+                row_tokens.clear()
+                continue
+            if accepted[index] == len(draft) > 0 and not self.speculation.spec_extra_token:
+                row_tokens.pop()
+            self._count(index, len(draft), accepted[index], len(row_tokens))
+        self.stats.steps += 1
+        self._take(tokens, logits, on_text)
+        rewind(self.ctx, [len(text) - 1 for text in self.texts])
+
+    def _drafts(self, counts: Sequence[int]) -> tuple[list[list[int]], Tensor | None]:
+        if not any(counts):
+            return [[] for _ in counts], None
+        return self.drafter.propose(self.texts, counts, self.seen)
+
+    def _equal(self, p: Tensor, drafts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+        """Draw every token from p as without drafts, and keep each row's up to the first that is not its draft."""
+        made = torch.tensor([len(row.tokens) for row in self.rows])[:, None]
+        slots = (made + torch.arange(p.shape[1])).clamp(max=self.uniform.shape[1] - 1)
+        tokens: list[list[int]] = []
+        accepted: list[int] = []
+        drawn = draw(p, self.uniform.gather(1, slots).to(p)).tolist()
+        for row, draft in zip(drawn, drafts, strict=True):
+            n = next((i for i, (a, b) in enumerate(zip(draft, row, strict=False)) if a != b), len(draft))
+            accepted.append(n)
+            tokens.append(row[: n + 1])
+        return tokens, accepted
+
+    def _judged(
+        self, p: Tensor, q: Tensor, fed: Tensor, drafts: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Accept drafts by rejection sampling, and draw the token after them."""
+        k = q.shape[1]
+        numbers = torch.zeros(len(drafts), k + 1, dtype=torch.float64)
+        for index, (draft, row) in enumerate(zip(drafts, self.rows, strict=True)):
+            if draft:
+                own = torch.rand(len(draft) + 1, generator=self.generators[index], dtype=torch.float64)
+                numbers[index, : len(draft)], numbers[index, k] = own[:-1], own[-1]
+            elif row.finish is None:
+                numbers[index, k] = self.uniform[index, len(row.tokens)]
+        numbers = numbers.to(p)
+        n_accepted, following = verify_drafts(p[:, : k + 1], q, fed[:, 1:], numbers[:, :k], numbers[:, k])
+        accepted, after = torch.stack((n_accepted, following)).tolist()
+        tokens = [[*draft[:n], token] for draft, n, token in zip(drafts, accepted, after, strict=True)]
+        return tokens, accepted
+
+    def _count(self, index: int, drafted: int, accepted: int, new_tokens: int) -> None:
+        length, stats = self.lengths[index], self.stats
+        before = length.fallbacks
+        length.update(drafted, accepted, new_tokens)
+        stats.row_steps += 1
+        stats.drafted += drafted
+        stats.accepted += accepted
+        stats.judged += min(accepted + 1, drafted)
+        stats.fallbacks += length.fallbacks - before
+
+    def _take(self, tokens: Sequence[list[int]], logits: Tensor, on_text: OnText | None) -> None:
+        width = max(map(len, tokens))
+        chosen = padded(tokens, width, [0] * len(tokens), self.device)
+        logprobs = logits[:, :width].float().log_softmax(-1).gather(2, chosen[..., None])[..., 0].tolist()
+        for index, (row, own) in enumerate(zip(self.rows, tokens, strict=True)):
+            if row.finish is None:
+                row.take(own, logprobs[index][: len(own)], on_text)
+                self.texts[index] += own
+                self._mark(index, own)
+
+    def _mark(self, index: int, tokens: Sequence[int]) -> None:
+        if self.seen is not None:
+            self.seen[index, torch.tensor(list(tokens), device=self.device)] = True
+
+    def _seen_along(self, fed: Tensor) -> Tensor | None:
+        """Return what had been seen before each token that a round draws, [B, T, V]."""
+        if self.seen is None:
+            return None
+        seen = self.seen[:, None].repeat(1, fed.shape[1], 1)
+        for at in range(1, fed.shape[1]):
+            seen[:, at:].scatter_(2, fed[:, at, None, None].expand(-1, fed.shape[1] - at, 1), True)
+        return seen
