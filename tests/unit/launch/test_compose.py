@@ -16,7 +16,7 @@ from caramba.launch.compose import compose, default_groups
 from caramba.launch.freeze import freeze
 from caramba.launch.groups import conf_root, groups
 from caramba.launch.preflight import check_weights
-from caramba.launch.sweep import points
+from caramba.launch.axes import points
 
 
 @pytest.fixture(autouse=True)
