@@ -12,6 +12,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#F
 # Values that span more than this are spread over a logarithmic axis.
 _LOG_SPAN = 20.0
 _MOST_LINES = len(COLOURS)
+_LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
 
 
 def draw_sweep(
@@ -95,7 +96,7 @@ def _parallel(
     means = [spread.mean for group in groups if (spread := group.spread(metric)) is not None]
     low, high = min(means), max(means) if max(means) > min(means) else min(means) + 1
     scale = Normalize(low, high)
-    colours: Any = ScalarMappable(scale, "viridis" if is_higher else "viridis_r")
+    colours: Any = ScalarMappable(scale, "viridis_r" if is_higher else "viridis")
     axes.grid(False)
     heights: list[dict[str, float]] = []
     for index in range(len(keys)):
@@ -106,7 +107,7 @@ def _parallel(
         )
         axes.axvline(index, color=FAINT, lw=1.5, zorder=0)
         for text, height in heights[-1].items():
-            axes.text(index - 0.03, height, text, ha="right", va="center", fontsize=9, color=INK)
+            axes.text(index - 0.03, height, text, ha="right", va="center", fontsize=9, color=INK, bbox=_LABEL)
     axes.axvline(len(keys), color=FAINT, lw=1.5, zorder=0)
     best = best_group(groups, metric, is_higher=is_higher)
     for group, mean in zip(groups, means, strict=True):

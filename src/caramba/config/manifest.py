@@ -182,6 +182,9 @@ class Manifest(Config):
     vars: dict[str, Any] = {}
     settings: SettingsConfig = SettingsConfig()
     seed: int = 1337
+    deterministic: bool = Field(
+        default=False, description="only algorithms that give the same bits again; slower on a GPU"
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     group: str | None = None
     resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")
