@@ -39,6 +39,10 @@ if seed == 7 and first:
 if seed == 9 and first:
     pathlib.Path("waiting").touch()
     time.sleep(60)
+rate = json.loads((run / "manifest.json").read_text())["groups"][0]["runs"][0]["train"]["lr"]
+loss = {"id": "pretrain", "loss": (rate - 0.003) ** 2 if rate != "auto" else 1.0, "steps": 0}
+(run / "artifacts").mkdir()
+(run / "artifacts" / "report.json").write_text(json.dumps({"metrics": {}, "phases": [loss]}))
 (run / "result.json").write_text('{"status": "finished"}')
 """
 
@@ -147,3 +151,30 @@ def test_an_interrupted_sweep_stops_its_workers_and_can_go_on(sweep, tmp_path, h
     assert states(found)[0] == "interrupted"
     assert sweep("resume", str(found.folder))[0] == 0
     assert states(read_sweep(found.folder)) == ["finished", "finished"]
+
+
+def test_a_search_draws_from_what_has_finished_and_goes_on(sweep):
+    pytest.importorskip("optuna")
+    space = ("train.lr=tag(log, interval(1e-4, 1e-1))", "seed=choice(1,5)")
+    words = ("-m", "hydra/sweeper=optuna", *WORDS, "launcher=process", "launcher.n_jobs=1", *space)
+    status, text, found = sweep(*words, "hydra.sweeper.n_trials=5", "hydra.sweeper.seed=3")
+    drawn = [point.overrides for point in found.points]
+    assert any("seed=5" in words for words in drawn)
+    assert status == 1, "the first run of seed 5 fails, and is a failed trial"
+    assert [point.state for point in found.points].count("failed") == 1
+    finished = [point for point in found.points if point.state == "finished"]
+    rates = {point.number: float(point.overrides[0].partition("=")[2]) for point in found.points}
+    for point in finished:
+        assert point.values["value"] == pytest.approx((rates[point.number] - 0.003) ** 2)
+    best = min(finished, key=lambda point: point.values["value"])
+    assert f"best loss.pretrain: {best.values['value']:.6g} at {best.title}" in text
+    status, _, again = sweep(*words, "hydra.sweeper.n_trials=7", "hydra.sweeper.seed=3")
+    assert (status, again.folder) == (0, found.folder)
+    assert [point.overrides for point in again.points[:5]] == drawn
+    assert len({tuple(point.overrides) for point in again.points}) == 7, (
+        "a search that goes on draws nothing twice"
+    )
+    assert sweep("resume", str(found.folder))[2] == again
+    _, _, anew = sweep(*words, "hydra.sweeper.n_trials=2", "hydra.sweeper.seed=3", "resume=never")
+    assert anew.folder != found.folder
+    assert [point.overrides for point in anew.points] == drawn[:2], "the same seed draws the same"

@@ -12,6 +12,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#F
 # Values that span more than this are spread over a logarithmic axis.
 _LOG_SPAN = 20.0
 _MOST_LINES = len(COLOURS)
+_MOST_TICKS = 12
 _LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
 
 
@@ -78,7 +79,8 @@ def _lines(
     if is_numeric and places[0] > 0 and places[-1] / places[0] > _LOG_SPAN:
         axes.set_xscale("log")
         axes.minorticks_off()
-    axes.set_xticks([place[text] for text in ticks], ticks)
+    if not is_numeric or len(ticks) <= _MOST_TICKS:
+        axes.set_xticks([place[text] for text in ticks], ticks)
     _log_when_wide(axes, [spread.mean for group in groups if (spread := group.spread(metric))])
     axes.set_xlabel(keys[along])
     axes.set_ylabel(metric)

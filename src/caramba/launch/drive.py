@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 from caramba.config.manifest import LauncherConfig
@@ -39,39 +39,52 @@ class Drive:
             self.sweep.refresh()
             self.sweep.save()
             self._say_what_is_to_do()
-            todo = [point for point in self.sweep.points if point.state not in (FINISHED, RUNNING)]
-            is_interrupted = self.run(todo)
+            is_interrupted = self.work_through()
             self.sweep.refresh()
             self.sweep.save()
         return self.report(is_interrupted=is_interrupted)
 
-    def run(self, todo: list[Point]) -> bool:
-        """Run points and record how each ended; return whether the user stopped it."""
-        if not todo:
+    def work_through(self) -> bool:
+        """Run the points that have not finished; return whether the user stopped it."""
+        todo = self.unfinished()
+        devices = {self.sweep.manifest(point).device for point in todo}
+        return self.run(todo, len(todo), devices.pop() if len(devices) == 1 else "auto")
+
+    def unfinished(self) -> list[Point]:
+        """Return the points that are to run, in order: not those that have finished, or that another process runs."""
+        return [point for point in self.sweep.points if point.state not in (FINISHED, RUNNING)]
+
+    def ended(self, point: Point) -> None:
+        """Called when a point has ended, however it did, once that is on record."""
+
+    def run(self, todo: Iterable[Point], most: int, device: str) -> bool:
+        """Run points, `most` at a time at most, and record how each ended; return whether the user stopped it."""
+        if most < 1:
             return False
-        by_number = {point.number: point for point in todo}
         try:
-            start = self._in_processes if self.launcher.type == "process" else self._inline
-            with contextlib.closing(start(todo)) as endings:  # closing stops the workers that still run
+            is_pool = self.launcher.type == "process"
+            started = self._in_processes(todo, most, device) if is_pool else self._inline(todo)
+            with contextlib.closing(started) as endings:  # closing stops the workers that still run
                 for job, status in endings:
-                    self._record(by_number[job.number], job, status)
-                    if self.launcher.type == "inline" and status == INTERRUPTED_STATUS:
+                    self._record(self.sweep.points[job.number], job, status)
+                    if not is_pool and status == INTERRUPTED_STATUS:
                         return True
         except KeyboardInterrupt:
             return True
         return False
 
-    def _inline(self, todo: list[Point]) -> Generator[tuple[Job, int], None, None]:
+    def _inline(self, todo: Iterable[Point]) -> Generator[tuple[Job, int], None, None]:
         for job in self._jobs(todo):
             yield job, run_inline(job.run_dir / MANIFEST, list(job.flags))
 
-    def _in_processes(self, todo: list[Point]) -> Generator[tuple[Job, int], None, None]:
-        devices = {self.sweep.manifest(point).device for point in todo}
-        slots = make_slots(self.launcher, len(todo), devices.pop() if len(devices) == 1 else "auto")
+    def _in_processes(
+        self, todo: Iterable[Point], most: int, device: str
+    ) -> Generator[tuple[Job, int], None, None]:
+        slots = make_slots(self.launcher, most, device)
         with termination_as_interrupt(), Pool(slots) as pool:
             yield from pool.run(self._jobs(todo))
 
-    def _jobs(self, todo: list[Point]) -> Iterator[Job]:
+    def _jobs(self, todo: Iterable[Point]) -> Iterator[Job]:
         """Yield the points in turn, each with its directory made and on record, when there is room for it."""
         for point in todo:
             if self.launcher.on_failure != CONTINUE and self.failed_now:
@@ -119,6 +132,7 @@ class Drive:
         self.sweep.save()
         if self.launcher.type == "process" or point.state != FINISHED:
             print(f"  {point.state}: {point.title}", file=sys.stderr, flush=True)
+        self.ended(point)
 
     def _say_what_is_to_do(self) -> None:
         counts = self.sweep.counts()
@@ -154,6 +168,10 @@ class Drive:
 
 def resume_sweep(sweep: Sweep, flags: list[str]) -> int:
     """Go on with a sweep as it was frozen; return its exit status."""
+    if "search" in sweep.settings:
+        from caramba.launch.search import resume_search
+
+        return resume_search(sweep, flags)
     if not sweep.points:
         raise ConfigError(f"{sweep.folder}: a sweep without points; start it again with -m")
     return Drive(sweep, sweep.manifest(sweep.points[0]).launcher, flags).go_on()

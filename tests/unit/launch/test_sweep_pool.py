@@ -81,6 +81,32 @@ def test_a_worker_that_will_not_stop_is_killed(tmp_path, monkeypatch):
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_search_reads_its_space_and_settings():
+    optuna = pytest.importorskip("optuna")
+    from caramba.launch.search import read_space, split_words
+
+    words = ["a=1", "b=tag(log,interval(0.1,1))", "c=int(interval(1,9))", "d=range(1,10,3)", "+e=x,y"]
+    rest, settings = split_words(["hydra/sweeper=optuna", *words, "hydra.sweeper.sampler.seed=7"])
+    assert (rest, settings.seed, settings.n_trials) == (words, 7, 20)
+    space, kinds = read_space(words, []), optuna.distributions
+    assert space.fixed == ["a=1"]
+    assert space.drawn == {
+        "b": kinds.FloatDistribution(0.1, 1.0, log=True),
+        "c": kinds.IntDistribution(1, 9),
+        "d": kinds.IntDistribution(1, 7, step=3),
+        "+e": kinds.CategoricalDistribution(["x", "y"]),
+    }
+    for wrong, text in (
+        (["hydra/sweeper=nevergrad"], "the sweepers are optuna"),
+        (["hydra.sweeper.n_trial=3"], "did you mean 'n_trials'"),
+        (["hydra.run.dir=x"], "belongs to Hydra"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            split_words(wrong)
+    with pytest.raises(ConfigError, match="no key has values to draw from"):
+        read_space(["a=1"], [])
+
+
 def test_names_and_globs(tmp_path):
     assert common_name(["a_b", "a_b"]) == "a_b"
     assert common_name(["tiny_pretrain", "tiny_dba_pretrain"]) == "tiny"
