@@ -47,33 +47,37 @@ def environment(jobs: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 
 
-def sweep_seconds(folder: Path, points: int, jobs: int) -> tuple[float, int]:
-    """Seconds of a whole sweep, from command to exit, and the peak memory of its front end in KiB."""
-    seeds = f"seed=range({points})"
+def sweep_seconds(folder: Path, points: int, jobs: int, *more: str) -> tuple[float, int]:
+    """Seconds of a whole sweep from command to exit, and the peak memory of its front end alone in KiB.
+
+    `more` are overrides. What the kernel reports of an ended process would count its workers in, so it is read before.
+    """
+    words = [*WORDS, *more, f"seed=range({points})", "launcher=process", f"launcher.n_jobs={jobs}"]
+    log, peak = folder / "sweep.log", 0
     began = time.perf_counter()
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "caramba.launch",
-            "-m",
-            *WORDS,
-            seeds,
-            "launcher=process",
-            f"launcher.n_jobs={jobs}",
-        ],
-        cwd=folder,
-        env=environment(jobs),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    log = process.stderr.read()
-    _, status, used = os.wait4(process.pid, 0)
+    with open(log, "w") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "caramba.launch", "-m", *words],
+            cwd=folder,
+            env=environment(jobs),
+            stderr=stderr,
+        )
+        while process.poll() is None:
+            peak = max(peak, peak_kib(process.pid))
+            time.sleep(0.1)
     seconds = time.perf_counter() - began
-    if os.waitstatus_to_exitcode(status):
-        raise SystemExit(log)
-    return seconds, used.ru_maxrss
+    if process.returncode:
+        raise SystemExit(log.read_text())
+    return seconds, peak
+
+
+def peak_kib(pid: int) -> int:
+    """Peak resident memory of a running process so far in KiB, 0 where it cannot be read."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
 
 
 def bare_seconds(folder: Path, points: int, jobs: int) -> float:

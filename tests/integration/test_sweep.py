@@ -90,3 +90,17 @@ def test_a_run_that_fails_is_listed_with_its_reason(
     assert main(["status", "runs/diverges"]) == 0
     assert "failed" in (text := capsys.readouterr().out)
     assert "training has diverged" in text
+
+
+def test_worker_processes_train_with_loader_workers_of_their_own(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
+    from sweep_overhead import sweep_seconds
+
+    _, peak_kib = sweep_seconds(tmp_path, 2, 2, "train.num_workers=1")
+    monkeypatch.chdir(tmp_path)
+    sweep = read_sweep(resolve_sweep("latest"))
+    assert [point.state for point in sweep.points] == ["finished"] * 2
+    assert 20_000 < peak_kib < 200_000, "the front end holds no torch"
+    assert "artifacts" in sweep.log_file(sweep.points[0]).read_text().lower()

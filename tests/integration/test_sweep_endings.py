@@ -118,6 +118,17 @@ def test_what_has_a_result_is_not_overwritten_and_one_front_end_drives_a_sweep(s
     assert (failed / "result.json").read_text() == '{"status": "failed"}'
 
 
+def test_a_single_run_has_a_process_of_its_own_too(sweep, tmp_path):
+    words = (*WORDS, "launcher=process")
+    assert [sweep(*words, f"seed={seed}")[0] for seed in (1, 5)] == [0, 1]
+    runs = sorted(
+        tmp_path.glob("runs/tiny_pretrain/2*"), key=lambda run: (run / "manifest.json").stat().st_mtime_ns
+    )
+    assert [(run / "result.json").exists() for run in runs] == [True, False]
+    assert sweep("resume", str(runs[1]))[0] == 0
+    assert (runs[1] / "result.json").exists()
+
+
 def test_on_failure_stop_starts_no_more(sweep):
     status, _, found = sweep(
         "-m", *WORDS, "launcher=process", "launcher.n_jobs=1", "launcher.on_failure=stop", "seed=5,1,2"

@@ -29,6 +29,11 @@ class Drive:
         self.new_runs: set[Path] = set()
         self.failed_now = 0
 
+    @property
+    def total(self) -> int:
+        """How many points the sweep has when all of them are known."""
+        return len(self.sweep.points)
+
     def go_on(self) -> int:
         """Run every point that has not finished; return the exit status of the sweep.
 
@@ -93,7 +98,7 @@ class Drive:
             point.state, point.exit_status, point.error = RUNNING, None, None
             self.sweep.link(point, run_dir)
             self.sweep.save()
-            place = f"[{point.number + 1}/{len(self.sweep.points)}]"
+            place = f"[{point.number + 1}/{self.total}]"
             print(f"{place} {point.title}  ({_shown(run_dir)})", file=sys.stderr, flush=True)
             yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
 
@@ -140,7 +145,7 @@ class Drive:
             listed = ", ".join(f"{count} {state}" for state, count in counts.items())
             print(f"going on with {_shown(self.sweep.folder)}: {listed}", file=sys.stderr)
         else:
-            print(f"sweep of {len(self.sweep.points)} points: {_shown(self.sweep.folder)}", file=sys.stderr)
+            print(f"sweep of {self.total} points: {_shown(self.sweep.folder)}", file=sys.stderr)
 
     def report(self, *, is_interrupted: bool) -> int:
         """Say how the sweep stands, with the last words of what failed, and return its exit status."""

@@ -113,6 +113,10 @@ class Search(Drive):
         self.metric = settings.metric
         self.study = open_study(sweep, settings)
 
+    @property
+    def total(self) -> int:
+        return max(self.settings.n_trials, len(self.sweep.points))
+
     def work_through(self) -> bool:
         again = self.unfinished()
         left = max(0, self.settings.n_trials - len(self.study.trials))

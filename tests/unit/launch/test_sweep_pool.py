@@ -11,9 +11,11 @@ from caramba.config.manifest import LauncherConfig
 from caramba.errors import ConfigError
 from caramba.launch import pool, slots
 from caramba.launch.axes import points
+from caramba.launch.freeze import freeze
 from caramba.launch.pool import Job, Pool
 from caramba.launch.slots import make_slots
 from caramba.launch.sweep import common_name, refuse_ranks
+from caramba.runs import lock, mint
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
 
@@ -41,6 +43,21 @@ def test_a_sweep_under_torchrun_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="each of 2 processes would run the whole sweep"):
         refuse_ranks()
+
+
+def test_a_second_launch_into_one_run_directory_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = mint(freeze(list(WORDS)).manifest, WORDS)
+    with lock(run):
+        for words in (["resume", str(run)], [*WORDS, f"resume={run}"]):
+            assert main(words) == 2
+            assert "is running this run; wait for it, or stop it first" in capsys.readouterr().err
+    assert sorted(file.name for file in run.iterdir()) == [
+        ".lock",
+        "env.json",
+        "manifest.json",
+        "overrides.txt",
+    ]
 
 
 def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
