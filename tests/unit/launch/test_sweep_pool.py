@@ -100,7 +100,7 @@ def test_a_worker_that_will_not_stop_is_killed(tmp_path, monkeypatch):
 
 def test_a_search_reads_its_space_and_settings():
     optuna = pytest.importorskip("optuna")
-    from caramba.launch.search import read_space, split_words
+    from caramba.launch.space import read_space, split_words
 
     words = ["a=1", "b=tag(log,interval(0.1,1))", "c=int(interval(1,9))", "d=range(1,10,3)", "+e=x,y"]
     rest, settings = split_words(["hydra/sweeper=optuna", *words, "hydra.sweeper.sampler.seed=7"])
