@@ -28,6 +28,7 @@ WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
         (["seed=1,2", "launcher.n_jobs=2"], "n_jobs=2 has no meaning for launcher=inline"),
         (["seed=1,2", "launcher=process", "launcher.n_jobs=0"], "launcher.n_jobs"),
         (["seed=interval(1,2)"], "an interval has no finite set of values"),
+        (["hydra/launcher=submitit_slurm"], "would compose again in every job; launcher=process"),
         (["train.optimizer=glob(nothing*)"], "matches no option of train.optimizer"),
     ],
 )
@@ -96,6 +97,11 @@ def test_a_worker_that_will_not_stop_is_killed(tmp_path, monkeypatch):
             pass
         workers.stop(grace_s=0.2)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_search_without_m_is_told_so():
+    with pytest.raises(ConfigError, match="a search needs -m"):
+        freeze(["hydra/sweeper=optuna"])
 
 
 def test_a_search_reads_its_space_and_settings():
