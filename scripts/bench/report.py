@@ -16,6 +16,7 @@ import sections_decode
 import sections_inference
 import sections_kernels
 import sections_loss
+import sections_sweeps
 import sections_upcycle
 
 from caramba.runs.files import write_whole
@@ -179,6 +180,8 @@ SECTIONS = {
     "linear_cross_entropy": sections_loss.linear_cross_entropy,
     "surgery_cost": sections_upcycle.surgery_cost,
     "blockwise_cost": sections_upcycle.blockwise_cost,
+    "sweep_overhead": sections_sweeps.sweep_overhead,
+    "collect_runs": sections_sweeps.collect_runs,
     "upcycle_proxy": sections_upcycle.upcycle_proxy,
 }
 

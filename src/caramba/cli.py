@@ -42,6 +42,10 @@ def _dispatch(argv: list[str]) -> int:
         "run": _run,
         "compile": _compile,
         "resume": _resume,
+        "rerun": _rerun,
+        "status": _status,
+        "collect": _collect,
+        "compare": _compare,
         "export": _export,
         "eval": _eval,
         "generate": _generate,
@@ -86,13 +90,42 @@ def _resume(argv: list[str]) -> int:
     request = _request(argv)
     if len(request.overrides) != 1 or "=" in request.overrides[0]:
         raise ConfigError(
-            "resume: expected one run, which goes on unchanged: caramba resume RUN (a directory, runs/NAME, or latest)"
+            "resume: expected one run, which goes on unchanged: caramba resume RUN (a directory, runs/NAME, or latest; "
+            "or the directory of a sweep)"
         )
-    from caramba.launch.run import run_inline
-    from caramba.runs import MANIFEST, resolve_run
+    from caramba.launch.run import resume
 
-    flags = [flag for flag in ("--debug", "--quiet") if flag in argv]
-    return run_inline(resolve_run(request.overrides[0]) / MANIFEST, flags)
+    return resume(request.overrides[0], [flag for flag in ("--debug", "--quiet") if flag in argv])
+
+
+def _rerun(argv: list[str]) -> int:
+    request = _request(argv)
+    if len(request.overrides) != 1 or "=" in request.overrides[0]:
+        raise ConfigError(
+            "rerun: expected one run, which is run again unchanged: caramba rerun RUN (a directory, runs/NAME, latest, "
+            "or a manifest.json)"
+        )
+    from caramba.launch.run import rerun
+
+    return rerun(request.overrides[0], [flag for flag in ("--debug", "--quiet") if flag in argv])
+
+
+def _status(argv: list[str]) -> int:
+    from caramba.collect.status import status
+
+    return status(argv)
+
+
+def _collect(argv: list[str]) -> int:
+    from caramba.collect.command import collect
+
+    return collect(argv)
+
+
+def _compare(argv: list[str]) -> int:
+    from caramba.collect.compare_command import compare
+
+    return compare(argv)
 
 
 def _export(argv: list[str]) -> int:

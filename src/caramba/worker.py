@@ -33,25 +33,33 @@ def _work(argv: list[str]) -> int:
 def run(run_dir: Path) -> int:
     """Hold a run directory, run its manifest in it, and print where the artifacts are."""
     from caramba.runs import lock, read_manifest
+    from caramba.runs.events import append_event
+    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED
 
     manifest = read_manifest(run_dir)
     with lock(run_dir):
+        append_event(run_dir, STARTED)
         try:
             from caramba.experiment import run as run_experiment
 
             results = run_experiment(manifest, run_dir)
-        except CarambaError:
+        except CarambaError as error:
+            append_event(run_dir, ENDED_BADLY, error=str(error))
             raise
-        except Exception:
+        except Exception as error:
+            append_event(run_dir, ENDED_BADLY, error=f"{type(error).__name__}: {error}")
             print(f"the run stopped; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             raise
         except KeyboardInterrupt:
+            append_event(run_dir, STOPPED)
             print(f"\ninterrupted; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             return INTERRUPTED
+        failed = [bench.id for result in results for bench in result.benchmarks if bench.error is not None]
+        problem = f"benchmark {', '.join(failed)}; report.json holds the error"
+        append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
     print_artifacts(run_dir)
-    failed = [bench.id for result in results for bench in result.benchmarks if bench.error is not None]
     if failed:
-        print(f"failed: benchmark {', '.join(failed)}; report.json holds the error", file=sys.stderr)
+        print(f"failed: {problem}", file=sys.stderr)
     return 1 if failed else 0
 
 

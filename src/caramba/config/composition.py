@@ -60,6 +60,7 @@ class Composition(Config):
     vars: dict[str, Any] = {}
     settings: SettingsConfig = SettingsConfig()
     seed: int = 1337
+    deterministic: bool = False
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     group: str | None = None
     resume: str = "auto"

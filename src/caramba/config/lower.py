@@ -25,6 +25,7 @@ SHARED = (
         "vars",
         "settings",
         "seed",
+        "deterministic",
         "device",
         "group",
         "resume",

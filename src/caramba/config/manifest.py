@@ -165,12 +165,34 @@ class ParallelConfig(Config):
 
 
 class LauncherConfig(Config):
-    """What starts the worker on a frozen manifest."""
+    """What starts the worker on a frozen manifest: `inline` in this process, `process` in processes of its own."""
 
     type: Annotated[
         Literal["inline", "process", "torchrun", "slurm", "slurm_sbatch_only"],
-        Later("the scale-out work", "process", "torchrun", "slurm", "slurm_sbatch_only"),
+        Later("the scale-out work", "torchrun", "slurm", "slurm_sbatch_only"),
     ] = "inline"
+    n_jobs: Positive | None = Field(
+        default=None, description="process: points of a sweep at a time; else one per GPU, or per core"
+    )
+    devices: Annotated[tuple[int | str, ...], Field(min_length=1)] | None = Field(
+        default=None, description="process: GPUs as CUDA_VISIBLE_DEVICES names them, one per worker in turn"
+    )
+    threads: Positive | None = Field(
+        default=None, description="process: CPU threads of a worker; else the cores divided among the workers"
+    )
+    on_failure: Literal["continue", "stop"] = Field(
+        default="continue", description="whether a failed point of a sweep keeps others from starting"
+    )
+
+    @model_validator(mode="after")
+    def _processes_only(self) -> LauncherConfig:
+        for name in ("n_jobs", "devices", "threads"):
+            if self.type != "process" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no meaning for launcher={self.type}, which starts no processes "
+                    "here; add launcher=process, or leave it out"
+                )
+        return self
 
 
 class LoggerConfig(Config):
@@ -202,6 +224,9 @@ class Manifest(Config):
     vars: dict[str, Any] = {}
     settings: SettingsConfig = SettingsConfig()
     seed: int = 1337
+    deterministic: bool = Field(
+        default=False, description="only algorithms that give the same bits again; slower on a GPU"
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     group: str | None = None
     resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")

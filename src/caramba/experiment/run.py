@@ -25,7 +25,7 @@ from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
-from caramba.runtime import apply_threads, refuse_unconnected_ranks
+from caramba.runtime import apply_determinism, apply_threads, refuse_unconnected_ranks
 
 FINAL, VERIFY = "final", "verify"
 
@@ -40,6 +40,7 @@ def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
         VerificationFailed: a check with fail_fast did not pass; artifacts of all that ran are written first.
     """
     refuse_unconnected_ranks()
+    apply_determinism(manifest.deterministic)
     groups = manifest.selected_groups()
     if len(groups) == 1:
         return (run_group(manifest, groups[0], run_dir, run_dir),)

@@ -21,7 +21,7 @@ from caramba.experiment.surgery import transplant_student
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
-from caramba.runtime import is_main_process
+from caramba.runtime import get_rank, is_main_process, seed_process
 from caramba.train import (
     BenchmarkArtifacts,
     BlockwiseDistillation,
@@ -98,7 +98,7 @@ def fit_phase(
     # Trainer and module refer to each other: without this the last phase's teacher copy and optimiser state stay.
     gc.collect()
     name = stage or run.id
-    torch.manual_seed(phase.seed if phase.seed is not None else run.seed)
+    seed_process(phase.seed if phase.seed is not None else run.seed, get_rank())
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
         model = copy.deepcopy(model)

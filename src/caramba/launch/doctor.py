@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from caramba.runs.environment import package_version
 from caramba.runs.files import home
-from caramba.runs.minting import package_version
 
 REQUIRED = (
     *("torch", "lightning", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "tensorboard"),

@@ -23,7 +23,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[overrides | FILE] [--print-plan] [--json]",
         "print the plan: shapes, parameters, bytes, stages; no torch",
     ),
-    "resume": ("RUN", "go on with an interrupted run (a run directory, runs/NAME, or latest)"),
+    "resume": (
+        "RUN | SWEEP",
+        "go on with an interrupted run (a run directory, runs/NAME, or latest), or sweep",
+    ),
+    "rerun": ("RUN | FILE", "run a run's manifest.json again from its start, in a directory of its own"),
+    "status": ("[DIR] [--json]", "where every run and sweep stands: phase, step, age, state"),
+    "collect": (
+        "SWEEP|DIR [--metric KEY]... [--by KEY,KEY] [--best min|max] [--csv] [--tex] [--plot] [--out DIR]",
+        "mean, standard deviation and n over seeds of a sweep's runs, as a table, CSV, LaTeX and a plot",
+    ),
+    "compare": (
+        "RUN_A RUN_B [--metric TEXT]... [--out FILE]",
+        "two runs: what differs in their manifests, their metrics with intervals, and their curves in one figure",
+    ),
     "export": (
         "RUN --out DIR [--format hf|safetensors|ckpt|dcp] [--dtype float32|bf16|fp16] [--which teacher|student] "
         "[--force]",
@@ -66,7 +79,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 FLAGS = (
-    ("-m, --multirun", "run every combination of comma-separated values, each in its own run directory"),
+    (
+        "-m, --multirun",
+        "run every combination of values (a=1,2, choice, range, glob), each its own run; again to go on",
+    ),
     ("--config-dir DIR", "add a folder of your own groups"),
     ("--cfg job [--resolve]", "print the composed configuration and stop"),
     ("--quiet", "print results and errors only"),

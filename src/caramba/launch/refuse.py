@@ -13,6 +13,14 @@ from caramba.launch.groups import config_file, show_file
 
 EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|convert|call)_(?![A-Za-z0-9_])")
 
+# What people reach for among Hydra's own keys, and how the same is had here.
+_HYDRA_WAYS = {
+    "hydra/sweeper": "a search needs -m: caramba -m hydra/sweeper=optuna KEY=interval(a,b)",
+    "hydra.sweeper": "its settings go with -m hydra/sweeper=optuna",
+    "hydra/launcher": "it would compose again in every job; launcher=process runs points side by side",
+}
+_NO_WAY = "remove it (--config-dir DIR adds a folder of groups)"
+
 
 def refuse_words(words: Iterable[str]) -> None:
     """Check overrides as typed.
@@ -29,10 +37,8 @@ def refuse_words(words: Iterable[str]) -> None:
             )
         key = word.lstrip("+~").split("=", 1)[0]
         if re.split(r"[./@]", key)[0] == "hydra" or "@hydra" in key:
-            raise ConfigError(
-                f"command line: {key} belongs to Hydra and is set by caramba; remove it "
-                "(--config-dir DIR adds a folder of groups)"
-            )
+            way = next((hint for start, hint in _HYDRA_WAYS.items() if key.startswith(start)), _NO_WAY)
+            raise ConfigError(f"command line: {key} belongs to Hydra and is set by caramba; {way}")
 
 
 def refuse_folder(folder: Path) -> None:

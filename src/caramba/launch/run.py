@@ -7,12 +7,15 @@ import shutil
 import sys
 from pathlib import Path
 
+from caramba.config.later import refuse_unbuilt
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.preflight import check_extras, check_weights
 from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run, unfinished_run
+from caramba.runs.environment import environment_changes
+from caramba.runs.state import RESULT
 
 MISTAKE = 2
 
@@ -46,10 +49,67 @@ def start(manifest: Manifest, overrides: tuple[str, ...], request: Request) -> i
     flags = [
         flag for flag, is_set in (("--debug", request.is_debug), ("--quiet", request.is_quiet)) if is_set
     ]
-    status = run_inline(run_dir / MANIFEST, flags)
-    if is_new and status == MISTAKE and not (run_dir / "plan.json").exists():
-        shutil.rmtree(run_dir)  # the data or the device did not fit: there is nothing to go on with
+    status = work(run_dir, manifest, flags)
+    if is_new:
+        _drop_if_nothing_began(run_dir, status)
     return status
+
+
+def _drop_if_nothing_began(run_dir: Path, status: int) -> bool:
+    """Remove a new run whose data or device did not fit: there is nothing to go on with. Return whether it was."""
+    if status == MISTAKE and not (run_dir / "plan.json").exists():
+        shutil.rmtree(run_dir)
+        return True
+    return False
+
+
+def resume(text: str, flags: list[str]) -> int:
+    """Go on with a run, or with a sweep when `text` names one; return the exit status."""
+    from caramba.runs.sweeps import is_sweep, read_sweep
+
+    folder = Path(text).expanduser()
+    if is_sweep(folder):
+        from caramba.launch.drive import resume_sweep
+
+        return resume_sweep(read_sweep(folder), flags)
+    run_dir = resolve_run(text)
+    return work(run_dir, read_manifest(run_dir), flags)
+
+
+def rerun(text: str, flags: list[str]) -> int:
+    """Run the manifest of a run again from its start, in a directory of its own; return the exit status.
+
+    The manifest alone says what to run: `text` is a run, or a manifest.json that was copied elsewhere. What has
+    changed since, in packages, machine or code, is said before it starts.
+
+    Raises:
+        CarambaError: weights that it names are no longer here, or it asks for what is not built here.
+    """
+    file = Path(text).expanduser()
+    source = file if file.is_file() else resolve_run(text)
+    manifest = check_weights(read_manifest(source))
+    refuse_unbuilt(manifest)
+    check_extras(manifest)
+    folder = source.parent if source.is_file() else source
+    for line in environment_changes(folder):
+        print(f"differs from the original: {line}", file=sys.stderr)
+    words = folder / "overrides.txt"
+    overrides = words.read_text(encoding="utf-8").splitlines() if words.is_file() else []
+    run_dir = mint(manifest, overrides)
+    print(f"running {folder} again in {run_dir}", file=sys.stderr)
+    status = work(run_dir, manifest, flags)
+    if not _drop_if_nothing_began(run_dir, status) and (folder / RESULT).is_file():
+        print(f"compare with: caramba compare {folder} {run_dir}", file=sys.stderr)
+    return status
+
+
+def work(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
+    """Start the worker where the manifest's launcher says, and return its exit status."""
+    if manifest.launcher.type == "inline":
+        return run_inline(run_dir / MANIFEST, flags)
+    from caramba.launch.pool import run_in_process
+
+    return run_in_process(run_dir, manifest.launcher, manifest.device, flags)
 
 
 def run_inline(manifest_file: Path, flags: list[str]) -> int:

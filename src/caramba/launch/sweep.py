@@ -1,79 +1,138 @@
-"""`--multirun`: every combination of the values given, all checked before the first runs, each its own run."""
+"""`--multirun`: every combination of the values given, all checked before the first runs, each a run of its own.
+
+The points and what became of them are in the index of a sweep directory, so that the same command, or
+`caramba resume SWEEP`, goes on where a sweep stopped.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
-import sys
-
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
+import os
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.launch.argv import Request
-from caramba.launch.groups import groups
-from caramba.launch.refuse import refuse_words
-from caramba.launch.run import prepare, start
-from caramba.runs.ending import INTERRUPTED, end
+from caramba.launch.axes import points
+from caramba.launch.drive import Drive
+from caramba.launch.run import prepare
+from caramba.runs.manifest import canonical_json
+from caramba.runs.sweeps import Point, Sweep, combined_sha256, create_sweep, experiment_sha256, find_sweep
+
+# A composition leaves cycles behind that Python would clear much later: without this, memory grows with the points.
+_COLLECT_EVERY = 8
 
 
-def points(overrides: list[str]) -> list[list[str]]:
-    """Expand `a=1,2`, `choice(…)`, `range(…)` and `glob(…)` into one list of overrides per combination.
+@dataclass(frozen=True)
+class Ready:
+    """A point that can run as it stands; its manifest is packed, since a sweep may have thousands."""
 
-    Raises:
-        ConfigError: a text that Hydra cannot read, or an interval, which has no finite set of values.
-    """
-    refuse_words(overrides)
-    axes: list[list[str]] = []
-    for word in overrides:
-        sign = "" if word[:1].isalnum() else word[: len(word) - len(word.lstrip("+~"))]
-        body = word[len(sign) :]
-        try:
-            override = OverridesParser.create().parse_override(body if "=" in body else f"{body}=null")
-        except HydraException as error:
-            raise ConfigError(f"command line: cannot read {word!r}: {str(error).splitlines()[0]}") from None
-        if sign == "~" or not override.is_sweep_override():
-            axes.append([word])
-            continue
-        if override.is_interval_sweep():
-            raise ConfigError(
-                f"command line: {word}: an interval has no finite set of values; use choice(…) or range(…)"
-            )
-        key = body.partition("=")[0]
-        axes.append([f"{sign}{key}={value}" for value in _values(override, key)])
-    return [list(point) for point in itertools.product(*axes)]
+    words: list[str]
+    name: str
+    experiment: str
+    packed: bytes
+    is_fresh: bool
 
-
-def _values(override: object, key: str) -> list[str]:
-    from hydra.core.override_parser.types import Glob, Override
-
-    assert isinstance(override, Override)
-    value = override.value()
-    if isinstance(value, Glob):
-        return value.filter(sorted(groups().get(key, {})))
-    return list(override.sweep_string_iterator())
+    @property
+    def text(self) -> str:
+        return zlib.decompress(self.packed).decode()
 
 
 def run_sweep(request: Request) -> int:
-    """Check every point, run each in order, and report the failed ones at the end."""
-    sweep = points(request.overrides)
-    ready: list[tuple[str, Manifest, tuple[str, ...]]] = []
-    for point in sweep:
-        name = " ".join(point)
-        try:
-            manifest, frozen = prepare(point, request.config_dirs)
-        except CarambaError as error:
-            raise type(error)(f"point {name!r} of the sweep: {error}\nnothing was started") from None
-        ready.append((name, manifest, frozen.overrides))
-    failed: list[str] = []
-    for number, (name, manifest, overrides) in enumerate(ready, start=1):
-        print(f"[{number}/{len(ready)}] {name}", file=sys.stderr)
-        status = end(lambda m=manifest, o=overrides: start(m, o, request), is_debug=request.is_debug)
-        if status == INTERRUPTED:
-            print(f"stopped after {number - 1} of {len(ready)} points", file=sys.stderr)
-            return INTERRUPTED
-        if status:
-            failed.append(f"{name} (exit status {status})")
-    if failed:
-        print(f"{len(failed)} of {len(ready)} points failed:\n  " + "\n  ".join(failed), file=sys.stderr)
-    return 1 if failed else 0
+    """Check every point, make the sweep or find the one that it goes on with, run it, and return the exit status.
+
+    0 when every point has finished, 1 when one has not, 130 when it was interrupted.
+
+    Raises:
+        ConfigError: a point that cannot run, two that are the same, or a sweep under torchrun; nothing is started.
+    """
+    refuse_ranks()
+    if any(word.lstrip("+").startswith("hydra/sweeper=") for word in request.overrides):
+        from caramba.launch.search import run_search
+
+        return run_search(request)
+    expanded = points(request.overrides, request.config_dirs)
+    ready: list[Ready] = []
+    first: Manifest | None = None
+    for number, words in enumerate(expanded):
+        manifest, point = check_point(words, request.config_dirs)
+        first = first or manifest
+        ready.append(point)
+        if number % _COLLECT_EVERY == 0:
+            gc.collect()
+    assert first is not None
+    _refuse_twins(ready)
+    sweep = _find_or_create(request.overrides, ready)
+    return Drive(sweep, first.launcher, flags_of(request)).go_on()
+
+
+def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest, Ready]:
+    """Compose and check one point, so that it can run as it stands.
+
+    Raises:
+        CarambaError: what is wrong with it, naming the point.
+    """
+    name = " ".join(words)
+    try:
+        manifest, _ = prepare(words, list(config_dirs))
+        if manifest.resume not in ("auto", "never"):
+            raise ConfigError(f"resume={manifest.resume} names one run, and a sweep has many; leave it out")
+    except CarambaError as error:
+        raise type(error)(f"point {name!r} of the sweep: {error}\nnothing was started") from None
+    packed = zlib.compress(canonical_json(manifest).encode())
+    ready = Ready(words, manifest.name, experiment_sha256(manifest), packed, manifest.resume == "never")
+    return manifest, ready
+
+
+def refuse_ranks() -> None:
+    """Raise when a launcher of ranks started us: every rank would run the whole sweep."""
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size not in ("", "1"):
+        raise ConfigError(
+            f"--multirun: WORLD_SIZE={size}, so each of {size} processes would run the whole sweep; start it without "
+            "torchrun (launcher=process runs points side by side)"
+        )
+
+
+def flags_of(request: Request) -> list[str]:
+    """Return the flags that a worker gets."""
+    return [flag for flag, is_set in (("--debug", request.is_debug), ("--quiet", request.is_quiet)) if is_set]
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Return the name that all runs have, or the start that all names share."""
+    if len(set(names)) == 1:
+        return names[0]
+    shared = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
+    return "".join(letters[0] for letters in shared).rstrip("_-.") or "sweep"
+
+
+def _refuse_twins(ready: list[Ready]) -> None:
+    seen: dict[str, list[str]] = {}
+    for point in ready:
+        twin = seen.setdefault(point.experiment, point.words)
+        if twin is not point.words:
+            raise ConfigError(
+                f"points {' '.join(twin)!r} and {' '.join(point.words)!r} of the sweep are the same experiment; "
+                "remove the value that is given twice or changes nothing\nnothing was started"
+            )
+
+
+def _find_or_create(overrides: list[str], ready: list[Ready]) -> Sweep:
+    name = common_name([point.name for point in ready])
+    experiment = combined_sha256(point.experiment for point in ready)
+    found = None if any(point.is_fresh for point in ready) else find_sweep(name, experiment)
+    if found is not None:
+        return found
+    uses = Counter(word for point in ready for word in set(point.words))
+    varied = {word for word, count in uses.items() if count < len(ready)}
+    listed = (
+        (Point(number, [word for word in point.words if word in varied], point.experiment), point.text)
+        for number, point in enumerate(ready)
+    )
+    return create_sweep(name, overrides, experiment, listed)

@@ -6,10 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from caramba.runs.environment import environment, git_commit
     from caramba.runs.find import list_runs, resolve_run, unfinished_run
     from caramba.runs.locking import lock
     from caramba.runs.manifest import MANIFEST, canonical_json, differences, manifest_sha256, read_manifest
-    from caramba.runs.minting import environment, git_commit, mint
+    from caramba.runs.minting import mint
 
 __all__ = [
     "MANIFEST",
@@ -33,7 +34,8 @@ _HOMES = {
     **dict.fromkeys(
         ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"), "manifest"
     ),
-    **dict.fromkeys(("environment", "git_commit", "mint"), "minting"),
+    **dict.fromkeys(("environment", "git_commit"), "environment"),
+    **dict.fromkeys(("mint",), "minting"),
 }
 
 

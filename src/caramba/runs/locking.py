@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from caramba.errors import ConfigError
 
 LOCK = ".lock"
+# Someone who looks whether a run is locked holds the lock for that moment: a worker asks again before it gives up.
+_ATTEMPTS, _PAUSE_S = 10, 0.02
 
 _held: set[int] = set()
 
@@ -28,21 +31,21 @@ def is_locked(run_dir: Path) -> bool:
 
 
 @contextlib.contextmanager
-def lock(run_dir: Path) -> Iterator[None]:
-    """Hold a run directory. The kernel drops the lock with the process, so a killed worker leaves nothing to clean.
+def lock(run_dir: Path, what: str = "run") -> Iterator[None]:
+    """Hold the directory of a run, or of a `what`.
+
+    The kernel drops the lock with the process, so a killed worker leaves nothing to clean.
 
     Raises:
         ConfigError: another process holds it; its number is in the message.
     """
     descriptor = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _taken(descriptor):
             holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
             raise ConfigError(
-                f"{run_dir}: process {holder} is running this run; wait for it, or stop it first"
-            ) from None
+                f"{run_dir}: process {holder} is running this {what}; wait for it, or stop it first"
+            )
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         _held.add(descriptor)
@@ -50,6 +53,17 @@ def lock(run_dir: Path) -> Iterator[None]:
     finally:
         _held.discard(descriptor)
         os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    for attempt in range(_ATTEMPTS):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_PAUSE_S if attempt + 1 < _ATTEMPTS else 0)
+        else:
+            return True
+    return False
 
 
 def _let_go() -> None:

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import importlib.metadata
-import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from caramba import __version__
 from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError
+from caramba.runs.environment import environment, git_patch
 from caramba.runs.files import write_json, write_whole
 from caramba.runs.manifest import MANIFEST, canonical_json, manifest_sha256
 
-PACKAGES = (
-    "torch",
-    "lightning",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "numpy",
-    "safetensors",
-    "tokenizers",
-    "triton",
-)
 MOST_COLLISIONS = 1000
 
 
@@ -78,47 +61,3 @@ def _reserve(parent: Path, base: str) -> Path:
     raise CarambaError(
         f"{parent}/{base}: {MOST_COLLISIONS} runs of this second exist; something starts runs in a loop"
     )
-
-
-def environment() -> dict[str, Any]:
-    """Return the facts of this process and machine that a result depends on, without names of people or hosts."""
-    return {
-        "caramba": __version__,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "cpu_count": os.cpu_count(),
-        "host_sha256": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
-        "packages": {name: version for name in PACKAGES if (version := package_version(name)) is not None},
-        "git_commit": git_commit(),
-    }
-
-
-def package_version(name: str) -> str | None:
-    """Return the version of an installed package, or None."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """Return the commit of the repository that the current folder is in, or None."""
-    text = _git("rev-parse", "HEAD")
-    return text.decode().strip() if text else None
-
-
-def git_patch() -> bytes | None:
-    """Return the changes to tracked files since that commit, or None."""
-    return _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
-
-
-def _git(*arguments: str) -> bytes | None:
-    try:
-        done = subprocess.run(["git", *arguments], capture_output=True, timeout=20, check=False)
-    except (
-        OSError,
-        subprocess.TimeoutExpired,
-    ):  # no git on this machine, or a repository too large to wait for
-        return None
-    return done.stdout if done.returncode == 0 else None

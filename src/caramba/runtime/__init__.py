@@ -1,5 +1,6 @@
 """Facts of the machine and the plan that follows from them."""
 
+from caramba.runtime.determinism import apply_determinism, seed_process
 from caramba.runtime.device import choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
     get_rank,
@@ -19,6 +20,7 @@ __all__ = [
     "Precision",
     "RuntimePlan",
     "activations_on_host",
+    "apply_determinism",
     "apply_threads",
     "choose_attention",
     "choose_device",
@@ -34,5 +36,6 @@ __all__ = [
     "plan",
     "refuse_unconnected_ranks",
     "save_plan",
+    "seed_process",
     "synchronize",
 ]

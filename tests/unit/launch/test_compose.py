@@ -12,11 +12,11 @@ import pytest
 
 from caramba.config.crosscheck import cross_check
 from caramba.errors import CheckpointError, ConfigError
+from caramba.launch.axes import points
 from caramba.launch.compose import compose, default_groups
 from caramba.launch.freeze import freeze
 from caramba.launch.groups import conf_root, groups
 from caramba.launch.preflight import check_weights
-from caramba.launch.sweep import points
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,191 @@
+"""Driving a sweep: which points are still to run, in which directory, and what is kept of how each ended."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+
+from caramba.config.manifest import LauncherConfig
+from caramba.errors import ConfigError
+from caramba.launch.pool import Job, Pool, last_lines, termination_as_interrupt
+from caramba.launch.run import MISTAKE, run_inline
+from caramba.launch.slots import make_slots
+from caramba.runs import MANIFEST, lock, mint
+from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
+from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, run_state
+from caramba.runs.sweeps import Point, Sweep
+
+CONTINUE = "continue"
+
+
+class Drive:
+    """One front end that works through a sweep. `launcher` says where its points run."""
+
+    def __init__(self, sweep: Sweep, launcher: LauncherConfig, flags: list[str]) -> None:
+        self.sweep, self.launcher, self.flags = sweep, launcher, flags
+        self.new_runs: set[Path] = set()
+        self.failed_now = 0
+
+    @property
+    def total(self) -> int:
+        """How many points the sweep has when all of them are known."""
+        return len(self.sweep.points)
+
+    def go_on(self) -> int:
+        """Run every point that has not finished; return the exit status of the sweep.
+
+        Raises:
+            ConfigError: another process drives this sweep.
+        """
+        with lock(self.sweep.folder, "sweep"):
+            self.sweep.refresh()
+            self.sweep.save()
+            self._say_what_is_to_do()
+            is_interrupted = self.work_through()
+            self.sweep.refresh()
+            self.sweep.save()
+        return self.report(is_interrupted=is_interrupted)
+
+    def work_through(self) -> bool:
+        """Run the points that have not finished; return whether the user stopped it."""
+        todo = self.unfinished()
+        devices = {self.sweep.manifest(point).device for point in todo}
+        return self.run(todo, len(todo), devices.pop() if len(devices) == 1 else "auto")
+
+    def unfinished(self) -> list[Point]:
+        """Return the points that are to run, in order: not those that have finished, or that another process runs."""
+        return [point for point in self.sweep.points if point.state not in (FINISHED, RUNNING)]
+
+    def ended(self, point: Point) -> None:
+        """Called when a point has ended, however it did, once that is on record."""
+
+    def run(self, todo: Iterable[Point], most: int, device: str) -> bool:
+        """Run points, `most` at a time at most, and record how each ended; return whether the user stopped it."""
+        if most < 1:
+            return False
+        try:
+            is_pool = self.launcher.type == "process"
+            started = self._in_processes(todo, most, device) if is_pool else self._inline(todo)
+            with contextlib.closing(started) as endings:  # closing stops the workers that still run
+                for job, status in endings:
+                    self._record(self.sweep.points[job.number], job, status)
+                    if not is_pool and status == INTERRUPTED_STATUS:
+                        return True
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def _inline(self, todo: Iterable[Point]) -> Generator[tuple[Job, int], None, None]:
+        for job in self._jobs(todo):
+            yield job, run_inline(job.run_dir / MANIFEST, list(job.flags))
+
+    def _in_processes(
+        self, todo: Iterable[Point], most: int, device: str
+    ) -> Generator[tuple[Job, int], None, None]:
+        slots = make_slots(self.launcher, most, device)
+        with termination_as_interrupt(), Pool(slots) as pool:
+            yield from pool.run(self._jobs(todo))
+
+    def _jobs(self, todo: Iterable[Point]) -> Iterator[Job]:
+        """Yield the points in turn, each with its directory made and on record, when there is room for it."""
+        for point in todo:
+            if self.launcher.on_failure != CONTINUE and self.failed_now:
+                return
+            run_dir = self._directory(point)
+            point.state, point.exit_status, point.error = RUNNING, None, None
+            self.sweep.link(point, run_dir)
+            self.sweep.save()
+            place = f"[{point.number + 1}/{self.total}]"
+            print(f"{place} {point.title}  ({_shown(run_dir)})", file=sys.stderr, flush=True)
+            yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
+
+    def _directory(self, point: Point) -> Path:
+        """Return where a point goes on, or a new directory: a run that has its result is never written to again."""
+        run = self.sweep.run_of(point)
+        if run is not None and not (run / RESULT).exists():
+            return run
+        run_dir = mint(self.sweep.manifest(point), self._words(point), self.sweep.root)
+        self.new_runs.add(run_dir)
+        return run_dir
+
+    def _words(self, point: Point) -> list[str]:
+        """Return what a run's overrides.txt says: the point's own words, and those that all points share."""
+        own = {_key(word) for word in point.overrides}
+        return [*point.overrides, *(word for word in self.sweep.overrides if _key(word) not in own)]
+
+    def _record(self, point: Point, job: Job, status: int) -> None:
+        found = run_state(job.run_dir)
+        point.exit_status = status
+        point.state = {0: FINISHED, INTERRUPTED_STATUS: INTERRUPTED}.get(status, FAILED)
+        if status < 0:  # a signal ended it: it goes on from what it has saved
+            point.state, point.error = INTERRUPTED, f"ended by signal {-status}"
+        if point.state == FAILED:
+            self.failed_now += 1
+            point.error = found.error or last_lines(job.log) or f"exit status {status}"
+            if (
+                status == MISTAKE
+                and job.run_dir in self.new_runs
+                and not (job.run_dir / "plan.json").exists()
+            ):
+                shutil.rmtree(
+                    job.run_dir
+                )  # the data or the device did not fit: there is nothing to go on with
+                point.runs.pop()
+        self.sweep.save()
+        if self.launcher.type == "process" or point.state != FINISHED:
+            print(f"  {point.state}: {point.title}", file=sys.stderr, flush=True)
+        self.ended(point)
+
+    def _say_what_is_to_do(self) -> None:
+        counts = self.sweep.counts()
+        if any(point.runs for point in self.sweep.points):
+            listed = ", ".join(f"{count} {state}" for state, count in counts.items())
+            print(f"going on with {_shown(self.sweep.folder)}: {listed}", file=sys.stderr)
+        else:
+            print(f"sweep of {self.total} points: {_shown(self.sweep.folder)}", file=sys.stderr)
+
+    def report(self, *, is_interrupted: bool) -> int:
+        """Say how the sweep stands, with the last words of what failed, and return its exit status."""
+        bad = [point for point in self.sweep.points if point.state == FAILED]
+        for point in bad:
+            tail = "\n    ".join((point.error or "").splitlines())
+            print(f"failed: {point.title} (exit status {point.exit_status})\n    {tail}", file=sys.stderr)
+        counts = self.sweep.counts()
+        listed = ", ".join(f"{count} {state}" for state, count in counts.items())
+        total = len(self.sweep.points)
+        print(f"sweep: {counts.get(FINISHED, 0)} of {total} points finished ({listed})", file=sys.stderr)
+        folder = _shown(self.sweep.folder)
+        if is_interrupted:
+            print(f"interrupted; go on with: caramba resume {folder}", file=sys.stderr)
+            return INTERRUPTED_STATUS
+        if counts.get(FINISHED, 0) < total:
+            print(
+                f"{len(bad)} of {total} points failed; try again with: caramba resume {folder}",
+                file=sys.stderr,
+            )
+            return 1
+        print(f"collect with: caramba collect {folder}", file=sys.stderr)
+        return 0
+
+
+def resume_sweep(sweep: Sweep, flags: list[str]) -> int:
+    """Go on with a sweep as it was frozen; return its exit status."""
+    if "search" in sweep.settings:
+        from caramba.launch.search import resume_search
+
+        return resume_search(sweep, flags)
+    if not sweep.points:
+        raise ConfigError(f"{sweep.folder}: a sweep without points; start it again with -m")
+    return Drive(sweep, sweep.manifest(sweep.points[0]).launcher, flags).go_on()
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _shown(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

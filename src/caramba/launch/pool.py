@@ -1,0 +1,156 @@
+"""A pool of worker processes: each runs one frozen manifest, on its slot, with its output in a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from caramba.config.manifest import LauncherConfig
+from caramba.launch.slots import Slot, make_slots
+from caramba.runs import MANIFEST
+
+GRACE_S = 30.0
+TAIL_LINES = 12
+_POLL_S = 0.05
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to work on: the number by which its owner knows it, its directory, and where its output goes."""
+
+    number: int
+    run_dir: Path
+    log: Path
+    flags: tuple[str, ...] = ()
+
+
+@dataclass
+class _Running:
+    job: Job
+    slot: Slot
+    process: subprocess.Popen[bytes]
+
+
+class Pool:
+    """Runs jobs, one per slot at a time. Leaving the context stops those that still run, and waits for them."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.free = list(slots)
+        self._running: list[_Running] = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, int]]:
+        """Start jobs as slots come free, and yield each with its exit status as it ends.
+
+        The next job is asked for when there is a slot for it, and not before.
+        """
+        has_more = True
+        while has_more or self._running:
+            while has_more and self.free:
+                job = next(jobs, None)
+                if job is None:
+                    has_more = False
+                else:
+                    slot = self.free.pop(0)
+                    self._running.append(_Running(job, slot, _start(job, slot)))
+            ended = [item for item in self._running if item.process.poll() is not None]
+            for item in ended:
+                self._running.remove(item)
+                self.free.append(item.slot)
+                yield item.job, int(item.process.returncode)
+            if not ended and self._running:
+                time.sleep(_POLL_S)
+
+    def stop(self, grace_s: float = GRACE_S) -> None:
+        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time."""
+        for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
+            for item in self._running:
+                with contextlib.suppress(ProcessLookupError):
+                    # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
+                    (os.kill if how == signal.SIGINT else os.killpg)(item.process.pid, how)
+            limit = time.monotonic() + wait_s
+            while self._running and time.monotonic() < limit:
+                self._running = [item for item in self._running if item.process.poll() is None]
+                time.sleep(_POLL_S)
+            if not self._running:
+                return
+
+
+def _start(job: Job, slot: Slot) -> subprocess.Popen[bytes]:
+    """Start a worker in a session of its own: a Ctrl-C reaches it through us, once."""
+    job.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(job.log, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "caramba.worker", str(job.run_dir / MANIFEST), *job.flags],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **slot.variables},
+            start_new_session=True,
+            preexec_fn=_hear_interrupts,
+        )
+
+
+def _hear_interrupts() -> None:
+    """A shell that runs us in the background makes us deaf to SIGINT; our workers are stopped by it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Sequence[str]) -> int:
+    """Run one worker in a process of its own, with our output, and return its exit status; Ctrl-C is passed on."""
+    slot = make_slots(config, 1, device)[0]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "caramba.worker", str(run_dir / MANIFEST), *flags],
+        env={**os.environ, **slot.variables},
+        start_new_session=True,
+        preexec_fn=_hear_interrupts,
+    )
+    with termination_as_interrupt():
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            process.send_signal(signal.SIGINT)
+            try:
+                return process.wait(GRACE_S)
+            except (KeyboardInterrupt, subprocess.TimeoutExpired):
+                os.killpg(process.pid, signal.SIGKILL)
+                return process.wait()
+
+
+@contextlib.contextmanager
+def termination_as_interrupt() -> Iterator[None]:
+    """Within, SIGTERM and a closed terminal end the front end as Ctrl-C does, so that its workers end with it."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def last_lines(log: Path, count: int = TAIL_LINES) -> str:
+    """Return the last lines of a log, empty ones left out."""
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 16384))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return "\n".join([line for line in lines if line.strip()][-count:])

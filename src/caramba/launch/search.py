@@ -1,0 +1,197 @@
+"""`hydra/sweeper=optuna`: points that Optuna proposes from what the finished ones measured, one front end for all.
+
+Hydra's own plugin would compose again in every worker; here a trial is an ordinary point of a sweep: asked for, frozen
+and run like any other, its value read from the run's report. The study is kept in the sweep directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from caramba.collect.gather import read_metrics
+from caramba.collect.summary import prefers_higher
+from caramba.config.manifest import LauncherConfig
+from caramba.config.names import nearest
+from caramba.config.parse import parse_as
+from caramba.errors import CarambaError, ConfigError
+from caramba.launch.argv import Request
+from caramba.launch.drive import Drive
+from caramba.launch.space import (
+    CHOICE,
+    SearchConfig,
+    Space,
+    default_metric,
+    first_value,
+    read_space,
+    split_words,
+)
+from caramba.launch.sweep import check_point, flags_of
+from caramba.runs.state import FAILED, FINISHED
+from caramba.runs.sweeps import Point, Sweep, add_point, create_sweep, find_sweep
+
+if TYPE_CHECKING:
+    import optuna
+
+STUDY = "study.log"
+
+
+def run_search(request: Request) -> int:
+    """Start a search, or go on with the one that was started by the same command; return its exit status.
+
+    Raises:
+        ConfigError: Optuna is not installed, a setting or distribution that it cannot have, or a first point that
+            cannot run; nothing is started.
+    """
+    _need_optuna()
+    words, settings = split_words(request.overrides)
+    space = read_space(words, request.config_dirs)
+    middle = {key: first_value(distribution) for key, distribution in space.drawn.items()}
+    manifest, ready = check_point([*space.fixed, *space.words(middle)], request.config_dirs)
+    metric = settings.metric or default_metric(manifest)
+    direction = settings.direction
+    if direction == "auto":
+        direction = "maximize" if prefers_higher(metric) else "minimize"
+    chosen = settings.model_copy(update={"metric": metric, "direction": direction})
+    own = json.dumps([ready.experiment, sorted(words), chosen.model_dump(exclude={"n_trials"})])
+    experiment = hashlib.sha256(own.encode()).hexdigest()
+    sweep = None if ready.is_fresh else find_sweep(manifest.name, experiment)
+    if sweep is None:
+        sweep = create_sweep(manifest.name, words, experiment)
+    sweep.settings = {
+        "search": chosen.model_dump(),
+        "config_dirs": [str(folder) for folder in request.config_dirs],
+        "launcher": manifest.launcher.model_dump(mode="json"),
+        "device": manifest.device,
+    }
+    sweep.save()
+    return Search(sweep, space, chosen, flags_of(request)).go_on()
+
+
+def resume_search(sweep: Sweep, flags: list[str]) -> int:
+    """Go on with a search as it was asked for; return its exit status."""
+    _need_optuna()
+    space = read_space(sweep.overrides, [Path(folder) for folder in sweep.settings["config_dirs"]])
+    settings = parse_as(SearchConfig, sweep.settings["search"])
+    return Search(sweep, space, settings, flags).go_on()
+
+
+class Search(Drive):
+    """Drives a sweep whose points are drawn while it runs. A trial that cannot be built counts as failed."""
+
+    def __init__(self, sweep: Sweep, space: Space, settings: SearchConfig, flags: list[str]) -> None:
+        launcher = parse_as(LauncherConfig, sweep.settings["launcher"])
+        super().__init__(sweep, launcher, flags)
+        self.space, self.settings = space, settings
+        assert settings.metric is not None
+        self.metric = settings.metric
+        self.study = open_study(sweep, settings)
+
+    @property
+    def total(self) -> int:
+        return max(self.settings.n_trials, len(self.sweep.points))
+
+    def work_through(self) -> bool:
+        again = self.unfinished()
+        left = max(0, self.settings.n_trials - len(self.study.trials))
+        return self.run(self._proposed(again, left), len(again) + left, self.sweep.settings["device"])
+
+    def _proposed(self, again: list[Point], left: int) -> Iterator[Point]:
+        yield from again
+        for _ in range(left):
+            trial = self.study.ask(self.space.drawn)
+            point = self._freeze(trial)
+            if point is not None:
+                yield point
+
+    def _freeze(self, trial: optuna.Trial) -> Point | None:
+        """Make a trial a point of the sweep; None when it needs no run: it cannot have one, or has had it."""
+        from optuna.trial import TrialState
+
+        words = self.space.words(trial.params)
+        number = len(self.sweep.points)
+        folders = [Path(folder) for folder in self.sweep.settings["config_dirs"]]
+        try:
+            manifest, ready = check_point([*words, *self.space.fixed], folders)
+        except CarambaError as error:
+            self.study.tell(trial, state=TrialState.FAIL)
+            print(f"  trial {trial.number} cannot run: {str(error).splitlines()[0]}", file=sys.stderr)
+            return None
+        twin = next((item for item in self.sweep.points if item.experiment == ready.experiment), None)
+        if twin is not None and twin.state == FINISHED and "value" in twin.values:
+            self.study.tell(trial, twin.values["value"])
+            return None
+        point = Point(number, words, ready.experiment, values={"trial": trial.number})
+        add_point(self.sweep, point, manifest)
+        return point
+
+    def ended(self, point: Point) -> None:
+        """Tell Optuna how a trial ended; one that was interrupted is not told of, since it goes on.
+
+        Raises:
+            ConfigError: the run has finished and does not measure the metric.
+        """
+        import optuna
+
+        frozen = self.study.trials[point.values["trial"]]
+        if point.state == FAILED and frozen.state == optuna.trial.TrialState.RUNNING:
+            self.study.tell(frozen.number, state=optuna.trial.TrialState.FAIL)
+        if point.state != FINISHED:
+            return
+        run = self.sweep.run_of(point)
+        assert run is not None
+        metrics = read_metrics(run)
+        if self.metric not in metrics:
+            raise ConfigError(
+                f"hydra.sweeper.metric={self.metric}: {run} does not measure it{nearest(self.metric, metrics) or ';'} "
+                f"measured: {', '.join(list(metrics)[:12])}"
+            )
+        value = point.values["value"] = metrics[self.metric].value
+        if frozen.state == optuna.trial.TrialState.RUNNING:
+            self.study.tell(frozen.number, value)
+        else:  # it had failed, and was tried again
+            params = {"params": frozen.params, "distributions": frozen.distributions}
+            self.study.add_trial(optuna.create_trial(value=value, **params))
+        self.sweep.save()
+
+    def report(self, *, is_interrupted: bool) -> int:
+        found = [point for point in self.sweep.points if "value" in point.values]
+        status = super().report(is_interrupted=is_interrupted)
+        if found:
+            sign = -1 if self.settings.direction == "maximize" else 1
+            best = min(found, key=lambda point: sign * point.values["value"])
+            print(f"best {self.metric}: {best.values['value']:.6g} at {best.title}", file=sys.stderr)
+        return status
+
+
+def open_study(sweep: Sweep, settings: SearchConfig) -> optuna.Study:
+    """Open the study of a sweep. A sampler that goes on is seeded by what has been drawn, or it would draw it again."""
+    import optuna
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(sweep.folder / STUDY))),
+        study_name=sweep.experiment,
+        direction=settings.direction,
+        load_if_exists=True,
+    )
+    seed = settings.seed + len(study.trials)
+    samplers = optuna.samplers
+    study.sampler = (
+        samplers.TPESampler(seed=seed) if settings.sampler == "tpe" else samplers.RandomSampler(seed)
+    )
+    return study
+
+
+def _need_optuna() -> None:
+    if importlib.util.find_spec("optuna") is None:
+        raise ConfigError(
+            f"{CHOICE}=optuna: Optuna is not installed; pip install 'caramba[sweep]', or leave it out"
+        )

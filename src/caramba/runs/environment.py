@@ -1,0 +1,151 @@
+"""What a result depends on besides its manifest: packages, machine, driver, code; without names of people or hosts."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from caramba import __version__
+
+ENVIRONMENT = "env.json"
+# What numbers depend on; a change of any other package is not worth a line.
+PACKAGES = (
+    "torch",
+    "lightning",
+    "hydra-core",
+    "omegaconf",
+    "pydantic",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "transformers",
+    "lm-eval",
+)
+
+
+def environment() -> dict[str, Any]:
+    """Return the facts of this process and machine that a result depends on, without names of people or hosts."""
+    return {**_machine(), "git_commit": git_commit(), "git_is_clean": git_patch() in (None, b"")}
+
+
+@functools.cache
+def _machine() -> dict[str, Any]:
+    """What stays the same while a process lives, read once: a sweep makes hundreds of runs."""
+    return {
+        "caramba": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "gpus": _gpus(),
+        "host_sha256": hashlib.sha256(platform.node().encode()).hexdigest()[:16],
+        "packages": installed_packages(),
+        "variables": {
+            name: os.environ[name]
+            for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG")
+            if name in os.environ
+        },
+    }
+
+
+def installed_packages() -> dict[str, str]:
+    """Return every installed distribution with its version, by name."""
+    found = ((item.metadata["Name"], item.version) for item in importlib.metadata.distributions())
+    return dict(
+        sorted(
+            {str(name): version for name, version in found if name}.items(), key=lambda item: item[0].lower()
+        )
+    )
+
+
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def environment_changes(run_dir: Path) -> Iterator[str]:
+    """Yield what differs here from where a run was made: packages that numbers depend on, devices and code."""
+    try:
+        old = json.loads((run_dir / ENVIRONMENT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        yield f"unknown, since {run_dir / ENVIRONMENT} is not there to be read"
+        return
+    new = environment()
+    for name in ("caramba", "python", "machine", "cpu", "git_commit"):
+        if old.get(name) != new[name]:
+            yield f"{name} {old.get(name)} -> {new[name]}"
+    packages: dict[str, str] = old.get("packages", {})
+    for name in PACKAGES:
+        if packages.get(name) != new["packages"].get(name):
+            yield f"{name} {packages.get(name)} -> {new['packages'].get(name)}"
+    then, now = (
+        [f"{gpu['name']}, driver {gpu['driver']}" for gpu in item.get("gpus") or ()] for item in (old, new)
+    )
+    if then != now:
+        yield f"GPUs {then or 'none'} -> {now or 'none'}"
+    patch = run_dir / "git.patch"
+    if (patch.read_bytes() if patch.is_file() else b"") != (git_patch() or b""):
+        yield f"uncommitted changes of the working folder (then: {patch if patch.is_file() else 'none'})"
+
+
+def git_commit() -> str | None:
+    """Return the commit of the repository that the current folder is in, or None."""
+    text = _git("rev-parse", "HEAD")
+    return text.decode().strip() if text else None
+
+
+def git_patch() -> bytes | None:
+    """Return the changes to tracked files since that commit, or None."""
+    return _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+
+
+def _git(*arguments: str) -> bytes | None:
+    # A repository too large to wait for is as good as none.
+    return _output(["git", *arguments])
+
+
+def _output(command: list[str]) -> bytes | None:
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):  # the program is not on this machine
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _cpu_name() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
+
+
+def _gpus() -> list[dict[str, str]]:
+    """Return name, driver and memory of every NVIDIA GPU, from the driver's own tool: torch is not loaded here."""
+    fields = ("name", "driver_version", "memory.total")
+    text = _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+    rows = [line.split(", ") for line in (text or b"").decode().splitlines() if line.strip()]
+    return [
+        dict(zip(("name", "driver", "memory"), row, strict=True)) for row in rows if len(row) == len(fields)
+    ]

@@ -1,0 +1,139 @@
+"""What a sweep refuses before anything starts, where its workers run, and how they are stopped."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from caramba.cli import main
+from caramba.config.manifest import LauncherConfig
+from caramba.errors import ConfigError
+from caramba.launch import pool, slots
+from caramba.launch.axes import points
+from caramba.launch.freeze import freeze
+from caramba.launch.pool import Job, Pool
+from caramba.launch.slots import make_slots
+from caramba.launch.sweep import common_name, refuse_ranks
+from caramba.runs import lock, mint
+
+WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["seed=1,1"], "points 'seed=1 model=tiny"),
+        (["seed=1,2", "resume=runs/x"], "resume=runs/x names one run, and a sweep has many"),
+        (["seed=1,2", "launcher.n_jobs=2"], "n_jobs=2 has no meaning for launcher=inline"),
+        (["seed=1,2", "launcher=process", "launcher.n_jobs=0"], "launcher.n_jobs"),
+        (["seed=interval(1,2)"], "an interval has no finite set of values"),
+        (["hydra/launcher=submitit_slurm"], "it would compose again in every job; launcher=process"),
+        (["train.optimizer=glob(nothing*)"], "matches no option of train.optimizer"),
+    ],
+)
+def test_mistakes_of_a_sweep_start_nothing(tmp_path, monkeypatch, capsys, words, text):
+    monkeypatch.chdir(tmp_path)
+    assert main(["-m", *words, *WORDS]) == 2
+    assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_under_torchrun_is_refused(monkeypatch):
+    """Every rank would run all points; ranks that sample would even train different ones."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each of 2 processes would run the whole sweep"):
+        refuse_ranks()
+
+
+def test_a_second_launch_into_one_run_directory_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = mint(freeze(list(WORDS)).manifest, WORDS)
+    with lock(run):
+        for words in (["resume", str(run)], [*WORDS, f"resume={run}"]):
+            assert main(words) == 2
+            assert "is running this run; wait for it, or stop it first" in capsys.readouterr().err
+    assert sorted(file.name for file in run.iterdir()) == [
+        ".lock",
+        "env.json",
+        "manifest.json",
+        "overrides.txt",
+    ]
+
+
+def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(slots, "available_cores", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+
+    def seen(**settings):
+        found = make_slots(LauncherConfig(type="process", **settings), 64)
+        return [
+            (slot.variables.get("CUDA_VISIBLE_DEVICES"), slot.variables["OMP_NUM_THREADS"]) for slot in found
+        ]
+
+    assert seen() == [("3", "4"), ("5", "4")]
+    assert seen(n_jobs=4) == [("3", "2"), ("5", "2"), ("3", "2"), ("5", "2")]
+    assert seen(devices=(1, "GPU-ab"), threads=3) == [("1", "3"), ("GPU-ab", "3")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert seen() == [(None, "1")] * 8
+    with pytest.raises(ConfigError, match="the runs ask for device=cpu"):
+        make_slots(LauncherConfig(type="process", devices=(0,)), 2, "cpu")
+
+
+def test_a_worker_that_will_not_stop_is_killed(tmp_path, monkeypatch):
+    deaf = tmp_path / "python"
+    deaf.write_text("#!/bin/sh\ntrap '' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
+    deaf.chmod(0o755)
+    monkeypatch.setattr(pool.sys, "executable", str(deaf))
+    job = Job(0, tmp_path, tmp_path / "log.txt")
+    with Pool(make_slots(LauncherConfig(type="process", n_jobs=1), 1, "cpu")) as workers:
+        endings = workers.run(iter([job]))
+        monkeypatch.setattr(pool.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(endings)
+        monkeypatch.undo()
+        process = workers._running[0].process
+        while job.log.read_text() != "deaf\n":
+            pass
+        workers.stop(grace_s=0.2)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_search_without_m_is_told_so():
+    with pytest.raises(ConfigError, match="a search needs -m"):
+        freeze(["hydra/sweeper=optuna"])
+
+
+def test_a_search_reads_its_space_and_settings():
+    optuna = pytest.importorskip("optuna")
+    from caramba.launch.space import read_space, split_words
+
+    words = ["a=1", "b=tag(log,interval(0.1,1))", "c=int(interval(1,9))", "d=range(1,10,3)", "+e=x,y"]
+    rest, settings = split_words(["hydra/sweeper=optuna", *words, "hydra.sweeper.sampler.seed=7"])
+    assert (rest, settings.seed, settings.n_trials) == (words, 7, 20)
+    space, kinds = read_space(words, []), optuna.distributions
+    assert space.fixed == ["a=1"]
+    assert space.drawn == {
+        "b": kinds.FloatDistribution(0.1, 1.0, log=True),
+        "c": kinds.IntDistribution(1, 9),
+        "d": kinds.IntDistribution(1, 7, step=3),
+        "+e": kinds.CategoricalDistribution(["x", "y"]),
+    }
+    for wrong, text in (
+        (["hydra/sweeper=nevergrad"], "the sweepers are optuna"),
+        (["hydra.sweeper.n_trial=3"], "did you mean 'n_trials'"),
+        (["hydra.run.dir=x"], "belongs to Hydra"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            split_words(wrong)
+    with pytest.raises(ConfigError, match="no key has values to draw from"):
+        read_space(["a=1"], [])
+
+
+def test_names_and_globs(tmp_path):
+    assert common_name(["a_b", "a_b"]) == "a_b"
+    assert common_name(["tiny_pretrain", "tiny_dba_pretrain"]) == "tiny"
+    assert common_name(["x", "y"]) == "sweep"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tinymine.yaml").write_text("# Mine.\n")
+    assert ["model=tinymine"] in points(["model=glob(tiny*)"], [tmp_path])
