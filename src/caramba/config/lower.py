@@ -29,6 +29,7 @@ SHARED = (
         "group",
         "resume",
         "kernels",
+        "plan",
         "model",
         "fit",
     ),

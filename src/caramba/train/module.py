@@ -34,6 +34,8 @@ class CarambaModule(pl.LightningModule):
         self.phase = phase
         self.log_every = log_every
         self.micro_steps = 0
+        self.trained_steps = 0  # by this module; what memory held when it ran out
+        self.is_stepping = False
         self.average: WeightAverage | None = None
         self.train_loss = RunningMean(window=50, nan_strategy="disable")
         self.val_loss = MeanMetric(nan_strategy="disable")
@@ -72,7 +74,10 @@ class CarambaModule(pl.LightningModule):
         for group in optimizer.param_groups:
             group["lr"] = rate
         norm = clip_gradients(self.objective.clip_groups(), self.phase.max_grad_norm)
+        self.is_stepping = True
         optimizer.step()
+        self.is_stepping = False
+        self.trained_steps += 1
         optimizer.zero_grad(set_to_none=True)
         if self.average is not None:
             self.average.update()

@@ -19,7 +19,8 @@ from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
-from caramba.runtime import RuntimePlan
+from caramba.errors import OutOfMemory
+from caramba.runtime import RuntimePlan, is_out_of_memory
 from caramba.train.callbacks import Checkpointing, Compilation, RuntimePlanning, ThroughputProgress
 from caramba.train.checkpoint_io import WholeCheckpointIO
 from caramba.train.data import targets_per_window, train_loader, validation_loader
@@ -70,10 +71,12 @@ def fit(
 
     Raises:
         KeyboardInterrupt: the user stopped the run; the last saved state is on disk.
+        OutOfMemory: a step did not fit; the last saved state is on disk.
     """
     _quiet_lightning()
     state = state_path(run_dir, plan.phase)
     module = CarambaModule(objective, phase)
+    objective.checkpoint(plan.value("activation_checkpointing"), phase.activation_checkpoint_granularity)
     position = _saved_step(state)
     per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
     targets = targets_per_window(data.train)
@@ -89,7 +92,7 @@ def fit(
             Checkpointing(state, phase.save_every, save_final),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             ThroughputProgress(plan.phase, phase.steps, tokens_per_step, manifest.settings.instrument),
-            *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
+            *_compilation(objective, plan.value("compile_model")),
             *callbacks,
         ],
         plugins=[WholeCheckpointIO()],
@@ -106,6 +109,7 @@ def fit(
     pin = phase.pin_memory if phase.pin_memory is not None else plan.value("device") == "cuda"
     loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
     began = time.perf_counter()
+    failure: OutOfMemory | None = None
     try:
         trainer.fit(
             module,
@@ -116,9 +120,37 @@ def fit(
         )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
         raise KeyboardInterrupt from stop
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = _out_of_memory(error, phase, module)
+    finally:
+        objective.checkpoint("none")
+    if (
+        failure is not None
+    ):  # raised here, where nothing holds the frames of the step and their tensors any more
+        raise failure
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
     return FitOutcome(steps, tokens, time.perf_counter() - began, module.running_loss(), position)
+
+
+def _compilation(objective: Objective, mode: bool | str) -> list[Callback]:
+    if mode is False:
+        return []
+    return [Compilation(objective.compilable(), "default" if mode is True else str(mode))]
+
+
+def _out_of_memory(error: BaseException, phase: PhaseConfig, module: CarambaModule) -> OutOfMemory:
+    """Return what to raise; gradients, which are of no more use, are let go."""
+    for parameter in module.model.parameters():
+        parameter.grad = None
+    said = " ".join(str(error).split())[:200]
+    return OutOfMemory(
+        f"{phase.phase}: out of memory at step {module.trained_steps} with batch_size={phase.batch_size}: {said}",
+        step=module.trained_steps,
+        is_clean=module.trained_steps == 0 and not module.is_stepping,
+    )
 
 
 def state_path(run_dir: Path, phase: str) -> Path:
