@@ -90,7 +90,7 @@ def _begun(session: Session, run: RunConfig, phase: PhaseConfig) -> RuntimePlan 
             return None
         if run.id not in session.ledger:
             logger.warning(
-                f"{run.id}: goes on as it was planned on another machine or version: its data is read by that batch size"
+                f"{run.id}: goes on as it was planned for another machine or version: its data is read by that batch"
             )
     kept = {key: plan.decisions[key] for key in (*SETTLED, *MEASURED) if key in plan.decisions}
     return RuntimePlan(run.id, signature, plan.facts, kept)

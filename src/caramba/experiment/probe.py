@@ -1,4 +1,4 @@
-"""The process that planning measures in: `python -m caramba.experiment.probe`, a candidate a line in, a trial a line out.
+"""The process that planning measures in, `python -m caramba.experiment.probe`: candidates in, trials out, a line each.
 
 Models have the run's shapes and fresh weights; data is random tokens. Nothing of the run is read or written.
 """
@@ -30,7 +30,7 @@ from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model
 from caramba.planning import Candidate, Trial, run_trial
-from caramba.runtime import RuntimePlan, choose_device, is_out_of_memory
+from caramba.runtime import MemoryMeter, RuntimePlan, choose_device, is_out_of_memory
 
 MODULE = "caramba.experiment.probe"
 
@@ -59,14 +59,19 @@ def main() -> None:
     logger.quiet = True
     request = json.loads(sys.stdin.readline())
     torch.set_num_threads(request["threads"])
+    meters: dict[str, MemoryMeter] = {}
     for line in sys.stdin:
-        _answer(answers, request, Candidate(**json.loads(line)))
+        _answer(answers, request, Candidate(**json.loads(line)), meters)
 
 
-def _answer(answers: TextIO, request: dict[str, Any], candidate: Candidate) -> None:
+def _answer(
+    answers: TextIO, request: dict[str, Any], candidate: Candidate, meters: dict[str, MemoryMeter]
+) -> None:
     try:
         plain = {
-            key: value for key, value in asdict(_trial(request, candidate)).items() if key != "candidate"
+            key: value
+            for key, value in asdict(_trial(request, candidate, meters)).items()
+            if key != "candidate"
         }
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
@@ -78,7 +83,7 @@ def _answer(answers: TextIO, request: dict[str, Any], candidate: Candidate) -> N
     answers.flush()
 
 
-def _trial(request: dict[str, Any], candidate: Candidate) -> Trial:
+def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, MemoryMeter]) -> Trial:
     manifest = parse_manifest(request["manifest"])
     group = next(item for item in manifest.groups if item.name == request["group"])
     run = next(item for item in group.runs if item.id == request["run"])
@@ -118,6 +123,7 @@ def _trial(request: dict[str, Any], candidate: Candidate) -> Trial:
                 lambda phase: session.plan(phase, run.id),
                 objective_of,
                 manifest=manifest,
+                meter=meters.setdefault(device.type, MemoryMeter(device)),
                 vocab_size=manifest.model.embedder.vocab_size,
                 has_documents=group.data.keeps_documents_apart,
             )

@@ -192,8 +192,8 @@ def _fit(
         has_state = state_path(session.run_dir, decided.phase).is_file()
         if not has_state and not failure.is_clean:
             raise OutOfMemory(
-                f"{failure}; no state was saved before it, so the phase begins again with batch_size={phase.batch_size} x "
-                f"{phase.gradient_accumulation_steps}: caramba resume {session.run_dir}"
+                f"{failure}; no state was saved before it, so the phase begins again with batch_size="
+                f"{phase.batch_size} x {phase.gradient_accumulation_steps}: caramba resume {session.run_dir}"
             )
         release_memory()
         logger.warning(
@@ -202,8 +202,8 @@ def _fit(
         append_event(session.run_dir, "out_of_memory", phase=decided.phase, step=failure.step)
         torch.manual_seed(phase.seed if phase.seed is not None else run.seed)
     raise OutOfMemory(
-        f"{failure}; use a smaller block_size, activation_checkpointing=full or a smaller model; the last saved state is "
-        f"safe: caramba resume {session.run_dir}"
+        f"{failure}; use a smaller block_size, activation_checkpointing=full or a smaller model; the last saved state "
+        f"is safe: caramba resume {session.run_dir}"
     )
 
 

@@ -9,17 +9,28 @@ from caramba.planning.candidate import Budget, Candidate, Measure, Trial
 
 GROWTH = 4  # at most, from one trial to the next: the first slopes are those of the smallest batches
 SLOWER = 1.05  # of a larger batch's seconds per sequence, over a smaller's
+PAST_BEST = 1.10
 OVERHEAD_S = 3.0  # of a trial beyond its steps
 
 
 def largest_batch(
-    measure: Measure, candidate: Candidate, *, target_bytes: float, most: int, budget: Budget
+    measure: Measure,
+    candidate: Candidate,
+    *,
+    target_bytes: float,
+    most: int,
+    budget: Budget,
+    share: float = 1.0,
 ) -> tuple[Trial | None, list[Trial]]:
     """Find the largest batch up to `most` whose step peaks at `target_bytes` or less.
 
     Memory grows linearly in the batch, so each trial's batch is what the last two foretell for the target, at most four
     times the batch before. A batch that runs out of memory, or over the target, bounds what follows. From 16 on batches
-    are multiples of 8. A larger batch that takes over 5% longer per sequence than a smaller one is not taken.
+    are multiples of 8. A larger batch that takes over 5% longer per sequence than a smaller one is not taken, and after
+    two that take over 10% longer none is tried.
+
+    Args:
+        share: of the budget, which this may use up.
 
     Returns:
         (the trial to go by, None when not even one sequence fits; every trial).
@@ -30,7 +41,7 @@ def largest_batch(
     size = 1
     while True:
         candidate = replace(candidate, batch_size=size)
-        if fits and not budget.allows(candidate, _expected_s(fits[-1], candidate)):
+        if fits and not budget.allows(candidate, _expected_s(fits[-1], candidate), share):
             break
         trial = measure(candidate)
         trials.append(trial)
@@ -41,7 +52,7 @@ def largest_batch(
         else:
             fits.append(trial)
         following = _next_size(fits, over, target_bytes, most)
-        if following is None:
+        if following is None or _is_past_best(fits):
             break
         size = following
     return _fastest(fits), trials
@@ -77,6 +88,11 @@ def _expected_s(last: Trial, candidate: Candidate) -> float:
     """Seconds of a trial, were its time that of the last in proportion to its batch."""
     growth = candidate.batch_size / last.candidate.batch_size
     return OVERHEAD_S + growth * last.step_seconds * (candidate.warm_up + candidate.timed)
+
+
+def _is_past_best(fits: list[Trial]) -> bool:
+    best = max((trial.samples_per_s for trial in fits), default=0.0)
+    return len(fits) > 2 and all(trial.samples_per_s * PAST_BEST < best for trial in fits[-2:])
 
 
 def _fastest(fits: list[Trial]) -> Trial | None:

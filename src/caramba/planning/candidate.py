@@ -105,11 +105,12 @@ class Budget:
         """Seconds that remain, 0 when none do."""
         return max(0.0, self.seconds - self.spent)
 
-    def allows(self, candidate: Candidate, seconds: float) -> bool:
-        """Whether a trial of about `seconds` fits; if not, it is recorded as skipped."""
-        if seconds <= self.left:
+    def allows(self, candidate: Candidate, seconds: float, share: float = 1.0) -> bool:
+        """Whether a trial of about `seconds` fits a share of the budget; if not, it is recorded as skipped."""
+        left = max(0.0, share * self.seconds - self.spent)
+        if seconds <= left:
             return True
-        self.skip(candidate, f"about {seconds:.0f} s, {self.left:.0f} s of {self.seconds:.0f} s left")
+        self.skip(candidate, f"about {seconds:.0f} s, {left:.0f} s of {self.seconds:.0f} s left for it")
         return False
 
     def skip(self, what: Any, why: str) -> None:

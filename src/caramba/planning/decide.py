@@ -18,6 +18,7 @@ FASTER, DRIFT = (
 )  # bfloat16 takes at most this share of float32's time, its loss is at most this far off
 CHECKPOINTING = ("none", "selective", "full")
 COMPILED_TIMED = 8
+BATCH_SHARE = 0.5  # of the budget for batches, where compilation is measured after them
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ class _Planner:
             share = narrow.step_seconds / plain.step_seconds
             drift = abs(narrow.loss - plain.loss) / max(abs(plain.loss), 1e-12)
             chosen = "bfloat16" if share <= FASTER and drift <= DRIFT else "float32"
-            reason = f"bfloat16 takes {share:.2f} of float32's time; its loss is {drift:.2%} off after {candidate.timed + candidate.warm_up} steps"
+            reason = (
+                f"bfloat16 takes {share:.2f} of float32's time; its loss is {drift:.2%} off "
+                f"after {candidate.timed + candidate.warm_up} steps"
+            )
             measured = {
                 "float32_seconds": plain.step_seconds,
                 "bfloat16_seconds": narrow.step_seconds,
@@ -151,6 +155,7 @@ class _Planner:
             target_bytes=self.target,
             most=self.ground.most,
             budget=self.budget,
+            share=1.0 if self.phase.compile_model is False else BATCH_SHARE,
         )
         if best is None:
             first = trials[0]

@@ -100,7 +100,8 @@ class TrialProcess:
         if status == -9:  # how the kernel ends what takes too much
             return Trial(candidate, refusal="ended by the kernel, out of memory", is_out_of_memory=True)
         raise CarambaError(
-            f"planning: {candidate}: the measuring process ended with status {status}:\n{text}\nplan=off measures nothing"
+            f"planning: {candidate}: the measuring process ended with status {status}:\n{text}\n"
+            "plan=off measures nothing"
         )
 
     def _said(self) -> str:

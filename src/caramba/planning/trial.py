@@ -77,6 +77,7 @@ def run_trial(
     objective_of: Callable[[PhaseConfig, RuntimePlan], Objective],
     *,
     manifest: Manifest,
+    meter: MemoryMeter,
     vocab_size: int,
     has_documents: bool,
 ) -> Trial:
@@ -85,6 +86,7 @@ def run_trial(
     Two micro-batches stand for any number of accumulated ones: gradients exist while the second runs.
 
     Args:
+        meter: the same for every trial of a process.
         objective_of: builds the phase's model and objective anew.
     """
     accumulation = min(phase.gradient_accumulation_steps, 2)
@@ -112,7 +114,7 @@ def run_trial(
     torch.compiler.reset()
     torch.manual_seed(SEED)
     objective = objective_of(settled, plan)
-    meter, watch = MemoryMeter(device), Stopwatch(device, steps, accumulation)
+    watch = Stopwatch(device, steps, accumulation)
     windows = RandomWindows(
         candidate.batch_size * accumulation * 2, phase.block_size, vocab_size, has_documents
     )

@@ -12,6 +12,9 @@ import torch
 
 STATUS = Path("/proc/self/status")
 CGROUP = Path("/sys/fs/cgroup")
+RESERVE = (
+    128 * 2**20
+)  # what a process takes beside its tensors once it trains: loggers, the heaps of its threads
 REFUSALS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
 
@@ -45,7 +48,7 @@ def free_bytes(device: torch.device) -> int:
     with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
         most = int((CGROUP / "memory.max").read_text())
         room.append(most - int((CGROUP / "memory.current").read_text()))
-    return max(0, min(room))
+    return max(0, min(room) - RESERVE)
 
 
 def address_limit() -> int | None:
@@ -58,12 +61,13 @@ class MemoryMeter:
     """The most memory that this process held of a device since `start`, beyond what it held then on a CPU.
 
     On a GPU it is all that the allocator reserved, on a CPU the growth of resident memory, or of the address space
-    where that is what is limited.
+    where that is what is limited. What the heap kept of work before counts: a meter that is started again keeps the
+    lowest level that it has seen.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._level = 0
+        self._level: int | None = None
         self._peak_key, self._level_key = (
             ("VmHWM", "VmRSS") if address_limit() is None else ("VmPeak", "VmSize")
         )
@@ -76,7 +80,8 @@ class MemoryMeter:
         elif self.device.type == "cpu" and STATUS.is_file():
             with contextlib.suppress(OSError):  # a kernel that does not let a process reset its own
                 Path("/proc/self/clear_refs").write_text("5")
-            self._level = _status(self._level_key)
+            now = _status(self._level_key)
+            self._level = now if self._level is None else min(now, self._level)
 
     def peak_bytes(self) -> int:
         """Return the peak since `start`."""
@@ -84,7 +89,7 @@ class MemoryMeter:
             return torch.cuda.max_memory_reserved(self.device)
         if self.device.type == "mps":
             return torch.mps.driver_allocated_memory()
-        return max(0, _status(self._peak_key) - self._level)
+        return max(0, _status(self._peak_key) - (self._level or 0))
 
 
 def _status(key: str) -> int:

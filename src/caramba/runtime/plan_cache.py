@@ -15,7 +15,8 @@ from caramba.runs.files import home
 from caramba.runtime.plan import RuntimePlan, load_plan, save_plan
 
 FOLDER = "runtime_plans"
-# Steps count only where compilation is held against them. Neither speed nor memory depends on these, so that a sweep over them measures once.
+# Neither speed nor memory depends on these, so that a sweep over them measures once. Steps count only where the time of
+# compilation is held against them.
 IMMATERIAL = (
     "lr",
     "seed",

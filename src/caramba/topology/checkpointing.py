@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -26,7 +26,7 @@ ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "va
 class NodeRun(nn.Module):
     """Neighbours of a list, run in order as one. They stay in the list, under their names there."""
 
-    def __init__(self, nodes: Sequence[nn.Module]) -> None:
+    def __init__(self, nodes: Iterable[nn.Module]) -> None:
         super().__init__()
         self.nodes = tuple(nodes)  # a tuple registers nothing
 
@@ -77,12 +77,14 @@ class _Checkpointed:
 
     def __init__(self, forward: Callable[..., Tensor], is_selective: bool) -> None:
         self.forward = forward
-        self.context = {"context_fn": _keep_products} if is_selective else {}
+        self.is_selective = is_selective
 
     def __call__(self, x: Tensor, ctx: Any = None) -> Tensor:
         if not torch.is_grad_enabled():
             return self.forward(x, ctx)
-        return checkpoint(self.forward, x, ctx, use_reentrant=False, **self.context)
+        if self.is_selective:
+            return checkpoint(self.forward, x, ctx, use_reentrant=False, context_fn=_keep_products)
+        return checkpoint(self.forward, x, ctx, use_reentrant=False)
 
 
 _keep_products = functools.partial(
