@@ -159,7 +159,7 @@ def test_unbuilt_values_are_found_wherever_they_are():
     bench = [{"id": "m", "config": {"type": "memory", "quantization_modes": ["fp16", "q4", "auto"]}}]
     manifest = lower({"model": model, "data": DATA, "runs": runs, "benchmarks": bench})
     found = {item.path[-1] for item in find_unbuilt(manifest)}
-    assert found == {"dtype", "batch_size", "quantization_modes"}
+    assert found == {"dtype", "quantization_modes"}
     with pytest.raises(ConfigError, match=r"3 settings:[\s\S]*batch_size=auto is not built yet"):
         refuse_unbuilt(manifest)
 
