@@ -69,12 +69,12 @@ def only_run_named(folder: Path, plan: str) -> Path:
 
 @pytest.mark.slow
 def test_out_of_memory_is_caught_once_with_a_smaller_batch(tmp_path: Path, cache: Path) -> None:
-    done = caramba([*SHORT, "train.batch_size=300"], tmp_path, cache, preexec_fn=limit)
+    done = caramba([*SHORT, "train.batch_size=381"], tmp_path, cache, preexec_fn=limit)
     assert done.returncode == 0, done.stderr
-    assert "out of memory at step 0 with batch_size=300" in done.stderr + done.stdout
+    assert "out of memory at step 0 with batch_size=381" in done.stderr + done.stdout
     decisions = plan_of(only_run(tmp_path))
-    assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (150, 2)
-    assert "150 x 2 sequences a step are as many as before" in decisions["batch_size"]["reason"]
+    assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)
+    assert "127 x 3 sequences a step are as many as before" in decisions["batch_size"]["reason"]
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:

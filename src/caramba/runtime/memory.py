@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -26,12 +27,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def release_memory() -> None:
-    """Return to the device what no tensor holds any more."""
+    """Return to the device, and to the system, what no tensor holds any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
+    with contextlib.suppress(
+        AttributeError, OSError
+    ):  # glibc alone keeps what is freed, and can be told not to
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def free_bytes(device: torch.device) -> int:
