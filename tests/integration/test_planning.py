@@ -111,3 +111,20 @@ def _gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
     model(tokens).logsumexp(-1).mean().backward()
     return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_everything_is_planned_on_a_gpu(tmp_path: Path, cache: Path) -> None:
+    auto = [
+        f"train.{key}=auto"
+        for key in ("batch_size", "compile_model", "activation_checkpointing", "num_workers")
+    ]
+    done = caramba([*SHORT, *auto, "device=cuda", "train.steps=200"], tmp_path, cache)
+    assert done.returncode == 0, done.stderr
+    decisions = plan_of(only_run(tmp_path))
+    measured = decisions["batch_size"]["measured"]
+    assert measured["peak_bytes"] <= measured["target_bytes"]
+    assert {"off.step_seconds", "default.step_seconds"} <= set(decisions["compile_model"]["measured"])
+    assert decisions["dtype"]["measured"]["loss_drift"] < 0.05
+    assert not list(tmp_path.glob("runs/*/*/checkpoints/*.state.pt"))

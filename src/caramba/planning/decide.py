@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from caramba.config.train import PhaseConfig
-from caramba.errors import OutOfMemory
+from caramba.errors import CarambaError, OutOfMemory
 from caramba.planning.batch import largest_batch
 from caramba.planning.candidate import Budget, Candidate, Measure, Trial
 from caramba.runtime import Decision
@@ -187,7 +187,10 @@ class _Planner:
             candidate = replace(plain.candidate, compile_model=mode, timed=COMPILED_TIMED)
             if not self.budget.allows(candidate, self._least_seconds(candidate, plain)):
                 continue
-            trial = self.measure(candidate)
+            try:
+                trial = self.measure(candidate)
+            except CarambaError as error:  # this way of compilation does not work here, and the plan says so
+                trial = Trial(candidate, refusal=" ".join(str(error).split())[:300])
             if trial.refusal or trial.peak_bytes > self.target:
                 self.budget.skip(candidate, trial.refusal or f"takes {_gb(trial.peak_bytes)}")
                 continue

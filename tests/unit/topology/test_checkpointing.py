@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
@@ -108,3 +109,22 @@ def test_a_lone_layer_is_a_part_and_a_bare_norm_is_not() -> None:
     tree = build_node(StackedTopologyConfig(layers=(linear, RMSNormLayerConfig(d_model=4))))
     assert len(checkpoint_topology(tree, "full")) <= 1
     assert checkpoint_topology(tree, "none") == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_equal_to_the_bit_on_a_gpu(topology: nn.Module, mode: str) -> None:
+    clear_checkpointing(topology)
+    model = copy.deepcopy(topology).float().cuda()
+    x = torch.randn(2, 64, WIDTH, device="cuda")
+
+    def gradients() -> list[Tensor]:
+        model.zero_grad()
+        torch.manual_seed(1)
+        with torch.autocast("cuda", torch.bfloat16):
+            model(x).float().square().sum().backward()
+        return [value.grad.clone() for value in model.parameters() if value.grad is not None]
+
+    plain = gradients()
+    checkpoint_topology(model, mode)
+    assert all(torch.equal(one, other) for one, other in zip(gradients(), plain, strict=True))
