@@ -114,6 +114,7 @@ def _gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.slow
 def test_everything_is_planned_on_a_gpu(tmp_path: Path, cache: Path) -> None:
     auto = [

@@ -112,6 +112,7 @@ def test_a_lone_layer_is_a_part_and_a_bare_norm_is_not() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_gradients_are_equal_to_the_bit_on_a_gpu(topology: nn.Module, mode: str) -> None:
     clear_checkpointing(topology)
