@@ -47,6 +47,14 @@ class KernelUnavailable(CarambaError):  # noqa: N818 - the name that users know
     exit_status = 2
 
 
+class OutOfMemory(CarambaError):  # noqa: N818 - says what happened
+    """A training step did not fit the device's memory; its weights are those of `step`, if `is_clean`."""
+
+    def __init__(self, message: str, *, step: int = 0, is_clean: bool = True) -> None:
+        super().__init__(message)
+        self.step, self.is_clean = step, is_clean
+
+
 class VerificationFailed(CarambaError):  # noqa: N818 - as above
     """A verification with `fail_fast: true` crossed its threshold."""
 

@@ -65,6 +65,7 @@ class Composition(Config):
     group: str | None = None
     resume: str = "auto"
     kernels: Literal["auto", "require", "reference"] = "auto"
+    plan: str = "auto"
     model: ModelConfig
     fit: FitConfig | None = None
     train: Annotated[Any, BeforeValidator(TrainGroup.model_validate)]

@@ -30,6 +30,7 @@ SHARED = (
         "group",
         "resume",
         "kernels",
+        "plan",
         "model",
         "fit",
     ),

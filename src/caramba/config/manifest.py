@@ -231,6 +231,11 @@ class Manifest(Config):
     group: str | None = None
     resume: str = Field(default="auto", description="auto, never, or the path of a run to go on from")
     kernels: Literal["auto", "require", "reference"] = "auto"
+    plan: str = Field(
+        default="auto",
+        description="auto: measure what a key leaves to auto, once per machine; refresh: anew; off: measure nothing; "
+        "else the path of a plan.json to go by",
+    )
     model: ModelConfig
     fit: FitConfig | None = Field(
         default=None, description="scale the model to a size; a launch resolves it into concrete widths"

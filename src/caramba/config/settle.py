@@ -117,6 +117,11 @@ def _settle_controls(runs: list[Any], most: Any, given: Collection[Path]) -> Non
                     f"train.phases.{run.get('id')}.steps: a control reads what the student's phases read, "
                     "so its steps follow from theirs; leave it out"
                 )
+            if "auto" in (item.get("batch_size") for item in (phase, *phases)):
+                raise ConfigError(
+                    f"run {run.get('id')!r}: a control reads what the student's phases read, whose batch_size=auto is "
+                    "known on the machine only; give batch_size a number"
+                )
             per_step = _samples({**phase, "steps": 1})
             steps = max(1, -(-samples // per_step)) if per_step else 1
             phase["steps"] = min(steps, most) if isinstance(most, int) else steps

@@ -22,7 +22,6 @@ from caramba.config.plain import is_mapping
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
-PLANNING = "the runtime planning work"
 BLOCK_PHASES = ("blockwise", "drift")
 # What `lr: auto` stands for: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
 # that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
@@ -104,7 +103,9 @@ class PhaseConfig(Config):
         "phase",
     )
     steps: Positive
-    batch_size: Annotated[Positive | Literal["auto"], Later(PLANNING, "auto")] = 16
+    batch_size: Positive | Literal["auto"] = Field(
+        default=16, description="auto: the most that fits memory_utilization, measured on the run's own step"
+    )
     block_size: Positive = 256
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         default=3e-4,
@@ -201,18 +202,27 @@ class PhaseConfig(Config):
     compile_model: Annotated[
         bool | Literal["auto", "default", "reduce-overhead", "max-autotune"],
         BeforeValidator(_compile_mode),
-        Later(PLANNING, "auto", "reduce-overhead", "max-autotune"),
+        Field(description="auto: what takes the least time over the run, compilation included, as measured"),
     ] = False
     activation_checkpointing: Annotated[
-        Literal["none", "selective", "full"],
+        Literal["none", "selective", "full", "auto"],
         BeforeValidator(_checkpointing),
-        Later(PLANNING, "selective", "full"),
+        Field(description="selective keeps matrix products and attention; auto: the least that fits"),
     ] = "none"
-    activation_checkpoint_threshold: Annotated[float | None, Later(PLANNING)] = None
-    activation_checkpoint_granularity: Annotated[Literal["layer", "block"], Later(PLANNING, "layer")] = (
-        "block"
+    activation_checkpoint_threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="checkpoint only when a step without it takes more than this share of the memory",
     )
-    num_workers: Annotated[int, Field(ge=0)] = 0
+    activation_checkpoint_granularity: Literal["layer", "block"] = Field(
+        default="block", description="what is recomputed at a time: a repeat of a list, or each node of it"
+    )
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9,
+        description="share of the device's free memory that what is chosen by measurement may take",
+    )
+    num_workers: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        default=0, description="processes that read data; auto: as many as keep the device from waiting"
+    )
     pin_memory: bool | None = None
     orchestrator_enabled: Annotated[bool, Later("the optimiser work")] = False
     orchestrator_decision_interval: Annotated[Positive | None, Later("the optimiser work")] = None
@@ -241,6 +251,11 @@ class PhaseConfig(Config):
         if self.objective != "ce" and self.phase != "global":
             raise ValueError(
                 f"phase={self.phase} has a loss of its own, got objective={self.objective}; remove it, or use global"
+            )
+        if self.activation_checkpoint_threshold is not None and self.activation_checkpointing == "none":
+            raise ValueError(
+                f"activation_checkpoint_threshold={self.activation_checkpoint_threshold:g} says when to checkpoint, "
+                "got activation_checkpointing=none; use selective, full or auto, or remove the threshold"
             )
         if self.control and (self.phase != "pretrain" or self.trains == "student"):
             raise ValueError("a control trains the teacher further: use phase: pretrain, trains: teacher")
@@ -281,6 +296,18 @@ class PhaseConfig(Config):
     def optimizer_momentum(self) -> float:
         """`momentum`, or the optimiser's own where none is given; 0 for optimisers without one."""
         return MOMENTUM.get(self.optimizer, 0.0) if self.momentum is None else self.momentum
+
+    @property
+    def measured_keys(self) -> tuple[str, ...]:
+        """The keys that a measurement on the machine decides, empty when the phase says everything itself."""
+        keys = ("batch_size", "compile_model", "num_workers")
+        found = tuple(key for key in keys if getattr(self, key) == "auto")
+        if self.phase in BLOCK_PHASES:  # whose step holds the graph of one block: nothing to checkpoint
+            return found
+        has_choice = (
+            self.activation_checkpointing == "auto" or self.activation_checkpoint_threshold is not None
+        )
+        return (*found, "activation_checkpointing") if has_choice else found
 
     def learning_rate_at(self, d_model: int) -> float:
         """Return `lr` times `lr_factor`; `auto` is the phase's published rate at width 2048 times

@@ -118,6 +118,10 @@ class BlockwiseObjective(Objective):
     def is_done(self) -> bool:
         return self.schedule is not None and self.schedule.is_done
 
+    @property
+    def holds_one_block(self) -> bool:
+        return True
+
     def compilable(self) -> list[nn.Module]:
         layers = [layer for _, source, target in self.pairs for layer in (source, target)]
         return [*layers, self.distance, *([self.divergence] if self.attention_weight else [])]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from caramba.model import Model
+from caramba.topology import Granularity, checkpoint_topology
 
 Batch = tuple[Tensor, ...]
 """x and y [B, T] int64, y being IGNORED where nothing counts; then document ids [B, T] where documents are kept apart,
@@ -54,6 +55,19 @@ class Objective(ABC):
     def compilable(self) -> list[nn.Module]:
         """Return the modules whose forward torch.compile may replace while this objective trains."""
         return []
+
+    def checkpoint(self, mode: str, granularity: Granularity = "block") -> None:
+        """Trade memory for work from now on; `none` ends it. See `caramba.topology.checkpoint_topology`.
+
+        Without effect where `holds_one_block`.
+        """
+        if not self.holds_one_block:
+            checkpoint_topology(self.model.topology, mode, granularity)
+
+    @property
+    def holds_one_block(self) -> bool:
+        """Whether a step never holds the graph of more than one block, so that there is nothing to checkpoint."""
+        return False
 
     def finish(self) -> None:  # noqa: B027 - most objectives have nothing to do
         """Leave in `model` the plain weights that are saved. Called once, after the last step."""

@@ -15,6 +15,7 @@ from caramba.experiment.chats import check_chats, hold_chat
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_block_schedules, check_precisions, check_teacher_caches
+from caramba.experiment.planning import settle_plans
 from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
@@ -59,6 +60,8 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
     append_event(folder, "group_started", group=group.name)
     session = Session.open(manifest, group, folder)
     check_precisions(session)
+    settle_plans(session)
+    group = session.group
     check_calibration(session)
     check_block_schedules(session)
     check_teacher_caches(session)

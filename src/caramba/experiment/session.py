@@ -55,6 +55,8 @@ class Session:
     teacher: Model | None = None
     student: Model | None = None
     labels: dict[str, str] = field(default_factory=dict)
+    measured: dict[str, RuntimePlan] = field(default_factory=dict)
+    """Run id -> what was measured for it, or what it went on with after memory ran out."""
     _windows: dict[tuple[str, int], TokenDataset] = field(default_factory=dict)
 
     @classmethod
@@ -269,8 +271,10 @@ class Session:
         assert isinstance(phase.batch_size, int)
         return Subset(windows, range(min(len(windows), batches * phase.batch_size)))
 
-    def plan(self, phase: PhaseConfig, name: str, d_model: int = AUTO_LR_WIDTH) -> RuntimePlan:
-        """Decide how a phase runs, with the kernels of its device attached.
+    def plan(
+        self, phase: PhaseConfig, name: str, d_model: int = AUTO_LR_WIDTH, run_id: str | None = None
+    ) -> RuntimePlan:
+        """Decide how the phase of a run runs, by what was measured for it and with the kernels of its device attached.
 
         Raises:
             KernelUnavailable: `kernels: require`, and an op would run its reference there.
@@ -285,6 +289,7 @@ class Session:
             name=name,
             d_model=d_model,
             attention=self.attention,
+            measured=self.measured.get(run_id or name),
         )
         if not self.group.data.keeps_documents_apart:
             return made

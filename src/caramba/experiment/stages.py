@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +13,21 @@ from caramba.config.manifest import RunConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.cost import estimate_phase, model_cost
-from caramba.distill import BlockSchedule, BlockwiseObjective
-from caramba.errors import VerificationFailed
+from caramba.distill import BlockSchedule, BlockwiseObjective, Objective
+from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import build_objective
+from caramba.experiment.planning import reduced
 from caramba.experiment.session import Session
 from caramba.experiment.surgery import transplant_student
 from caramba.model import Model, build_model
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
-from caramba.runtime import get_rank, is_main_process, seed_process
+from caramba.runtime import RuntimePlan, get_rank, is_main_process, release_memory, seed_process
 from caramba.train import (
     BenchmarkArtifacts,
     BlockwiseDistillation,
+    FitOutcome,
     PhaseData,
     Verification,
     fit,
@@ -102,7 +105,7 @@ def fit_phase(
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
         model = copy.deepcopy(model)
-    decided = session.plan(phase, name, model.spec.embedder.d_model)
+    decided = session.plan(phase, name, model.spec.embedder.d_model, run.id)
     phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))
     objective = build_objective(session, phase, decided, model.to(session.device))
@@ -122,22 +125,8 @@ def fit_phase(
     role = "control" if phase.control or stage is not None else phase.trains or "student"
     if phase.phase == "pretrain" and not phase.control and phase.trains != "variant":
         session.labels["proxy"] = f"trained from scratch on {session.corpus.name}"
-    data = PhaseData(
-        session.training_windows(phase),
-        session.windows("val", phase.block_size),
-        seed=session.stream_seed(run),
-        start=session.stream_start(run),
-    )
-    outcome = fit(
-        objective,
-        phase,
-        data,
-        decided,
-        manifest=session.manifest,
-        run_dir=session.run_dir,
-        save_final=lambda: session.save(model, name, role),
-        flops_per_token=_flops_per_token(session, phase, model),
-        callbacks=callbacks,
+    outcome = _fit(
+        session, run, phase, decided, objective, lambda: session.save(model, name, role), callbacks
     )
     model.requires_grad_(True).eval().to(session.device)
     if outcome.steps < phase.steps:
@@ -195,6 +184,64 @@ def say_measured(name: str, measured: dict[str, float]) -> None:
             f"{name}: waited for data {measured['data_wait_share']:.0%} of the time; raise train.num_workers, "
             "or prepare the data into a token file"
         )
+
+
+def _fit(
+    session: Session,
+    run: RunConfig,
+    phase: PhaseConfig,
+    decided: RuntimePlan,
+    objective: Objective,
+    save_final: Callable[[], None],
+    callbacks: Sequence[Any],
+) -> FitOutcome:
+    """Train; where memory runs out, once more with a smaller batch, from the last saved state or the beginning.
+
+    Raises:
+        OutOfMemory: memory ran out again, or where there is no state to go back to; plan.json has the smaller batch.
+    """
+    failure: OutOfMemory | None = None
+    for attempt in (1, 2):
+        data = PhaseData(
+            session.training_windows(phase),
+            session.windows("val", phase.block_size),
+            seed=session.stream_seed(run),
+            start=session.stream_start(run),
+        )
+        try:
+            return fit(
+                objective,
+                phase,
+                data,
+                decided,
+                manifest=session.manifest,
+                run_dir=session.run_dir,
+                save_final=save_final,
+                flops_per_token=_flops_per_token(session, phase, objective.model),
+                callbacks=callbacks,
+            )
+        except OutOfMemory as error:
+            # without its traceback, which holds the optimiser's state
+            failure = OutOfMemory(str(error), step=error.step, is_clean=error.is_clean)
+        if phase.batch_size == 1 or attempt == 2:
+            break
+        phase, decided = reduced(session, run.id, phase, decided, str(failure))
+        has_state = state_path(session.run_dir, decided.phase).is_file()
+        if not has_state and not failure.is_clean:
+            raise OutOfMemory(
+                f"{failure}; no state was saved before it, so the phase begins again with batch_size="
+                f"{phase.batch_size} x {phase.gradient_accumulation_steps}: caramba resume {session.run_dir}"
+            )
+        release_memory()
+        logger.warning(
+            f"{failure}; going on with batch_size={phase.batch_size} x {phase.gradient_accumulation_steps}"
+        )
+        append_event(session.run_dir, "out_of_memory", phase=decided.phase, step=failure.step)
+        torch.manual_seed(phase.seed if phase.seed is not None else run.seed)
+    raise OutOfMemory(
+        f"{failure}; use a smaller block_size, activation_checkpointing=full or a smaller model; the last saved state "
+        f"is safe: caramba resume {session.run_dir}"
+    )
 
 
 def _details(phase: PhaseConfig, schedule: BlockSchedule | None) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from caramba.errors import ConfigError
 
+DRIVER = Path("/proc/driver/nvidia/version")
 HOPPER, CUDNN_9_1 = 9, 90100
 
 
@@ -33,6 +36,7 @@ def device_facts(device: torch.device) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "device": device.type,
         "torch": torch.__version__,
+        "triton": _version("triton"),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -44,10 +48,23 @@ def device_facts(device: torch.device) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
             "capability": f"{properties.major}.{properties.minor}",
             "cuda": torch.version.cuda,
+            "driver": _driver(),
         }
     else:
         facts["name"] = platform.processor() or platform.machine()
     return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """Return the first line of what NVIDIA's kernel module says of itself, None where it is not there."""
+    return DRIVER.read_text().splitlines()[0].strip() if DRIVER.is_file() else None
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, PhaseConfig
+from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
 from caramba.runtime.device import choose_device, device_facts
@@ -51,9 +51,10 @@ def plan(
     name: str,
     d_model: int = AUTO_LR_WIDTH,
     attention: AttentionChoice | None = None,
+    measured: RuntimePlan | None = None,
 ) -> RuntimePlan:
-    """Decide how a phase of a model of width `d_model` runs here. Nothing is measured yet: every decision says what
-    fixed it.
+    """Decide how a phase of a model of width `d_model` runs here: by what was `measured`, else by the manifest and by
+    rules. Every decision says what fixed it.
 
     `ops` is the backend of every op on that device, as `caramba.kernels.load` returned it under the policy `kernels`.
     """
@@ -77,13 +78,23 @@ def plan(
         **_precision(phase, chosen),
         "threads": Decision(facts["threads"], "torch's default; frozen in the run, since sums depend on it"),
         "batch_size": Decision(phase.batch_size, "the manifest"),
+        "gradient_accumulation_steps": Decision(phase.gradient_accumulation_steps, "the manifest"),
+        "num_workers": Decision(phase.num_workers, "the manifest"),
         "compile_model": Decision(phase.compile_model, "the manifest"),
-        "activation_checkpointing": Decision(phase.activation_checkpointing, "the manifest"),
+        "activation_checkpointing": _checkpointing(phase),
         "attention": _attention(attention or choose_attention(chosen)),
         "kernels": Decision(dict(ops), f"kernels={kernels}: what was attached for {chosen.type}"),
     }
     key = json.dumps([facts, phase.model_dump(mode="json")], sort_keys=True, default=str)
+    if measured is not None:
+        return RuntimePlan(name, measured.signature, facts, decisions | measured.decisions)
     return RuntimePlan(name, hashlib.sha256(key.encode()).hexdigest(), facts, decisions)
+
+
+def _checkpointing(phase: PhaseConfig) -> Decision:
+    if phase.phase in BLOCK_PHASES and phase.activation_checkpointing != "none":
+        return Decision("none", f"phase={phase.phase} holds the graph of one block: nothing to checkpoint")
+    return Decision(phase.activation_checkpointing, "the manifest")
 
 
 def _attention(choice: AttentionChoice) -> Decision:

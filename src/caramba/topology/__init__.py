@@ -3,6 +3,7 @@
 from caramba.topology.base import Topology, attention_applications
 from caramba.topology.branching import BranchingTopology
 from caramba.topology.build import build_node, build_nodes
+from caramba.topology.checkpointing import Granularity, checkpoint_topology, clear_checkpointing
 from caramba.topology.cyclic import CyclicTopology
 from caramba.topology.nested import NestedTopology
 from caramba.topology.parallel import ParallelTopology
@@ -14,6 +15,7 @@ from caramba.topology.stacked import StackedTopology
 __all__ = [
     "BranchingTopology",
     "CyclicTopology",
+    "Granularity",
     "NestedTopology",
     "ParallelTopology",
     "RecurrentTopology",
@@ -23,5 +25,7 @@ __all__ = [
     "attention_applications",
     "build_node",
     "build_nodes",
+    "checkpoint_topology",
+    "clear_checkpointing",
     "compilable_regions",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.topology import NestedTopologyConfig
@@ -21,8 +21,16 @@ class NestedTopology(Topology):
 
     def __init__(self, config: NestedTopologyConfig) -> None:
         super().__init__(config)
+        self.config = config
+        self.runs: tuple[nn.Module, ...] | None = (
+            None  # the repeats, where each runs as one: see checkpointing.py
+        )
         for _ in range(config.repeat - 1):
             self.layers.extend(build_nodes(config.layers))
 
     def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
-        return self.run(x, ctx)
+        if self.runs is None:
+            return self.run(x, ctx)
+        for repeat in self.runs:
+            x = repeat(x, ctx)
+        return x

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,9 +17,11 @@ from caramba.data import TokenDataset, WindowSampler
 from caramba.distill import Batch
 from caramba.errors import DataError
 from caramba.measure import spread_windows
-from caramba.runtime import get_rank, get_world_size
+from caramba.runtime import Decision, get_rank, get_world_size
 
 VALIDATION_WINDOWS = 64
+READ_BATCHES = 8
+WAIT = 0.02  # of a step, for data
 
 
 class IndexedWindows(Dataset[tuple[Tensor | int, ...]]):
@@ -71,6 +75,7 @@ def train_loader(
         len(dataset), phase.batch_size, seed=seed, start=start, rank=get_rank(), world_size=get_world_size()
     )
     windows = IndexedWindows(dataset) if phase.cache_teacher_outputs else dataset
+    assert isinstance(phase.num_workers, int)
     return TimedLoader(windows, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
 
 
@@ -78,6 +83,32 @@ def windows_at(dataset: TokenDataset | Subset[Batch], *, seed: int, start: int, 
     """Return the dataset's windows that `samples` samples of the stream from `start` on are, of all ranks."""
     sampler = WindowSampler(len(dataset), samples, seed=seed, start=start)
     return [sampler.window(start + place) for place in range(samples)]
+
+
+def workers_needed(
+    dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, micro_step_s: float
+) -> Decision:
+    """Decide how many processes read data, so that a micro-step of `micro_step_s` seconds waits under 2% for its batch.
+
+    Without processes reading is part of the step; with w of them a batch is read in 1/w of its time, beside it.
+    """
+    loader = iter(
+        train_loader(dataset, phase.model_copy(update={"num_workers": 0}), seed=0, start=0, pin=False)
+    )
+    next(loader)
+    seconds = []
+    for _ in range(READ_BATCHES):
+        began = time.perf_counter()
+        next(loader)
+        seconds.append(time.perf_counter() - began)
+    read_s = statistics.median(seconds)
+    enough = next((w for w in (1, 2, 4, 8) if read_s / w <= micro_step_s), 8)
+    workers = 0 if read_s <= WAIT * micro_step_s else min(enough, max(1, (os.cpu_count() or 1) - 1))
+    return Decision(
+        workers,
+        f"auto: a batch is read in {read_s * 1e3:.2f} ms, a micro-step takes {micro_step_s * 1e3:.2f} ms",
+        {"read_seconds": read_s, "micro_step_seconds": micro_step_s},
+    )
 
 
 def targets_per_window(dataset: TokenDataset | Subset[Batch]) -> np.ndarray:

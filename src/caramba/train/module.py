@@ -53,6 +53,8 @@ class CarambaModule(pl.LightningModule):
         self.watch = watch
         self.log_every = log_every
         self.micro_steps = 0
+        self.trained_steps = 0  # by this module; what memory held when it ran out
+        self.is_stepping = False
         self.average: WeightAverage | None = None
         self.adagc: AdaGC | None = None
         self._loss: Tensor | None = None
@@ -116,7 +118,10 @@ class CarambaModule(pl.LightningModule):
         is_taken = not self._overflows(loss, norm) and self.watch.allows(self.global_step, loss, norm)
         if not is_taken:  # a weight without a gradient is not touched by any optimiser, and the step counts
             optimizer.zero_grad(set_to_none=True)
+        self.is_stepping = True
         optimizer.step()
+        self.is_stepping = False
+        self.trained_steps += 1
         optimizer.zero_grad(set_to_none=True)
         if is_taken and self.average is not None:
             self.average.update()

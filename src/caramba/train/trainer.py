@@ -20,9 +20,10 @@ from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, Objective
+from caramba.errors import OutOfMemory
 from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
-from caramba.runtime import RuntimePlan, is_main_process
+from caramba.runtime import RuntimePlan, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
     Checkpointing,
     Compilation,
@@ -86,6 +87,7 @@ def fit(
 
     Raises:
         KeyboardInterrupt: the user stopped the run; the last saved state is on disk.
+        OutOfMemory: a step did not fit; the last saved state is on disk.
     """
     _quiet_lightning()
     state = state_path(run_dir, plan.phase)
@@ -96,6 +98,7 @@ def fit(
         return windows_at(data.train, seed=data.seed, start=data.start + step * per_step, samples=per_step)
 
     module = CarambaModule(objective, phase, NonFiniteWatch(phase, run_dir, plan.phase, windows_of))
+    objective.checkpoint(plan.value("activation_checkpointing"), phase.activation_checkpoint_granularity)
     precision, precision_plugins = precision_arguments(plan)
     targets = targets_per_window(data.train)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
@@ -126,7 +129,7 @@ def fit(
             Checkpointing(state, phase.save_every, save_final, phase.eval_every),
             RuntimePlanning(plan, run_dir, tokens_per_step),
             *_float8(objective, phase, run_dir),  # before anything is compiled
-            *([Compilation(objective.compilable())] if plan.value("compile_model") else []),
+            *_compilation(objective, plan.value("compile_model")),
             *([Profiling(run_dir / "profile" / plan.phase, plan.phase)] if profiling else []),
         ],
         plugins=[WholeCheckpointIO(), *precision_plugins],
@@ -141,6 +144,7 @@ def fit(
         limit_val_batches=1.0 if phase.eval_every else 0,
     )
     began = time.perf_counter()
+    failure: OutOfMemory | None = None
     try:
         with matmul_precision(plan):
             trainer.fit(
@@ -152,6 +156,16 @@ def fit(
             )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
         raise KeyboardInterrupt from stop
+    except (RuntimeError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        failure = _out_of_memory(error, phase, module)
+    finally:
+        objective.checkpoint("none")
+    if (
+        failure is not None
+    ):  # raised here, where nothing holds the frames of the step and their tensors any more
+        raise failure
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
     seconds = time.perf_counter() - began
@@ -163,6 +177,24 @@ def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path) -> list[Cal
     if phase.float8 == "none":
         return []
     return [Float8Products(objective.model, phase.float8, phase.float8_min_width, run_dir)]
+
+
+def _compilation(objective: Objective, mode: bool | str) -> list[Callback]:
+    if mode is False:
+        return []
+    return [Compilation(objective.compilable(), "default" if mode is True else str(mode))]
+
+
+def _out_of_memory(error: BaseException, phase: PhaseConfig, module: CarambaModule) -> OutOfMemory:
+    """Return what to raise; gradients, which are of no more use, are let go."""
+    for parameter in module.model.parameters():
+        parameter.grad = None
+    said = " ".join(str(error).split())[:200]
+    return OutOfMemory(
+        f"{phase.phase}: out of memory at step {module.trained_steps} with batch_size={phase.batch_size}: {said}",
+        step=module.trained_steps,
+        is_clean=module.trained_steps == 0 and not module.is_stepping,
+    )
 
 
 def state_path(run_dir: Path, phase: str) -> Path:

@@ -1,0 +1,146 @@
+"""The process that planning measures in, `python -m caramba.experiment.probe`: candidates in, trials out, a line each.
+
+Models have the run's shapes and fresh weights; data is random tokens. Nothing of the run is read or written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from caramba.config.manifest import RunConfig
+from caramba.config.model import ModelSpec
+from caramba.config.parse import parse_manifest
+from caramba.config.train import PhaseConfig
+from caramba.console import logger
+from caramba.cost import variant
+from caramba.distill import Objective
+from caramba.errors import CarambaError
+from caramba.experiment.ledger import Ledger
+from caramba.experiment.objectives import build_objective
+from caramba.experiment.session import Session
+from caramba.layer import attention_backends
+from caramba.model import Model, build_model
+from caramba.planning import Candidate, Trial, run_trial
+from caramba.runtime import MemoryMeter, RuntimePlan, choose_device, is_out_of_memory
+
+MODULE = "caramba.experiment.probe"
+
+
+def request_of(session: Session, run: RunConfig) -> dict[str, Any]:
+    """Return what the process needs to know: the manifest, the run, the teacher's shapes, the threads."""
+    return {
+        "manifest": session.manifest.model_dump(mode="json"),
+        "group": session.group.name,
+        "run": run.id,
+        "teacher": shapes_of(session.teacher),
+        "student": shapes_of(session.student),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def shapes_of(model: Model | None) -> dict[str, Any] | None:
+    """Return a model's spec without where its weights come from."""
+    return None if model is None else model.spec.model_dump(mode="json", include=set(ModelSpec.model_fields))
+
+
+def main() -> None:
+    """Answer candidates until there are no more. Only answers go to the standard output."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    logger.quiet = True
+    request = json.loads(sys.stdin.readline())
+    torch.set_num_threads(request["threads"])
+    meters: dict[str, MemoryMeter] = {}
+    for line in sys.stdin:
+        _answer(answers, request, Candidate(**json.loads(line)), meters)
+
+
+def _answer(
+    answers: TextIO, request: dict[str, Any], candidate: Candidate, meters: dict[str, MemoryMeter]
+) -> None:
+    try:
+        plain = {
+            key: value
+            for key, value in asdict(_trial(request, candidate, meters)).items()
+            if key != "candidate"
+        }
+    except (MemoryError, RuntimeError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        plain = {"seconds": (), "refusal": "out of memory before its first step", "is_out_of_memory": True}
+    except CarambaError as error:
+        plain = {"error": str(error)}
+    answers.write(json.dumps(plain) + "\n")
+    answers.flush()
+
+
+def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, MemoryMeter]) -> Trial:
+    manifest = parse_manifest(request["manifest"])
+    group = next(item for item in manifest.groups if item.name == request["group"])
+    run = next(item for item in group.runs if item.id == request["run"])
+    assert run.train is not None
+    specs = {
+        role: None if request[role] is None else ModelSpec.model_validate_json(json.dumps(request[role]))
+        for role in ("teacher", "student")
+    }
+    is_control = run.train.control
+    trains = "teacher" if is_control else run.train.trains
+    if run.exp is not None:
+        specs["student"] = variant(manifest.model, run.exp)
+    elif trains == "student":
+        specs["student"] = specs["student"] or manifest.model
+    device = choose_device(run.train.device or manifest.device)
+    with tempfile.TemporaryDirectory() as folder:
+        session = Session(manifest, group, Path(folder), device, None, Ledger(Path(folder)))
+
+        def objective_of(phase: PhaseConfig, decided: RuntimePlan) -> Objective:
+            session.teacher = session.student = None
+            session.teacher, session.student = (
+                None if spec is None else _fresh(spec, device)
+                for spec in (specs["teacher"], specs["student"])
+            )
+            model = session.model_of("teacher" if trains == "teacher" else "student")
+            model = copy.deepcopy(model) if is_control else model
+            return build_objective(session, phase, decided, model.train())
+
+        session.teacher, session.student = (
+            None if spec is None else build_model(spec, device="meta")
+            for spec in (specs["teacher"], specs["student"])
+        )  # shapes are all that the choice of attention asks for
+        with attention_backends(device, session.attention):
+            return run_trial(
+                candidate,
+                run.train,
+                lambda phase: session.plan(phase, run.id),
+                objective_of,
+                manifest=manifest,
+                meter=meters.setdefault(device.type, MemoryMeter(device)),
+                vocab_size=manifest.model.embedder.vocab_size,
+                has_documents=group.data.keeps_documents_apart,
+            )
+
+
+def _fresh(spec: ModelSpec, device: torch.device) -> Model:
+    """Build a model where it runs, quickly: matrices normal(0, 0.02), the rest as its modules set it."""
+    model = build_model(spec, device="meta").to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+if __name__ == "__main__":
+    main()

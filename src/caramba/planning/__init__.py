@@ -1,0 +1,18 @@
+"""Measuring how a phase runs best on this machine: precision, batch size, checkpointing, compilation."""
+
+from caramba.planning.batch import largest_batch
+from caramba.planning.candidate import Budget, Candidate, Trial
+from caramba.planning.decide import Ground, decide
+from caramba.planning.process import TrialProcess
+from caramba.planning.trial import run_trial
+
+__all__ = [
+    "Budget",
+    "Candidate",
+    "Ground",
+    "Trial",
+    "TrialProcess",
+    "decide",
+    "largest_batch",
+    "run_trial",
+]

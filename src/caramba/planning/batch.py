@@ -1,0 +1,105 @@
+"""The largest batch that fits: few trials, upwards, on what a step's memory is: a constant and so much per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from caramba.planning.candidate import Budget, Candidate, Measure, Trial
+
+GROWTH = 4  # at most, from one trial to the next: the first slopes are those of the smallest batches
+SLOWER = 1.05  # of a larger batch's seconds per sequence, over a smaller's
+PAST_BEST = 1.10
+OVERHEAD_S = 3.0  # of a trial beyond its steps
+
+
+def largest_batch(
+    measure: Measure,
+    candidate: Candidate,
+    *,
+    target_bytes: float,
+    most: int,
+    budget: Budget,
+    share: float = 1.0,
+) -> tuple[Trial | None, list[Trial]]:
+    """Find the largest batch up to `most` whose step peaks at `target_bytes` or less.
+
+    Memory grows linearly in the batch, so each trial's batch is what the last two foretell for the target, at most four
+    times the batch before. A batch that runs out of memory, or over the target, bounds what follows. From 16 on batches
+    are multiples of 8. A larger batch that takes over 5% longer per sequence than a smaller one is not taken, and after
+    two that take over 10% longer none is tried.
+
+    Args:
+        share: of the budget, which this may use up.
+
+    Returns:
+        (the trial to go by, None when not even one sequence fits; every trial).
+    """
+    fits: list[Trial] = []
+    trials: list[Trial] = []
+    over: int | None = None  # the smallest batch that is known not to fit
+    size = 1
+    while True:
+        candidate = replace(candidate, batch_size=size)
+        if fits and not budget.allows(candidate, _expected_s(fits[-1], candidate), share):
+            break
+        trial = measure(candidate)
+        trials.append(trial)
+        if trial.refusal and not trial.is_out_of_memory:
+            break
+        if trial.refusal or trial.peak_bytes > target_bytes:
+            over = size
+        else:
+            fits.append(trial)
+        following = _next_size(fits, over, target_bytes, most)
+        if following is None or _is_past_best(fits):
+            break
+        size = following
+    return _fastest(fits), trials
+
+
+def _next_size(fits: list[Trial], over: int | None, target_bytes: float, most: int) -> int | None:
+    """Return the batch to try next, None when the largest is known closely enough."""
+    if not fits:
+        return None
+    last = max(fits, key=lambda trial: trial.candidate.batch_size)
+    size = last.candidate.batch_size
+    bound = most if over is None else min(most, over - 1)
+    if len(fits) == 1 and over is None:
+        return 2 if most >= 2 else None
+    foretold = bound if len(fits) == 1 else _foretold(fits, target_bytes)
+    following = min(foretold, GROWTH * size, bound)
+    if over is not None:  # the forecast was wrong once: no further than half way
+        following = min(following, (size + over) // 2)
+    if following >= 16:
+        following -= following % 8
+    return following if following > size + size // 20 else None
+
+
+def _foretold(fits: list[Trial], target_bytes: float) -> int:
+    first, last = sorted(fits, key=lambda trial: trial.candidate.batch_size)[-2:]
+    slope = (last.peak_bytes - first.peak_bytes) / (last.candidate.batch_size - first.candidate.batch_size)
+    if slope <= 0:  # the constant hides it: grow until it shows
+        return GROWTH * last.candidate.batch_size
+    return last.candidate.batch_size + int((target_bytes - last.peak_bytes) / slope)
+
+
+def _expected_s(last: Trial, candidate: Candidate) -> float:
+    """Seconds of a trial, were its time that of the last in proportion to its batch."""
+    growth = candidate.batch_size / last.candidate.batch_size
+    return OVERHEAD_S + growth * last.step_seconds * (candidate.warm_up + candidate.timed)
+
+
+def _is_past_best(fits: list[Trial]) -> bool:
+    best = max((trial.samples_per_s for trial in fits), default=0.0)
+    return len(fits) > 2 and all(trial.samples_per_s * PAST_BEST < best for trial in fits[-2:])
+
+
+def _fastest(fits: list[Trial]) -> Trial | None:
+    """Return the largest, unless a smaller one is faster per sequence by more than noise."""
+    if not fits:
+        return None
+    by_rate: Callable[[Trial], float] = lambda trial: trial.samples_per_s  # noqa: E731
+    best = max(fits, key=by_rate)
+    near = [trial for trial in fits if trial.samples_per_s * SLOWER >= best.samples_per_s]
+    return max(near, key=lambda trial: trial.candidate.batch_size)

@@ -1,0 +1,244 @@
+"""What a phase leaves to measurement, decided by trials of its own step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from caramba.config.train import PhaseConfig
+from caramba.errors import CarambaError, OutOfMemory
+from caramba.planning.batch import largest_batch
+from caramba.planning.candidate import Budget, Candidate, Measure, Trial
+from caramba.runtime import Decision
+
+FASTER, DRIFT = (
+    0.95,
+    0.01,
+)  # bfloat16 takes at most this share of float32's time, its loss is at most this far off
+CHECKPOINTING = ("none", "selective", "full")
+COMPILED_TIMED = 8
+BATCH_SHARE = 0.5  # of the budget for batches, where compilation is measured after them
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a phase is planned on.
+
+    Attributes:
+        room_bytes: memory that is free for the phase. most: windows of its data, which no batch exceeds.
+        dtype: by rule or manifest. compares_dtypes: whether bfloat16 and float32 are held against each other.
+        checkpoints: whether there is a graph to checkpoint. compile_modes: beyond no compilation.
+    """
+
+    room_bytes: int
+    most: int
+    dtype: str
+    compares_dtypes: bool = False
+    checkpoints: bool = True
+    compile_modes: tuple[str, ...] = ("default",)
+
+
+def decide(phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget) -> dict[str, Decision]:
+    """Return the decisions of dtype, checkpointing, batch size and compilation, with what was measured for each.
+
+    In this order, since each is measured with those before it: precision changes the memory of a step, checkpointing
+    how many sequences fit, and the batch what compilation gains.
+
+    Raises:
+        OutOfMemory: a step does not fit in any way that the manifest allows.
+    """
+    return _Planner(phase, ground, measure, budget).run()
+
+
+class _Planner:
+    def __init__(self, phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget) -> None:
+        self.phase, self.ground, self.measure, self.budget = phase, ground, measure, budget
+        self.decisions: dict[str, Decision] = {}
+        self.target = phase.memory_utilization * ground.room_bytes
+
+    def run(self) -> dict[str, Decision]:
+        ways = self._checkpointing_ways()
+        size = self.phase.batch_size if isinstance(self.phase.batch_size, int) else 1
+        candidate = Candidate(size, self.ground.dtype, ways[-1])
+        if self.ground.compares_dtypes:
+            candidate = replace(candidate, dtype=self._dtype(candidate))
+        trial = self._fitting(candidate, ways)
+        micro_batches = self.phase.steps * self.phase.gradient_accumulation_steps
+        self.budget.cover(trial.step_seconds * micro_batches)
+        if self.phase.compile_model == "auto":
+            trial = self._compiled(trial, micro_batches)
+        elif self.phase.compile_model is not False:
+            trial = self._asked_compilation(trial)
+        accumulation = self.phase.gradient_accumulation_steps
+        self.decisions["step_seconds"] = Decision(
+            trial.step_seconds * accumulation, f"measured: {trial.candidate}", trial.figures()
+        )
+        self.decisions["planning"] = Decision(
+            round(self.budget.spent, 2),
+            f"seconds, of {self.budget.seconds:.0f} allowed; skipped: {'; '.join(self.budget.skipped) or 'nothing'}",
+        )
+        return self.decisions
+
+    def _checkpointing_ways(self) -> tuple[str, ...]:
+        asked = self.phase.activation_checkpointing
+        if not self.ground.checkpoints:
+            return ("none",)
+        if asked == "auto":
+            return CHECKPOINTING
+        return (asked,) if self.phase.activation_checkpoint_threshold is None else ("none", asked)
+
+    def _dtype(self, candidate: Candidate) -> str:
+        """Hold bfloat16 against float32 on the same steps from the same weights."""
+        plain, narrow = (self.measure(replace(candidate, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+        if plain.refusal or narrow.refusal:
+            failed = plain if plain.refusal else narrow
+            chosen = "bfloat16" if plain.is_out_of_memory and not narrow.refusal else self.ground.dtype
+            reason = f"{failed.candidate}: {failed.refusal}"
+            measured = None
+        else:
+            share = narrow.step_seconds / plain.step_seconds
+            drift = abs(narrow.loss - plain.loss) / max(abs(plain.loss), 1e-12)
+            chosen = "bfloat16" if share <= FASTER and drift <= DRIFT else "float32"
+            reason = (
+                f"bfloat16 takes {share:.2f} of float32's time; its loss is {drift:.2%} off "
+                f"after {candidate.timed + candidate.warm_up} steps"
+            )
+            measured = {
+                "float32_seconds": plain.step_seconds,
+                "bfloat16_seconds": narrow.step_seconds,
+                "loss_drift": drift,
+            }
+        is_narrow = chosen == "bfloat16"
+        self.decisions["dtype"] = Decision(chosen, f"auto: {reason}", measured)
+        self.decisions["precision"] = Decision("bf16-mixed" if is_narrow else "32-true", f"dtype={chosen}")
+        return chosen
+
+    def _fitting(self, candidate: Candidate, ways: Sequence[str]) -> Trial:
+        """Decide checkpointing, the least that fits, and with it the batch."""
+        notes: list[str] = []
+        trial: Trial | None = None
+        for way in ways:
+            trial = self._with(replace(candidate, activation_checkpointing=way), is_last=way == ways[-1])
+            if not trial.refusal and (way == ways[-1] or trial.peak_bytes <= self._limit(way, ways)):
+                break
+            notes.append(f"{way} {'does not fit' if trial.refusal else f'takes {_gb(trial.peak_bytes)}'}")
+        assert trial is not None
+        if trial.refusal:
+            raise OutOfMemory(
+                f"{self.phase.phase}: a step of {trial.candidate} at block_size={self.phase.block_size} does not run "
+                f"in {_gb(self.ground.room_bytes)} of free memory ({trial.refusal}); use a smaller "
+                f"{'block_size' if trial.candidate.batch_size == 1 else 'batch_size'}, "
+                "activation_checkpointing=full, or a smaller model"
+            )
+        way = trial.candidate.activation_checkpointing
+        if len(ways) > 1:
+            self.decisions["activation_checkpointing"] = Decision(
+                way,
+                f"the least that fits {_gb(self._limit(way, ways))}{': ' if notes else ''}{', '.join(notes)}",
+                trial.figures(),
+            )
+        return trial
+
+    def _limit(self, way: str, ways: Sequence[str]) -> float:
+        threshold = self.phase.activation_checkpoint_threshold
+        is_least = way == ways[0] and len(ways) > 1
+        return self.target if threshold is None or not is_least else threshold * self.ground.room_bytes
+
+    def _with(self, candidate: Candidate, *, is_last: bool) -> Trial:
+        """Try a candidate; with batch_size=auto the largest batch that fits."""
+        if self.phase.batch_size != "auto":
+            return self.measure(candidate)
+        best, trials = largest_batch(
+            self.measure,
+            candidate,
+            target_bytes=self.target,
+            most=self.ground.most,
+            budget=self.budget,
+            share=1.0 if self.phase.compile_model is False else BATCH_SHARE,
+        )
+        if best is None:
+            first = trials[0]
+            refusal = first.refusal or f"one sequence takes {_gb(first.peak_bytes)}, over memory_utilization"
+            return replace(first, refusal=refusal)
+        sizes = {str(trial.candidate.batch_size): trial for trial in trials}
+        tried = ", ".join(
+            f"{size}: {trial.refusal or f'{_gb(trial.peak_bytes)} {trial.samples_per_s:.1f}/s'}"
+            for size, trial in sizes.items()
+        )
+        largest = max(trial.candidate.batch_size for trial in trials if _fits(trial, self.target))
+        kind = "the most" if best.candidate.batch_size == largest else "the fastest"
+        if best.candidate.batch_size == self.ground.most:
+            kind = "all windows of the data"
+        self.decisions["batch_size"] = Decision(
+            best.candidate.batch_size,
+            f"auto: {kind} within {_gb(self.target)}, "
+            f"{self.phase.memory_utilization:.0%} of what is free (tried {tried})",
+            best.figures() | {"samples_per_s": best.samples_per_s, "target_bytes": self.target},
+        )
+        return best
+
+    def _compiled(self, plain: Trial, micro_batches: int) -> Trial:
+        """Choose the way of compilation that ends the run first."""
+        plain = self._again(plain)
+        totals: dict[Any, float] = {False: plain.step_seconds * micro_batches}
+        trials: dict[Any, Trial] = {False: plain}
+        for mode in self.ground.compile_modes:
+            candidate = replace(plain.candidate, compile_model=mode, timed=COMPILED_TIMED)
+            if not self.budget.allows(candidate, self._least_seconds(candidate, plain)):
+                continue
+            try:
+                trial = self.measure(candidate)
+            except CarambaError as error:  # this way of compilation does not work here, and the plan says so
+                trial = Trial(candidate, refusal=" ".join(str(error).split())[:300])
+            if trial.refusal or trial.peak_bytes > self.target:
+                self.budget.skip(candidate, trial.refusal or f"takes {_gb(trial.peak_bytes)}")
+                continue
+            trials[mode] = trial
+            totals[mode] = trial.start_seconds + trial.step_seconds * micro_batches
+        best = min(totals, key=lambda mode: totals[mode])
+        shown = ", ".join(f"{_mode(mode)} {total:.1f} s" for mode, total in totals.items())
+        figures = {
+            f"{_mode(mode)}.{key}": value
+            for mode, trial in trials.items()
+            for key, value in trial.figures().items()
+        }
+        self.decisions["compile_model"] = Decision(
+            best, f"auto: over {micro_batches} micro-batches, compilation included: {shown}", figures
+        )
+        return trials[best]
+
+    def _again(self, trial: Trial) -> Trial:
+        """Time as many steps without compilation as with it."""
+        candidate = replace(trial.candidate, timed=COMPILED_TIMED)
+        if not self.budget.allows(candidate, self._least_seconds(candidate, trial)):
+            return trial
+        longer = self.measure(candidate)
+        return trial if longer.refusal else longer
+
+    @staticmethod
+    def _least_seconds(candidate: Candidate, plain: Trial) -> float:
+        return plain.step_seconds * (candidate.warm_up + candidate.timed)
+
+    def _asked_compilation(self, plain: Trial) -> Trial:
+        """Measure the step as the manifest asks for it, so that what is foretold is that."""
+        candidate = replace(plain.candidate, compile_model=self.phase.compile_model, timed=COMPILED_TIMED)
+        if not self.budget.allows(candidate, self._least_seconds(candidate, plain)):
+            return plain
+        trial = self.measure(candidate)
+        if trial.refusal:
+            self.budget.skip(candidate, trial.refusal)
+            return plain
+        return trial
+
+
+def _fits(trial: Trial, target: float) -> bool:
+    return not trial.refusal and trial.peak_bytes <= target
+
+
+def _mode(mode: bool | str) -> str:
+    return "off" if mode is False else str(mode)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"

@@ -1,0 +1,131 @@
+"""Plans that are measured: a batch that fits a limit, replayed exactly, and what happens where memory runs out."""
+
+from __future__ import annotations
+
+import json
+import resource
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from caramba.config.model import ModelSpec
+from caramba.launch.groups import conf_root
+from caramba.model import build_model
+from caramba.topology import checkpoint_topology, compilable_regions
+from tests.integration.commands import SMALL, caramba, only_run
+
+ONE_BLOCK = (
+    "model=tiny",
+    "train=pretrain",
+    "benchmark=none",
+    "verify=none",
+    "model.topology.layers.0.repeat=1",
+    *SMALL,
+)
+SHORT = (*ONE_BLOCK, "train.block_size=64", "train.steps=2", "logger.tensorboard=false")
+LIMIT = 1_500 * 2**20
+
+
+def limit() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT, LIMIT))
+
+
+def plan_of(run: Path) -> dict[str, dict[str, object]]:
+    return json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
+
+
+@pytest.mark.slow
+def test_a_batch_that_fits_is_found_once_and_replayed(tmp_path: Path, cache: Path) -> None:
+    run = partial(caramba, folder=tmp_path, cache=cache, preexec_fn=limit)
+    words = (*SHORT, "train.batch_size=auto", "resume=never", "seed=5")
+    first = run([*words, "plan=refresh"])
+    assert first.returncode == 0, first.stderr
+    assert "plan pretrain: batch 2, float32: " in first.stdout
+    decisions = plan_of(only_run(tmp_path))
+    size, measured = decisions["batch_size"]["value"], decisions["batch_size"]["measured"]
+    assert size >= 8
+    assert measured["peak_bytes"] <= measured["target_bytes"]
+    again = run([*words, "train.lr=1e-3"])
+    assert again.returncode == 0, again.stderr
+    assert f"planned before: batch_size={size}" in again.stdout
+    assert "plan pretrain: batch" not in again.stdout
+    (new,) = set(tmp_path.glob("runs/*/*")) - {only_run_named(tmp_path, "refresh")}
+    assert plan_of(new)["batch_size"] == decisions["batch_size"]
+
+
+def only_run_named(folder: Path, plan: str) -> Path:
+    (found,) = (
+        run
+        for run in folder.glob("runs/*/*")
+        if json.loads((run / "manifest.json").read_text())["plan"] == plan
+    )
+    return found
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_caught_once_with_a_smaller_batch(tmp_path: Path, cache: Path) -> None:
+    done = caramba([*SHORT, "train.batch_size=381"], tmp_path, cache, preexec_fn=limit)
+    assert done.returncode == 0, done.stderr
+    assert "out of memory at step 0 with batch_size=381" in done.stderr + done.stdout
+    decisions = plan_of(only_run(tmp_path))
+    assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)
+    assert "127 x 3 sequences a step are as many as before" in decisions["batch_size"]["reason"]
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
+    done = caramba([*SHORT, "train.batch_size=auto", "plan=off"], tmp_path, cache)
+    assert done.returncode == 2
+    assert "batch_size=auto is found by measurement, which plan=off forbids" in done.stderr
+    done = caramba([*SHORT, "train.batch_size=auto", "plan=nothing.json"], tmp_path, cache)
+    assert done.returncode == 2
+    assert "plan=nothing.json: no such file; give a plan.json, or auto, refresh or off" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_compiled_parts_share_graphs_that_hold_their_recomputation(mode: str) -> None:
+    plain = yaml.safe_load((conf_root() / "model" / "tiny.yaml").read_text())
+    del plain["name"]
+    plain["embedder"]["vocab_size"] = 64
+    model = build_model(ModelSpec.model_validate_json(json.dumps(plain)), seed=1).train()
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected = _gradients(model, tokens)
+    parts = checkpoint_topology(model.topology, mode)
+    assert compilable_regions(model.topology)[:4] == parts
+    torch.compiler.reset()
+    counters.clear()
+    for part in parts:
+        part.forward = torch.compile(part.forward, backend="aot_eager", fullgraph=True)
+    found = _gradients(model, tokens)
+    assert counters["stats"]["unique_graphs"] == 1
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def _gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(tokens).logsumexp(-1).mean().backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.slow
+def test_everything_is_planned_on_a_gpu(tmp_path: Path, cache: Path) -> None:
+    auto = [
+        f"train.{key}=auto"
+        for key in ("batch_size", "compile_model", "activation_checkpointing", "num_workers")
+    ]
+    done = caramba([*SHORT, *auto, "device=cuda", "train.steps=200"], tmp_path, cache)
+    assert done.returncode == 0, done.stderr
+    decisions = plan_of(only_run(tmp_path))
+    measured = decisions["batch_size"]["measured"]
+    assert measured["peak_bytes"] <= measured["target_bytes"]
+    assert {"off.step_seconds", "default.step_seconds"} <= set(decisions["compile_model"]["measured"])
+    assert decisions["dtype"]["measured"]["loss_drift"] < 0.05
+    assert not list(tmp_path.glob("runs/*/*/checkpoints/*.state.pt"))

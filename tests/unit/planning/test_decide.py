@@ -1,0 +1,81 @@
+"""Decisions from trials: each follows from the figures that stand beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from caramba.config.train import PhaseConfig
+from caramba.errors import OutOfMemory
+from caramba.planning import Budget, Candidate, Ground, Trial, decide
+
+KEPT = {"none": 10, "selective": 5, "full": 1}
+SPEED = {False: 1.0, "default": 0.6, "reduce-overhead": 0.5, "max-autotune": 0.45}
+START = {False: 0.0, "default": 20.0, "reduce-overhead": 30.0, "max-autotune": 300.0}
+
+
+def measure(candidate: Candidate) -> Trial:
+    """A model of 100 bytes, and per sequence what checkpointing keeps; recomputation and compilation take their time."""
+    speed = SPEED[candidate.compile_model] * (0.5 if candidate.dtype == "bfloat16" else 1.0)
+    second = (
+        0.1
+        * candidate.batch_size
+        * speed
+        * {"none": 1.0, "selective": 1.1, "full": 1.33}[candidate.activation_checkpointing]
+    )
+    first = (second + START[candidate.compile_model],)
+    seconds = first + (second,) * (candidate.warm_up + candidate.timed - 1)
+    peak = 100 + KEPT[candidate.activation_checkpointing] * candidate.batch_size
+    if peak > 200:
+        return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
+    return Trial(candidate, seconds, peak, 5.01 if candidate.dtype == "bfloat16" else 5.0)
+
+
+def decided(ground: Ground | None = None, **settings: Any) -> dict[str, Any]:
+    phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1000, "batch_size": 4, **settings})
+    found = decide(phase, ground or Ground(200, 10**6, "float32"), measure, Budget(10**6))
+    return {key: item.value for key, item in found.items()}
+
+
+def test_the_least_checkpointing_that_fits_the_batch() -> None:
+    for size, way in ((4, "none"), (8, "none"), (9, "selective"), (16, "selective"), (60, "full")):
+        assert decided(activation_checkpointing="auto", batch_size=size)["activation_checkpointing"] == way
+    both = decided(activation_checkpointing="auto", batch_size="auto")
+    assert (both["activation_checkpointing"], both["batch_size"]) == ("none", 8)
+    full = decided(activation_checkpointing="full", batch_size="auto")
+    assert full["batch_size"] == 80
+
+
+def test_a_threshold_decides_whether_to_checkpoint_at_all() -> None:
+    settings = {"activation_checkpointing": "full", "batch_size": 4}
+    assert decided(activation_checkpoint_threshold=0.8, **settings)["activation_checkpointing"] == "none"
+    assert decided(activation_checkpoint_threshold=0.6, **settings)["activation_checkpointing"] == "full"
+
+
+def test_compilation_is_held_against_what_the_run_saves() -> None:
+    ground = Ground(200, 1, "float32", compile_modes=("default", "reduce-overhead", "max-autotune"))
+    for steps, mode in ((50, False), (150, "default"), (1000, "reduce-overhead"), (100_000, "max-autotune")):
+        assert decided(ground, compile_model="auto", steps=steps)["compile_model"] == mode
+
+
+def test_bfloat16_has_to_be_faster_and_near() -> None:
+    ground = Ground(200, 1, "bfloat16", compares_dtypes=True)
+    phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": 4})
+    found = decide(phase, ground, measure, Budget())
+    assert found["precision"].value == "bf16-mixed"
+    assert (
+        "bfloat16 takes 0.50 of float32's time; its loss is 0.20% off after 5 steps" in found["dtype"].reason
+    )
+    figures = {"float32_seconds": 0.4, "bfloat16_seconds": 0.2, "loss_drift": 0.002}
+    assert found["dtype"].measured == pytest.approx(figures)
+
+
+def test_what_fits_in_no_way_is_refused_with_the_ways_out() -> None:
+    with pytest.raises(
+        OutOfMemory,
+        match=r"batch 99, float32, selective checkpointing at block_size=256 does not run .*smaller batch_size",
+    ):
+        decided(batch_size=99, activation_checkpoint_threshold=0.5, activation_checkpointing="selective")
+    with pytest.raises(OutOfMemory, match=r"one sequence takes 0\.00 GB, over memory_utilization"):
+        decided(Ground(105, 9, "float32"), batch_size="auto")
