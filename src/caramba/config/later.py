@@ -76,4 +76,6 @@ def _refused(mark: Later, value: Any, default: Any) -> bool:
 def _text(value: Any) -> str:
     if is_sequence(value):
         return "[" + ", ".join(_text(item) for item in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
     return "{…}" if isinstance(value, BaseModel | dict) else str(value)
