@@ -17,6 +17,7 @@ from caramba.errors import ConfigError
 from caramba.experiment.probe import MODULE, request_of, shapes_of
 from caramba.experiment.session import Session
 from caramba.planning import Budget, Candidate, Ground, Trial, TrialProcess, decide
+from caramba.runs.environment import sharing_workers
 from caramba.runs.events import append_event
 from caramba.runtime import (
     Decision,
@@ -44,6 +45,7 @@ SETTLED = (
     "num_workers",
     "dtype",
 )
+PRECISION = ("dtype", "weights", "precision")
 MEASURED = ("precision", "step_seconds", "planning")
 UNMEASURED = {"compile_model": False, "activation_checkpointing": "none", "num_workers": 0}
 
@@ -61,6 +63,8 @@ def settle_plans(session: Session) -> None:
     for run in session.group.runs:
         phase = run.train
         if phase is not None:
+            # As the run begins: a student that is made later has another description than the manifest's.
+            session.plan_signatures[run.id] = _signature(session, run, phase)
             made = _begun(session, run, phase)
             if made is None and phase.measured_keys:
                 made = _found_or_measured(session, run, phase)
@@ -148,10 +152,13 @@ def _given(path: Path, run: RunConfig, phase: PhaseConfig, signature: str) -> Ru
         raise ConfigError(f"plan={path}: decides no {', '.join(missing)} for run {run.id!r}; give it a value")
     if plan.signature != signature:
         logger.warning(f"plan={path}: made for another machine or manifest, and used as it is")
+    keys = {*phase.measured_keys, *(PRECISION if _leaves_precision(phase) else ())}
+    if _is_reduced(plan, phase):  # a batch and how often it is accumulated belong together
+        keys.add("gradient_accumulation_steps")
     kept = {
         key: dataclasses.replace(item, reason=f"auto: plan={path}: {item.reason}")
         for key, item in plan.decisions.items()
-        if key in phase.measured_keys
+        if key in keys
     }
     return RuntimePlan(run.id, signature, plan.facts, kept)
 
@@ -170,6 +177,8 @@ def _signature(session: Session, run: RunConfig, phase: PhaseConfig) -> str:
         kernels=session.manifest.kernels,
         documents=session.group.data.keeps_documents_apart,
         windows=len(session.windows("train", phase.block_size)) if has_windows else None,
+        deterministic=session.manifest.deterministic,
+        sharing=sharing_workers(),
     )
 
 
@@ -217,17 +226,22 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
 def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.device) -> Ground:
     base = session.plan(phase, run.id)
     most = len(session.windows("train", phase.block_size)) if phase.batch_size == "auto" else 1
-    is_open = phase.dtype == "auto" and phase.use_amp == "auto"
     return Ground(
-        room_bytes=free_bytes(device),
+        room_bytes=free_bytes(device) // sharing_workers(),
         most=most,
         dtype=base.value("dtype"),
-        compares_dtypes=is_open and base.value("dtype") == "bfloat16",
+        compares_dtypes=_leaves_precision(phase) and base.value("dtype") == "bfloat16",
         checkpoints=phase.phase in ("pretrain", "global"),
         compile_modes=("default", "reduce-overhead", "max-autotune")
         if device.type == "cuda"
         else ("default",),
     )
+
+
+def _leaves_precision(phase: PhaseConfig) -> bool:
+    """Whether the manifest leaves open what a phase computes in."""
+    keys = (phase.dtype, phase.use_amp, phase.amp_dtype)
+    return keys == ("auto", "auto", "auto") and phase.float8 == "none"
 
 
 def _said(trial: Trial, ground: Ground) -> str:
@@ -262,7 +276,8 @@ def reduced(
     measured = session.measured.get(run_id)
     if measured is None:
         run = next(item for item in session.group.runs if item.id == run_id)
-        measured = RuntimePlan(run_id, _signature(session, run, phase), decided.facts, changed)
+        signature = session.plan_signatures.get(run_id) or _signature(session, run, phase)
+        measured = RuntimePlan(run_id, signature, decided.facts, changed)
     else:
         measured = dataclasses.replace(measured, decisions=measured.decisions | changed)
         if plan_path(measured.signature).is_file():

@@ -30,7 +30,7 @@ from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model
 from caramba.planning import Candidate, Trial, run_trial
-from caramba.runtime import MemoryMeter, RuntimePlan, choose_device, is_out_of_memory
+from caramba.runtime import MemoryMeter, RuntimePlan, apply_determinism, choose_device, is_out_of_memory
 
 MODULE = "caramba.experiment.probe"
 
@@ -59,6 +59,7 @@ def main() -> None:
     logger.quiet = True
     request = json.loads(sys.stdin.readline())
     torch.set_num_threads(request["threads"])
+    apply_determinism(bool(request["manifest"].get("deterministic")))
     meters: dict[str, MemoryMeter] = {}
     for line in sys.stdin:
         _answer(answers, request, Candidate(**json.loads(line)), meters)
@@ -96,7 +97,7 @@ def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, Memo
     trains = "teacher" if is_control else run.train.trains
     if run.exp is not None:
         specs["student"] = variant(manifest.model, run.exp)
-    elif trains == "student":
+    elif trains == "student" or is_control:
         specs["student"] = specs["student"] or manifest.model
     device = choose_device(run.train.device or manifest.device)
     with tempfile.TemporaryDirectory() as folder:

@@ -56,6 +56,7 @@ class Session:
     student: Model | None = None
     labels: dict[str, str] = field(default_factory=dict)
     measured: dict[str, RuntimePlan] = field(default_factory=dict)
+    plan_signatures: dict[str, str] = field(default_factory=dict)
     """Run id -> what was measured for it, or what it went on with after memory ran out."""
     _windows: dict[tuple[str, int], TokenDataset] = field(default_factory=dict)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from caramba.config.manifest import LauncherConfig
 from caramba.errors import ConfigError
+from caramba.runs.environment import SHARING
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ def make_slots(config: LauncherConfig, n_points: int, device: str = "auto") -> l
     cores = available_cores()
     n_slots = min(config.n_jobs or len(devices) or cores, max(1, n_points))
     threads = config.threads or max(1, cores // n_slots)
+    sharing = -(-n_slots // max(len(devices), 1))
     slots: list[Slot] = []
     for number in range(n_slots):
-        variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), SHARING: str(sharing)}
         if devices:
             variables["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
         place = f"GPU {variables['CUDA_VISIBLE_DEVICES']}" if devices else f"worker {number}"

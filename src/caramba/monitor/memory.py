@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from caramba.runtime import free_bytes
+
 _STATM = Path("/proc/self/statm")
 
 
@@ -39,9 +41,10 @@ class PeakMemory:
         return dict(self._peaks)
 
     def leaves_room_for(self, size: int) -> bool:
-        """Whether `size` more bytes fit below the peak that there has been, so that taking them raises no peak."""
+        """Whether `size` more bytes fit below the peak that there has been, so that taking them raises no peak; off CUDA,
+        into half of what is free."""
         if self.device.type != "cuda":
-            return True
+            return 2 * size <= free_bytes(self.device)
         allocated = torch.cuda.memory_allocated(self.device)
         return allocated + size <= torch.cuda.max_memory_allocated(self.device)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from caramba.config.manifest import LoggerConfig, Manifest
+from caramba.config.manifest import DebugConfig, LoggerConfig, Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset
 from caramba.distill import Objective
@@ -98,10 +98,12 @@ def run_trial(
             "activation_checkpointing": candidate.activation_checkpointing,
             "activation_checkpoint_threshold": None,
             "dtype": candidate.dtype,
-            "use_amp": "auto",
+            "use_amp": False if phase.has_16_bit_weights else "auto",
             "num_workers": 0,
             "gradient_accumulation_steps": accumulation,
-            "steps": steps + 1,  # one that is never run: the end of a phase saves and gathers
+            # At least one that is never run, as the end of a phase saves and gathers; blocks in turn need them all.
+            "steps": max(steps + 1, phase.steps),
+            "convergence": None,
             "warmup_steps": 0,
             "save_every": None,
             "eval_every": None,
@@ -121,6 +123,7 @@ def run_trial(
     quiet = manifest.model_copy(
         update={
             "logger": LoggerConfig(tensorboard=False),
+            "debug": DebugConfig(),
             "settings": manifest.settings.model_copy(update={"instrument": "none", "wandb": False}),
         }
     )

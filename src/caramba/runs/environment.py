@@ -16,6 +16,8 @@ from typing import Any
 from caramba import __version__
 
 ENVIRONMENT = "env.json"
+SHARING = "CARAMBA_SHARING_WORKERS"
+"""The environment variable by which a pool tells its workers how many of them share a device and its memory."""
 # What numbers depend on; a change of any other package is not worth a line.
 PACKAGES = (
     "torch",
@@ -30,6 +32,11 @@ PACKAGES = (
     "transformers",
     "lm-eval",
 )
+
+
+def sharing_workers() -> int:
+    """Return how many workers of a pool share this one's device, itself included."""
+    return max(int(os.environ.get(SHARING, "1")), 1)
 
 
 def environment() -> dict[str, Any]:

@@ -15,6 +15,8 @@ from caramba.runs.files import write_whole
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.csv"
+REPEATED = ("metrics", "step_skipped")
+"""Events of a step, which a run that goes on from a state before it records again."""
 
 
 def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
@@ -50,7 +52,8 @@ def metric_rows(run_dir: Path) -> Iterator[tuple[str, int, dict[str, float]]]:
 
 
 def drop_metrics_after(run_dir: Path, phase: str, step: int) -> None:
-    """Take the rows of a phase after `step` out of the events: it goes on from there and records them again.
+    """Take the rows and skipped steps of a phase after `step` out of the events: it goes on from there and records them
+    again.
 
     A last line that a killed writer cut short goes too, or the next event would be written behind it and lost.
     """
@@ -58,7 +61,7 @@ def drop_metrics_after(run_dir: Path, phase: str, step: int) -> None:
     kept = [
         event
         for event in events
-        if not (event["event"] == "metrics" and event["phase"] == phase and event["step"] > step)
+        if not (event["event"] in REPEATED and event.get("phase") == phase and event["step"] > step)
     ]
     if not (run_dir / EVENTS).is_file():
         return

@@ -23,7 +23,10 @@ def activations_on_host(parameters: Iterable[Tensor], least_bytes: int = LEAST_B
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         if tensor.nbytes < least_bytes or tensor.untyped_storage().data_ptr() in resident:
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        # The order of a tensor's strides stays: compiled backwards rely on it.
+        host = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
+        )
         return tensor.device, host.copy_(tensor, non_blocking=True)
 
     def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:

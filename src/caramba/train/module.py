@@ -210,6 +210,7 @@ class CarambaModule(pl.LightningModule):
                 checkpoint[name] = kept.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        _recount(checkpoint, self.phase.gradient_accumulation_steps)
         self._rng: dict[str, Any] | None = checkpoint["rng"]
         self.train_loss.load_state_dict(checkpoint["running_loss"])
         self.watch.load_state_dict(checkpoint["nonfinite"])
@@ -227,3 +228,13 @@ class CarambaModule(pl.LightningModule):
             torch.set_rng_state(rng["cpu"])
             if "cuda" in rng and torch.cuda.is_available():
                 torch.cuda.set_rng_state_all(rng["cuda"])
+
+
+def _recount(checkpoint: dict[str, Any], accumulation: int) -> None:
+    """Count a state's micro-batches as this phase accumulates them, which may be more than when it was saved: Lightning
+    takes the steps of validation from this count."""
+    progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    missing = checkpoint["global_step"] * accumulation - progress["total"]["ready"]
+    for counts in (progress["total"], progress["current"]):
+        for name in counts:
+            counts[name] += missing

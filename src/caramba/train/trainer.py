@@ -193,7 +193,8 @@ def _out_of_memory(error: BaseException, phase: PhaseConfig, module: CarambaModu
     return OutOfMemory(
         f"{phase.phase}: out of memory at step {module.trained_steps} with batch_size={phase.batch_size}: {said}",
         step=module.trained_steps,
-        is_clean=module.trained_steps == 0 and not module.is_stepping,
+        # Weights in bfloat16 have lost what a new start would make masters from.
+        is_clean=module.trained_steps == 0 and not module.is_stepping and not phase.has_16_bit_weights,
     )
 
 
