@@ -19,7 +19,7 @@ from caramba.config.benchmark import BenchmarkConfig, InferenceLadderConfig
 from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.infer import Generator, step_pool
 from caramba.measure import model_bytes
-from caramba.model import build_model
+from caramba.model import build_model, model_hash
 from caramba.quantise import Ranges, observe_ranges, quantise_weights
 from caramba.quantise.dynamic import DynamicLinear
 from caramba.quantise.weights import linear_layers
@@ -150,3 +150,12 @@ def test_one_compilation_serves_every_length(monkeypatch: pytest.MonkeyPatch) ->
     other = Generator(model, compiled=True, max_new_tokens=5, temperature=0.0)
     other.generate([[3]])
     assert other.stats.compilations == 0
+
+
+def test_quantised_weights_have_an_identity_of_their_own() -> None:
+    model = build_model(transformer("gqa_scaled"), seed=0)
+    plain = model_hash(model)
+    quantise_weights(model, WeightFormat.INT8)
+    with torch.inference_mode():  # as a generator asks for it
+        found = model_hash(model)
+    assert model_hash(model) == found != plain

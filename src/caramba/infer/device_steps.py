@@ -16,6 +16,7 @@ from caramba.cache import Context, StepContext
 from caramba.config.generate import GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
+from caramba.layer import AttentionLayer
 from caramba.model import Model
 from caramba.ops import implementation, kernel_takes
 from caramba.ops.backend import REFERENCE
@@ -74,7 +75,7 @@ class DeviceSteps:
         self.is_captured, self.is_compiled = is_captured, is_compiled
         self.run: NextLogits = next_logits
         if is_compiled:
-            self.run = compiled_logits(host.model, self.step.held.shape[0])
+            self.run = compiled_logits(host.model, self.step.held.shape[0], *form_of(host.model, host.ctx))
             for buffer in (one for cache in host.ctx.caches for one in cache.allocations):
                 torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
         self.captures = 0
@@ -128,20 +129,28 @@ def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
     return model.logits(model.hidden(token[:, None], step)[:, -1])
 
 
-_compiled: WeakKeyDictionary[Model, dict[int, NextLogits]] = WeakKeyDictionary()
+_compiled: WeakKeyDictionary[Model, dict[tuple[object, ...], NextLogits]] = WeakKeyDictionary()
 
 
-def compiled_logits(model: Model, batch_size: int) -> NextLogits:
+def compiled_logits(model: Model, batch_size: int, *form: object) -> NextLogits:
     """Return `next_logits` compiled whole for a model and batch size, made once: a second generation compiles nothing.
+    `form` is what else a graph depends on, the cache's format and windows among it.
 
     Each has a code object of its own: torch.compile counts recompilations, and guesses which sizes vary, by code
     object, and other models or batches are no recompilations of this one.
     """
     made = _compiled.setdefault(model, {})
-    if batch_size not in made:
+    key = (batch_size, *form)
+    if key not in made:
         own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__, next_logits.__name__)
-        made[batch_size] = torch.compile(own, fullgraph=True)
-    return made[batch_size]
+        made[key] = torch.compile(own, fullgraph=True)
+    return made[key]
+
+
+def form_of(model: Model, ctx: Context) -> tuple[object, ...]:
+    """Return what graphs of steps on a context depend on beside the batch: formats of the caches, and windows."""
+    kinds = ((type(cache).__name__, str(cache.kind)) for cache in ctx.caches)
+    return (*kinds, *(layer.score.window for layer in model.modules() if isinstance(layer, AttentionLayer)))
 
 
 def captures_of(steps: Steps) -> int:

@@ -91,9 +91,9 @@ def speculation(generator: SpeculativeGenerator) -> str:
     )
 
 
-def _speed_up(generator: Generator, prompts: list[str]) -> float:
+def _speed_up(generator: Generator, prompts: list[str]) -> float | None:
     """Return the decode speed, tokens over time, as a multiple of the plain generator's: medians of three runs each,
-    in turn, after one of both that is not timed."""
+    in turn, after one of both that is not timed; None where nothing was written."""
     plain = Generator(generator.model, generator.tokenizer, generator.config, generator.held_out)
     speeds: dict[bool, list[float]] = {True: [], False: []}
     for repetition in range(4):
@@ -101,7 +101,8 @@ def _speed_up(generator: Generator, prompts: list[str]) -> float:
             one.generate(prompts)
             if repetition:
                 speeds[one is generator].append(one.stats.new_tokens / one.stats.decode_s)
-    return statistics.median(speeds[True]) / statistics.median(speeds[False])
+    ours, theirs = (statistics.median(speeds[which]) for which in (True, False))
+    return ours / theirs if theirs else None
 
 
 def clean(text: str) -> str:

@@ -25,6 +25,7 @@ from caramba.infer.policy_measure import (
 )
 from caramba.infer.policy_plan import Measured, PlanFile, numbers
 from caramba.kernels import get_backend_info
+from caramba.measure import plain_tensors
 from caramba.model import Model, model_hash
 from caramba.runtime.device import device_facts
 
@@ -256,7 +257,7 @@ class CachePolicy:
         """Return the hash of the model, taken anew when a weight has been written to."""
         seen = tuple(
             (tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
-            for tensor in self.model.parameters()
+            for tensor in plain_tensors(self.model.parameters())
         )
         if self._hash is None or self._hash[0] != seen:
             self._hash = seen, model_hash(self.model)

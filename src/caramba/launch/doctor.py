@@ -20,7 +20,10 @@ REQUIRED = (
     *("torch", "lightning", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "tensorboard"),
     *("numpy", "safetensors", "tokenizers", "matplotlib", "rich"),
 )
-OPTIONAL = ("triton", "wandb", "h5py", "plotext", "litellm", "lm_eval", "submitit")
+OPTIONAL = (
+    *("triton", "torchao", "wandb", "h5py", "plotext", "optuna"),
+    *("starlette", "uvicorn", "prometheus_client", "litellm", "lm_eval", "submitit"),
+)
 TORCH_PROBE = "import json; from caramba.kernels.probe import probe; print(json.dumps(probe()))"
 
 

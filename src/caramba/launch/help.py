@@ -52,8 +52,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--cache-kind KIND|auto] "
         "[--cache-budget-mb MB] [--cache-quality-text FILE] [--cache-plan reuse|refresh] [--dtype float32|bf16|fp16] "
         "[--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] [--spec-compare] "
-        "[--weights int8|int4|int8_dynamic [--weights-head]] "
-        "[--which teacher|student] [--tokenizer PATH] [--json]",
+        "[--spec-draft-layers N] [--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
+        "[--compiled true|graph] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]",
         "continue prompts with a run, an export or a Hugging Face folder",
     ),
     "chat": (
@@ -63,6 +63,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": (
         "RUN|DIR [--host H] [--port N] [--max-batch N] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
         "[--max-queue N] [--max-request-bytes N] [--timeout S] [--api-key-env NAME] [--prefix-cache-mb MB] [--plain] "
+        "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
         "[--which teacher|student] [--tokenizer PATH] [--device D] [--dtype float32|bf16|fp16]",
         "answer OpenAI-compatible requests over HTTP, many at a time, with a run, an export or a Hugging Face folder",
     ),

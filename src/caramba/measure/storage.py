@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
 
-from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch import nn
 
-
-def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors that hold the data: of one that stands for several, such as codes and scales, those."""
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            yield from plain_tensors(getattr(tensor, name) for name in names)
-        else:
-            yield tensor
+from caramba.model.identity import plain_tensors
 
 
 def model_bytes(model: nn.Module) -> int:

@@ -41,8 +41,8 @@ class PeakMemory:
         return dict(self._peaks)
 
     def leaves_room_for(self, size: int) -> bool:
-        """Whether `size` more bytes fit below the peak that there has been, so that taking them raises no peak; off CUDA,
-        into half of what is free."""
+        """Whether `size` more bytes fit below the peak that there has been, so that taking them raises no peak; off
+        CUDA, into half of what is free."""
         if self.device.type != "cuda":
             return 2 * size <= free_bytes(self.device)
         allocated = torch.cuda.memory_allocated(self.device)

@@ -23,10 +23,8 @@ def activations_on_host(parameters: Iterable[Tensor], least_bytes: int = LEAST_B
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         if tensor.nbytes < least_bytes or tensor.untyped_storage().data_ptr() in resident:
             return tensor
-        # The order of a tensor's strides stays: compiled backwards rely on it.
-        host = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, pin_memory=tensor.is_cuda
-        )
+        # Strides stay as they are: compiled backwards rely on them.
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
         return tensor.device, host.copy_(tensor, non_blocking=True)
 
     def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:

@@ -51,7 +51,7 @@ def build_app(service: Service, *, api_key: str | None = None) -> Starlette:
         return _json(service.card)
 
     async def health(_: Request) -> Response:
-        return _json(service.health(), 503 if service.is_stopping else 200)
+        return _json(service.health(), 503 if service.is_stopping or service.failure else 200)
 
     async def metrics(_: Request) -> Response:
         return Response(service.metrics.text(), headers={"content-type": CONTENT_TYPE})

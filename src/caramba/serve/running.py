@@ -135,7 +135,9 @@ class Running:
 
     def _take(self, event: Event, piece: Piece) -> None:
         if event.token is not None and event.logprob is not None:
-            piece.drawn.append(Drawn(self.tokenizer.decode([event.token]), event.logprob, self.n_chars))
+            is_known = event.token < self.tokenizer.vocab_size  # a model may have padded its vocabulary
+            text = self.tokenizer.decode([event.token]) if is_known else ""
+            piece.drawn.append(Drawn(text, event.logprob, self.n_chars))
             self._add(self.stream.push([event.token]), piece)
         if event.finish_reason is None:
             return

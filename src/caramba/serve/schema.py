@@ -281,7 +281,7 @@ class ModelList(BaseModel):
 class Health(BaseModel):
     """Whether requests are taken."""
 
-    status: Literal["ok", "stopping"]
+    status: Literal["ok", "stopping", "failed"]
     active: int
     queued: int
 
@@ -308,6 +308,8 @@ def parse_request(schema: type[Schema], data: object) -> Schema:
         ApiError: status 400, with every problem in a line of its own and the first one's key.
     """
     data = _whole_numbers(data)
+    if isinstance(data, dict):  # clients write null for what they do not set
+        data = {key: value for key, value in data.items() if value is not None or _is_required(schema, key)}
     try:
         return schema.model_validate(data)
     except ValidationError as error:
@@ -315,6 +317,11 @@ def parse_request(schema: type[Schema], data: object) -> Schema:
         first = error.errors(include_url=False)[0]["loc"]
     param = str(first[0]) if first else None
     raise ApiError(400, "\n".join(lines[:MOST_ERRORS]), param=param)
+
+
+def _is_required(schema: type[Schema], key: str) -> bool:
+    field = schema.model_fields.get(key)
+    return field is not None and field.is_required()
 
 
 def _whole_numbers(value: Any) -> Any:

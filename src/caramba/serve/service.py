@@ -46,9 +46,14 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.is_stopping = False
-        self.failure: EngineClosed | None = None
         self._mailbox: Mailbox | None = None
         self._running: WeakSet[Running] = WeakSet()
+
+    @property
+    def failure(self) -> EngineClosed | None:
+        """What the engine ended by; the server ends by it too."""
+        error = self.engine.failure
+        return None if error is None else EngineClosed(f"engine: closed by a failure: {error}")
 
     @property
     def context(self) -> int:
@@ -68,9 +73,8 @@ class Service:
     def health(self) -> Health:
         """Return whether requests are taken, and how many there are."""
         stats = self.engine.stats()
-        return Health(
-            status="stopping" if self.is_stopping else "ok", active=stats.active, queued=stats.queued
-        )
+        status = "failed" if self.failure else "stopping" if self.is_stopping else "ok"
+        return Health(status=status, active=stats.active, queued=stats.queued)
 
     async def complete(self, request: CompletionRequest) -> Running:
         """Submit a text.
@@ -148,7 +152,6 @@ class Service:
         except EngineClosed as error:
             if self.is_stopping:
                 raise stopping() from None
-            self.failure = error  # the server ends by it
             raise ApiError(503, str(error), code="engine_failed") from None
         self._running.add(running)
         return running

@@ -116,7 +116,7 @@ class ChatShape:
             return None
         return schema.ChatLogprobs(
             content=[
-                schema.TokenLogprob(token=one.text, logprob=one.logprob, bytes=list(one.text.encode()))
+                schema.TokenLogprob(token=one.text, logprob=one.logprob, bytes=_bytes(one.text))
                 for one in drawn
             ]
         )
@@ -125,3 +125,8 @@ class ChatShape:
         return schema.ChatChunk(
             id=self.id, created=self.created, model=self.model, choices=choices, usage=usage
         )
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Return a token's bytes; None for a part of a character, whose text stands for other bytes."""
+    return None if "\ufffd" in text else list(text.encode())

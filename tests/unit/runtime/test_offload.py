@@ -24,8 +24,8 @@ def test_gradients_are_the_same_and_activations_are_copies_on_the_host(
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4)).to(device)
     x = torch.randn(5, 8, device=device)
     want = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
-    made, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **kind: made.append(empty(*size, **kind)) or made[-1])
+    made, empty = [], torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kind: made.append(empty(x, **kind)) or made[-1])
     with activations_on_host(model.parameters(), least_bytes=5 * 8 * 4):
         loss = model(x).square().sum()
     monkeypatch.undo()

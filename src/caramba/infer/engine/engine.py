@@ -28,7 +28,8 @@ OF_THE_ENGINE = (*CacheKeys.model_fields, "prefill_chunk", "read_every", "compil
 
 class Engine:
     """Continuous batching of one model, in eval mode. A request gets the tokens that `generate` gives for its seed and
-    settings alone, whatever else is in flight.
+    settings alone, whatever else is in flight; in a quantised cache, that `generate` gives with `max_seq_len` as long
+    as a slot, since a shorter cache may keep all of its tokens in 16 bits.
 
     `step` does everything: it frees slots of cancelled requests, draws a token and runs a forward of all decoding
     slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts. Call it until
@@ -148,6 +149,11 @@ class Engine:
             self._is_closed = True
         with self._stepping, torch.inference_mode():
             self._end_all("cancelled", None)
+
+    @property
+    def failure(self) -> Exception | None:
+        """What ended the engine, or keeps it from giving slots out again, where it was no request's own."""
+        return self._failure
 
     def stats(self) -> EngineStats:
         """Return a copy of the counts."""

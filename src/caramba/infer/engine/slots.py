@@ -17,6 +17,7 @@ from caramba.infer.device_steps import (
     DecodeForm,
     captured,
     compiled_logits,
+    form_of,
     next_logits,
     replayed,
     step_refusal,
@@ -61,7 +62,9 @@ class Slots:
         self.is_decoding = [False] * n
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
         self.logits: Tensor | None = None
-        self._run = compiled_logits(model, n) if self.form.startswith("compiled") else next_logits
+        self._run = next_logits
+        if self.form.startswith("compiled"):
+            self._run = compiled_logits(model, n, config.max_len, *form_of(model, self.ctx))
         self._next: Graph | None = None
         self._draws: dict[Form, Graph] = {}
         self._is_changed = True
