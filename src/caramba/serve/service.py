@@ -46,14 +46,17 @@ class Service:
         self.metrics = Metrics(engine.stats)
         self.created = int(time.time())
         self.is_stopping = False
+        self._refused: EngineClosed | None = None
         self._mailbox: Mailbox | None = None
         self._running: WeakSet[Running] = WeakSet()
 
     @property
     def failure(self) -> EngineClosed | None:
-        """What the engine ended by; the server ends by it too."""
+        """What the engine ended by, or that somebody closed it; the server ends by it too."""
         error = self.engine.failure
-        return None if error is None else EngineClosed(f"engine: closed by a failure: {error}")
+        if self._refused is None and error is not None:
+            return EngineClosed(f"engine: closed by a failure: {error}")
+        return self._refused
 
     @property
     def context(self) -> int:
@@ -152,6 +155,7 @@ class Service:
         except EngineClosed as error:
             if self.is_stopping:
                 raise stopping() from None
+            self._refused = error
             raise ApiError(503, str(error), code="engine_failed") from None
         self._running.add(running)
         return running
