@@ -243,7 +243,7 @@ def test_diverged_training_saves_nothing_and_says_so(tmp_path: Path, cache: Path
     ]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "training has diverged" in done.stderr
+    assert "the gradient's norm" in done.stderr
     assert not list(only_run(tmp_path).glob("checkpoints/*.safetensors"))
 
 
