@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -43,41 +41,6 @@ def test_no_arguments_lower_to_one_group_of_four_phases_and_a_control():
     assert [len(run.verify) for run in group.runs] == [0, 0, 0, 2, 0]
     assert {run.train.seed for run in group.runs} == {1337}
     assert not list(Path.cwd().iterdir())
-
-
-def test_every_option_composes_and_validates_and_costs():
-    """Each YAML of conf/ is the option of one composition here; none is left out."""
-    from caramba.cost import plan
-
-    found = sorted(path.relative_to(conf_root()) for path in conf_root().rglob("*.yaml"))
-    folder = Path("tiny_llama")
-    folder.mkdir()
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
-    extra = {
-        ("model", "hf"): [f"model.path={folder}"],
-        ("data", "tokens"): ["data.path=x.npy"],
-        ("train", "finetune"): ["model=tiny"],
-        ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
-    }
-    checked = {Path("config.yaml")}  # the composition itself
-    options = [path for path in found if len(path.parts) > 1]
-    alone = [[path] for path in options if path.parent.name in ("model", "train", "data", "experiment")]
-    others = itertools.groupby((path for path in options if [path] not in alone), lambda path: path.parent)
-    together = itertools.zip_longest(
-        *(list(paths) for _, paths in others)
-    )  # groups that do not touch each other
-    for paths in (*alone, *([path for path in row if path] for row in together)):
-        words = []
-        for path in paths:
-            key = (path.parent.as_posix(), path.stem)
-            words += [f"{key[0]}={key[1]}", *extra.get(key, [])]
-            words += ["train=pretrain"] if key[0] == "model" else []
-        manifest = manifest_of(*words)
-        assert plan(manifest, command="x").name == manifest.name
-        checked |= set(paths)
-    assert len(checked) == len(found)
-    assert found == sorted(checked)
 
 
 def test_every_group_is_in_the_defaults_list_so_no_plus_is_needed():

@@ -219,12 +219,6 @@ def test_half_precision_keeps_the_log_sum_exp() -> None:
     torch.testing.assert_close(read.double(), joined[..., 1:] @ v.double(), rtol=0.02, atol=0.05)
 
 
-def test_it_breaks_no_graph() -> None:
-    layer = build()
-    compiled = torch.compile(layer, backend="eager", fullgraph=True, dynamic=True)
-    torch.testing.assert_close(compiled(features()), layer(features()))
-
-
 @pytest.mark.parametrize("option", [{}, {"decoupled_gate": True, "learned_temperature": True}])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_autograd_keeps_is_what_the_plan_says(shape: str, option: dict[str, Any]) -> None:
