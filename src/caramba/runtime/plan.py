@@ -147,7 +147,11 @@ def load_plan(path: Path) -> dict[str, RuntimePlan]:
 def save_plan(path: Path, made: RuntimePlan) -> None:
     """Add or replace one phase's plan in plan.json."""
     plans = load_plan(path) if path.is_file() else {}
-    plans[made.phase] = made
+    write_plans(path, {**plans, made.phase: made})
+
+
+def write_plans(path: Path, plans: Mapping[str, RuntimePlan]) -> None:
+    """Write plan.json anew: what `load_plan` reads."""
     write_json(
         path,
         {

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.runs.files import home, write_json
-from caramba.runtime.plan import RuntimePlan, load_plan
+from caramba.runs.files import home
+from caramba.runtime.plan import RuntimePlan, load_plan, write_plans
 
 FOLDER = "runtime_plans"
 # Neither speed nor memory depends on these, so that a sweep over them measures once. Steps count only where the time of
@@ -71,6 +70,5 @@ def cached_plan(signature: str) -> RuntimePlan | None:
 def store_plan(made: RuntimePlan) -> Path:
     """Keep a measured plan for the next run of its signature, in place of any before."""
     path = plan_path(made.signature)
-    plain = asdict(made)
-    write_json(path, {plain.pop("phase"): plain})
+    write_plans(path, {made.phase: made})
     return path

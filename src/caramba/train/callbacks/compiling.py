@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 
+from caramba.train.callbacks.while_training import WhileTraining
+
 # Graphs of one forward: by kind of block, width, teacher or student, with and without gradients. Past the limit a
 # forward runs uncompiled.
 RECOMPILE_LIMIT = 64
@@ -18,7 +20,7 @@ RECOMPILE_LIMIT = 64
 SEES_FROZEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
-class Compilation(pl.Callback):
+class Compilation(WhileTraining):
     """Replaces the forward of modules by a compiled one for the time of training.
 
     Only `forward` is replaced, so hooks on a module run outside its compiled code, and its state has the same names.
@@ -44,15 +46,7 @@ class Compilation(pl.Callback):
         if self.mode != "default" and pl_module.micro_steps == 0:
             torch.compiler.cudagraph_mark_step_begin()
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
         for module, before in zip(self.modules, self._replaced, strict=False):
             if before is None:
                 module.__dict__.pop("forward", None)

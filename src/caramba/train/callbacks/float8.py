@@ -12,11 +12,12 @@ from torch import nn
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.runs.events import append_event
+from caramba.train.callbacks.while_training import WhileTraining
 
 TILE = 16  # of both widths, which the hardware's products are made of
 
 
-class Float8Products(pl.Callback):
+class Float8Products(WhileTraining):
     """Replaces linear layers by torchao's, whose products of forward and backward are in float8, before anything is
     compiled, and puts plain ones in their place at the end. Parameters stay the same objects under the same names.
 
@@ -44,15 +45,7 @@ class Float8Products(pl.Callback):
         append_event(self.run_dir, "float8", recipe=self.recipe, layers=list(layers))
         logger.info(f"float8 {self.recipe}: {len(layers)} linear layers")
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._restore()
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
         for name, layer in self._plain.items():
             self.model.set_submodule(name, layer)
         self._plain = {}

@@ -11,8 +11,8 @@ from lightning.pytorch.loggers.logger import Logger
 from caramba.runs.events import append_event, write_metrics
 
 
-class EventLogger(Logger):
-    """Appends each row of metrics as an event, and rewrites metrics.csv when asked to save."""
+class RunLogger(Logger):
+    """A logger of one phase into the run's own folder."""
 
     def __init__(self, run_dir: Path, phase: str) -> None:
         super().__init__()
@@ -25,6 +25,10 @@ class EventLogger(Logger):
     @property
     def version(self) -> str:
         return self.run_dir.name
+
+
+class EventLogger(RunLogger):
+    """Appends each row of metrics as an event, and rewrites metrics.csv when asked to save."""
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:

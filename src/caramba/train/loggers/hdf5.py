@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.loggers.logger import Logger
 
 from caramba.runs.events import metric_rows
 from caramba.runs.files import whole_file
+from caramba.train.loggers.events import RunLogger
 
 FILE = "metrics.h5"
 CHUNK = 256
 
 
-class Hdf5Logger(Logger):
+class Hdf5Logger(RunLogger):
     """Appends each row of metrics to /PHASE/METRIC, a dataset of (step int64, value float64).
 
     Metrics PREFIX/LAYER of one row together are /PHASE/PREFIX, a dataset of (step, values float64 [L]) whose attribute
@@ -28,17 +28,8 @@ class Hdf5Logger(Logger):
     """
 
     def __init__(self, run_dir: Path, phase: str) -> None:
-        super().__init__()
-        self.run_dir, self.phase = run_dir, phase
+        super().__init__(run_dir, phase)
         self._file: Any = None
-
-    @property
-    def name(self) -> str:
-        return self.phase
-
-    @property
-    def version(self) -> str:
-        return self.run_dir.name
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
