@@ -47,7 +47,7 @@ class Recipe:
     attention_weight: float = 0.0
     corrupt: float = 0.0
     muon: bool = False
-    hidden_weight: float = 5.0
+    hidden_weight: float = 15.0
 
 
 @dataclass(frozen=True)

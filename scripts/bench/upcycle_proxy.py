@@ -52,22 +52,13 @@ from caramba.runs.files import write_json
 
 HEADLINE = "5.33x"
 # Widths that students are distilled with: as many elements as the budget's own, fewer of them geometric.
-WIDTHS = {"5.33x": (56, 16), "6.4x": (48, 12), "10.7x": (28, 8)}
-# Single changes of the recipe, tried in this order on top of the best so far; each budget begins with what the one
-# before it found, and the first trials stand beside it.
+WIDTHS = {"5.33x": (60, 12), "6.4x": (50, 10), "10.7x": (30, 6)}
+# What a budget's recipe has otherwise than the one before it, before any trial.
+OWN: dict[str, dict[str, Any]] = {"10.7x": {"global_lr": 6e-4, "map_lr": 1.5}}
+# Single changes of the recipe, tried in this order on top of the best so far, the first ones beside each other.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    HEADLINE: (
-        {"widths": (56, 16)},
-        {"widths": (60, 12)},
-        {"global_lr": 5e-4, "map_lr": 1.5},
-        {"hidden_weight": 15.0},
-    ),
-    "10.7x": (
-        {"widths": (28, 8)},
-        {"widths": (30, 6)},
-        {"global_lr": 6e-4, "map_lr": 1.5},
-        {"hidden_weight": 1.0},
-    ),
+    HEADLINE: ({"kl_weight": 0.8}, {"kl_weight": 0.5}),
+    "10.7x": ({}, {"global_lr": 1e-3, "map_lr": 1.0}),
 }
 TRIAL_SHARE = 0.2  # of distil_tokens
 
@@ -220,7 +211,7 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
             continue
         elements = sum(study.size.budgets[budget])
         waiting = [change for change in changes if sum(change.get("widths", (elements,))) == elements]
-        best, lowest = replace(best, budget=budget, widths=None), math.inf
+        best, lowest = beginning(study, best, budget), math.inf
         n_devices = len(jobs.queues)
         while waiting and clock.left() > each:
             tried, waiting = waiting[:n_devices], waiting[n_devices:]
@@ -248,28 +239,31 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
     study.write("search", {"best": chosen, "trials": trials})
 
 
+def beginning(study: Study, before: Run, budget: str) -> Run:
+    """Return what a budget begins with, after what was found for the one before it."""
+    widths = WIDTHS.get(budget) if study.size_name == "full" else None
+    return replace(before, budget=budget, widths=widths).changed(**OWN.get(budget, {}))
+
+
 def planned(study: Study) -> list[Run]:
     """Return the distillations of the study, by the recipe that the search chose."""
     found = study.read("search")
     chosen = found["best"] if found else {}
     full = study.size.distil_tokens
 
-    def of(budget: str) -> Run:
-        kept = chosen.get(budget) or {
-            **chosen.get(HEADLINE, asdict(Run(HEADLINE))),
-            "budget": budget,
-            "widths": WIDTHS[budget] if budget in WIDTHS and study.size_name == "full" else None,
-        }
+    def of(budget: str, before: Run) -> Run:
+        if not (kept := chosen.get(budget)):
+            return replace(beginning(study, before, budget), tokens=full)
         widths = tuple(kept["widths"]) if kept["widths"] else None
         return replace(Run(**kept), tokens=full, recipe=Recipe(**kept["recipe"]), widths=widths)
 
-    base = of(HEADLINE)
+    base = of(HEADLINE, Run(HEADLINE))
     short = replace(base, tokens=int(full * SHORT_SHARE))
     recipe = base.recipe
     runs = [
         base,
-        of("10.7x"),
-        of("6.4x"),
+        of("10.7x", base),
+        of("6.4x", base),
         replace(base, seed=1),
         replace(base, seed=2),
         short,
