@@ -31,7 +31,7 @@ class StepContext:
         packed: tokens that each sequence holds as blocks, int32 [B], None where no stream is quantised.
         held: tokens stored before this step, int32 [B].
         seqlens: those with this step's, int32 [B], once a forward has begun.
-        offset: position of this step's token, a view of `held`, int32 [B, 1].
+        offset: position of this step's token, once a forward has begun, int32 [B, 1].
         width: tokens per sequence that a forward takes.
 
     Raises:
@@ -48,8 +48,7 @@ class StepContext:
         self.ctx = ctx
         with torch.inference_mode(False):
             self.held = torch.full((some.batch_size,), ctx.position, dtype=torch.int32, device=some.device)
-        self.offset = self.held[:, None]
-        self.seqlens = self.held
+        self.seqlens, self.offset = self.held, self.held.clone()[:, None]
         self.places, self.packed = self.held, None
         self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
         self._cursor = 0
@@ -84,6 +83,8 @@ class StepContext:
         """Start a forward."""
         self._cursor = 0
         self.seqlens = self.held + 1
+        # No view of `held`: a compiled graph that changes it takes no second name for it beside quantised weights.
+        self.offset = self.held.clone()[:, None]
 
     def next_cache(self) -> LayerCache:
         """Return the cache of the attention application that runs now, and advance to the following one."""
