@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,7 @@ from caramba.layer.projection import Angles, GatedProjection, angles_at, picked,
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
+from caramba.ops import has_kernel, has_narrow_queries, latent_queries
 
 
 def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
@@ -95,18 +97,35 @@ class LatentProjection(GatedProjection):
         asking = picked(x, rows)
         q, (c, k_geo) = split_heads(self.q(asking), self.dims.n_heads), self._keys(x)
         k_geo = k_geo[:, None]
-        q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
+        asked = None
         if found is not None:
-            cos, sin = found
-            q_geo = rotate(q_geo, angles_at(cos, rows), angles_at(sin, rows))
-            k_geo = k_geo if angles is not None else rotate(k_geo, cos, sin)
+            asked = angles_at(found[0], rows), angles_at(found[1], rows)
+            k_geo = k_geo if angles is not None else rotate(k_geo, *found)
         streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
+        if asked is not None and self._is_fused(q):
+            scale = 1.0 / math.sqrt(self.query_dim)
+            return latent_queries(q.transpose(1, 2), self.q_geo_map, *asked, scale).transpose(1, 2), streams
+        q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
+        if asked is not None:
+            q_geo = rotate(q_geo, *asked)
         beside: tuple[Tensor, ...] = ()
         if self.first is not None:
             q_first, kept = self.first(x, q, offset, rows)
             beside, streams = (q_first,), streams | kept
         return self._joined(asking, q, q_geo, c.dtype, *beside), streams
+
+    def _is_fused(self, q: Tensor) -> bool:
+        """Whether one kernel maps, turns, scales and joins the queries q: where gradients are wanted, as these take the
+        most passes, and where nothing else weighs the two paths."""
+        is_plain = self.gate is None and self.temperature is None and self.first is None
+        return (
+            is_plain
+            and torch.is_grad_enabled()
+            and type(self.q_geo_map) is nn.Parameter
+            and has_narrow_queries(q.dtype, self.query_dim, self.dims.rope)
+            and has_kernel("latent_queries", q)
+        )
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent c [B, T, R] and the geometric key before RoPE [B, T, Dgeo].

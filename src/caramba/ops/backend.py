@@ -20,6 +20,8 @@ OPS = (
     "dba_append",
     "dba_decode",
     "dequantize",
+    "latent_queries",
+    "latent_queries_backward",
     "layer_norm",
     "layer_norm_backward",
     "lion_step",
@@ -86,7 +88,12 @@ def implementation(op: str, device: torch.device | str) -> str:
 
 def is_fused(op: str, x: torch.Tensor) -> bool:
     """Whether a call of an op on x runs a kernel. Never while compiling: Inductor fuses elementwise code itself."""
-    return (op, x.device.type) in _attached and not torch.compiler.is_compiling()
+    return has_kernel(op, x) and not torch.compiler.is_compiling()
+
+
+def has_kernel(op: str, x: torch.Tensor) -> bool:
+    """Whether a kernel is attached for an op on x's device: what to ask where Inductor fuses less than the kernel."""
+    return (op, x.device.type) in _attached
 
 
 def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
