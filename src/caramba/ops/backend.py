@@ -113,11 +113,16 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
 
 
 @contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    """Run a block as if no launcher were attached: layers then take their plain PyTorch code. For comparisons."""
+def without_kernels(*ops: str) -> Iterator[None]:
+    """Run a block as if no launcher, or none of these ops, were attached: layers then take their plain PyTorch code.
+
+    For comparisons.
+    """
     attached, launchers = dict(_attached), dict(_launchers)
-    _attached.clear()
-    _launchers.clear()
+    for place in attached:
+        if not ops or place[0] in ops:
+            _attached.pop(place)
+            _launchers.pop(place, None)
     try:
         yield
     finally:
