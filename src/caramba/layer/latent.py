@@ -247,7 +247,25 @@ class LatentProjection(GatedProjection):
         Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
         """
         heads, c, k_geo = self.dims.n_heads, streams["c"].squeeze(1), streams["k_geo"].squeeze(1)
+        v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        if torch.is_grad_enabled() and self._is_one_product(c):
+            return self._keys_by_one_product(c, k_geo).unflatten(-1, (heads, -1)).transpose(1, 2), v
         k_sem = F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (heads, -1))
-        v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1))
         geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)
-        return torch.cat((k_sem, geo), dim=-1).transpose(1, 2), v.transpose(1, 2)
+        return torch.cat((k_sem, geo), dim=-1).transpose(1, 2), v
+
+    def _is_one_product(self, c: Tensor) -> bool:
+        """Whether products with zeros and ones cost less than a pass that joins keys, and one that takes their
+        gradients apart: on GPUs in 16 bits, where the geometric part is no wider than the other."""
+        return c.is_cuda and c.dtype in HALF_PRECISION and self.dims.rope <= self.query_dim
+
+    def _keys_by_one_product(self, c: Tensor, k_geo: Tensor) -> Tensor:
+        """Return every head's [A_h c, k_geo], [B, S, H*(D + Dgeo)], as [c, k_geo] times [[A_h, 0], [0, 1]].
+
+        Ones and zeros are exact in every dtype, so the geometric part is the same for all heads to the last bit.
+        """
+        heads, _, latent = self.q_sem_map.shape
+        geo = self.dims.rope
+        ones = torch.eye(geo, dtype=self.q_sem_map.dtype, device=c.device).expand(heads, -1, -1)
+        weight = torch.cat((F.pad(self.q_sem_map, (0, geo)), F.pad(ones, (latent, 0))), dim=1)
+        return F.linear(torch.cat((c, k_geo.to(c.dtype)), dim=-1), weight.flatten(0, 1))
