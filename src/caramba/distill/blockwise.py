@@ -157,7 +157,10 @@ class BlockwiseObjective(Objective):
             self._on_student(batch, names, train)
         else:
             self.targets.visit(batch, names, lambda name, x, target: train(name, x, x, target))
-        means = {key: torch.stack(values).mean() for key, values in found.items()}
+        # A block that runs once needs no launches for its mean.
+        means = {
+            key: torch.stack(values).mean() if len(values) > 1 else values[0] for key, values in found.items()
+        }
         blocks = [value for key, value in means.items() if key.startswith(f"{BLOCK}/")]
         return {"loss": torch.stack(blocks).mean(), **means}
 
