@@ -153,7 +153,9 @@ class Bench:
 
     def marked(self, objective: BlockwiseObjective, mark: Callable[[str], None]) -> None:
         """One step; `mark` is told about the teacher's parts too, which end where a student layer starts."""
-        hooks = [layer.register_forward_pre_hook(lambda *_: mark("teacher")) for _, _, layer in self.pairs]
+        hooks = [
+            step.register_forward_pre_hook(lambda *_: mark("teacher")) for step in objective.steps.values()
+        ]
         self.step(objective, mark)
         for hook in hooks:
             hook.remove()
