@@ -159,9 +159,12 @@ class BlockwiseObjective(Objective):
             self._on_student(batch, names, train)
         else:
             self.targets.visit(batch, names, lambda name, x, target: train(name, x, x, target))
-        # A block that runs once needs no launches for its mean.
+        # One copy of all, out of memory that a captured graph may own; a block that runs once is its own mean.
+        parts = torch.stack([value for values in found.values() for value in values]).split(
+            [len(values) for values in found.values()]
+        )
         means = {
-            key: torch.stack(values).mean() if len(values) > 1 else values[0] for key, values in found.items()
+            key: part[0] if len(part) == 1 else part.mean() for key, part in zip(found, parts, strict=True)
         }
         blocks = [value for key, value in means.items() if key.startswith(f"{BLOCK}/")]
         return {"loss": torch.stack(blocks).mean(), **means}
