@@ -22,7 +22,7 @@ from caramba.distill.vocabulary import (
 )
 from caramba.measure import documents_of, samples_of
 from caramba.model import Model
-from caramba.topology import compilable_regions
+from caramba.topology import compilable_regions, join_repeats
 
 
 class LanguageModelObjective(Objective):
@@ -40,6 +40,7 @@ class LanguageModelObjective(Objective):
         return list(self.model.named_parameters()) if self.lora is None else self.lora.parameters()
 
     def compilable(self) -> list[nn.Module]:
+        join_repeats(self.model.topology)
         return compilable_regions(self.model.topology)
 
     def finish(self) -> None:
@@ -106,6 +107,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
         return {**_scalars(losses), "hidden": distance.detach()}
 
     def compilable(self) -> list[nn.Module]:
+        if self.residual is None:  # which hooks the blocks within a repeat
+            join_repeats(self.model.topology)
         return [*compilable_regions(self.model.topology), *compilable_regions(self.teacher.topology)]
 
     def losses(self, batch: Batch) -> VocabularyLosses:
