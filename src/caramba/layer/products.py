@@ -25,9 +25,9 @@ def products(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """
     if not _is_joined(x, layers):
         return tuple(layer(x) for layer in layers)
-    weight = torch.cat([layer.weight for layer in layers])
+    weight = torch.cat(tuple(layer.weight for layer in layers))
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    together = F.linear(x, weight, torch.cat(biases) if biases else None)
+    together = F.linear(x, weight, torch.cat(tuple(biases)) if biases else None)
     return together.split([layer.out_features for layer in layers], dim=-1)
 
 
