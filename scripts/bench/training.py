@@ -159,9 +159,7 @@ class Bench:
         given = {"batch_size": batch, "block_size": length, "compile_model": self.compiled, **keys}
         base = {"phase": "pretrain", "trains": "student", "steps": 100_000, "lr": 1e-5, "scheduler": "none"}
         clip = {"max_grad_norm": self.words.clip}
-        return PhaseConfig.model_validate(
-            base | clip | {"dtype": "bfloat16", "use_amp": False, "float8_min_width": 256} | given
-        )
+        return PhaseConfig.model_validate(base | clip | {"dtype": "bfloat16", "use_amp": False} | given)
 
     def train(self, phase: PhaseConfig, callback: pl.Callback) -> Any:
         """Train a fresh model until the callback ends it."""
@@ -254,7 +252,7 @@ class Bench:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="1b", choices=tuple(SIZES))
     parser.add_argument("--parts", default="bf16,masters,fp8,long")
     parser.add_argument("--shapes", help="BATCHxTOKENS, several with commas")
@@ -307,7 +305,7 @@ def main() -> int:
             continue
         began = time.monotonic()
         try:
-            found = run()
+            found: dict[str, Any] = run()
         except (OutOfMemory, CarambaError) as error:
             found = {"skipped": str(error)}
         found["seconds"] = time.monotonic() - began

@@ -22,6 +22,7 @@ from caramba.distill.vocabulary import (
 )
 from caramba.measure import documents_of, samples_of
 from caramba.model import Model
+from caramba.runtime import get_world_size
 from caramba.topology import compilable_regions, join_repeats
 
 
@@ -40,8 +41,13 @@ class LanguageModelObjective(Objective):
         return list(self.model.named_parameters()) if self.lora is None else self.lora.parameters()
 
     def compilable(self) -> list[nn.Module]:
-        join_repeats(self.model.topology)
+        self._join()
         return compilable_regions(self.model.topology)
+
+    def _join(self) -> None:
+        """Compile whole repeats, unless what shards the model over ranks hooks the nodes within them."""
+        if get_world_size() == 1:
+            join_repeats(self.model.topology)
 
     def finish(self) -> None:
         if self.lora is not None:
@@ -108,7 +114,7 @@ class TeacherLogitsObjective(LanguageModelObjective):
 
     def compilable(self) -> list[nn.Module]:
         if self.residual is None:  # which hooks the blocks within a repeat
-            join_repeats(self.model.topology)
+            self._join()
         return [*compilable_regions(self.model.topology), *compilable_regions(self.teacher.topology)]
 
     def losses(self, batch: Batch) -> VocabularyLosses:

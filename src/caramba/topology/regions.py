@@ -26,10 +26,11 @@ def join_repeats(topology: nn.Module) -> None:
     """Have each repeat of a nested list run as one module, and be compiled as one, until `clear_checkpointing`.
 
     A residual sum and the norm after it are then one pass. Hooks on modules within a repeat would run inside its
-    compiled code, so this is for training that has none there. Parts that are checkpointed stay what is compiled.
+    compiled code, so a topology with any is left as it is. Parts that are checkpointed stay what is compiled.
     """
-    if any("forward" in module.__dict__ for module in topology.modules()):
-        return
+    for module in topology.modules():
+        if "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks:
+            return
     for module in topology.modules():
         if isinstance(module, NestedTopology) and module.runs is None:
             module.runs = tuple(repeats(module))

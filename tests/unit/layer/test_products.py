@@ -109,3 +109,6 @@ def test_a_repeat_is_one_region_until_it_is_taken_apart_again() -> None:
     assert torch.equal(model(tokens), before)
     clear_checkpointing(model.topology)
     assert compilable_regions(model.topology) == regions
+    next(iter(model.attention_layers()))[1].register_forward_hook(lambda *_: None)
+    join_repeats(model.topology)
+    assert compilable_regions(model.topology) == regions
