@@ -108,7 +108,9 @@ def launch(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
-    packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
+    is_16_bit = q_sem.dtype != torch.float32
+    packed_math = config.packed_math and is_16_bit and not INTERPRETED
+    limit = {"maxnreg": config.max_registers} if config.max_registers and not INTERPRETED else {}
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     q_strides = (*q_sem.stride()[:3], *q_geo.stride()[:3])
     with torch.cuda.device_of(q_sem):
@@ -145,8 +147,10 @@ def launch(
             BLOCK_ROWS=config.block_rows,
             BLOCK_TOKENS=config.block_tokens,
             PACKED_MATH=packed_math,
+            TOKENS_FIRST=config.tokens_first and (is_16_bit or INTERPRETED),
             num_warps=config.n_warps,
             num_stages=config.n_stages,
+            **limit,
         )
         if not final:
             nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
