@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
-from caramba.ops.backend import REFERENCE, implementation
+from caramba.ops.backend import direct
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.ops.formats import STORED, stored_format
 
@@ -99,14 +99,25 @@ def dba_decode(
     sem, geo, values = k_sem.tensors, k_geo.tensors, [] if v is None else v.tensors
     extra = [] if null is None else list(null)
     span = 0 if window is None else window
-    check_dba_decode(
-        q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits
+    given = (
+        q_sem,
+        q_geo,
+        kinds,
+        sem,
+        geo,
+        values,
+        seqlens,
+        n_packed,
+        extra,
+        span,
+        max_seqlen,
+        n_splits,
     )
-    widths = [parts[-1].shape[-1] for parts in (sem, geo, values) if parts]
-    has_kernel = implementation("dba_decode", q_sem.device) != REFERENCE
-    is_left_out = has_kernel and not kernel_takes(q_sem.dtype, widths)
-    run = reference_dba_decode if is_left_out else torch.ops.caramba.dba_decode.default
-    return run(q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits)
+    run = direct("dba_decode", q_sem, q_geo, sem[0], seqlens)
+    if run is None:
+        check_dba_decode(*given)
+        run = torch.ops.caramba.dba_decode.default
+    return run(*given)  # a launcher checks what is of a form that it has not seen
 
 
 def check_dba_decode(
