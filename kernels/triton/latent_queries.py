@@ -1,7 +1,8 @@
 """Queries of latent attention in one pass: q G_h on tensor cores, turned and joined with q without going to memory.
 
 A program holds the map of one head and walks over blocks of tokens. The backward sums the map's gradient in registers;
-each program writes one part of it, and the parts are added in a fixed order.
+each program writes one part of it, and the parts are added in a fixed order. Widths and dtypes that the tiles do not hold
+never come here: `caramba.ops.latent_queries` leaves them to plain PyTorch.
 """
 
 from __future__ import annotations
@@ -11,11 +12,6 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from caramba.ops.latent_queries import (
-    has_narrow_queries,
-    reference_latent_queries,
-    reference_latent_queries_backward,
-)
 
 PROGRAMS = 1056, 396
 """Programs of forward and backward that there may be: on 132 multiprocessors two rounds of four, and one of three, as
@@ -149,11 +145,6 @@ def _backward_kernel(
     tl.store(part_at + P, second_sum, mask=mask)
 
 
-def _takes(q: Tensor, geo_map: Tensor) -> bool:
-    """Whether the tiles hold it; what they do not runs the reference."""
-    return has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]) and q.numel() * geo_map.numel() > 0
-
-
 def _tiles(q: Tensor, geo_map: Tensor, programs: int) -> tuple[int, int, dict[str, int]]:
     """Chunks of tokens, blocks in each, and what the kernel is compiled for."""
     width, pairs = q.shape[-1], geo_map.shape[-1] // 2
@@ -173,10 +164,10 @@ def _table_batch(cos: Tensor) -> int:
 
 
 def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    if not _takes(q, geo_map):
-        return reference_latent_queries(q, geo_map, cos, sin, scale)
     batch, n_tokens, heads, width = q.shape
     y = q.new_empty((batch, n_tokens, heads, width + geo_map.shape[-1]))
+    if y.numel() == 0:
+        return y
     q, geo_map = q.contiguous(), geo_map.contiguous()
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     n_chunks, n_loops, sizes = _tiles(q, geo_map, PROGRAMS[0])
@@ -192,8 +183,8 @@ def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: 
 def latent_queries_backward(
     grad: Tensor, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    if not _takes(q, geo_map):
-        return reference_latent_queries_backward(grad, q, geo_map, cos, sin, scale)
+    if q.numel() == 0:
+        return torch.empty_like(q), torch.zeros_like(geo_map)
     batch, n_tokens, heads = q.shape[:3]
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     q, maps = q.contiguous(), geo_map.contiguous()

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
-from caramba.ops import is_fused, rope
+from caramba.ops import cos_sin, has_kernel, is_fused, rope
 from caramba.ops.widen import widened
+
+WORTH_A_TABLE = 64
+"""Tokens from which a compiled graph keeps cosines and sines: at fewer a launch costs more than it spares."""
 
 
 def rope_frequencies(width: int, base: float, scaling: RopeScalingConfig | None = None) -> Tensor:
@@ -151,9 +154,14 @@ class RotaryEmbedding(nn.Module):
             if self.dynamic is not None and offset + n_tokens > self.dynamic.original_max_position_embeddings:
                 frequencies = frequencies * self._stretch(self.dynamic, offset, n_tokens, device)
             angles = positions[:, None] * frequencies[:, None, :]
+        # With kernels, as on a GPU: what a compiled graph fuses into rotations is slower than a table.
+        if torch.compiler.is_compiling() and has_kernel("rope", angles) and n_tokens >= WORTH_A_TABLE:
+            cos, sin = cos_sin(angles)
+        else:
+            cos, sin = angles.cos(), angles.sin()
         if self.attention_factor == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+            return cos, sin
+        return cos * self.attention_factor, sin * self.attention_factor
 
     def _serves(self, n_tokens: int, device: torch.device) -> bool:
         return (

@@ -9,6 +9,7 @@ from caramba.ops.backend import (
     implementation,
     is_fused,
 )
+from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode, kernel_takes
@@ -34,6 +35,7 @@ __all__ = [
     "StoredStream",
     "add_layer_norm",
     "add_rms_norm",
+    "cos_sin",
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",

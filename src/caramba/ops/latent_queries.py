@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import has_kernel
 from caramba.ops.widen import widened
 
 HALF = (torch.float16, torch.bfloat16)
@@ -35,12 +36,14 @@ def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: 
         ConfigError: shapes, dtypes or devices that do not fit, or tables that require gradients.
     """
     _check(q, geo_map, cos, sin)
+    if has_kernel("latent_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):
+        return reference_latent_queries(q, geo_map, cos, sin, scale)
     return torch.ops.caramba.latent_queries.default(q, geo_map, cos, sin, scale)
 
 
 def has_narrow_queries(dtype: torch.dtype, head_dim: int, geo_dim: int) -> bool:
-    """Whether a kernel of the op is worth a call: in 16 bits, at widths that its tiles hold."""
-    return dtype in HALF and head_dim <= WIDEST_HEAD and geo_dim <= WIDEST_GEO
+    """Whether kernels of the op take it: in 16 bits, at widths that their tiles hold."""
+    return dtype in HALF and head_dim <= WIDEST_HEAD and 0 < geo_dim <= WIDEST_GEO
 
 
 def _check(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -84,3 +84,6 @@ def test_other_dtypes_run_the_reference() -> None:
     angles = drawn(1, 4, 2, dtype=torch.float64)
     rest = (geo_map, angles.cos(), angles.sin(), 0.3)
     assert torch.equal(latent_queries(q, *rest), reference_latent_queries(q, *rest))
+    none = latent_queries(q[:0].to(torch.float16).requires_grad_(), geo_map.requires_grad_(), *rest[1:])
+    assert none.shape == (0, 4, 2, 10)
+    assert not torch.autograd.grad(none.sum(), geo_map)[0].any()
