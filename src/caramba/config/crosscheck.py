@@ -161,7 +161,7 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         owner, config = f"benchmark {bench.id!r}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
             yield owner, "block_size", config.block_size, bench.models
-        elif isinstance(config, ControlsBenchmarkConfig):
+        elif isinstance(config, ControlsBenchmarkConfig | LadderConfig):
             yield owner, "block_size", config.block_size, both
         elif isinstance(config, LatencyBenchmarkConfig):
             # The last generated token is not read again.

@@ -24,7 +24,7 @@ from caramba.measure import windowed_nll
 from caramba.model import Model, build_model
 from caramba.ops.backend import without_kernels
 from caramba.planning import Stopwatch, unrecorded
-from caramba.runtime import AttentionChoice, MemoryMeter, release_memory, seed_process
+from caramba.runtime import AttentionChoice, MemoryMeter, seed_process
 from caramba.train import FitOutcome, PhaseData, fit
 
 LOGITS = 2**27  # elements of one batch of the held-out loss
@@ -80,11 +80,10 @@ def take_steps(
     )
     plan = session.plan(phase, "ladder", spec.embedder.d_model)
     phase = phase.model_copy(update={"lr": plan.value("lr")})
-    release_memory()
     torch.compiler.reset()
     seed_process(session.manifest.seed, 0)
     meter = MemoryMeter(session.device)
-    meter.start()
+    meter.start()  # which also gives back what the row before it left
     model = build_model(spec, seed=session.manifest.seed).to(session.device).train()
     watch = Stopwatch(session.device, steps.n_steps, 1)
     data = PhaseData(

@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from caramba.distill import LanguageModelObjective
 from caramba.model import build_model
@@ -35,6 +36,7 @@ def test_a_weight_that_one_phase_freezes_trains_in_the_next() -> None:
 def test_a_compiled_step_on_joined_products_gives_the_gradients_of_an_eager_one() -> None:
     tokens = torch.randint(VOCAB, (8, 257), generator=torch.Generator().manual_seed(0)).cuda()
     found = []
+    counters.clear()
     for compiles in (False, True):
         model = build_model(transformer("gqa_scaled"), seed=0).cuda().train()
         objective = LanguageModelObjective(model)
@@ -45,5 +47,6 @@ def test_a_compiled_step_on_joined_products_gives_the_gradients_of_an_eager_one(
         callback.on_train_end(trainer, pl.LightningModule())
         objective.checkpoint("none")
         found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert not counters["graph_break"]
     for eager, compiled in zip(*found, strict=True):
         torch.testing.assert_close(compiled, eager, rtol=2e-4, atol=2e-5)
