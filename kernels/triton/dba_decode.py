@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, choose
-from caramba.kernels.triton.launch import Launch, form, is_current
+from caramba.kernels.triton.launch import Launch, form
 from torch import Tensor
 
 import triton
-from caramba.ops.dba_decode import check_dba_decode, kernel_takes
-from caramba.ops.decode_reference import reference_dba_decode
 
 BLOCK_ELEMENTS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
 INTERPRETED = triton.knobs.runtime.interpret
@@ -36,7 +35,8 @@ class Plan:
     join: Launch | None
 
 
-_plans: dict[tuple[Any, ...], Plan | None] = {}
+Op = Callable[..., tuple[Tensor, Tensor]]
+_plans: dict[tuple[Any, ...], Plan | Op] = {}
 
 
 def dba_decode(
@@ -52,11 +52,13 @@ def dba_decode(
     window: int,
     max_seqlen: int,
     n_splits: int,
+    admit: Callable[..., Op | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the op as the table says for these shapes; `n_splits` overrides that.
 
-    What is decided by the form of the arguments (whether they fit, how the work is cut) is decided once for each form.
-    The hint of a length counts as the power of two above it, or every step would be another form.
+    What is decided by the form of the arguments (how the work is cut, say) is decided once for each form. `admit` is
+    called with the arguments first when their form is a new one: it refuses them, or returns what is to run in place
+    of the kernel, or None. The hint of a length counts as the power of two above it, or every step would be a new form.
     """
     hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
     key = (
@@ -70,22 +72,21 @@ def dba_decode(
         *[form(x) for x in v],
         *[form(x) for x in null],
     )
-    found = _plans.get(key, key)
-    if found is key:
-        check_dba_decode(
-            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
-        )
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        found = None
-        if kernel_takes(q_sem.dtype, [parts[-1].shape[-1] for parts in (k_sem, k_geo, v) if parts]):
-            shape = decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint)
-            config = choose(shape, _processors(q_sem.device))
+    found = _plans.get(key)
+    if found is None:
+        given = (q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits)
+        found = None if admit is None else admit(*given)
+        if found is None:
+            config = choose(
+                decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint), _processors(q_sem.device)
+            )
             config = replace(config, n_splits=n_splits) if n_splits else config
             found = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
         _plans[key] = found
-    if found is None:
-        return reference_dba_decode(
+    if not isinstance(found, Plan):
+        return found(
             q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
         )
     return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
@@ -149,9 +150,6 @@ def run(
     null: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Run the op as planned for arguments of this form."""
-    if not is_current(q_sem):
-        with torch.cuda.device_of(q_sem):
-            return run(plan, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
     q_sem = q_sem if q_sem.stride(-1) == 1 else q_sem.contiguous()
     q_geo = q_geo if q_geo.stride(-1) == 1 else q_geo.contiguous()
     out = q_sem.new_empty(plan.out)

@@ -189,7 +189,7 @@ def halves(byte, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl
     """Return the numbers of the low and of the high nibbles."""
     if PACKED_MATH:
         asm: tl.constexpr = halves_asm(KIND, DTYPE)
-        form: tl.constexpr = "=r,=r,=r,=r,r,r,r"
+        form: tl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
         if DTYPE == tl.bfloat16:
             low, high = tl.inline_asm_elementwise(
                 asm, form, [byte, scale], (tl.bfloat16, tl.bfloat16), False, 4
@@ -209,10 +209,10 @@ def singles(byte, place, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED_
     if PACKED_MATH:
         asm: tl.constexpr = whole_asm(KIND, DTYPE)
         if KIND == "q8_0":
-            form: tl.constexpr = "=r,=r,r,r,r"
+            form: tl.constexpr = "=&r,=&r,r,r,r"
             given = [byte, scale]
         else:
-            form: tl.constexpr = "=r,=r,r,r,r,r,r,r,r"
+            form: tl.constexpr = "=&r,=&r,r,r,r,r,r,r,r"
             given = [byte, tl.zeros(byte.shape, tl.int32) + place, scale]
         if DTYPE == tl.bfloat16:
             number = tl.inline_asm_elementwise(asm, form, given, tl.bfloat16, False, 4)

@@ -113,21 +113,20 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
 
 
 def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
-    """Return a choice without measurements: as many splits as fill the processors twice, or more for blocks.
+    """Return a choice without measurements: as many splits as fill the processors two to four times.
 
-    Blocks are read tokens first, and by more programs at a time than registers would let: what they wait for is
-    their own arithmetic, one step after the other, which other programs fill.
+    Blocks are read tokens first. Narrow heads are read by more programs at a time than registers would let: what they
+    wait for is their own arithmetic, one step after the other, which other programs fill.
     """
     block_rows = min(64, max(16, _bucket(shape.rows)))
     quantised = any(kind in BLOCKS for kind in shape.formats)
     wide = max(shape.dims) > 256 or "fp32" in shape.formats
     per_sm = PROGRAMS_PER_SM
     n_warps, n_stages, max_registers = 8 if block_rows == 64 else 4, 2 if wide else 3, 0
-    if quantised and not wide:
+    if block_rows < 64 and max(shape.dims) <= 128 and not wide:
         # What a thread holds grows with rows and features; these limits were seen to spill little or nothing.
-        per_sm = 4 if block_rows == 16 and max(shape.dims) <= 64 else 3 if max(shape.dims) <= 128 else 2
-        max_registers = 0 if block_rows == 64 else REGISTERS_PER_SM // (per_sm * 32 * n_warps) // 8 * 8
-        max_registers = 0 if max_registers > 248 else max_registers
+        per_sm = 4 if block_rows == 16 and max(shape.dims) <= 64 else 3
+        max_registers = REGISTERS_PER_SM // (per_sm * 32 * n_warps) // 8 * 8
     block_tokens = 32 if wide else 64
     programs = shape.lanes * math.ceil(shape.rows / block_rows)
     # More than twice the processors only where parts of the output are small beside what a program reads.

@@ -31,19 +31,23 @@ class Launch:
         self.kernel, self.options = kernel, options
         self.grid = (*grid, 1, 1)[:3]
         self.scalars, self.constants = tuple(scalars), constants
-        self.values = (*scalars, *constants.values())
+        # In the kernel's order, which a compiled one takes them in.
+        self.values = (*scalars, *(constants[name] for name in kernel.arg_names if name in constants))
         self.ready: Callable[..., None] | None = None
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        """Launch on tensors, which are the kernel's first arguments; the current device is theirs.
+        """Launch on tensors, which are the kernel's first arguments, on the device of the first of them.
 
         One that is None at the first call is None at all.
         """
-        if self.ready is not None and is_aligned(tensors):
+        assert tensors[0] is not None
+        aligned = is_aligned(tensors)
+        if aligned and self.ready is not None and is_current(tensors[0]):
             self.ready(*tensors, *self.values)
             return
-        made = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
-        if made is not None and is_aligned(tensors):  # the interpreter makes nothing
+        with torch.cuda.device_of(tensors[0]):
+            made = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
+        if aligned and made is not None:  # the interpreter makes nothing
             self.ready = made[self.grid]
 
 
@@ -92,12 +96,3 @@ def form(x: Tensor) -> tuple[Any, ...]:
 def is_current(x: Tensor) -> bool:
     """Whether kernels on x may be launched without changing the current device, which takes microseconds."""
     return not x.is_cuda or x.get_device() == torch.cuda.current_device()
-
-
-def launch_on(x: Tensor, launch: Launch, *tensors: Tensor | None) -> None:
-    """Launch on tensors with x's device as the current one."""
-    if is_current(x):
-        launch(*tensors)
-    else:
-        with torch.cuda.device_of(x):
-            launch(*tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of, launch_on
+from caramba.kernels.triton.launch import Launches, dtype_of
 from torch import Tensor
 
 import triton
@@ -235,7 +235,7 @@ def _forward(
             *(centred, acc, block_m, block_n),
             num_warps=warps,
         )
-    launch_on(x, launch, x, residual, weight, bias, y, total, mean, rstd)
+    launch(x, residual, weight, bias, y, total, mean, rstd)
     return y, total, mean, rstd
 
 

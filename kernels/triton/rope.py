@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from caramba.kernels.triton.launch import Launches, launch_on
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton
@@ -111,5 +111,5 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype
             *(tl.float64 if x.dtype == torch.float64 else tl.float32, block_r, block_p),
             num_warps=min(max(block_r * block_p // 512, 1), 16),
         )
-    launch_on(x, launch, x, cos, sin, y)
+    launch(x, cos, sin, y)
     return out if y is out else out.copy_(y)

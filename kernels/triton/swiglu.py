@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from caramba.kernels.triton.launch import Launches, launch_on
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton
@@ -84,7 +84,7 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor, width: int, stride: int) -> No
         launch = _forwards.add(
             key, (n_rows * n_blocks,), (width, n_blocks, stride, stride), acc, block, num_warps=warps
         )
-    launch_on(gate, launch, gate, up, y)
+    launch(gate, up, y)
 
 
 def _backward(
