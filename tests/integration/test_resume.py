@@ -89,11 +89,13 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path, cache: Path) -> N
     assert_same_weights(run, whole)
 
 
-def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, cache: Path) -> None:
-    def limit() -> None:  # files larger than this cannot be written, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+def fill_the_disk() -> None:
+    """Larger files than this cannot be written any more, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
 
-    done = caramba(WORDS, tmp_path, cache, preexec_fn=limit)
+
+def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, cache: Path) -> None:
+    done = caramba(WORDS, tmp_path, cache, preexec_fn=fill_the_disk)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "caramba resume" in done.stderr
