@@ -21,7 +21,7 @@ WORDS = [
         "train.phases.global.steps=12",
         "train.steps=null",
     ),
-    *("train.save_every=4", "train.eval_every=6", "train.accumulate=2", "settings.instrument=none"),
+    *("train.save_every=4", "train.eval_every=10", "train.accumulate=2", "settings.instrument=none"),
     *("train.phases.blockwise.optimizer=lion", "train.phases.blockwise.lr=5e-4"),
 ]
 
