@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 SMALL = ("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512")
 SMALL_TEACHER = ("model.teacher.manifest.embedder.vocab_size=512",)
-TIMEOUT_S = 240
+TIMEOUT_S = 400
 # A process that has asked for CUDA devices must not be forked, and neither may one that runs Objective-C.
 FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
 PRELOADED = ["caramba.launch.run", "caramba.launch.compose", "caramba.experiment", "torch.utils.tensorboard"]
