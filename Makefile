@@ -20,7 +20,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m caramba.launch $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -1,38 +1,142 @@
-"""The real command line in a subprocess, in an empty folder with a small shared token cache."""
+"""The real command line in a process of its own, in an empty folder with a small shared token cache.
+
+Where nothing holds a device the processes are forked from one that has loaded the libraries: loading them takes longer
+than most of these runs. Everywhere else, and where `is_fresh`, they are `python -m caramba`.
+"""
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 SMALL = ("data.max_bytes=400000", "data.vocab_size=512", "model.embedder.vocab_size=512")
 SMALL_TEACHER = ("model.teacher.manifest.embedder.vocab_size=512",)
-TIMEOUT_S = 240
+TIMEOUT_S = 400
+# A process that has asked for CUDA devices must not be forked, and neither may one that runs Objective-C.
+FORKS = sys.platform == "linux" and not Path("/dev/nvidiactl").exists()
+PRELOADED = ["caramba.launch.run", "caramba.launch.compose", "caramba.experiment", "torch.utils.tensorboard"]
 
 
 def environment(cache: Path) -> dict[str, str]:
     return {**os.environ, "CARAMBA_HOME": str(cache), "OMP_NUM_THREADS": "1", "COLUMNS": "110"}
 
 
+class Forked:
+    """`caramba WORDS` in a process that is forked from one with the libraries loaded, with Popen's methods."""
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        folder: Path,
+        variables: dict[str, str],
+        files: Path,
+        prepare: Callable[[], None] | None,
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        arguments = (list(words), str(folder), variables, str(files), prepare)
+        self.process = context.Process(target=_command, args=arguments)
+        self.process.start()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float) -> int:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"still running after {timeout} s")
+        return self.process.exitcode
+
+    def send_signal(self, how: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, how)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def _command(
+    words: list[str], folder: str, variables: dict[str, str], files: str, prepare: Callable[[], None] | None
+) -> None:
+    """What the interpreter does around `python -m caramba WORDS`: folder, environment, streams, signals, status."""
+    gc.freeze()  # collecting in a run would look through, and so copy, all that was loaded before
+    multiprocessing.set_start_method(None, force=True)  # the system's own, not the one that made this process
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    for number, name, flags in (
+        (0, "in", os.O_RDONLY),
+        (1, "out", os.O_WRONLY | os.O_APPEND),
+        (2, "err", os.O_WRONLY | os.O_APPEND),
+    ):
+        opened = os.open(Path(files) / name, flags)
+        os.dup2(opened, number)
+        os.close(opened)
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115 - closed with the process
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    import caramba.__main__
+    from caramba.cli import main
+
+    sys.argv = [caramba.__main__.__file__, *words]
+    sys.path.insert(0, folder)
+    if prepare is not None:
+        prepare()
+    try:
+        status = main()
+    except SystemExit:
+        raise
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.exit(status)
+
+
 def caramba(
-    words: Sequence[str], folder: Path, cache: Path, **extra: object
+    words: Sequence[str],
+    folder: Path,
+    cache: Path,
+    *,
+    input: str = "",
+    preexec_fn: Callable[[], None] | None = None,
+    is_fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python -m caramba WORDS` in `folder` and return what it printed and its exit status."""
     command = [sys.executable, "-m", "caramba", *words]
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment(cache),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        **extra,
-    )
+    if is_fresh or not FORKS:
+        return subprocess.run(
+            command,
+            cwd=folder,
+            env=environment(cache),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            input=input,
+            preexec_fn=preexec_fn,
+        )
+    with TemporaryDirectory() as name:
+        files = _streams(Path(name), input)
+        status = Forked(words, folder, environment(cache), files, preexec_fn).wait(TIMEOUT_S)
+        return subprocess.CompletedProcess(
+            command, status, (files / "out").read_text(), (files / "err").read_text()
+        )
+
+
+def _streams(files: Path, text: str) -> Path:
+    (files / "in").write_text(text)
+    for name in ("out", "err"):
+        (files / name).touch()
+    return files
 
 
 def hear_interrupts() -> None:
@@ -44,27 +148,38 @@ def interrupt_when(
     path_glob: str, words: Sequence[str], folder: Path, cache: Path, how: signal.Signals, text: str = ""
 ) -> int:
     """Start a run, send `how` as soon as a file matching `path_glob` exists under `folder` and holds `text`, return
-    the exit status."""
-    command = [sys.executable, "-m", "caramba", *words]
-    log = open(folder / "log.txt", "w")  # noqa: SIM115 - closed with the process
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment(cache),
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        preexec_fn=hear_interrupts,
-    )
-    limit = time.monotonic() + TIMEOUT_S
-    while not any(not text or text in path.read_text() for path in folder.glob(path_glob)):
-        if process.poll() is not None or time.monotonic() > limit:
-            process.kill()
-            raise AssertionError(f"ended before {path_glob} existed:\n{(folder / 'log.txt').read_text()}")
-        time.sleep(0.02)
-    process.send_signal(how)
-    status = process.wait(TIMEOUT_S)
-    log.close()
-    return status
+    the exit status; log.txt holds what it printed."""
+    with TemporaryDirectory() as name:
+        files = _streams(Path(name), "")
+        log = folder / "log.txt"
+        log.touch()
+        for stream in ("out", "err"):
+            (files / stream).unlink()
+            (files / stream).symlink_to(log)
+        process = _started(words, folder, cache, files)
+        limit = time.monotonic() + TIMEOUT_S
+        while not any(not text or text in path.read_text() for path in folder.glob(path_glob)):
+            if process.poll() is not None or time.monotonic() > limit:
+                process.kill()
+                raise AssertionError(f"ended before {path_glob} existed:\n{log.read_text()}")
+            time.sleep(0.02)
+        process.send_signal(how)
+        return process.wait(TIMEOUT_S)
+
+
+def _started(words: Sequence[str], folder: Path, cache: Path, files: Path) -> Forked | subprocess.Popen[str]:
+    if FORKS:
+        return Forked(words, folder, environment(cache), files, None)
+    with open(files / "out", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "caramba", *words],
+            cwd=folder,
+            env=environment(cache),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            preexec_fn=hear_interrupts,
+        )
 
 
 def only_run(folder: Path) -> Path:

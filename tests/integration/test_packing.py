@@ -17,7 +17,7 @@ VOCAB = 400
 WORDS = [
     *("experiment=smoke", "verify=default", "settings.instrument=none", "train.save_every=4"),
     *(f"model.embedder.vocab_size={VOCAB}", f"model.teacher.manifest.embedder.vocab_size={VOCAB}"),
-    *("train.phases.pretrain.steps=12", "train.steps=null", "train.eval_every=6"),
+    *("train.phases.pretrain.steps=12", "train.steps=null", "train.eval_every=8"),
     *("train.phases.blockwise.steps=8", "train.phases.global.steps=8"),
 ]
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
         "--train-bpe",
         str(VOCAB),
         "--val-frac",
-        "0.2",
+        "0.1",
         "--output",
         str(made),
     ]

@@ -27,7 +27,7 @@ STAGES = (
 @pytest.fixture(scope="module")
 def upcycled(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
     folder = tmp_path_factory.mktemp("upcycle")
-    done = caramba(["experiment=smoke", *SMALL, *SMALL_TEACHER], folder, cache)
+    done = caramba(["experiment=smoke", *SMALL, *SMALL_TEACHER], folder, cache, is_fresh=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return only_run(folder)
 

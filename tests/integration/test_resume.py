@@ -21,7 +21,8 @@ WORDS = [
         "train.phases.global.steps=12",
         "train.steps=null",
     ),
-    *("train.save_every=4", "train.eval_every=6", "train.accumulate=2", "settings.instrument=none"),
+    *("train.save_every=4", "train.eval_every=10", "train.accumulate=2", "settings.instrument=none"),
+    *("train.phases.blockwise.optimizer=lion", "train.phases.blockwise.lr=5e-4"),
 ]
 
 
@@ -44,24 +45,31 @@ def assert_same_weights(run: Path, whole: Path) -> None:
         assert not different, f"{name}: {different}"
 
 
-# Steps are multiples of save_every, so the last two stop a phase that has taken its last step and is not on record.
-@pytest.mark.parametrize(
-    "file",
-    [
-        "pretrain.state.pt",
-        "blockwise.state.pt",
-        "drift.state.pt",
-        "global.state.pt",
-        "pretrain.safetensors",
-        "global.safetensors",
-    ],
+# Steps are multiples of save_every, so a phase's weights stop one that has taken its last step and is not on record.
+KILLS = (
+    "pretrain.state.pt",
+    "pretrain.safetensors",
+    "blockwise.state.pt",
+    "drift.state.pt",
+    "global.state.pt",
+    "global.safetensors",
 )
-def test_kill_and_resume_is_bit_equal(file: str, whole: Path, tmp_path: Path, cache: Path) -> None:
-    status = interrupt_when(f"runs/*/*/checkpoints/{file}", WORDS, tmp_path, cache, signal.SIGKILL)
-    assert status == -signal.SIGKILL
-    run = only_run(tmp_path)
-    assert not (run / "result.json").exists()
-    done = caramba(["resume", str(run)], tmp_path, cache)
+
+
+def test_killed_in_every_phase_and_resumed_it_is_bit_equal(whole: Path, tmp_path: Path, cache: Path) -> None:
+    words = WORDS
+    for file in KILLS:
+        status = interrupt_when(f"runs/*/*/checkpoints/{file}", words, tmp_path, cache, signal.SIGKILL)
+        assert status == -signal.SIGKILL, file
+        run = only_run(tmp_path)
+        assert not (run / "result.json").exists(), file
+        if file == "blockwise.state.pt":
+            state = torch.load(run / "checkpoints" / file, weights_only=True)
+            assert {key for one in state["optimizer_states"][0]["state"].values() for key in one} == {
+                "momentum"
+            }
+        words = ["resume", str(run)]
+    done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_weights(run, whole)
     assert not list(run.glob("checkpoints/*.state.pt")), "the state of a finished phase is of no more use"
@@ -73,7 +81,7 @@ def test_the_same_command_goes_on_with_an_unfinished_run(whole: Path, tmp_path: 
     assert done.returncode == 0, done.stdout + done.stderr
     assert "did not finish" in done.stderr
     assert_same_weights(only_run(tmp_path), whole)
-    again = caramba([*WORDS, "train.phases.pretrain.steps=4", "--quiet"], tmp_path, cache)
+    again = caramba([*WORDS, "train.steps=2", "train.phases.pretrain.steps=2", "--quiet"], tmp_path, cache)
     assert again.returncode == 0, again.stdout + again.stderr
     assert len(list(tmp_path.glob("runs/*/*"))) == 2, (
         "a finished run and another manifest start a run of their own"
@@ -89,11 +97,13 @@ def test_ctrl_c_says_how_to_go_on(whole: Path, tmp_path: Path, cache: Path) -> N
     assert_same_weights(run, whole)
 
 
-def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, cache: Path) -> None:
-    def limit() -> None:  # files larger than this cannot be written, as on a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+def fill_the_disk() -> None:
+    """Larger files than this cannot be written any more, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
 
-    done = caramba(WORDS, tmp_path, cache, preexec_fn=limit)
+
+def test_a_full_disk_loses_nothing(whole: Path, tmp_path: Path, cache: Path) -> None:
+    done = caramba(WORDS, tmp_path, cache, preexec_fn=fill_the_disk)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert "caramba resume" in done.stderr
@@ -108,19 +118,3 @@ def test_resuming_a_finished_run_repeats_nothing(whole: Path, cache: Path) -> No
     done = caramba(["resume", str(whole)], whole, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {file: file.stat().st_mtime_ns for file in whole.glob("checkpoints/*")} == before
-
-
-def test_lion_resumes_bit_equal(tmp_path: Path, cache: Path) -> None:
-    words = [*WORDS, "train.optimizer=lion", "train.lr=5e-4", "train.weight_decay=0.5"]
-    folders = [tmp_path / name for name in ("whole", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    done = caramba(words, folders[0], cache)
-    assert done.returncode == 0, done.stdout + done.stderr
-    interrupt_when("runs/*/*/checkpoints/blockwise.state.pt", words, folders[1], cache, signal.SIGKILL)
-    run = only_run(folders[1])
-    state = torch.load(run / "checkpoints" / "blockwise.state.pt", weights_only=True)
-    assert {key for one in state["optimizer_states"][0]["state"].values() for key in one} == {"momentum"}
-    done = caramba(["resume", str(run)], folders[1], cache)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_weights(run, only_run(folders[0]))

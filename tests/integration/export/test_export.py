@@ -51,57 +51,40 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-folder, out = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
-tokens = torch.load(out + "/tokens.pt")
-with torch.no_grad():
-    logits = model(tokens, use_cache=False).logits
-    new = model.generate(tokens, max_new_tokens=7, do_sample=False, eos_token_id=None, pad_token_id=0)
-    cached = model(tokens, use_cache=True)
-    again = model(tokens[:, :1], past_key_values=cached.past_key_values).logits
-text = AutoTokenizer.from_pretrained(folder)("the <eos> cat").input_ids
-beams = model.generate(tokens[:1], max_new_tokens=4, num_beams=3, do_sample=False, eos_token_id=None, pad_token_id=0)
-result = {"logits": logits, "new": new, "again": again, "beams": beams, "text": torch.tensor(text)}
-result["angles"] = [model.to(torch.bfloat16).state_dict()[n].dtype for n in model.state_dict() if "inv_freq" in n]
-if type(model).__name__ == "CarambaForCausalLM":
-    cache = cached.past_key_values
-    result["used"] = cache.used_bytes()
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    torch.manual_seed(0)
-    done = model.generate(tokens, max_new_tokens=7, do_sample=False, return_dict_in_generate=True, eos_token_id=None)
-    result["allocated"] = done.past_key_values.allocated_bytes()
-    loss = model(tokens, labels=tokens).loss
-    loss.backward()
-    result["grad"] = model.get_input_embeddings().weight.grad
-    half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
-    result["half"] = {str(p.dtype) for n, p in half.named_parameters()} | {
-        str(b.dtype) for n, b in half.named_buffers()}
-torch.save(result, out + "/result.pt")
+def read(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    tokens = torch.load("tokens.pt")
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits
+        new = model.generate(tokens, max_new_tokens=7, do_sample=False, eos_token_id=None, pad_token_id=0)
+        cached = model(tokens, use_cache=True)
+        again = model(tokens[:, :1], past_key_values=cached.past_key_values).logits
+    text = AutoTokenizer.from_pretrained(folder)("the <eos> cat").input_ids
+    beams = model.generate(tokens[:1], max_new_tokens=4, num_beams=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    result = {"logits": logits, "new": new, "again": again, "beams": beams, "text": torch.tensor(text)}
+    result["angles"] = [model.to(torch.bfloat16).state_dict()[n].dtype for n in model.state_dict() if "inv_freq" in n]
+    if type(model).__name__ == "CarambaForCausalLM":
+        cache = cached.past_key_values
+        result["used"] = cache.used_bytes()
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        torch.manual_seed(0)
+        done = model.generate(tokens, max_new_tokens=7, do_sample=False, return_dict_in_generate=True, eos_token_id=None)
+        result["allocated"] = done.past_key_values.allocated_bytes()
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        result["grad"] = model.get_input_embeddings().weight.grad
+        half = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.bfloat16)
+        result["half"] = {str(p.dtype) for n, p in half.named_parameters()} | {
+            str(b.dtype) for n, b in half.named_buffers()}
+    return result
+torch.save({folder: read(folder) for folder in sys.argv[1:]}, "results.pt")
 """
 
 
-def exported(tmp_path: Path, run: Path, *words: str) -> Path:
-    folder = tmp_path / "out"
+def exported(tmp_path: Path, run: Path, *words: str, name: str = "out") -> Path:
+    folder = tmp_path / name
     assert main(["export", str(run), "--out", str(folder), *words]) == 0
     return folder
-
-
-def run_alone(folder: Path, tokens: torch.Tensor, tmp_path: Path) -> dict:
-    torch.save(tokens, tmp_path / "tokens.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, str(folder), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={
-            "PATH": "/usr/bin:/bin",
-            "HF_HOME": str(tmp_path / "hf"),
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-        },
-    )
-    assert done.returncode == 0, done.stderr
-    return torch.load(tmp_path / "result.pt", weights_only=False)
 
 
 def tokens() -> torch.Tensor:
@@ -193,21 +176,40 @@ REMOTE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "dba",
-        "latent",
-        "first tokens",
-        pytest.param("gates", marks=pytest.mark.slow),
-        pytest.param("every topology", marks=pytest.mark.slow),
-    ],
-)
-def test_any_other_topology_runs_without_caramba(tmp_path, name):
-    model = loud(REMOTE[name])
-    folder = exported(tmp_path, make_run(tmp_path, model))
-    assert {"modeling_caramba.py", "configuration_caramba.py"} <= {file.name for file in folder.iterdir()}
-    result = run_alone(folder, tokens(), tmp_path)
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """What one process without caramba makes of the folders of all of them."""
+    place = tmp_path_factory.mktemp("alone")
+    folders = {}
+    for index, (name, model) in enumerate(
+        REMOTE.items()
+    ):  # transformers knows modules by their folder's name
+        part = place / str(index)
+        part.mkdir()
+        folders[name] = exported(part, make_run(part, loud(model)), name=f"out{index}")
+        files = {file.name for file in folders[name].iterdir()}
+        assert {"modeling_caramba.py", "configuration_caramba.py"} <= files
+    torch.save(tokens(), place / "tokens.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, *(str(folder) for folder in folders.values())],
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HF_HOME": str(place / "hf"),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    results = torch.load(place / "results.pt", weights_only=False)
+    return {name: results[str(folder)] for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("name", REMOTE)
+def test_any_other_topology_runs_without_caramba(alone, name):
+    model, result = loud(REMOTE[name]), alone[name]
     with torch.no_grad():
         ours = model(tokens())
         torch.testing.assert_close(result["logits"], ours, atol=TOLERANCE, rtol=0)
