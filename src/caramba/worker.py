@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def run(run_dir: Path) -> int:
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED
 
     manifest = read_manifest(run_dir)
+    if int(os.environ.get("RANK", "0")) > 0:  # rank 0 holds the directory and writes in it
+        from caramba.experiment import run as run_experiment
+
+        run_experiment(manifest, run_dir)
+        return 0
     with lock(run_dir):
         append_event(run_dir, STARTED)
         try:

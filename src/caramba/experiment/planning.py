@@ -84,7 +84,7 @@ def settled(phase: PhaseConfig, made: RuntimePlan) -> PhaseConfig:
 def _begun(session: Session, run: RunConfig, phase: PhaseConfig) -> RuntimePlan | None:
     """Return the measured part of the plan that a run of this directory was started with."""
     path = session.run_dir / "plan.json"
-    has_begun = run.id in session.ledger or state_path(session.run_dir, run.id).is_file()
+    has_begun = run.id in session.ledger or state_path(session.run_dir, run.id).exists()
     plan = load_plan(path).get(run.id) if path.is_file() else None
     if plan is None or not (phase.measured_keys or _is_reduced(plan, phase)):
         return None

@@ -106,6 +106,10 @@ def rerun(text: str, flags: list[str]) -> int:
 def work(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
     """Start the worker where the manifest's launcher says, and return its exit status."""
     if manifest.launcher.type == "inline":
+        from caramba.launch.ranks import ranks_here, run_ranks
+
+        if (size := ranks_here(manifest)) > 1:
+            return run_ranks(run_dir / MANIFEST, size, flags)
         return run_inline(run_dir / MANIFEST, flags)
     from caramba.launch.pool import run_in_process
 

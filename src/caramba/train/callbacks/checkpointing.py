@@ -45,11 +45,11 @@ class Checkpointing(pl.Callback):
         is_last = trainer.global_step >= trainer.max_steps or pl_module.has_converged
         if is_due and not is_last:
             pl_module.refuse_divergence()
+            pl_module.prepare_save()
             trainer.save_checkpoint(self.state_path)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         pl_module.refuse_divergence()
         if trainer.global_step >= trainer.max_steps or pl_module.has_converged:
             pl_module.finish()
-            if trainer.is_global_zero:
-                self.save_final()
+            self.save_final()
