@@ -27,7 +27,6 @@ from caramba.runtime import (
     choose_device,
     device_facts,
     free_bytes,
-    get_world_size,
     load_plan,
     plan_path,
     release_memory,
@@ -184,11 +183,6 @@ def _signature(session: Session, run: RunConfig, phase: PhaseConfig) -> str:
 
 def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: str) -> RuntimePlan:
     """Measure what a phase leaves open, with the session's own models off its device meanwhile."""
-    if get_world_size() > 1:
-        raise ConfigError(
-            f"run {run.id!r}: {', '.join(phase.measured_keys)} is measured by one process, and this run has "
-            f"{get_world_size()}; plan it alone first, or give values"
-        )
     device = choose_device(phase.device or session.manifest.device)
     logger.subheader(f"{run.id}: measuring {', '.join(phase.measured_keys)} on {device.type}")
     models = [model for model in (session.teacher, session.student) if model is not None]

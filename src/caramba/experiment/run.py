@@ -22,6 +22,7 @@ from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
 from caramba.experiment.variants import train_variant
+from caramba.experiment.world_size import keep_step_size
 from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
@@ -74,6 +75,7 @@ def run_group(
     session = Session.open(manifest, group, folder, ranks)
     check_precisions(session)
     settle_plans(session)
+    keep_step_size(session)
     group = session.group
     check_calibration(session)
     check_block_schedules(session)

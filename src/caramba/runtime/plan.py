@@ -57,7 +57,8 @@ def plan(
     """Decide how a phase of a model of width `d_model` runs here: by what was `measured`, else by the manifest and by
     rules. Every decision says what fixed it.
 
-    `ranks` share the data of a step. `ops` is the backend of every op on that device, as `caramba.kernels.load` returned it under the policy `kernels`.
+    `ranks` share the data of a step. `ops` is the backend of every op on that device, as `caramba.kernels.load`
+    returned it under the policy `kernels`.
     """
     chosen = choose_device(phase.device or device)
     facts = device_facts(chosen)
@@ -80,6 +81,7 @@ def plan(
         "threads": Decision(facts["threads"], "torch's default; frozen in the run, since sums depend on it"),
         "batch_size": Decision(phase.batch_size, "the manifest"),
         "gradient_accumulation_steps": Decision(phase.gradient_accumulation_steps, "the manifest"),
+        "data_parallel": Decision(ranks, "ranks that share the data of a step"),
         "num_workers": Decision(phase.num_workers, "the manifest"),
         "compile_model": Decision(phase.compile_model, "the manifest"),
         "activation_checkpointing": _checkpointing(phase),

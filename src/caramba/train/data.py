@@ -66,7 +66,8 @@ def train_loader(
 ) -> TimedLoader:
     """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
 
-    `share` is (this rank, ranks) of those that share the data. With `cache_teacher_outputs` a batch also holds the samples' indices [batch_size].
+    `share` is (this rank, ranks) of those that share the data. With `cache_teacher_outputs` a batch also holds the
+    samples' indices [batch_size].
 
     Raises:
         DataError: the dataset has no window of `block_size` tokens.
