@@ -8,10 +8,8 @@ from pathlib import Path
 from caramba.collect.arguments import Arguments
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
-from caramba.runs.state import RunState, run_state
+from caramba.runs.state import CLOCK_SKEW_S, RunState, run_state
 from caramba.runs.sweeps import Sweep, list_sweeps, read_sweep
-
-_CLOCK_SKEW_S = 60.0
 
 
 def status(argv: list[str]) -> int:
@@ -72,7 +70,7 @@ def _cells(state: RunState) -> tuple[str, ...]:
 
 
 def _age(seconds: float) -> str:
-    if seconds < -_CLOCK_SKEW_S:
+    if seconds < -CLOCK_SKEW_S:
         return f"in {-seconds:.0f} s: the clocks differ"
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:

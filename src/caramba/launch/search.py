@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from caramba.collect.gather import read_metrics
 from caramba.collect.summary import prefers_higher
-from caramba.config.manifest import LauncherConfig
+from caramba.config.launcher import LauncherConfig
 from caramba.config.names import nearest
 from caramba.config.parse import parse_as
 from caramba.errors import CarambaError, ConfigError
