@@ -67,8 +67,11 @@ class AgentError(CarambaError):
     """A language-model agent returned something that cannot be used."""
 
 
-class Preempted(BaseException):  # noqa: N818 - no error: as with Ctrl-C, nothing that handles errors may take it
-    """A signal asked the run to stop; what has been trained is saved."""
+class Preempted(BaseException):
+    """A signal asked the run to stop; what has been trained is saved.
+
+    No error: as with Ctrl-C, nothing that handles errors may take it.
+    """
 
     def __init__(self, signal_name: str) -> None:
         super().__init__(signal_name)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, Preempted
-from caramba.runs.ending import INTERRUPTED, end, status_of
+from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, status_of
 from caramba.runs.ranks import adopt_slurm_ranks, rank
 from caramba.runs.signals import stop_on_signals
 
@@ -46,7 +46,7 @@ def run(run_dir: Path) -> int:
     from caramba.runs import lock, read_manifest
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
-    from caramba.runs.jobs import current_job, record_job
+    from caramba.runs.jobs import REQUEUE, current_job, record_job
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew
 
     manifest = read_manifest(run_dir)
@@ -61,6 +61,7 @@ def run(run_dir: Path) -> int:
             logger.warning(skew)
         if is_first and current_job() is not None:
             record_job(run_dir)
+            (run_dir / REQUEUE).unlink(missing_ok=True)
             if not (run_dir / "plan.json").exists():
                 rewrite_machine(run_dir)
         record(STARTED)
@@ -87,7 +88,10 @@ def run(run_dir: Path) -> int:
                 f"stopped by {stop.signal_name}; go on with: caramba resume {_shown(run_dir)}",
                 file=sys.stderr,
             )
-            return status_of(stop)
+            status = status_of(stop)
+            if is_first and status == PREEMPTED and current_job() is not None:
+                (run_dir / REQUEUE).touch()
+            return status
         failed = [bench.id for result in results for bench in result.benchmarks if bench.error is not None]
         problem = f"benchmark {', '.join(failed)}; report.json holds the error"
         record(ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))

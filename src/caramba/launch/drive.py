@@ -9,9 +9,10 @@ from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
 from caramba.config.launcher import LauncherConfig
+from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.pool import Job, Pool, last_lines, termination_as_interrupt
-from caramba.launch.run import work
+from caramba.launch.run import check_launcher, work
 from caramba.launch.slots import make_slots
 from caramba.runs import lock, mint, read_manifest
 from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
@@ -180,7 +181,17 @@ def resume_sweep(sweep: Sweep, flags: list[str]) -> int:
         return resume_search(sweep, flags)
     if not sweep.points:
         raise ConfigError(f"{sweep.folder}: a sweep without points; start it again with -m")
-    return Drive(sweep, sweep.manifest(sweep.points[0]).launcher, flags).go_on()
+    return drive_of(sweep, sweep.manifest(sweep.points[0]), flags).go_on()
+
+
+def drive_of(sweep: Sweep, manifest: Manifest, flags: list[str]) -> Drive:
+    """Return what works through a sweep, where the launcher and cluster of `manifest` say."""
+    check_launcher(manifest)
+    if manifest.launcher.is_slurm:
+        from caramba.launch.slurm_sweep import ArrayDrive
+
+        return ArrayDrive(sweep, manifest, flags)
+    return Drive(sweep, manifest.launcher, flags)
 
 
 def _key(word: str) -> str:

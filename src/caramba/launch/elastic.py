@@ -1,4 +1,4 @@
-"""PyTorch's elastic agent, torchrun's own, over the ranks of one frozen manifest; a process of its own that loads torch.
+"""PyTorch's elastic agent, torchrun's own, over the ranks of one frozen manifest; a process that loads torch.
 
 `python -m caramba.launch.elastic RUN/manifest.json LOGS RANKS [flags]`: each rank's output is in LOGS/rank-N.out and
 .err; when one fails, LOGS/failure.json says which was first and how it ended.

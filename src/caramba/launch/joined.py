@@ -57,7 +57,7 @@ def agreed_run(make: Callable[[], Path]) -> Path:
 
 def _store() -> Any:
     """Return the store that torchrun's agent holds."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:

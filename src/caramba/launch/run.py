@@ -13,12 +13,14 @@ from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.preflight import check_extras, check_weights
+from caramba.launch.slurm import check_slurm, submit_run
 from caramba.launch.torchrun import check_torchrun, run_torchrun
 from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run, unfinished_run
 from caramba.runs.ending import MISTAKE
 from caramba.runs.environment import environment_changes
+from caramba.runs.jobs import refuse_queued
 from caramba.runs.ranks import is_rank
-from caramba.runs.state import RESULT
+from caramba.runs.state import FINISHED, RESULT, run_state
 
 
 def launch(request: Request) -> int:
@@ -55,7 +57,12 @@ def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Fr
 def start(manifest: Manifest, overrides: tuple[str, ...], request: Request) -> int:
     """Write the manifest into a run directory, new or resumed, and start the worker on that file."""
     run_dir, is_new = _run_directory(manifest, overrides)
-    status = work(run_dir, manifest, flags_of(request))
+    try:
+        status = work(run_dir, manifest, flags_of(request))
+    except ConfigError:
+        if is_new:
+            _drop_if_nothing_began(run_dir, MISTAKE)
+        raise
     if is_new:
         _drop_if_nothing_began(run_dir, status)
     return status
@@ -94,7 +101,9 @@ def resume(text: str, flags: list[str]) -> int:
 
         return resume_sweep(read_sweep(folder), flags)
     run_dir = resolve_run(text)
-    return work(run_dir, read_manifest(run_dir), flags)
+    manifest = read_manifest(run_dir)
+    check_launcher(manifest)
+    return work(run_dir, manifest, flags)
 
 
 def rerun(text: str, flags: list[str]) -> int:
@@ -111,6 +120,7 @@ def rerun(text: str, flags: list[str]) -> int:
     manifest = check_weights(read_manifest(source))
     refuse_unbuilt(manifest)
     check_extras(manifest)
+    check_launcher(manifest)
     folder = source.parent if source.is_file() else source
     for line in environment_changes(folder):
         print(f"differs from the original: {line}", file=sys.stderr)
@@ -132,15 +142,23 @@ def check_launcher(manifest: Manifest) -> None:
     """
     if manifest.launcher.type == "torchrun":
         check_torchrun(manifest)
+    elif manifest.launcher.is_slurm:
+        check_slurm(manifest)
 
 
 def work(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
     """Start the worker where the manifest's launcher says, and return its exit status."""
     kind = manifest.launcher.type
+    refuse_queued(run_dir)
     if kind == "inline" or is_rank():
         return run_inline(run_dir / MANIFEST, flags)
     if kind == "torchrun":
         return run_torchrun(run_dir, manifest, flags)
+    if manifest.launcher.is_slurm:
+        if run_state(run_dir).state == FINISHED:
+            print(f"{run_dir} has finished; there is nothing to submit")
+            return 0
+        return submit_run(run_dir, manifest, flags)
     from caramba.launch.pool import run_in_process
 
     return run_in_process(run_dir, manifest.launcher, manifest.device, flags)

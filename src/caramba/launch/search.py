@@ -61,6 +61,11 @@ def run_search(request: Request) -> int:
     own = json.dumps([ready.experiment, sorted(words), chosen.model_dump(exclude={"n_trials"})])
     experiment = hashlib.sha256(own.encode()).hexdigest()
     sweep = None if ready.is_fresh else find_sweep(manifest.name, experiment)
+    if manifest.launcher.is_slurm:
+        raise ConfigError(
+            f"launcher={manifest.launcher.type}: a search draws its points from the results of others, and a SLURM "
+            "array has all points at once; use launcher=process within a job, or -m with values"
+        )
     if sweep is None:
         sweep = create_sweep(manifest.name, words, experiment)
     sweep.settings = {

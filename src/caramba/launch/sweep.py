@@ -19,7 +19,7 @@ from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.axes import points
-from caramba.launch.drive import Drive
+from caramba.launch.drive import drive_of
 from caramba.launch.run import flags_of, prepare
 from caramba.runs.manifest import canonical_json
 from caramba.runs.sweeps import Point, Sweep, combined_sha256, create_sweep, experiment_sha256, find_sweep
@@ -68,7 +68,7 @@ def run_sweep(request: Request) -> int:
     assert first is not None
     _refuse_twins(ready)
     sweep = _find_or_create(request.overrides, ready)
-    return Drive(sweep, first.launcher, flags_of(request)).go_on()
+    return drive_of(sweep, first, flags_of(request)).go_on()
 
 
 def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest, Ready]:

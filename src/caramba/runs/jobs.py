@@ -15,9 +15,13 @@ from caramba.runs.files import write_json
 from caramba.runs.ranks import FROM_SLURM
 
 JOB = "slurm.json"
+REQUEUE = "requeue"
+"""Left in a run by a worker that a signal stopped: our script queues its job again and removes it."""
 ALIVE = frozenset(
-    "PENDING CONFIGURING RUNNING COMPLETING SUSPENDED REQUEUED REQUEUE_HOLD REQUEUE_FED RESIZING SIGNALING STAGE_OUT "
-    "STOPPED SPECIAL_EXIT".split()
+    (
+        *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"),
+        *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "STAGE_OUT"),
+    )
 )
 """States of a job that still runs or will run; in any other it has ended."""
 _TIMEOUT_S = 20

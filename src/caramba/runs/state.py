@@ -25,7 +25,10 @@ _STATUS = re.compile(rb'"status":\s*"(\w+)"')
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands. `step` of `steps` is that of the phase; `updated` and `started` are Unix times."""
+    """Where a run stands. `step` of `steps` is that of the phase; `updated` and `started` are Unix times.
+
+    `job` is what SLURM's queue says of it, when someone asked.
+    """
 
     run: Path
     state: str
@@ -35,6 +38,7 @@ class RunState:
     started: float
     updated: float
     error: str | None = None
+    job: str | None = None
 
     @property
     def name(self) -> str:
@@ -77,8 +81,8 @@ def clock_skew(run: Path) -> str | None:
     if ahead <= CLOCK_SKEW_S:
         return None
     return (
-        f"{run}: its files are {ahead:.0f} s ahead of this machine's clock: the clocks differ, so times and ages of this "
-        "run are wrong by as much; set the clock (NTP)"
+        f"{run}: its files are {ahead:.0f} s ahead of this machine's clock: the clocks differ, and times and ages of "
+        "this run are wrong by as much; set the clock (NTP)"
     )
 
 

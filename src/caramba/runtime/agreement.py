@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -17,7 +19,7 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo") if is_distributed() else None
+        self._group: Any = dist.new_group(backend="gloo") if is_distributed() else None
         self._said = torch.zeros(1, dtype=torch.int64)
         self._pending: dist.Work | None = None
 
