@@ -1,14 +1,23 @@
-"""Runs one frozen manifest: `python -m caramba.worker RUN/manifest.json`. Every launcher starts exactly this."""
+"""Runs one frozen manifest: `python -m caramba.worker RUN/manifest.json`. Every launcher starts exactly this.
+
+Several ranks run the same file, under torchrun's variables or as the tasks of a SLURM step: the first holds the run
+and records what happens to it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from caramba.console import logger
-from caramba.errors import CarambaError, ConfigError
-from caramba.runs.ending import INTERRUPTED, end
+from caramba.errors import CarambaError, ConfigError, Preempted
+from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, status_of
+from caramba.runs.ranks import adopt_slurm_ranks, rank
+from caramba.runs.signals import stop_on_signals
 
 USAGE = "usage: python -m caramba.worker RUN/manifest.json [--quiet] [--debug]"
 
@@ -26,7 +35,8 @@ def _work(argv: list[str]) -> int:
         raise ConfigError(f"worker: expected one manifest, got {argv}; {USAGE}")
     file = Path(paths[0]).absolute()
     run_dir = file.parent if file.suffix == ".json" else file
-    if "--quiet" in argv:
+    adopt_slurm_ranks()
+    if "--quiet" in argv or rank() != 0:
         logger.quiet = True
     return run(run_dir)
 
@@ -34,39 +44,71 @@ def _work(argv: list[str]) -> int:
 def run(run_dir: Path) -> int:
     """Hold a run directory, run its manifest in it, and print where the artifacts are."""
     from caramba.runs import lock, read_manifest
+    from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
-    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED
+    from caramba.runs.jobs import REQUEUE, current_job, record_job
+    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew
 
     manifest = read_manifest(run_dir)
-    if int(os.environ.get("RANK", "0")) > 0:  # rank 0 holds the directory and writes in it
-        from caramba.experiment import run as run_experiment
+    is_first = rank() == 0
 
-        run_experiment(manifest, run_dir)
-        return 0
-    with lock(run_dir):
-        append_event(run_dir, STARTED)
+    def record(kind: str, **fields: str) -> None:
+        if is_first:
+            append_event(run_dir, kind, **fields)
+
+    with stop_on_signals(), lock(run_dir) if is_first else contextlib.nullcontext():
+        if is_first and (skew := clock_skew(run_dir)):
+            logger.warning(skew)
+        if is_first and current_job() is not None:
+            record_job(run_dir)
+            (run_dir / REQUEUE).unlink(missing_ok=True)
+            if not (run_dir / "plan.json").exists():
+                rewrite_machine(run_dir)
+        record(STARTED)
         try:
             from caramba.experiment import run as run_experiment
 
             results = run_experiment(manifest, run_dir)
         except CarambaError as error:
-            append_event(run_dir, ENDED_BADLY, error=str(error))
+            _tell_agent(error)
+            record(ENDED_BADLY, error=str(error))
             raise
         except Exception as error:
-            append_event(run_dir, ENDED_BADLY, error=f"{type(error).__name__}: {error}")
+            _tell_agent(error)
+            record(ENDED_BADLY, error=f"{type(error).__name__}: {error}")
             print(f"the run stopped; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             raise
         except KeyboardInterrupt:
-            append_event(run_dir, STOPPED)
+            record(STOPPED)
             print(f"\ninterrupted; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             return INTERRUPTED
+        except Preempted as stop:
+            record(STOPPED, signal=stop.signal_name)
+            print(
+                f"stopped by {stop.signal_name}; go on with: caramba resume {_shown(run_dir)}",
+                file=sys.stderr,
+            )
+            status = status_of(stop)
+            if is_first and status == PREEMPTED and current_job() is not None:
+                (run_dir / REQUEUE).touch()
+            return status
         failed = [bench.id for result in results for bench in result.benchmarks if bench.error is not None]
         problem = f"benchmark {', '.join(failed)}; report.json holds the error"
-        append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
-    print_artifacts(run_dir)
+        record(ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
+    if is_first:
+        print_artifacts(run_dir)
     if failed:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _tell_agent(error: BaseException) -> None:
+    """Say to the elastic agent that started this rank what it failed with and when: it looks for the first of all."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        now = time.time()
+        extra = {"timestamp": str(int(now)), "py_callstack": ""}
+        said = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}, "time": now}
+        Path(file).write_text(json.dumps(said), encoding="utf-8")
 
 
 def print_artifacts(run_dir: Path) -> None:

@@ -110,7 +110,7 @@ class Sweep:
 
 def experiment_sha256(manifest: Manifest) -> str:
     """Return the hash of what a manifest computes: how it is launched and resumed is left out."""
-    plain = manifest.model_dump(mode="json", exclude={"launcher", "resume"})
+    plain = manifest.model_dump(mode="json", exclude={"launcher", "cluster", "resume"})
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,5 +1,6 @@
 """Facts of the machine and the plan that follows from them."""
 
+from caramba.runtime.agreement import Agreement
 from caramba.runtime.determinism import apply_determinism, seed_process
 from caramba.runtime.device import choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
@@ -26,6 +27,7 @@ from caramba.runtime.ranks import Ranks, check_world, join_ranks
 from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
+    "Agreement",
     "AttentionChoice",
     "Decision",
     "MemoryMeter",

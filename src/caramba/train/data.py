@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -83,7 +84,27 @@ def train_loader(
     )
     windows = IndexedWindows(dataset) if phase.cache_teacher_outputs else dataset
     assert isinstance(phase.num_workers, int)
-    return TimedLoader(windows, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
+    return TimedLoader(
+        windows,
+        batch_sampler=sampler,
+        num_workers=phase.num_workers,
+        pin_memory=pin,
+        worker_init_fn=_outlive_signals if phase.num_workers else None,
+    )
+
+
+def _outlive_signals(_: int) -> None:
+    """A signal to a whole SLURM step reaches the loader's workers too, and the step that the run ends with needs them.
+
+    They end with their loader, or when their parent is gone; a second SIGTERM is their parent's own.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+    def once(_: int, __: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, once)
 
 
 def windows_at(dataset: TokenDataset | Subset[Batch], *, seed: int, start: int, samples: int) -> list[int]:

@@ -25,6 +25,7 @@ from caramba.distill import Batch, Objective
 from caramba.errors import OutOfMemory
 from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
+from caramba.runs.signals import until_step_ends
 from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
     Checkpointing,
@@ -92,6 +93,7 @@ def fit(
 
     Raises:
         KeyboardInterrupt: the user stopped the run; the last saved state is on disk.
+        Preempted: a signal asked the run to stop; the state of the last step is on disk.
         OutOfMemory: a step did not fit; the last saved state is on disk.
     """
     _quiet_lightning()
@@ -162,7 +164,7 @@ def fit(
     began = time.perf_counter()
     failure: OutOfMemory | None = None
     try:
-        with matmul_precision(plan):
+        with until_step_ends(), matmul_precision(plan):
             trainer.fit(
                 module,
                 train_dataloaders=loader,
