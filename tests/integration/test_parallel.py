@@ -155,7 +155,10 @@ def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> 
     run, one = folders[name], folders["one"]
     same(run, one)
     keys = ("val_loss", "grad_norm", "update_norm", "layer_grad_norm/embedder")
-    for key in (*keys, *(["loss"] if name == "fsdp2" else [])):  # of the last micro-batch, of which ddp has two here
+    for key in (
+        *keys,
+        *(["loss"] if name == "fsdp2" else []),
+    ):  # of the last micro-batch, of which ddp has two here
         assert rows(run, key) == pytest.approx(rows(one, key), rel=2e-4), key
     plan = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert plan["data_parallel"]["value"] == 2
@@ -187,10 +190,14 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     from caramba.checkpoint.sharded import load_sharded_state
     from caramba.experiment.world_size import resized
 
-    wider = build_model(freeze([*WORDS, "model.embedder.vocab_size=600", "data.vocab_size=600"]).manifest.model)
+    wider = build_model(
+        freeze([*WORDS, "model.embedder.vocab_size=600", "data.vocab_size=600"]).manifest.model
+    )
     place = latest_sharded_state(folders["exact"])
     assert place is not None
-    with pytest.raises(CheckpointError, match=r"another model, 1 tensors differ:\n  embedder.token.weight: expected \(600"):
+    with pytest.raises(
+        CheckpointError, match=r"another model, 1 tensors differ:\n  embedder.token.weight: expected \(600"
+    ):
         load_sharded_state(place, wider, torch.optim.SGD(wider.parameters(), lr=0.1))
     phase = freeze([*WORDS, "train.batch_size=4"]).manifest.groups[0].runs[0].train
     assert phase is not None

@@ -27,8 +27,8 @@ def save_sharded_state(
     step: int,
     labels: Mapping[str, str],
 ) -> None:
-    """Write folder/STEP/ whole from all ranks: model/ and optimizer/ of torch.distributed.checkpoint, and loop.pt, which
-    is written last and says that the rest is there. Older steps are then removed.
+    """Write folder/STEP/ whole from all ranks: model/ and optimizer/ of torch.distributed.checkpoint, and loop.pt,
+    which is written last and says that the rest is there. Older steps are then removed.
 
     `labels` describe the model, so that model/ is a checkpoint of its own, which `caramba export` reads.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from caramba.runtime.device import choose_device
 PATIENCE = timedelta(days=30)  # rank 0 may measure for hours between two phases
 PARTING = timedelta(seconds=10)
 COLLECTIVE = timedelta(minutes=30)
+_meetings = itertools.count()
 
 
 @dataclass
@@ -84,9 +86,10 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
         store, rank, world = next(dist.rendezvous("env://", timeout=COLLECTIVE))
     else:
         store, rank = dist.HashStore(), 0
-    group_store = dist.PrefixStore("group", store)
+    meeting = next(_meetings)  # a launcher's store outlives a group, and keeps what the last one said
+    group_store = dist.PrefixStore(f"group/{meeting}", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=COLLECTIVE)
-    ranks = Ranks(rank, world, dist.PrefixStore("orders", store))
+    ranks = Ranks(rank, world, dist.PrefixStore(f"orders/{meeting}", store))
     try:
         yield ranks
     except (
