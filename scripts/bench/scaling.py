@@ -3,7 +3,8 @@
 Usage, once per number of devices: torchrun --nproc-per-node N scripts/bench/scaling.py --out scaling_N.json
 and then: python scripts/bench/scaling.py --merge scaling_1.json scaling_2.json ... --out docs/benchmarks/scaling.json
 `--size tiny --device cpu --steps 12 --batch 2 --block 32 --no-compile` shows that the script works. Every rank has the
-same batch, whatever their number; strategies of one number of ranks see the same samples from the same weights, so that their losses agree.
+same batch, whatever their number; strategies of one number of ranks see the same samples from the same weights, so
+that their losses agree.
 """
 
 from __future__ import annotations

@@ -19,14 +19,16 @@ from torch import Tensor
 from caramba import worker
 from caramba.checkpoint import load_tensors
 from caramba.checkpoint.sharded import MODEL, latest_sharded_state, save_sharded_state
+from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.freeze import freeze
-from caramba.model import build_model, load_pretrained
+from caramba.model import Model, build_model, load_pretrained, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
 from caramba.optim import clip_gradients, local
+from caramba.parallel import apply_tensor_parallel
 from caramba.runs import mint
-from caramba.runtime import join_ranks
+from caramba.runtime import is_main_process, join_ranks
 from caramba.train import state_path
 from tests.integration.commands import SMALL
 
@@ -42,6 +44,7 @@ RUNS = {
     "one": ("train.batch_size=8",),
     "ddp": ("parallel=ddp", "train.batch_size=2", "train.gradient_accumulation_steps=2"),
     "fsdp2": SHARDED,
+    "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
     "stopped": SHARDED,
 }
 
@@ -72,9 +75,9 @@ def end_when_saved(run_dir: Path) -> None:
 def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
     torch.set_num_threads(1)
     as_rank(rank, ports[0])
-    check_sharded_model(folders["exact"])
+    check_sharded_models(folders["exact"])
     for (name, folder), port in zip(
-        ((name, folders[name]) for name in ("ddp", "fsdp2", "stopped")), ports[1:], strict=True
+        ((name, folders[name]) for name in ("ddp", "fsdp2", "fsdp2_tp", "stopped")), ports[1:], strict=True
     ):
         as_rank(rank, port)
         if name == "stopped" and rank == 0:
@@ -83,39 +86,52 @@ def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
         assert (status == 0) == (name != "stopped"), (name, status)
 
 
-def check_sharded_model(folder: Path) -> None:
+def check_sharded_models(folder: Path) -> None:
     """A sharded model's gradients, clipping, state and gathered weights are those of the whole one."""
     spec = freeze(list(WORDS)).manifest.model
-    parallel, device = ParallelConfig(strategy="fsdp2", dp=2), torch.device("cpu")
-    tokens = torch.arange(64).view(2, 32)
-    with join_ranks(parallel, "cpu") as ranks:
-        assert ranks is not None
-        whole, shell = build_model(spec, seed=7), build_model(spec, device="meta")
-        shard_model(shell, sharding_of(parallel, device, "float32"))
-        fill_sharded(shell, whole if ranks.rank == 0 else None, device)
-        for model in (whole, shell):
-            hidden = model.hidden(tokens)
-            model.logits(hidden).square().mean().backward()
-        norms = [clip_gradients([list(model.parameters())], 1e-3) for model in (whole, shell)]
-        assert torch.allclose(*norms, rtol=1e-6)
-        expected = {name: p.grad for name, p in whole.named_parameters()}
-        for name, p in shell.named_parameters():
-            assert 0 < local(p).numel() < expected[name].numel() or expected[name].ndim == 1
-            torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-5, atol=1e-9)
+    parallel = ParallelConfig(strategy="fsdp2", dp=2)
+    with join_ranks(parallel, "cpu"):
+        shell = check_sharded(spec, parallel)
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        check_sharded(spec, parallel, parts=1)  # two nodes, which are replicas of each other
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        check_sharded(spec, ParallelConfig(strategy="fsdp2_tp", dp=1, tp=2))
+        check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("AttentionLayer", "SwiGLULayer")))
+        with pytest.raises(ConfigError, match=r"no such node; it has .*NestedTopology"):
+            check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("Block",)))
         optimizer = torch.optim.AdamW(shell.parameters())
         optimizer.zero_grad()
-        labels = {"spec": spec_json(spec)}
+        labels = {"spec": spec_of(spec).model_dump_json()}
         save_sharded_state(folder, shell, optimizer, {"global_step": 5}, step=5, labels=labels)
-        state = gathered_state(shell)
-        assert bool(state) == (ranks.rank == 0)
-        for name, value in state.items():
-            assert torch.equal(value, whole.state_dict()[name]), name
 
 
-def spec_json(model: object) -> str:
-    from caramba.model import spec_of
-
-    return spec_of(model).model_dump_json()  # type: ignore[arg-type]
+def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> Model:
+    device, tokens = torch.device("cpu"), torch.arange(64).view(2, 32)
+    whole, shell = build_model(spec, seed=7), build_model(spec, device="meta")
+    sharding = sharding_of(parallel, device, "float32")
+    if sharding.within is not None:
+        apply_tensor_parallel(shell, sharding.within)
+    shard_model(shell, sharding)
+    fill_sharded(shell, whole if is_main_process() else None, device)
+    for model in (whole, shell):
+        hidden = model.hidden(tokens)
+        model.logits(hidden).square().mean().backward()
+    norms = [clip_gradients([list(model.parameters())], 1e-3) for model in (whole, shell)]
+    assert torch.allclose(*norms, rtol=1e-5)
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    held = 0
+    for name, p in shell.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-9)
+        held += local(p).numel()
+    total = sum(p.numel() for p in whole.parameters())
+    assert total / parts <= held < total * (0.9 if parts > 1 else 1.1), (
+        "norms and embeddings may be on all ranks"
+    )
+    state = gathered_state(shell)
+    assert bool(state) == is_main_process()
+    for name, value in state.items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    return shell
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +145,7 @@ def folders(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     made["exact"] = root / "exact"
     torch.set_num_threads(1)
     assert worker.run(made["one"]) == 0
-    mp.spawn(rank_main, (made, [free_port() for _ in range(4)]), nprocs=2)
+    mp.spawn(rank_main, (made, [free_port() for _ in range(5)]), nprocs=2)
     return made
 
 
@@ -150,18 +166,18 @@ def same(run: Path, other: Path) -> None:
         torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_tp"])
 def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> None:
     run, one = folders[name], folders["one"]
     same(run, one)
     keys = ("val_loss", "grad_norm", "update_norm", "layer_grad_norm/embedder")
     for key in (
         *keys,
-        *(["loss"] if name == "fsdp2" else []),
+        *(["loss"] if name != "ddp" else []),
     ):  # of the last micro-batch, of which ddp has two here
         assert rows(run, key) == pytest.approx(rows(one, key), rel=2e-4), key
     plan = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
-    assert plan["data_parallel"]["value"] == 2
+    assert plan["data_parallel"]["value"] == (1 if name == "fsdp2_tp" else 2)
     assert not state_path(run, "pretrain").exists()
 
 
