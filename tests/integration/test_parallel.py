@@ -32,20 +32,20 @@ from caramba.runtime import is_main_process, join_ranks
 from caramba.train import state_path
 from tests.integration.commands import SMALL
 
-STEPS, SAVED = 10, 2
+STEPS, SAVED = 8, 2
 WORDS = (
     *SMALL,
     *("model=tiny", "train=pretrain", f"train.steps={STEPS}", "train.block_size=32", "train.lr=0.003"),
-    *("train.max_grad_norm=0.5", f"train.save_every={SAVED}", "train.eval_every=5"),
+    *("train.max_grad_norm=0.5", f"train.save_every={SAVED}", "train.eval_every=4"),
     *("benchmark=none", "verify=none", "device=cpu", "logger.tensorboard=false", "settings.instrument=none"),
 )
-SHARDED = ("parallel=fsdp2", "train.batch_size=4", "train.activation_checkpointing=full")
+SHARDED = ("parallel=fsdp2", "train.batch_size=4")
 RUNS = {
     "one": ("train.batch_size=8",),
     "ddp": ("parallel=ddp", "train.batch_size=2", "train.gradient_accumulation_steps=2"),
     "fsdp2": SHARDED,
     "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
-    "stopped": SHARDED,
+    "stopped": (*SHARDED, "train.activation_checkpointing=full"),
 }
 
 
@@ -160,16 +160,17 @@ def weights(run: Path) -> dict[str, Tensor]:
     return load_tensors(run / "checkpoints" / "pretrain.safetensors")
 
 
-def same(run: Path, other: Path) -> None:
+def same(run: Path, other: Path, within: float = 2e-5) -> None:
+    """AdamW makes a step of about lr out of any gradient: where one is near 0, rounding shows."""
     ours, theirs = weights(run), weights(other)
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=2e-5)
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_tp"])
 def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> None:
     run, one = folders[name], folders["one"]
-    same(run, one)
+    same(run, one, within=2e-4 if name == "fsdp2_tp" else 2e-5)
     keys = ("val_loss", "grad_norm", "update_norm", "layer_grad_norm/embedder")
     for key in (
         *keys,
@@ -218,7 +219,7 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     phase = freeze([*WORDS, "train.batch_size=4"]).manifest.groups[0].runs[0].train
     assert phase is not None
     assert resized("pretrain", phase, 2, 4) == (2, 1)
-    with pytest.raises(ConfigError, match="a step has 8 samples .* which 3 ranks do not share evenly"):
+    with pytest.raises(ConfigError, match=r"a step has 8 samples .* which 3 ranks do not share evenly"):
         resized("pretrain", phase, 2, 3)
     with pytest.raises(ConfigError, match="optimizer=muon works on whole matrices"):
         freeze([*WORDS, "parallel=fsdp2", "train.optimizer=muon"])

@@ -83,7 +83,7 @@ def load_sharded_state(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     loop = load_training_state(place / LOOP)
-    weights = get_model_state_dict(model)
+    weights: dict[str, Any] = get_model_state_dict(model)
     reader = _reader_of(FileSystemReader)
     _check_fits(place, reader(place / MODEL), weights)
     try:

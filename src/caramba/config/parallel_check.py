@@ -37,8 +37,8 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
             )
         if parallel.tp > 1:
             yield (
-                f"phase={phase.phase} trains attention layers one by one, which parallel=fsdp2_tp splits over ranks; use "
-                "parallel=ddp or fsdp2"
+                f"phase={phase.phase} trains attention layers one by one, which parallel=fsdp2_tp splits over ranks; "
+                "use parallel=ddp or fsdp2"
             )
         return
     if not parallel.is_sharded:

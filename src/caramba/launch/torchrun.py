@@ -62,10 +62,9 @@ def ranks_per_node(manifest: Manifest) -> int:
                 "parallel=ddp, or leave out launcher.nodes and launcher.nproc_per_node"
             )
         return 1
-    sizes = (parallel.dp, parallel.tp, parallel.pp)
-    if not all(isinstance(size, int) for size in sizes):  # what is left open follows from the ranks there are
-        return asked or max(1, len(_devices(manifest)))
-    total = parallel.dp * parallel.tp * parallel.pp
+    if parallel.ranks is None:  # what is left open follows from the ranks there are
+        return asked or max(1, len(_devices(manifest)) // parallel.tp) * parallel.tp
+    total = parallel.ranks * parallel.pp
     if total % nodes or (asked is not None and asked * nodes != total):
         raise ConfigError(
             f"launcher: parallel.dp x tp x pp = {total} ranks, and launcher.nodes={nodes} x nproc_per_node="

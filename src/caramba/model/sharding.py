@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ REPLICATE, SHARD, SPLIT = "replicate", "shard", "split"
 class Sharding:
     """How the weights of a model are spread: over which ranks, by which units, gathered in which dtype.
 
-    `within` is the mesh of ranks that split every layer first (tensor parallel). With `dtype` blocks are gathered in it, and what is outside of them (embedding, head, last norm) as it is, so that
-    the residual stream stays as wide as without sharding. Gradients are summed in float32.
+    `within` is the mesh of ranks that split every layer first (tensor parallel). With `dtype` blocks are gathered in
+    it, and what is outside of them (embedding, head, last norm) as it is, so that the residual stream stays as wide as
+    without sharding. Gradients are summed in float32.
     """
 
     mesh: DeviceMesh
@@ -58,8 +60,8 @@ def sharding_of(parallel: ParallelConfig, device: torch.device, computes_in: str
         )
     if here % parallel.tp:
         raise ConfigError(
-            f"parallel: tp={parallel.tp} does not divide the {here} ranks of a node, and a layer is split within one; use "
-            "a divisor of them"
+            f"parallel: tp={parallel.tp} does not divide the {here} ranks of a node, and a layer is split within one; "
+            "use a divisor of them"
         )
     is_hybrid = nodes > 1 and parallel.tp == 1 and parallel.sharding in (None, "HYBRID_SHARD")
     shape, names = ((nodes, here), (REPLICATE, SHARD)) if is_hybrid else ((world // parallel.tp,), (SHARD,))
@@ -123,7 +125,10 @@ def fill_sharded(model: Model, whole: Model | None, device: torch.device) -> Non
 def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole weights of a sharded model, on the host of rank 0; other ranks take part and get none."""
     reshard(model)
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    return state
 
 
 def reshard(model: nn.Module) -> None:
