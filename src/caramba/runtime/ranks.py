@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import HashStore, PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from caramba.config.parallel import ParallelConfig
@@ -87,7 +87,7 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
     if world > 1:
         store, rank, world = next(rendezvous("env://", timeout=COLLECTIVE))
     else:
-        store, rank = HashStore(), 0
+        store, rank = dist.HashStore(), 0  # pyright: ignore[reportPrivateImportUsage]
     meeting = next(_meetings)  # a launcher's store outlives a group, and keeps what the last one said
     group_store = PrefixStore(f"group/{meeting}", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=COLLECTIVE)
