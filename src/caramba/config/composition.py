@@ -14,11 +14,11 @@ from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.manifest import (
     DebugConfig,
     LoggerConfig,
-    ParallelConfig,
     SettingsConfig,
     Slug,
 )
 from caramba.config.model import ModelConfig
+from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 

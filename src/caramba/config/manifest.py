@@ -14,6 +14,7 @@ from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
+from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 
@@ -152,17 +153,6 @@ class GroupConfig(Config):
                 f"call it otherwise, such as {taken}_run"
             )
         return self
-
-
-class ParallelConfig(Config):
-    """How a run is spread over devices."""
-
-    strategy: Annotated[
-        Literal["single", "ddp", "fsdp2", "fsdp2_tp"], Later("the scale-out work", "ddp", "fsdp2", "fsdp2_tp")
-    ] = "single"
-    dp: Annotated[Positive, Later("the scale-out work")] = 1
-    tp: Annotated[Positive, Later("the scale-out work")] = 1
-    pp: Annotated[Positive, Later("the scale-out work")] = 1
 
 
 class LoggerConfig(Config):

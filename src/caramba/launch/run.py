@@ -151,6 +151,10 @@ def work(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
     kind = manifest.launcher.type
     refuse_queued(run_dir)
     if kind == "inline" or is_rank():
+        from caramba.launch.ranks import ranks_here, run_ranks
+
+        if (size := ranks_here(manifest)) > 1:
+            return run_ranks(run_dir / MANIFEST, size, flags)
         return run_inline(run_dir / MANIFEST, flags)
     if kind == "torchrun":
         return run_torchrun(run_dir, manifest, flags)

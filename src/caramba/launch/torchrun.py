@@ -62,14 +62,13 @@ def ranks_per_node(manifest: Manifest) -> int:
                 "parallel=ddp, or leave out launcher.nodes and launcher.nproc_per_node"
             )
         return 1
-    sizes = (parallel.dp, parallel.tp, parallel.pp)
-    if not all(isinstance(size, int) for size in sizes):  # what is left open follows from the ranks there are
-        return asked or max(1, len(_devices(manifest)))
-    total = parallel.dp * parallel.tp * parallel.pp
+    total = parallel.ranks
+    if total is None:  # as many as there are
+        return asked or max(1, len(_devices(manifest)) // parallel.tp * parallel.tp)
     if total % nodes or (asked is not None and asked * nodes != total):
         raise ConfigError(
-            f"launcher: parallel.dp x tp x pp = {total} ranks, and launcher.nodes={nodes} x nproc_per_node="
-            f"{asked or 'auto'} do not make them; change one of these so that they multiply to the same number"
+            f"launcher: parallel.dp={parallel.dp} x tp={parallel.tp} are {total} ranks, and launcher.nodes={nodes} x "
+            f"launcher.nproc_per_node={asked or 'auto'} do not make them; change one so that both are the same number"
         )
     return total // nodes
 

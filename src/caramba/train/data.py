@@ -18,7 +18,7 @@ from caramba.data import TokenDataset, WindowSampler
 from caramba.distill import Batch
 from caramba.errors import DataError
 from caramba.measure import spread_windows
-from caramba.runtime import Decision, get_rank, get_world_size
+from caramba.runtime import Decision
 
 VALIDATION_WINDOWS = 64
 READ_BATCHES = 8
@@ -57,11 +57,18 @@ class TimedLoader(DataLoader):
 
 
 def train_loader(
-    dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, *, seed: int, start: int, pin: bool
+    dataset: TokenDataset | Subset[Batch],
+    phase: PhaseConfig,
+    *,
+    seed: int,
+    start: int,
+    pin: bool,
+    share: tuple[int, int] = (0, 1),
 ) -> TimedLoader:
     """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
 
-    With `cache_teacher_outputs` a batch also holds the samples' indices [batch_size].
+    `share` is (this rank, ranks) of those that share the data. With `cache_teacher_outputs` a batch also holds the
+    samples' indices [batch_size].
 
     Raises:
         DataError: the dataset has no window of `block_size` tokens.
@@ -73,7 +80,7 @@ def train_loader(
         )
     assert isinstance(phase.batch_size, int)
     sampler = WindowSampler(
-        len(dataset), phase.batch_size, seed=seed, start=start, rank=get_rank(), world_size=get_world_size()
+        len(dataset), phase.batch_size, seed=seed, start=start, rank=share[0], world_size=share[1]
     )
     windows = IndexedWindows(dataset) if phase.cache_teacher_outputs else dataset
     assert isinstance(phase.num_workers, int)

@@ -59,6 +59,7 @@ class Checkpointing(pl.Callback):
         stop = self._agreement.largest(requested()) if self._agreement is not None else 0
         if (is_due or stop) and not is_last:
             pl_module.refuse_divergence()
+            pl_module.prepare_save()
             trainer.save_checkpoint(self.state_path)
         if stop and not is_last:
             raise Preempted(Signals(stop).name)
@@ -70,5 +71,4 @@ class Checkpointing(pl.Callback):
         pl_module.refuse_divergence()
         if trainer.global_step >= trainer.max_steps or pl_module.has_converged:
             pl_module.finish()
-            if trainer.is_global_zero:
-                self.save_final()
+            self.save_final()
