@@ -217,7 +217,7 @@ def _ending(folder: Path, status: int) -> int:
         f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped",
         file=sys.stderr,
     )
-    if rank != 0:  # what rank 0 said has been shown
-        print(last_lines(folder / f"rank-{rank}.err"), file=sys.stderr)
+    if rank != 0 and (said := last_lines(folder / f"rank-{rank}.err")):  # what rank 0 said has been shown
+        print(said, file=sys.stderr)
     print(f"logs of all ranks: {folder}", file=sys.stderr)
     return code if code > 0 else 1

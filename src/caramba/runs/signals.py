@@ -85,6 +85,8 @@ def _between_steps() -> None:
 
 
 def _heard(number: int, _: Any) -> None:
+    if _request.number:
+        return  # it is stopping already, and must not be stopped in that
     _request.number = number
     if not _request.waits:
         raise Preempted(signal.Signals(number).name)
