@@ -6,18 +6,21 @@ and records what happens to it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, Preempted
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, status_of
 from caramba.runs.ranks import adopt_slurm_ranks, rank
 from caramba.runs.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
 
 USAGE = "usage: python -m caramba.worker RUN/manifest.json [--quiet] [--debug]"
 
@@ -50,56 +53,66 @@ def run(run_dir: Path) -> int:
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew
 
     manifest = read_manifest(run_dir)
-    is_first = rank() == 0
-
-    def record(kind: str, **fields: str) -> None:
-        if is_first:
-            append_event(run_dir, kind, **fields)
-
-    with stop_on_signals(), lock(run_dir) if is_first else contextlib.nullcontext():
-        if is_first and (skew := clock_skew(run_dir)):
+    if rank() > 0:
+        return _follow(manifest, run_dir)
+    with stop_on_signals(), lock(run_dir):
+        if skew := clock_skew(run_dir):
             logger.warning(skew)
-        if is_first and current_job() is not None:
+        if current_job() is not None:
             record_job(run_dir)
             (run_dir / REQUEUE).unlink(missing_ok=True)
             if not (run_dir / "plan.json").exists():
                 rewrite_machine(run_dir)
-        record(STARTED)
+        append_event(run_dir, STARTED)
         try:
             from caramba.experiment import run as run_experiment
 
             results = run_experiment(manifest, run_dir)
         except CarambaError as error:
             _tell_agent(error)
-            record(ENDED_BADLY, error=str(error))
+            append_event(run_dir, ENDED_BADLY, error=str(error))
             raise
         except Exception as error:
             _tell_agent(error)
-            record(ENDED_BADLY, error=f"{type(error).__name__}: {error}")
+            append_event(run_dir, ENDED_BADLY, error=f"{type(error).__name__}: {error}")
             print(f"the run stopped; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             raise
         except KeyboardInterrupt:
-            record(STOPPED)
+            append_event(run_dir, STOPPED)
             print(f"\ninterrupted; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             return INTERRUPTED
         except Preempted as stop:
-            record(STOPPED, signal=stop.signal_name)
+            append_event(run_dir, STOPPED, signal=stop.signal_name)
             print(
                 f"stopped by {stop.signal_name}; go on with: caramba resume {_shown(run_dir)}",
                 file=sys.stderr,
             )
             status = status_of(stop)
-            if is_first and status == PREEMPTED and current_job() is not None:
+            if status == PREEMPTED and current_job() is not None:
                 (run_dir / REQUEUE).touch()
             return status
         failed = [bench.id for result in results for bench in result.benchmarks if bench.error is not None]
         problem = f"benchmark {', '.join(failed)}; report.json holds the error"
-        record(ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
-    if is_first:
-        print_artifacts(run_dir)
+        append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
+    print_artifacts(run_dir)
     if failed:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _follow(manifest: Manifest, run_dir: Path) -> int:
+    """Train with rank 0, which holds the directory and writes in it."""
+    with stop_on_signals(follows=True):
+        try:
+            from caramba.experiment import run as run_experiment
+
+            run_experiment(manifest, run_dir)
+        except Preempted:
+            return 0  # rank 0 says how the run ended; a bad status here would have it killed before it has
+        except Exception as error:
+            _tell_agent(error)
+            raise
+    return 0
 
 
 def _tell_agent(error: BaseException) -> None:

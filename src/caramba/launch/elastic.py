@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,12 +39,13 @@ class RankLogs(LogsSpecs):
 def first_failure(failures: Mapping[int, Any]) -> dict[str, Any]:
     """Return the failure that the others followed from, of {rank: its exit code and error file}.
 
-    A rank that a signal killed says nothing and fails those that wait for it. Among ranks that ended by themselves
-    the one that said so first is it.
+    A rank that a signal killed says nothing and fails those that wait for it; SIGTERM is what the agent itself sends
+    to the others. Among ranks that ended by themselves the one that said so first is it.
     """
 
-    def order(item: tuple[int, Any]) -> tuple[bool, float]:
-        return item[1].exitcode >= 0, _said_at(item[1])
+    def order(item: tuple[int, Any]) -> tuple[int, float]:
+        code = item[1].exitcode
+        return 2 if code == -signal.SIGTERM else int(code >= 0), _said_at(item[1])
 
     rank, failure = min(failures.items(), key=order)
     return {"rank": rank, "exit_status": int(failure.exitcode), "ranks_failed": sorted(failures)}

@@ -57,8 +57,6 @@ def agreed_run(make: Callable[[], Path]) -> Path:
 
 def _store() -> Any:
     """Return the store that torchrun's agent holds."""
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
         raise ConfigError(
@@ -70,4 +68,6 @@ def _store() -> Any:
             "these ranks were not started by torchrun, whose agent keeps what rank 0 composes; use torchrun, or launch "
             "once and start the ranks on RUN/manifest.json: python -m caramba.worker RUN/manifest.json"
         )
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
     return TCPStore(address, int(port), is_master=False, timeout=datetime.timedelta(seconds=WAIT_S))

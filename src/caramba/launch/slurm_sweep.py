@@ -61,4 +61,6 @@ class ArrayDrive(Drive):
         number = submit(folder / SCRIPT, self.manifest)
         if number is not None:
             record_job(folder, number)
+            for task, run_dir in runs.items():
+                record_job(run_dir, f"{number}_{task}")
         return number

@@ -62,13 +62,13 @@ def ranks_per_node(manifest: Manifest) -> int:
                 "parallel=ddp, or leave out launcher.nodes and launcher.nproc_per_node"
             )
         return 1
-    if parallel.ranks is None:  # what is left open follows from the ranks there are
+    total = parallel.ranks
+    if total is None:  # as many as there are
         return asked or max(1, len(_devices(manifest)) // parallel.tp) * parallel.tp
-    total = parallel.ranks * parallel.pp
     if total % nodes or (asked is not None and asked * nodes != total):
         raise ConfigError(
-            f"launcher: parallel.dp x tp x pp = {total} ranks, and launcher.nodes={nodes} x nproc_per_node="
-            f"{asked or 'auto'} do not make them; change one of these so that they multiply to the same number"
+            f"launcher: parallel.dp={parallel.dp} x tp={parallel.tp} are {total} ranks, and launcher.nodes={nodes} x "
+            f"launcher.nproc_per_node={asked or 'auto'} do not make them; change one so that both are the same number"
         )
     return total // nodes
 
@@ -217,7 +217,7 @@ def _ending(folder: Path, status: int) -> int:
         f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped",
         file=sys.stderr,
     )
-    if rank != 0:  # what rank 0 said has been shown
-        print(last_lines(folder / f"rank-{rank}.err"), file=sys.stderr)
+    if rank != 0 and (said := last_lines(folder / f"rank-{rank}.err")):  # what rank 0 said has been shown
+        print(said, file=sys.stderr)
     print(f"logs of all ranks: {folder}", file=sys.stderr)
     return code if code > 0 else 1

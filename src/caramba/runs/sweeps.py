@@ -99,7 +99,8 @@ class Sweep:
             if found in (FINISHED, RUNNING, FAILED):
                 point.state = found
             elif point.state in (RUNNING, FINISHED, WAITING):
-                point.state = INTERRUPTED
+                is_queued = point.state == WAITING == found
+                point.state = WAITING if is_queued else INTERRUPTED
 
     def counts(self) -> dict[str, int]:
         """Return how many points are in each state, those that occur."""
