@@ -57,8 +57,6 @@ def joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Shape: [..., V / ranks] to [..., V].
     """
-    n_ranks = dist.get_world_size(group)
-    # One after the other on dimension 0 is the only order that the call has.
-    parts = x.new_empty((n_ranks * x.shape[0], *x.shape[1:]))
-    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
-    return parts.unflatten(0, (n_ranks, -1)).movedim(0, -2).flatten(-2)
+    parts = x.new_empty((dist.get_world_size(group), *x.shape))
+    dist.all_gather(list(parts.unbind()), x.contiguous(), group=group)
+    return parts.movedim(0, -2).flatten(-2)
