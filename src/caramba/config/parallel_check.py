@@ -66,6 +66,11 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
     ):
         if getattr(phase, key) != off:
             yield f"{key} is not made for sharded weights, got {name}; use parallel=ddp, or remove {key}"
+    if parallel.wrap is not None and phase.compile_model is not False:
+        yield (
+            f"parallel.wrap={list(parallel.wrap)} gathers weights where it says, which may be within code that "
+            f"compile_model={phase.compile_model} compiles as one; use one of the two"
+        )
     compiles, granularity = phase.compile_model is not False, phase.activation_checkpoint_granularity
     if compiles and phase.activation_checkpointing != "none" and granularity == "block":
         yield (

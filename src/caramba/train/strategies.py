@@ -57,7 +57,11 @@ def _strategy(parallel: ParallelConfig, way: str) -> Any:
         )
     if way == AVERAGED:
         return AveragedStrategy()
-    return DDPStrategy(find_unused_parameters=parallel.find_unused_parameters, gradient_as_bucket_view=True)
+    return DDPStrategy(
+        find_unused_parameters=parallel.find_unused_parameters,
+        gradient_as_bucket_view=True,
+        broadcast_buffers=False,  # what there are, rotary frequencies, are the same on all ranks
+    )
 
 
 class JoinedRanks(ClusterEnvironment):
