@@ -27,8 +27,8 @@ def save_sharded_state(
     step: int,
     labels: Mapping[str, str],
 ) -> None:
-    """Write folder/STEP/ whole from all ranks: model/ and optimizer/ of torch.distributed.checkpoint, and loop.pt, which
-    is written last and says that the rest is there. Older steps are then removed.
+    """Write folder/STEP/ whole from all ranks: model/ and optimizer/ of torch.distributed.checkpoint, and loop.pt,
+    which is written last and says that the rest is there. Older steps are then removed.
 
     `labels` describe the model, so that model/ is a checkpoint of its own, which `caramba export` reads.
 
@@ -83,7 +83,7 @@ def load_sharded_state(
     from torch.distributed.checkpoint.state_dict_loader import load
 
     loop = load_training_state(place / LOOP)
-    weights = get_model_state_dict(model)
+    weights: dict[str, Any] = get_model_state_dict(model)
     reader = _reader_of(FileSystemReader)
     _check_fits(place, reader(place / MODEL), weights)
     try:

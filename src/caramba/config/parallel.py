@@ -20,14 +20,12 @@ class ParallelConfig(Config):
     them. A run that goes on with another number of ranks keeps that product, by accumulating more or less.
     """
 
-    strategy: Annotated[StrategyName, Later("the tensor-parallel work", "fsdp2_tp")] = "single"
+    strategy: StrategyName = "single"
     dp: Positive | Literal["auto"] = Field(
         default="auto",
         description="ranks that share the data; auto: as many as the launcher starts, here one per GPU",
     )
-    tp: Annotated[Positive, Later("the tensor-parallel work")] = Field(
-        default=1, description="ranks that share the weights of every layer"
-    )
+    tp: Positive = Field(default=1, description="of fsdp2_tp: ranks that share the work of every layer")
     pp: Annotated[Positive, Later("the pipeline work")] = 1
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = Field(
         default=None,
@@ -67,6 +65,10 @@ class ParallelConfig(Config):
             found.append(f"parallel={self.strategy} has no tp, got tp={self.tp}; use parallel=fsdp2_tp")
         if self.strategy == "fsdp2_tp" and self.tp == 1:
             found.append("parallel=fsdp2_tp needs parallel.tp of 2 or more, got 1; set it, or use fsdp2")
+        if self.tp > 1 and self.sharding == "HYBRID_SHARD":
+            found.append(
+                "sharding=HYBRID_SHARD with tp would be a mesh of three dimensions; leave sharding out"
+            )
         if self.sharding == "NO_SHARD":
             found.append(
                 "sharding=NO_SHARD keeps whole weights on every rank, which is parallel=ddp; use that"

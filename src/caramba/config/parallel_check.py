@@ -35,6 +35,11 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
                 "parallel.blockwise=blocks trains other blocks on every rank, which convergence would end at different "
                 "steps; use parallel.blockwise=data, or remove convergence"
             )
+        if parallel.tp > 1:
+            yield (
+                f"phase={phase.phase} trains attention layers one by one, which parallel=fsdp2_tp splits over ranks; "
+                "use parallel=ddp or fsdp2"
+            )
         return
     if not parallel.is_sharded:
         return

@@ -317,8 +317,8 @@ class PhaseConfig(Config):
         return lr * self.lr_factor(ranks)
 
     def lr_factor(self, ranks: int = 1) -> float:
-        """What `lr_scaling` makes of lr: B / B_0 or its square root, B the sequences of a step, of all `ranks` that share
-        the data; 1 while B is `auto`.
+        """What `lr_scaling` makes of lr: B / B_0 or its square root, B the sequences of a step, of all `ranks` that
+        share the data; 1 while B is `auto`.
 
         Reference: Goyal et al., 2017, arXiv:1706.02677 (linear); Malladi et al., 2022, arXiv:2205.10287 (square root).
         """

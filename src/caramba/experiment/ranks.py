@@ -22,11 +22,12 @@ from caramba.experiment.text import open_text
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
+from caramba.parallel import apply_tensor_parallel, tensor_parallel_plan
 from caramba.runtime import (
     AttentionChoice,
     Ranks,
     RuntimePlan,
-    get_rank,
+    data_share,
     is_main_process,
     seed_process,
     send_from_main,
@@ -81,7 +82,10 @@ def assemble(
         model.to("cpu")
 
     def shard() -> None:
-        shard_model(shell, sharding_of(session.manifest.parallel, device, decided.value("dtype")))
+        sharding = sharding_of(session.manifest.parallel, device, decided.value("dtype"))
+        if sharding.within is not None:
+            apply_tensor_parallel(shell, sharding.within)
+        shard_model(shell, sharding)
         fill_sharded(shell, model, device)
 
     def gather() -> None:
@@ -90,6 +94,19 @@ def assemble(
             model.load_state_dict(state)
 
     return Assembled(objective, shard, gather)
+
+
+def check_split(session: Session) -> None:
+    """Refuse layers that the ranks of parallel.tp cannot share, before anything is trained.
+
+    Raises:
+        ConfigError: naming the heads or features, or a layer that has no plan.
+    """
+    if session.manifest.parallel.tp == 1:
+        return
+    specs = [model.spec for model in (session.teacher, session.student) if model is not None]
+    for spec in (session.manifest.model, *specs):
+        tensor_parallel_plan(build_model(spec, device="meta"), session.manifest.parallel.tp)
 
 
 def empty_model(spec: ModelSpec, device: torch.device) -> Model:
@@ -151,7 +168,7 @@ def _train(session: Session, order: Order) -> None:
     assert not is_main_process()
     session.device = torch.device(order.plan.value("device"))
     kernels.load(session.device, session.manifest.kernels)
-    seed_process(order.seed, get_rank())
+    seed_process(order.seed, data_share(session.manifest.parallel.tp)[0])
     session.teacher = None if order.teacher is None else empty_model(order.teacher, session.device)
     with attention_backends(session.device, order.attention):
         made = assemble(session, order.phase, order.plan, None, order.model)

@@ -16,7 +16,7 @@ from caramba.experiment.controls import measure_controls
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_block_schedules, check_precisions, check_teacher_caches
 from caramba.experiment.planning import settle_plans
-from caramba.experiment.ranks import follow
+from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
@@ -74,6 +74,7 @@ def run_group(
     append_event(folder, "group_started", group=group.name)
     session = Session.open(manifest, group, folder, ranks)
     check_precisions(session)
+    check_split(session)
     settle_plans(session)
     keep_step_size(session)
     group = session.group

@@ -255,8 +255,8 @@ def _fit(
             failure = OutOfMemory(str(error), step=error.step, is_clean=error.is_clean)
         if get_world_size() > 1:
             raise OutOfMemory(
-                f"{failure}; {get_world_size()} ranks train together, so none goes on alone with a smaller batch: start "
-                "a new run with a smaller batch_size and as many times gradient_accumulation_steps"
+                f"{failure}; {get_world_size()} ranks train together, so none goes on alone with a smaller batch: "
+                "start a new run with a smaller batch_size and as many times gradient_accumulation_steps"
             )
         if phase.batch_size == 1 or attempt == 2:
             break

@@ -62,8 +62,9 @@ def resized(name: str, phase: PhaseConfig, before: int, now: int) -> tuple[int, 
     batch_size, samples = phase.batch_size, phase.batch_size * phase.gradient_accumulation_steps * before
     if samples % now:
         raise ConfigError(
-            f"run {name!r}: a step has {samples} samples (batch_size={batch_size} x {phase.gradient_accumulation_steps} "
-            f"on {before} ranks), which {now} ranks do not share evenly; start a divisor of {samples}"
+            f"run {name!r}: a step has {samples} samples (batch_size={batch_size} x "
+            f"{phase.gradient_accumulation_steps} on {before} ranks), which {now} ranks do not share evenly; "
+            f"start a divisor of {samples}"
         )
     own = samples // now
     size = next(part for part in range(min(batch_size, own), 0, -1) if own % part == 0)

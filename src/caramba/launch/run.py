@@ -14,7 +14,7 @@ from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.preflight import check_extras, check_weights
 from caramba.launch.slurm import check_slurm, submit_run
-from caramba.launch.torchrun import check_torchrun, run_torchrun
+from caramba.launch.torchrun import check_torchrun, ranks_per_node, run_torchrun
 from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run, unfinished_run
 from caramba.runs.ending import MISTAKE
 from caramba.runs.environment import environment_changes
@@ -140,7 +140,7 @@ def check_launcher(manifest: Manifest) -> None:
     Raises:
         ConfigError: naming the program that is missing, or the ranks that cannot be.
     """
-    if manifest.launcher.type == "torchrun":
+    if manifest.launcher.type in ("inline", "torchrun"):
         check_torchrun(manifest)
     elif manifest.launcher.is_slurm:
         check_slurm(manifest)
@@ -150,13 +150,9 @@ def work(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
     """Start the worker where the manifest's launcher says, and return its exit status."""
     kind = manifest.launcher.type
     refuse_queued(run_dir)
-    if kind == "inline" or is_rank():
-        from caramba.launch.ranks import ranks_here, run_ranks
-
-        if (size := ranks_here(manifest)) > 1:
-            return run_ranks(run_dir / MANIFEST, size, flags)
+    if is_rank() or (kind == "inline" and ranks_per_node(manifest) == 1):
         return run_inline(run_dir / MANIFEST, flags)
-    if kind == "torchrun":
+    if kind in ("inline", "torchrun"):
         return run_torchrun(run_dir, manifest, flags)
     if manifest.launcher.is_slurm:
         if run_state(run_dir).state == FINISHED:

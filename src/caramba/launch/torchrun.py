@@ -64,7 +64,7 @@ def ranks_per_node(manifest: Manifest) -> int:
         return 1
     total = parallel.ranks
     if total is None:  # as many as there are
-        return asked or max(1, len(_devices(manifest)) // parallel.tp * parallel.tp)
+        return asked or max(1, len(_devices(manifest)) // parallel.tp) * parallel.tp
     if total % nodes or (asked is not None and asked * nodes != total):
         raise ConfigError(
             f"launcher: parallel.dp={parallel.dp} x tp={parallel.tp} are {total} ranks, and launcher.nodes={nodes} x "

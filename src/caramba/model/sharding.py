@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,20 @@ from caramba.model.model import Model
 from caramba.runtime import get_local_world_size, get_world_size
 from caramba.topology import sharding_units
 
-REPLICATE, SHARD = "replicate", "shard"
+REPLICATE, SHARD, SPLIT = "replicate", "shard", "split"
 
 
 @dataclass(frozen=True)
 class Sharding:
     """How the weights of a model are spread: over which ranks, by which units, gathered in which dtype.
 
-    With `dtype` blocks are gathered in it, and what is outside of them (embedding, head, last norm) as it is, so that
-    the residual stream stays as wide as without sharding. Gradients are summed in float32.
+    `within` is the mesh of ranks that split every layer first (tensor parallel). With `dtype` blocks are gathered in
+    it, and what is outside of them (embedding, head, last norm) as it is, so that the residual stream stays as wide as
+    without sharding. Gradients are summed in float32.
     """
 
     mesh: DeviceMesh
+    within: DeviceMesh | None = None
     reshards: bool = True
     dtype: torch.dtype | None = None
     units: tuple[str, ...] | None = None
@@ -55,14 +58,25 @@ def sharding_of(parallel: ParallelConfig, device: torch.device, computes_in: str
             "parallel.sharding=HYBRID_SHARD shards within a node and replicates between nodes, and all ranks are on "
             "one; use FULL_SHARD, or leave sharding out"
         )
-    is_hybrid = nodes > 1 and parallel.sharding in (None, "HYBRID_SHARD")
-    shape, names = ((nodes, here), (REPLICATE, SHARD)) if is_hybrid else ((world,), (SHARD,))
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    if here % parallel.tp:
+        raise ConfigError(
+            f"parallel: tp={parallel.tp} does not divide the {here} ranks of a node, and a layer is split within one; "
+            "use a divisor of them"
+        )
+    is_hybrid = nodes > 1 and parallel.tp == 1 and parallel.sharding in (None, "HYBRID_SHARD")
+    shape, names = ((nodes, here), (REPLICATE, SHARD)) if is_hybrid else ((world // parallel.tp,), (SHARD,))
+    within = None
+    if parallel.tp > 1:
+        grid = init_device_mesh(device.type, (*shape, parallel.tp), mesh_dim_names=(*names, SPLIT))
+        mesh, within = grid[SHARD], grid[SPLIT]
+    else:
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     is_narrow = parallel.mixed_precision == "bfloat16" or (
         parallel.mixed_precision == "auto" and computes_in == "bfloat16"
     )
     return Sharding(
         mesh,
+        within,
         reshards=parallel.sharding != "SHARD_GRAD_OP",
         dtype=torch.bfloat16 if is_narrow else None,
         units=parallel.wrap,
@@ -111,7 +125,10 @@ def fill_sharded(model: Model, whole: Model | None, device: torch.device) -> Non
 def gathered_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the whole weights of a sharded model, on the host of rank 0; other ranks take part and get none."""
     reshard(model)
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: dict[str, Any] = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    return state
 
 
 def reshard(model: nn.Module) -> None:

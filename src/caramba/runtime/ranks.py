@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from caramba.config.parallel import ParallelConfig
 from caramba.errors import ConfigError
@@ -20,6 +23,7 @@ from caramba.runtime.device import choose_device
 PATIENCE = timedelta(days=30)  # rank 0 may measure for hours between two phases
 PARTING = timedelta(seconds=10)
 COLLECTIVE = timedelta(minutes=30)
+_meetings = itertools.count()
 
 
 @dataclass
@@ -81,12 +85,13 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
     is_cuda = chosen.type == "cuda"
     backend = "cpu:gloo,cuda:nccl" if is_cuda else "gloo"
     if world > 1:
-        store, rank, world = next(dist.rendezvous("env://", timeout=COLLECTIVE))
+        store, rank, world = next(rendezvous("env://", timeout=COLLECTIVE))
     else:
-        store, rank = dist.HashStore(), 0
-    group_store = dist.PrefixStore("group", store)
+        store, rank = dist.HashStore(), 0  # pyright: ignore[reportPrivateImportUsage]
+    meeting = next(_meetings)  # a launcher's store outlives a group, and keeps what the last one said
+    group_store = PrefixStore(f"group/{meeting}", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=COLLECTIVE)
-    ranks = Ranks(rank, world, dist.PrefixStore("orders", store))
+    ranks = Ranks(rank, world, PrefixStore(f"orders/{meeting}", store))
     try:
         yield ranks
     except (

@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from caramba.checkpoint.sharded import latest_sharded_state, load_sharded_state, save_sharded_state
