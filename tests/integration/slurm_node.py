@@ -94,7 +94,7 @@ class SlurmNode:
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(self._daemons):
             try:
-                daemon.wait(10)
+                daemon.wait(3)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()

@@ -68,7 +68,7 @@ def test_a_job_is_requeued_by_a_signal_cancelled_and_resumed_in_place(
     assert "did you mean 'test'? partitions: test" in refused.stderr
     assert not list(folder.glob("runs/*/*")), "nothing is left of a job that was refused"
 
-    words = ["train.steps=150", "train.save_every=1000", "cluster.time=10", "cluster.cpus_per_task=1"]
+    words = ["train.steps=150", "train.save_every=1000", "cluster.time=00:10:00", "cluster.cpus_per_task=1"]
     done = caramba(["launch", *WORDS, *words], folder, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = folder.glob("runs/tiny_pretrain/*")

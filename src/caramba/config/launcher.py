@@ -12,7 +12,7 @@ from caramba.config.layer import Positive
 
 # Each of these ends in a line of a shell script: one word without blanks, quotes or anything that a shell reads.
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/=@%+&|*\[\]-]*$")]
-Time = Annotated[str, Field(pattern=r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){0,2})$")]
+Time = Annotated[str, Field(pattern=r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){1,2})$")]
 Memory = Annotated[str, Field(pattern=r"^\d+[KMGT]?$")]
 Option = Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:/@%+&|*\[\]-]+)?$")]
 
@@ -119,7 +119,7 @@ class ClusterConfig(Config):
     account: Word | None = None
     qos: Word | None = None
     time: Time | None = Field(
-        default=None, description="limit of a job, as SLURM writes it: MINUTES, HH:MM:SS or D-HH"
+        default=None, description="limit of a job, as SLURM writes it: HH:MM:SS or D-HH:MM:SS"
     )
     gpus: Annotated[int, Field(ge=0)] | Word | None = Field(
         default=None,
@@ -133,6 +133,13 @@ class ClusterConfig(Config):
     options: tuple[Option, ...] = Field(
         default=(), description="further #SBATCH lines, such as --exclusive or --reservation=NAME"
     )
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _clock(cls, time: object) -> object:
+        if isinstance(time, int):  # YAML reads 4:00:00 as 14400, which SLURM would take for minutes
+            raise ValueError(f"got the number {time}; write it as HH:MM:SS, in a file in quotes: '04:00:00'")
+        return time
 
     @field_validator("env")
     @classmethod

@@ -88,7 +88,8 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
         store, rank, world = next(rendezvous("env://", timeout=COLLECTIVE))
     else:
         store, rank = dist.HashStore(), 0  # pyright: ignore[reportPrivateImportUsage]
-    meeting = next(_meetings)  # a launcher's store outlives a group, and keeps what the last one said
+    # A launcher's store outlives a group and, in torchrun's agent, a restart: it keeps what was said there.
+    meeting = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_meetings)}"
     group_store = PrefixStore(f"group/{meeting}", store)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=COLLECTIVE)
     ranks = Ranks(rank, world, PrefixStore(f"orders/{meeting}", store))

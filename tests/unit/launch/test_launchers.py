@@ -45,6 +45,7 @@ def launched(manifest, parallel=None, cluster=None, **launcher):
         (ClusterConfig, {"modules": ["cuda;rm"]}, "modules"),
         (ClusterConfig, {"account": "$(rm)"}, "account"),
         (ClusterConfig, {"time": "soon"}, "time"),
+        (ClusterConfig, {"time": 14400}, "got the number 14400; write it as HH:MM:SS"),
         (ClusterConfig, {"options": ["--array=1-9"]}, "--array is set by launcher.n_jobs"),
         (ClusterConfig, {"options": ["--exclusive\nrm"]}, "options"),
         (ClusterConfig, {"env": {"A-B": "x"}}, "'A-B' is not the name of a variable"),
