@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
+from caramba.cli import main
 from caramba.config.model import ModelSpec
 from caramba.infer import Generator
-from caramba.model import Model, build_model
+from caramba.model import Model, build_model, save_model
 from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from caramba.topology import checkpoint_topology
+from tests.integration.commands import environment
 from tests.unit.model.model_specs import ATTENTION, MLP, NORM, VOCAB, M, attention, block, spec, transformer
 
 TOKENS = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -116,7 +121,7 @@ def rank_main(rank: int, folder: str) -> None:
         init_method=f"file://{folder}/meet",
         rank=rank,
         world_size=2,
-        timeout=datetime.timedelta(seconds=60),
+        timeout=datetime.timedelta(minutes=5),
     )
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {name: compared(name, mesh) for name in SPECS}
@@ -141,3 +146,71 @@ def test_two_ranks_do_the_work_of_one(both: list[dict[str, dict[str, Any]]], nam
         assert one["weights"] == 0
         assert one["tokens"]
         assert one["split"] < one["parameters"]
+
+
+def test_torchrun_generates_the_text_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(spec(block("latent"), block("decoupled"), vocab_size=258), seed=1)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(4)
+    save_model(model, tmp_path / "model.safetensors", role="student", phase="test", labels={})
+    words = [
+        "generate",
+        "model.safetensors",
+        "--tokenizer",
+        "byte",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "12",
+    ]
+    words += ["--prompt", "def f", "--prompt", "a", "--seed", "5", "--json"]
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    alone = json.loads(capsys.readouterr().out)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "caramba"]
+    both = subprocess.run(
+        [*command, *words], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert both.returncode == 0, both.stderr
+    shared = json.loads(both.stdout)  # one rank speaks
+    assert [row["tokens"] for row in shared["rows"]] == [row["tokens"] for row in alone["rows"]]
+    assert [row["text"] for row in shared["rows"]] == [row["text"] for row in alone["rows"]]
+    assert 0.5 < shared["stats"]["cache_bytes"] / alone["stats"]["cache_bytes"] < 1, (
+        "the latent is on both ranks"
+    )
+
+
+def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
+    generate = {"max_new_tokens": 4, "temperature": 0.0}
+    rung = SharedRung("cpu", "float32", "reference", False, TOKENS.tolist(), 1, 2, generate)
+    model = build_model(SPECS["even"], seed=1)
+    found = timed_on_ranks(model, rung)
+    assert (found.ran, len(found.timed)) == ("eager", 2)
+    assert all(seconds > 0 for pair in found.timed for seconds in pair)
+    assert found.weight_bytes < 0.75 * sum(value.nbytes for value in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["graph", True])
+def test_two_gpus_replay_graphs_of_a_shared_step(compiled: str | bool) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, {torch.cuda.device_count()} are here")
+    generate = {"max_new_tokens": 16, "temperature": 0.0, "compiled": compiled}
+    wide = {
+        "type": "AttentionLayer",
+        "d_model": 256,
+        "n_heads": 8,
+        "mode": "gqa",
+        "n_kv_heads": 4,
+        "head_dim": 64,
+    }
+    network = {
+        "embedder": {"vocab_size": 512, "d_model": 256},
+        "topology": {"type": "StackedTopology", "layers": [wide]},
+    }
+    rung = SharedRung("cuda", "bfloat16", "auto", False, [[1, 2, 3]], 1, 3, generate)
+    found = timed_on_ranks(build_model(ModelSpec.model_validate(network), seed=1), rung)
+    assert found.ran == ("graph" if compiled == "graph" else "compiled graph")
