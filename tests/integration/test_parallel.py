@@ -222,5 +222,5 @@ def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
     assert resized("pretrain", phase, 2, 4) == (2, 1)
     with pytest.raises(ConfigError, match=r"a step has 8 samples .* which 3 ranks do not share evenly"):
         resized("pretrain", phase, 2, 3)
-    with pytest.raises(ConfigError, match="optimizer=muon works on whole matrices"):
+    with pytest.raises(ConfigError, match="optimizer=muon is made for whole weights"):
         freeze([*WORDS, "parallel=fsdp2", "train.optimizer=muon"])

@@ -46,8 +46,8 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
     name = f"parallel={parallel.strategy}"
     if phase.optimizer not in SHARDED_OPTIMIZERS:
         yield (
-            f"optimizer={phase.optimizer} works on whole matrices, and {name} keeps a part of each on every rank; use "
-            f"optimizer={' or '.join(SHARDED_OPTIMIZERS)}, or parallel=ddp"
+            f"optimizer={phase.optimizer} is made for whole weights, and {name} keeps a part of each on every rank; "
+            f"use optimizer={' or '.join(SHARDED_OPTIMIZERS)}, or parallel=ddp"
         )
     if phase.has_16_bit_weights:
         yield (
