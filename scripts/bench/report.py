@@ -18,6 +18,7 @@ import sections_kernels
 import sections_loss
 import sections_scaling
 import sections_sweeps
+import sections_training
 import sections_upcycle
 
 from caramba.runs.files import write_whole
@@ -184,6 +185,7 @@ SECTIONS = {
     "sweep_overhead": sections_sweeps.sweep_overhead,
     "collect_runs": sections_sweeps.collect_runs,
     "scaling": sections_scaling.scaling,
+    "training": sections_training.training,
     "upcycle_proxy": sections_upcycle.upcycle_proxy,
 }
 

@@ -140,9 +140,11 @@ def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
 
     windows = RandomWindows(4096, phase.block_size, manifest.model.embedder.vocab_size, False)
     losses = Losses()
+    objective = LanguageModelObjective(trained)
+    objective.is_sharded = shard is not None
     with tempfile.TemporaryDirectory() as folder, attention_backends(device, attention):
         outcome = fit(
-            LanguageModelObjective(trained),
+            objective,
             phase,
             PhaseData(windows, windows, seed=1, start=0),
             decided,

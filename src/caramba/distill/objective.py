@@ -20,6 +20,8 @@ class Objective(ABC):
     """One step of training: call `backward` on one or more scalar losses, return detached scalars with a `loss`."""
 
     model: Model
+    is_sharded = False
+    """Whether what shards the model over ranks hooks the nodes of its blocks."""
 
     @abstractmethod
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -53,7 +55,10 @@ class Objective(ABC):
         return False
 
     def compilable(self) -> list[nn.Module]:
-        """Return the modules whose forward torch.compile may replace while this objective trains."""
+        """Return the modules whose forward torch.compile may replace while this objective trains.
+
+        The model may run otherwise from then on, with the same numbers, until `checkpoint("none")`.
+        """
         return []
 
     def checkpoint(self, mode: str, granularity: Granularity = "block") -> None:

@@ -78,6 +78,7 @@ def assemble(
         return Assembled(objective, None, lambda: None)
     shell = build_model(spec, device="meta")
     objective = build_objective(session, phase, decided, shell)
+    objective.is_sharded = True
     if model is not None:
         model.to("cpu")
 

@@ -253,3 +253,5 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Its new name is not in torch 2.11.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated.*")
