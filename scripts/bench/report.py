@@ -16,6 +16,7 @@ import sections_decode
 import sections_inference
 import sections_kernels
 import sections_loss
+import sections_scaling
 import sections_sweeps
 import sections_training
 import sections_upcycle
@@ -183,6 +184,7 @@ SECTIONS = {
     "blockwise_cost": sections_upcycle.blockwise_cost,
     "sweep_overhead": sections_sweeps.sweep_overhead,
     "collect_runs": sections_sweeps.collect_runs,
+    "scaling": sections_scaling.scaling,
     "training": sections_training.training,
     "upcycle_proxy": sections_upcycle.upcycle_proxy,
 }

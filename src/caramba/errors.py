@@ -65,3 +65,14 @@ class BudgetExceeded(CarambaError):  # noqa: N818 - as above
 
 class AgentError(CarambaError):
     """A language-model agent returned something that cannot be used."""
+
+
+class Preempted(BaseException):
+    """A signal asked the run to stop; what has been trained is saved.
+
+    No error: as with Ctrl-C, nothing that handles errors may take it.
+    """
+
+    def __init__(self, signal_name: str) -> None:
+        super().__init__(signal_name)
+        self.signal_name = signal_name

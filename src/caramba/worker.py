@@ -1,13 +1,26 @@
-"""Runs one frozen manifest: `python -m caramba.worker RUN/manifest.json`. Every launcher starts exactly this."""
+"""Runs one frozen manifest: `python -m caramba.worker RUN/manifest.json`. Every launcher starts exactly this.
+
+Several ranks run the same file, under torchrun's variables or as the tasks of a SLURM step: the first holds the run
+and records what happens to it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from caramba.console import logger
-from caramba.errors import CarambaError, ConfigError
-from caramba.runs.ending import INTERRUPTED, end
+from caramba.errors import CarambaError, ConfigError, Preempted
+from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, status_of
+from caramba.runs.ranks import adopt_slurm_ranks, rank
+from caramba.runs.signals import stop_on_signals
+
+if TYPE_CHECKING:
+    from caramba.config.manifest import Manifest
 
 USAGE = "usage: python -m caramba.worker RUN/manifest.json [--quiet] [--debug]"
 
@@ -25,7 +38,8 @@ def _work(argv: list[str]) -> int:
         raise ConfigError(f"worker: expected one manifest, got {argv}; {USAGE}")
     file = Path(paths[0]).absolute()
     run_dir = file.parent if file.suffix == ".json" else file
-    if "--quiet" in argv:
+    adopt_slurm_ranks()
+    if "--quiet" in argv or rank() != 0:
         logger.quiet = True
     return run(run_dir)
 
@@ -33,20 +47,33 @@ def _work(argv: list[str]) -> int:
 def run(run_dir: Path) -> int:
     """Hold a run directory, run its manifest in it, and print where the artifacts are."""
     from caramba.runs import lock, read_manifest
+    from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
-    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED
+    from caramba.runs.jobs import REQUEUE, current_job, record_job
+    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew
 
     manifest = read_manifest(run_dir)
-    with lock(run_dir):
+    if rank() > 0:
+        return _follow(manifest, run_dir)
+    with stop_on_signals(), lock(run_dir):
+        if skew := clock_skew(run_dir):
+            logger.warning(skew)
+        if current_job() is not None:
+            record_job(run_dir)
+            (run_dir / REQUEUE).unlink(missing_ok=True)
+            if not (run_dir / "plan.json").exists():
+                rewrite_machine(run_dir)
         append_event(run_dir, STARTED)
         try:
             from caramba.experiment import run as run_experiment
 
             results = run_experiment(manifest, run_dir)
         except CarambaError as error:
+            _tell_agent(error)
             append_event(run_dir, ENDED_BADLY, error=str(error))
             raise
         except Exception as error:
+            _tell_agent(error)
             append_event(run_dir, ENDED_BADLY, error=f"{type(error).__name__}: {error}")
             print(f"the run stopped; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             raise
@@ -54,6 +81,16 @@ def run(run_dir: Path) -> int:
             append_event(run_dir, STOPPED)
             print(f"\ninterrupted; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
             return INTERRUPTED
+        except Preempted as stop:
+            append_event(run_dir, STOPPED, signal=stop.signal_name)
+            print(
+                f"stopped by {stop.signal_name}; go on with: caramba resume {_shown(run_dir)}",
+                file=sys.stderr,
+            )
+            status = status_of(stop)
+            if status == PREEMPTED and current_job() is not None:
+                (run_dir / REQUEUE).touch()
+            return status
         failed = [bench.id for result in results for bench in result.benchmarks if bench.error is not None]
         problem = f"benchmark {', '.join(failed)}; report.json holds the error"
         append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
@@ -61,6 +98,30 @@ def run(run_dir: Path) -> int:
     if failed:
         print(f"failed: {problem}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _follow(manifest: Manifest, run_dir: Path) -> int:
+    """Train with rank 0, which holds the directory and writes in it."""
+    with stop_on_signals(follows=True):
+        try:
+            from caramba.experiment import run as run_experiment
+
+            run_experiment(manifest, run_dir)
+        except Preempted:
+            return 0  # rank 0 says how the run ended; a bad status here would have it killed before it has
+        except Exception as error:
+            _tell_agent(error)
+            raise
+    return 0
+
+
+def _tell_agent(error: BaseException) -> None:
+    """Say to the elastic agent that started this rank what it failed with and when: it looks for the first of all."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        now = time.time()
+        extra = {"timestamp": str(int(now)), "py_callstack": ""}
+        said = {"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}, "time": now}
+        Path(file).write_text(json.dumps(said), encoding="utf-8")
 
 
 def print_artifacts(run_dir: Path) -> None:

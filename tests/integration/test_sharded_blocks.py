@@ -1,4 +1,5 @@
-"""Two processes share the blocks of one student: each trains its own, and both end with all of them."""
+"""Two processes share the blocks of one student: each trains its own, and both end with all of them. Or they share the
+data: both train all blocks, on rows of their own."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import torch.multiprocessing as mp
 
 from caramba.distill import BlockSchedule, BlockShard, BlockwiseObjective, block_errors
 from caramba.model import Model, build_model
+from caramba.runtime import average_gradients
 from caramba.upcycle import pair_attention
 from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
 
@@ -38,6 +40,25 @@ def trained(shard_of: tuple[int, int] | None) -> tuple[Model, list[str], int]:
     return student, list(shard.owned), with_gradient
 
 
+def trained_on_shares(shares: list[torch.Tensor]) -> Model:
+    """Train all blocks on some rows each; with a process group these are one rank's, and gradients are averaged."""
+    teacher = build_model(spec(), seed=1).eval().requires_grad_(False)
+    student = build_model(student_spec(4, 8, 8), seed=2)
+    pairs = pair_attention(teacher, student)
+    objective = BlockwiseObjective(
+        student, teacher, pairs, shard=BlockShard([name for name, _, _ in pairs], rank=0, world_size=1)
+    )
+    weights = [value for _, value in objective.trainable()]
+    optimizer = torch.optim.SGD(weights, lr=0.1)
+    for _ in range(STEPS):
+        for rows in shares:
+            objective.step((rows[:, :-1], rows[:, 1:]), lambda loss: (loss / len(shares)).backward())
+        average_gradients(weights)
+        optimizer.step()
+        optimizer.zero_grad()
+    return student
+
+
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
@@ -45,7 +66,13 @@ def rank_main(rank: int, folder: str) -> None:
     teacher = build_model(spec(), seed=1).eval()
     errors = block_errors(teacher, pair_attention(teacher, student), TOKENS)
     torch.save(
-        {"errors": errors, "state": student.state_dict(), "owned": owned, "grads": with_gradient},
+        {
+            "errors": errors,
+            "state": student.state_dict(),
+            "owned": owned,
+            "grads": with_gradient,
+            "averaged": trained_on_shares([TOKENS.chunk(2)[rank]]).state_dict(),
+        },
         f"{folder}/{rank}.pt",
     )
     dist.barrier()
@@ -60,6 +87,8 @@ def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:
     assert [end["owned"] for end in ends] == [names[:1], names[1:]]
     assert [end["grads"] for end in ends] == [every // 2, every // 2], "no gradient of another's blocks"
     assert ends[0]["errors"] == ends[1]["errors"], "every rank measures all blocks"
+    for key, value in trained_on_shares(list(TOKENS.chunk(2))).state_dict().items():
+        torch.testing.assert_close(ends[1]["averaged"][key], value, rtol=1e-5, atol=1e-6)
     untouched = build_model(student_spec(4, 8, 8), seed=2).state_dict()
     for key, value in alone.state_dict().items():
         for end in ends:

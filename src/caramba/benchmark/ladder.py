@@ -14,13 +14,16 @@ import numpy as np
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from caramba.benchmark.ladder_ranks import SharedRung, kernels_in_use, timed_on_ranks
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import InferenceLadderConfig
 from caramba.config.quantise import WeightFormat
+from caramba.errors import ConfigError
 from caramba.infer import Generator
 from caramba.measure import model_bytes
 from caramba.model import Model
 from caramba.ops.backend import without_kernels
+from caramba.parallel import tensor_parallel_plan
 from caramba.quantise import format_refusal, quantise_weights
 from caramba.result import Metric
 
@@ -31,11 +34,9 @@ RUNGS = {
     "int8": "+ INT8 weights",
     "tp2": "+ tensor parallel over 2",
 }
+SHARED, N_RANKS = "tp2", 2
 NO_GRAPHS = "CUDA graphs need a CUDA device, the models are on {device}"
-NO_TP = {
-    False: "tensor parallelism over 2 needs 2 devices, this process sees {n}",
-    True: "tensor-parallel generation is not part of this ladder: it needs a process per device",
-}
+NO_TP = "tensor parallelism over 2 needs 2 devices, this process sees {n}"
 
 
 @dataclass(frozen=True)
@@ -60,32 +61,39 @@ def inference_ladder(
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
     """Time every model's decode on every rung that the device has; a rung that it has not is a row that says why.
 
-    Rungs take turns within a repetition. `latency_ms` is the time of a decode step, `tok_s` the new tokens of all rows
-    per second of decode: medians of `timed_runs`, `std` their standard deviation; rows add p20 and p80, and in what
-    form the steps `ran`.
+    Rungs take turns within a repetition; `tp2`, which two processes of its own run with whatever else is on, comes
+    after them. `latency_ms` is the time of a decode step, `tok_s` the new tokens of all rows per second of decode:
+    medians of `timed_runs`, `std` their standard deviation; rows add p20 and p80, in what form the steps `ran`, and
+    the bytes of weights, of one device's.
     """
     metrics: list[Metric] = []
     rows: list[dict[str, Any]] = []
     for name, model in subjects.models.items():
-        missing = missing_rungs(subjects.device, served_dtype(model, subjects.device))
-        rungs = _rungs(model, config, subjects.device, [rung for rung in config.rungs if rung not in missing])
+        missing = missing_rungs(subjects.device, model)
+        here = [rung for rung in config.rungs if rung not in missing and rung != SHARED]
+        rungs = _rungs(model, config, subjects.device, here)
         timed = _timed(rungs, config, subjects)
+        facts = {rung.name: (rung.generator.stats.decode, rung.weight_bytes) for rung in rungs}
         # Steps that the device cannot run by itself, for this model, are no rung of their own.
         missing |= {
             rung.name: rung.generator.stats.not_compiled
             for rung in rungs
             if rung.name == "graphs" and rung.generator.stats.not_compiled is not None
         }
+        if SHARED in config.rungs and SHARED not in missing:
+            shared = timed_on_ranks(
+                model, shared_rung(model, config, subjects, is_int8="int8" not in missing)
+            )
+            timed[SHARED], facts[SHARED] = shared.timed, (shared.ran, shared.weight_bytes)
         first: float | None = None
         for rung in config.rungs:
             row: dict[str, Any] = {"model": name, "rung": rung, "what": RUNGS[rung]}
             if rung in missing:
                 rows.append(row | {"skipped": missing[rung]})
                 continue
-            one = next(item for item in rungs if item.name == rung)
             found = _summary(timed[rung], config.batch_size)
             first = first or found["tok_s"]
-            row |= {"ran": one.generator.stats.decode, "weight_bytes": one.weight_bytes}
+            row |= dict(zip(("ran", "weight_bytes"), facts[rung], strict=True))
             found["speed_up"] = found["tok_s"] / first
             rows.append(row | found)
             given = (
@@ -103,17 +111,39 @@ def served_dtype(model: Model, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if device.type == "cuda" and own is torch.float32 else own
 
 
-def missing_rungs(device: torch.device, dtype: torch.dtype) -> dict[str, str]:
-    """Return the rungs that a device has not, with the reason."""
+def missing_rungs(device: torch.device, model: Model) -> dict[str, str]:
+    """Return the rungs that a device or a model has not, with the reason."""
     found: dict[str, str] = {}
-    reason = format_refusal(WeightFormat.INT8, device, dtype)
+    reason = format_refusal(WeightFormat.INT8, device, served_dtype(model, device))
     if reason is not None:
         found["int8"] = reason
     if device.type != "cuda":
         found["graphs"] = NO_GRAPHS.format(device=device.type)
     n_devices = torch.cuda.device_count() if device.type == "cuda" else 1
-    found["tp2"] = NO_TP[n_devices > 1].format(n=n_devices)
+    if n_devices < N_RANKS:
+        return found | {SHARED: NO_TP.format(n=n_devices)}
+    try:
+        tensor_parallel_plan(model, N_RANKS)
+    except ConfigError as error:
+        found[SHARED] = str(error)
     return found
+
+
+def shared_rung(
+    model: Model, config: InferenceLadderConfig, subjects: Subjects, *, is_int8: bool
+) -> SharedRung:
+    """Return what two ranks run: every means of speed of the rungs before that the device has."""
+    device = subjects.device
+    return SharedRung(
+        device=device.type,
+        dtype=str(served_dtype(model, device)).removeprefix("torch."),
+        kernels=kernels_in_use(device),
+        is_int8=is_int8 and "int8" in config.rungs,
+        prompts=_prompts(config, subjects),
+        warmup_runs=config.warmup_runs,
+        timed_runs=config.timed_runs,
+        generate=_keys(config) | {"compiled": device.type == "cuda"},
+    )
 
 
 def _rungs(model: Model, config: InferenceLadderConfig, device: torch.device, names: list[str]) -> list[Rung]:
@@ -121,11 +151,7 @@ def _rungs(model: Model, config: InferenceLadderConfig, device: torch.device, na
     plain, dtype = model.eval(), served_dtype(model, device)
     if plain.embedder.token.weight.dtype is not dtype:
         plain = copy.deepcopy(plain).to(dtype)
-    values: dict[str, Any] = {
-        "max_new_tokens": config.new_tokens,
-        "temperature": 0.0,
-        "read_every": config.new_tokens,
-    }
+    values = _keys(config)
     size = model_bytes(plain)
     rungs: list[Rung] = []
     for name in names:
@@ -142,13 +168,21 @@ def _rungs(model: Model, config: InferenceLadderConfig, device: torch.device, na
     return rungs
 
 
+def _keys(config: InferenceLadderConfig) -> dict[str, Any]:
+    return {"max_new_tokens": config.new_tokens, "temperature": 0.0, "read_every": config.new_tokens}
+
+
+def _prompts(config: InferenceLadderConfig, subjects: Subjects) -> list[list[int]]:
+    source = torch.Generator().manual_seed(0)
+    shape = (config.batch_size, config.prompt_length)
+    return torch.randint(subjects.vocab_size, shape, generator=source).tolist()
+
+
 def _timed(
     rungs: list[Rung], config: InferenceLadderConfig, subjects: Subjects
 ) -> dict[str, list[tuple[float, float]]]:
     """Return the prefill and step times, in seconds, of every rung's timed runs."""
-    source = torch.Generator().manual_seed(0)
-    shape = (config.batch_size, config.prompt_length)
-    prompts = torch.randint(subjects.vocab_size, shape, generator=source).tolist()
+    prompts = _prompts(config, subjects)
     timed: dict[str, list[tuple[float, float]]] = {rung.name: [] for rung in rungs}
     for repetition in range(config.warmup_runs + config.timed_runs):
         for rung in rungs:

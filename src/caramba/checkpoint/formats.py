@@ -135,6 +135,16 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
+def read_index(path: Path) -> Any:
+    """Read the index of a distributed checkpoint without running code.
+
+    Raises:
+        CheckpointError: it names more than tensors and files.
+    """
+    with open(path, "rb") as file:
+        return _MetadataUnpickler(file).load()
+
+
 def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -142,8 +152,7 @@ def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
 
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            with open(folder / DCP_METADATA, "rb") as file:
-                return _MetadataUnpickler(file).load()
+            return read_index(folder / DCP_METADATA)
 
     reader = Reader(folder)
     try:

@@ -14,7 +14,7 @@ from caramba.runs.state import FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
 
 # How a run is carried out is no part of what it computes.
-_NOT_SWEPT = ("launcher", "resume", "manifest")
+_NOT_SWEPT = ("launcher", "cluster", "resume", "manifest")
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 from pathlib import Path
 
 from caramba.collect.arguments import Arguments
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
-from caramba.runs.state import RunState, run_state
+from caramba.runs.jobs import QueuedJob, queue, recorded_job
+from caramba.runs.state import CLOCK_SKEW_S, FAILED, FINISHED, RUNNING, WAITING, RunState, run_state
 from caramba.runs.sweeps import Sweep, list_sweeps, read_sweep
-
-_CLOCK_SKEW_S = 60.0
 
 
 def status(argv: list[str]) -> int:
@@ -24,6 +25,7 @@ def status(argv: list[str]) -> int:
     parser.add_argument("folder", nargs="?", default="runs")
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args(argv)
+    _queue.cache_clear()
     folder = Path(words.folder).expanduser()
     if not folder.is_dir() and (Path("runs") / folder).is_dir():
         folder = Path("runs") / folder
@@ -34,7 +36,7 @@ def status(argv: list[str]) -> int:
     sweeps = [read_sweep(item) for item in list_sweeps(folder)]
     for sweep in sweeps:
         sweep.refresh()
-    states = [run_state(run) for run in _runs(folder, sweeps)]
+    states = [_in_queue(run_state(run)) for run in _runs(folder, sweeps)]
     if words.json:
         print(
             json.dumps(
@@ -53,6 +55,12 @@ def status(argv: list[str]) -> int:
     return 0
 
 
+@functools.cache
+def _queue() -> dict[str, QueuedJob]:
+    """The queue, asked once and only when a run was submitted."""
+    return queue()
+
+
 def _runs(folder: Path, sweeps: list[Sweep]) -> list[Path]:
     """Return the runs of a folder: of `runs`, of `runs/NAME`, of one run, or those that a sweep refers to."""
     if (folder / MANIFEST).is_file():
@@ -63,16 +71,27 @@ def _runs(folder: Path, sweeps: list[Sweep]) -> list[Path]:
     return here or list_runs(folder)
 
 
+def _in_queue(state: RunState) -> RunState:
+    """Add what SLURM says of a submitted run that has not ended: not every file system shows its lock here."""
+    if state.state in (FINISHED, FAILED) or (number := recorded_job(state.run)) is None:
+        return state
+    found = _queue().get(number)
+    if found is None:
+        return dataclasses.replace(state, job=f"SLURM job {number} is no longer in the queue")
+    name = RUNNING if found.state in ("RUNNING", "COMPLETING") else state.state
+    return dataclasses.replace(state, state=WAITING if found.state == "PENDING" else name, job=str(found))
+
+
 def _cells(state: RunState) -> tuple[str, ...]:
     steps = (
         f"{state.step}/{state.steps}" if state.steps is not None else str(state.step) if state.phase else ""
     )
-    note = " ".join((state.error or "").split())
+    note = " ".join((state.error or state.job or "").split())
     return (state.name, state.state, state.phase or "", steps, _age(state.age_s), note[:100])
 
 
 def _age(seconds: float) -> str:
-    if seconds < -_CLOCK_SKEW_S:
+    if seconds < -CLOCK_SKEW_S:
         return f"in {-seconds:.0f} s: the clocks differ"
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
@@ -98,4 +117,5 @@ def _plain(state: RunState) -> dict[str, object]:
         "steps": state.steps,
         "age_s": round(state.age_s, 1),
         "error": state.error,
+        "job": state.job,
     }

@@ -10,15 +10,15 @@ from caramba.config.base import Config
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.fit import FitConfig
+from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.manifest import (
     DebugConfig,
-    LauncherConfig,
     LoggerConfig,
-    ParallelConfig,
     SettingsConfig,
     Slug,
 )
 from caramba.config.model import ModelConfig
+from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 
@@ -74,6 +74,7 @@ class Composition(Config):
     verify: ChecksConfig = ChecksConfig()
     parallel: ParallelConfig = ParallelConfig()
     launcher: LauncherConfig = LauncherConfig()
+    cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
     debug: DebugConfig = DebugConfig()
     paper: dict[str, Any] | None = None

@@ -15,6 +15,7 @@ from caramba.config.benchmark import (
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
+from caramba.config.parallel_check import check_parallel
 from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
 from caramba.errors import ConfigError
@@ -36,6 +37,7 @@ def cross_check(manifest: Manifest) -> None:
             f"vocab_size={teacher.embedder.vocab_size}; a student reads its teacher's tokens, so make them equal"
         )
     check_surgery(model)
+    check_parallel(manifest)
     for group in manifest.selected_groups():
         for run in group.runs:
             if run.verify and model.teacher is None:

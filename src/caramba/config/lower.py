@@ -34,7 +34,7 @@ SHARED = (
         "model",
         "fit",
     ),
-    *("parallel", "launcher", "logger", "debug", "paper", "review", "plugins", "origin"),
+    *("parallel", "launcher", "cluster", "logger", "debug", "paper", "review", "plugins", "origin"),
 )
 
 

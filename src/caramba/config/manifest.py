@@ -11,8 +11,10 @@ from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.fit import FitConfig
 from caramba.config.generate import ChatConfig, SampleConfig
+from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
+from caramba.config.parallel import ParallelConfig
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 
@@ -153,48 +155,6 @@ class GroupConfig(Config):
         return self
 
 
-class ParallelConfig(Config):
-    """How a run is spread over devices."""
-
-    strategy: Annotated[
-        Literal["single", "ddp", "fsdp2", "fsdp2_tp"], Later("the scale-out work", "ddp", "fsdp2", "fsdp2_tp")
-    ] = "single"
-    dp: Annotated[Positive, Later("the scale-out work")] = 1
-    tp: Annotated[Positive, Later("the scale-out work")] = 1
-    pp: Annotated[Positive, Later("the scale-out work")] = 1
-
-
-class LauncherConfig(Config):
-    """What starts the worker on a frozen manifest: `inline` in this process, `process` in processes of its own."""
-
-    type: Annotated[
-        Literal["inline", "process", "torchrun", "slurm", "slurm_sbatch_only"],
-        Later("the scale-out work", "torchrun", "slurm", "slurm_sbatch_only"),
-    ] = "inline"
-    n_jobs: Positive | None = Field(
-        default=None, description="process: points of a sweep at a time; else one per GPU, or per core"
-    )
-    devices: Annotated[tuple[int | str, ...], Field(min_length=1)] | None = Field(
-        default=None, description="process: GPUs as CUDA_VISIBLE_DEVICES names them, one per worker in turn"
-    )
-    threads: Positive | None = Field(
-        default=None, description="process: CPU threads of a worker; else the cores divided among the workers"
-    )
-    on_failure: Literal["continue", "stop"] = Field(
-        default="continue", description="whether a failed point of a sweep keeps others from starting"
-    )
-
-    @model_validator(mode="after")
-    def _processes_only(self) -> LauncherConfig:
-        for name in ("n_jobs", "devices", "threads"):
-            if self.type != "process" and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} has no meaning for launcher={self.type}, which starts no processes "
-                    "here; add launcher=process, or leave it out"
-                )
-        return self
-
-
 class LoggerConfig(Config):
     """Where metrics go besides metrics.csv and events.jsonl, which every run writes."""
 
@@ -243,6 +203,7 @@ class Manifest(Config):
     groups: Annotated[tuple[GroupConfig, ...], Field(min_length=1)]
     parallel: ParallelConfig = ParallelConfig()
     launcher: LauncherConfig = LauncherConfig()
+    cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
     debug: DebugConfig = DebugConfig()
     paper: Annotated[dict[str, Any] | None, Later("the paper work")] = None

@@ -320,22 +320,22 @@ class PhaseConfig(Config):
         )
         return (*found, "activation_checkpointing") if has_choice else found
 
-    def learning_rate_at(self, d_model: int) -> float:
+    def learning_rate_at(self, d_model: int, ranks: int = 1) -> float:
         """Return `lr` times `lr_factor`; `auto` is the phase's published rate at width 2048 times
         (2048 / d_model)^power, power 1 for pretraining and blocks and 1/2 for a whole student."""
         rate, power = AUTO_LR[self.phase]
         lr = rate * (AUTO_LR_WIDTH / d_model) ** power if self.lr == "auto" else self.lr
-        return lr * self.lr_factor
+        return lr * self.lr_factor(ranks)
 
-    @property
-    def lr_factor(self) -> float:
-        """What `lr_scaling` makes of lr: B / B_0 or its square root, B the sequences of a step; 1 while B is `auto`.
+    def lr_factor(self, ranks: int = 1) -> float:
+        """What `lr_scaling` makes of lr: B / B_0 or its square root, B the sequences of a step, of all `ranks` that
+        share the data; 1 while B is `auto`.
 
         Reference: Goyal et al., 2017, arXiv:1706.02677 (linear); Malladi et al., 2022, arXiv:2205.10287 (square root).
         """
         if self.lr_scaling == "none" or self.lr_base_batch is None or self.batch_size == "auto":
             return 1.0
-        ratio = self.batch_size * self.gradient_accumulation_steps / self.lr_base_batch
+        ratio = self.batch_size * self.gradient_accumulation_steps * ranks / self.lr_base_batch
         return ratio if self.lr_scaling == "linear" else math.sqrt(ratio)
 
     @property

@@ -22,7 +22,6 @@ from caramba.distill.vocabulary import (
 )
 from caramba.measure import documents_of, samples_of
 from caramba.model import Model
-from caramba.runtime import get_world_size
 from caramba.topology import compilable_regions, join_repeats
 
 
@@ -46,7 +45,7 @@ class LanguageModelObjective(Objective):
 
     def _join(self) -> None:
         """Compile whole repeats, unless what shards the model over ranks hooks the nodes within them."""
-        if get_world_size() == 1:
+        if not self.is_sharded:
             join_repeats(self.model.topology)
 
     def finish(self) -> None:

@@ -20,6 +20,8 @@ class Objective(ABC):
     """One step of training: call `backward` on one or more scalar losses, return detached scalars with a `loss`."""
 
     model: Model
+    is_sharded = False
+    """Whether what shards the model over ranks hooks the nodes of its blocks."""
 
     @abstractmethod
     def trainable(self) -> list[tuple[str, nn.Parameter]]:

@@ -35,6 +35,7 @@ class BlockShard:
             zip(self.names, (place for place, n in enumerate(sizes) for _ in range(n)), strict=True)
         )
         mine = get_rank() if rank is None else rank
+        self.is_shared = world > 1
         self.owned = tuple(name for name in self.names if self._owner[name] == mine)
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from caramba.experiment.surgery import TRANSPLANT
 from caramba.measure import Agreement, agreement
 from caramba.model import Model, build_model, load_pretrained
 from caramba.result import BenchmarkResult, Metric, PhaseResult
-from caramba.train import state_path
+from caramba.train import drop_state
 
 STUDENTS: tuple[ControlName, ...] = ("copy", "weight_svd", "random")
 DISTILLED = "_distilled"
@@ -207,7 +207,7 @@ def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
         assert phase is not None
         if stage not in session.ledger:
             session.ledger.add(fit_phase(shadow, run, phase, stage=stage))
-            state_path(session.run_dir, stage).unlink(missing_ok=True)
+            drop_state(session.run_dir, stage)
         else:
             shadow.student = _saved(session, stage)
     return shadow.model_of("student").eval()

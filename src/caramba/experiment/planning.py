@@ -27,7 +27,6 @@ from caramba.runtime import (
     choose_device,
     device_facts,
     free_bytes,
-    get_world_size,
     load_plan,
     plan_path,
     release_memory,
@@ -84,7 +83,7 @@ def settled(phase: PhaseConfig, made: RuntimePlan) -> PhaseConfig:
 def _begun(session: Session, run: RunConfig, phase: PhaseConfig) -> RuntimePlan | None:
     """Return the measured part of the plan that a run of this directory was started with."""
     path = session.run_dir / "plan.json"
-    has_begun = run.id in session.ledger or state_path(session.run_dir, run.id).is_file()
+    has_begun = run.id in session.ledger or state_path(session.run_dir, run.id).exists()
     plan = load_plan(path).get(run.id) if path.is_file() else None
     if plan is None or not (phase.measured_keys or _is_reduced(plan, phase)):
         return None
@@ -184,11 +183,6 @@ def _signature(session: Session, run: RunConfig, phase: PhaseConfig) -> str:
 
 def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: str) -> RuntimePlan:
     """Measure what a phase leaves open, with the session's own models off its device meanwhile."""
-    if get_world_size() > 1:
-        raise ConfigError(
-            f"run {run.id!r}: {', '.join(phase.measured_keys)} is measured by one process, and this run has "
-            f"{get_world_size()}; plan it alone first, or give values"
-        )
     device = choose_device(phase.device or session.manifest.device)
     logger.subheader(f"{run.id}: measuring {', '.join(phase.measured_keys)} on {device.type}")
     models = [model for model in (session.teacher, session.student) if model is not None]

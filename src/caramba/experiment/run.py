@@ -18,17 +18,19 @@ from caramba.experiment.ladder import climb_ladder
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_block_schedules, check_precisions, check_teacher_caches
 from caramba.experiment.planning import settle_plans
+from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
 from caramba.experiment.variants import train_variant
+from caramba.experiment.world_size import keep_step_size
 from caramba.layer import attention_backends
 from caramba.result import BenchmarkResult, PhaseResult, RunResult, to_plain
 from caramba.runs import manifest_sha256
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
-from caramba.runtime import apply_determinism, apply_threads, refuse_unconnected_ranks
+from caramba.runtime import Ranks, apply_determinism, apply_threads, join_ranks
 
 FINAL, VERIFY = "final", "verify"
 STAGED = (ControlsBenchmarkConfig, LadderConfig)  # benchmarks whose rows are stages of their own
@@ -43,17 +45,29 @@ def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
     Raises:
         VerificationFailed: a check with fail_fast did not pass; artifacts of all that ran are written first.
     """
-    refuse_unconnected_ranks()
     apply_determinism(manifest.deterministic)
+    with join_ranks(manifest.parallel, manifest.device) as ranks:
+        if ranks is not None and ranks.rank > 0:
+            follow(manifest, run_dir, ranks)
+            return ()
+        return run_groups(manifest, run_dir, ranks)
+
+
+def run_groups(manifest: Manifest, run_dir: Path, ranks: Ranks | None) -> tuple[RunResult, ...]:
+    """Run the selected groups in order; where ranks have joined, on rank 0 of them."""
     groups = manifest.selected_groups()
     if len(groups) == 1:
-        return (run_group(manifest, groups[0], run_dir, run_dir),)
-    results = tuple(run_group(manifest, group, run_dir, run_dir / "groups" / group.name) for group in groups)
+        return (run_group(manifest, groups[0], run_dir, run_dir, ranks),)
+    results = tuple(
+        run_group(manifest, group, run_dir, run_dir / "groups" / group.name, ranks) for group in groups
+    )
     write_json(run_dir / "result.json", {"status": "finished", "groups": [group.name for group in groups]})
     return results
 
 
-def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Path) -> RunResult:
+def run_group(
+    manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Path, ranks: Ranks | None = None
+) -> RunResult:
     """Run one group: phases in order, then the final checks and benchmarks from the saved weights, then artifacts."""
     folder.mkdir(parents=True, exist_ok=True)
     apply_threads(folder / "plan.json")
@@ -61,9 +75,11 @@ def run_group(manifest: Manifest, group: GroupConfig, run_dir: Path, folder: Pat
         manifest.name, f"group {group.name}: {', '.join(run.id for run in group.runs) or 'no training'}"
     )
     append_event(folder, "group_started", group=group.name)
-    session = Session.open(manifest, group, folder)
+    session = Session.open(manifest, group, folder, ranks)
     check_precisions(session)
+    check_split(session)
     settle_plans(session)
+    keep_step_size(session)
     group = session.group
     check_calibration(session)
     check_block_schedules(session)

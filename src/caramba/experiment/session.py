@@ -32,9 +32,11 @@ from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import (
     AttentionChoice,
     Decision,
+    Ranks,
     RuntimePlan,
     choose_attention,
     choose_device,
+    data_share,
     families_of,
     is_main_process,
     plan,
@@ -58,10 +60,13 @@ class Session:
     measured: dict[str, RuntimePlan] = field(default_factory=dict)
     plan_signatures: dict[str, str] = field(default_factory=dict)
     """Run id -> what was measured for it, or what it went on with after memory ran out."""
+    ranks: Ranks | None = None
     _windows: dict[tuple[str, int], TokenDataset] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, manifest: Manifest, group: GroupConfig, run_dir: Path) -> Session:
+    def open(
+        cls, manifest: Manifest, group: GroupConfig, run_dir: Path, ranks: Ranks | None = None
+    ) -> Session:
         """Open the data, check that it fits the model, and load or build the models that the group starts from.
 
         Without runs, benchmarks and a teacher no data is read: the model is loaded, recorded and ready to export.
@@ -72,7 +77,7 @@ class Session:
         text = open_text(manifest, group) if reads_text else None
         if text is not None:
             check_accuracy(group.benchmarks, text.tokenizer)
-        session = cls(manifest, group, run_dir, device, text, Ledger(run_dir))
+        session = cls(manifest, group, run_dir, device, text, Ledger(run_dir), ranks=ranks)
         session._open_models()
         session._check_surgery()
         session._check_questions()
@@ -270,7 +275,7 @@ class Session:
         if batches is None:
             return windows
         assert isinstance(phase.batch_size, int)
-        return Subset(windows, range(min(len(windows), batches * phase.batch_size)))
+        return Subset(windows, range(min(len(windows), batches * phase.batch_size * self.data_ranks)))
 
     def plan(
         self, phase: PhaseConfig, name: str, d_model: int = AUTO_LR_WIDTH, run_id: str | None = None
@@ -291,6 +296,7 @@ class Session:
             d_model=d_model,
             attention=self.attention,
             measured=self.measured.get(run_id or name),
+            ranks=self.data_ranks,
         )
         if not self.group.data.keeps_documents_apart:
             return made
@@ -299,6 +305,11 @@ class Session:
             device, dtype, self._layers(), self.attention, is_compiled=bool(made.value("compile_model"))
         )
         return dataclasses.replace(made, decisions=made.decisions | {"documents": Decision(*path)})
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks share the data of a step."""
+        return data_share(self.manifest.parallel.tp)[1]
 
     def move_to(self, device: torch.device) -> None:
         """Put the current models on the device of the next phase."""
@@ -370,5 +381,6 @@ class Session:
                 return student_start if phase.control and student_start is not None else position
             if not phase.control:
                 assert isinstance(phase.batch_size, int)
-                position += phase.steps * phase.batch_size * phase.gradient_accumulation_steps
+                per_step = phase.batch_size * phase.gradient_accumulation_steps * self.data_ranks
+                position += phase.steps * per_step
         return position

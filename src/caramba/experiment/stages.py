@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,23 +14,31 @@ from caramba.config.manifest import RunConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.cost import estimate_phase, model_cost
-from caramba.distill import BlockSchedule, BlockwiseObjective, Objective
+from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.ledger import StageRecord
-from caramba.experiment.objectives import build_objective
 from caramba.experiment.planning import reduced
+from caramba.experiment.ranks import Assembled, assemble, give_order
 from caramba.experiment.session import Session
 from caramba.experiment.surgery import transplant_student
-from caramba.model import Model, build_model
+from caramba.model import Model, build_model, spec_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
-from caramba.runtime import RuntimePlan, get_rank, is_main_process, release_memory, seed_process
+from caramba.runtime import (
+    RuntimePlan,
+    get_rank,
+    get_world_size,
+    is_main_process,
+    release_memory,
+    seed_process,
+)
 from caramba.train import (
     BenchmarkArtifacts,
     BlockwiseDistillation,
     FitOutcome,
     PhaseData,
     Verification,
+    drop_state,
     fit,
     state_path,
 )
@@ -69,7 +78,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
         return
     record = fit_phase(session, run, phase, verifies=bool(run.verify) and not is_last)
     session.ledger.add(record)
-    state_path(session.run_dir, run.id).unlink(missing_ok=True)  # of no more use once the phase is on record
+    drop_state(session.run_dir, run.id)  # of no more use once the phase is on record
     hold(record.verdicts)
 
 
@@ -101,14 +110,29 @@ def fit_phase(
     # Trainer and module refer to each other: without this the last phase's teacher copy and optimiser state stay.
     gc.collect()
     name = stage or run.id
-    seed_process(phase.seed if phase.seed is not None else run.seed, get_rank())
+    seed = phase.seed if phase.seed is not None else run.seed
+    seed_process(seed, get_rank())
     model = session.model_of("teacher" if phase.control else phase.trains or "student")
     if phase.control:  # a control leaves the teacher of the comparison as it is
         model = copy.deepcopy(model)
     decided = session.plan(phase, name, model.spec.embedder.d_model, run.id)
     phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))
-    objective = build_objective(session, phase, decided, model.to(session.device))
+    if session.ranks is not None:
+        give_order(
+            session,
+            session.ranks,
+            phase,
+            decided,
+            seed=seed,
+            data_seed=session.stream_seed(run),
+            data_start=session.stream_start(run),
+            model=model,
+            flops_per_token=_flops_per_token(session, phase, model),
+        )
+    sharer = session if phase.reads_teacher else dataclasses.replace(session, teacher=None)
+    made = assemble(sharer, phase, decided, model.to(session.device), spec_of(model.spec))
+    objective = made.objective
     schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
     logger.subheader(
         f"{name}: {phase.phase} of the {'teacher (control)' if phase.control else phase.trains}, {phase.steps} steps"
@@ -125,9 +149,13 @@ def fit_phase(
     role = "control" if phase.control or stage is not None else phase.trains or "student"
     if phase.phase == "pretrain" and not phase.control and phase.trains != "variant":
         session.labels["proxy"] = f"trained from scratch on {session.corpus.name}"
-    outcome = _fit(
-        session, run, phase, decided, objective, lambda: session.save(model, name, role), callbacks
-    )
+
+    def save_final() -> None:
+        made.gather()
+        session.save(model, name, role)
+
+    flops = _flops_per_token(session, phase, model)
+    outcome = _fit(session, run, phase, decided, made, save_final, flops, callbacks)
     model.requires_grad_(True).eval().to(session.device)
     if outcome.steps < phase.steps:
         logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
@@ -191,8 +219,9 @@ def _fit(
     run: RunConfig,
     phase: PhaseConfig,
     decided: RuntimePlan,
-    objective: Objective,
+    made: Assembled,
     save_final: Callable[[], None],
+    flops_per_token: float,
     callbacks: Sequence[Any],
 ) -> FitOutcome:
     """Train; where memory runs out, once more with a smaller batch, from the last saved state or the beginning.
@@ -210,23 +239,29 @@ def _fit(
         )
         try:
             return fit(
-                objective,
+                made.objective,
                 phase,
                 data,
                 decided,
                 manifest=session.manifest,
                 run_dir=session.run_dir,
                 save_final=save_final,
-                flops_per_token=_flops_per_token(session, phase, objective.model),
+                flops_per_token=flops_per_token,
+                shard=made.shard,
                 callbacks=callbacks,
             )
         except OutOfMemory as error:
             # without its traceback, which holds the optimiser's state
             failure = OutOfMemory(str(error), step=error.step, is_clean=error.is_clean)
+        if get_world_size() > 1:
+            raise OutOfMemory(
+                f"{failure}; {get_world_size()} ranks train together, so none goes on alone with a smaller batch: "
+                "start a new run with a smaller batch_size and as many times gradient_accumulation_steps"
+            )
         if phase.batch_size == 1 or attempt == 2:
             break
         phase, decided = reduced(session, run.id, phase, decided, str(failure))
-        has_state = state_path(session.run_dir, decided.phase).is_file()
+        has_state = state_path(session.run_dir, decided.phase).exists()
         if not has_state and not failure.is_clean:
             raise OutOfMemory(
                 f"{failure}; no state was saved before it, so the phase begins again with batch_size="

@@ -14,7 +14,7 @@ from caramba.cost.variants import feed_forward_widths
 from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_phase
 from caramba.model import build_model
-from caramba.train import state_path
+from caramba.train import drop_state
 
 
 def train_variant(session: Session, run: RunConfig) -> None:
@@ -51,4 +51,4 @@ def train_variant(session: Session, run: RunConfig) -> None:
             benchmarks=tuple(dataclasses.replace(item, id=f"{item.id}.{row}") for item in results),
         )
     )
-    state_path(session.run_dir, run.id).unlink(missing_ok=True)
+    drop_state(session.run_dir, run.id)

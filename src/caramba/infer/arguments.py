@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
@@ -23,6 +24,7 @@ from caramba.infer.held_out import held_out_of
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
 from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
 from caramba.infer.quantised import add_weights, calibration_config, quantise_opened
+from caramba.infer.shared import refuse_ranks, share_layers
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.model import Model
 from caramba.runtime import choose_device
@@ -133,15 +135,19 @@ def sampling_config(words: argparse.Namespace) -> GenerateConfig:
     return config
 
 
-def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[OpenedModel, Generator]:
+def open_generator(
+    words: argparse.Namespace, config: GenerateConfig, mesh: DeviceMesh | None = None
+) -> tuple[OpenedModel, Generator]:
     """Open the model and its tokenizer, and a generator that keeps within the model's context.
+
+    The ranks of a mesh share the model's layers.
 
     Without `--max-new-tokens` it is the usual number, or half of a short context.
 
     Raises:
         ConfigError: no such run, or a model without a tokenizer.
     """
-    opened, tokenizer = open_for_text(words)
+    opened, tokenizer = open_for_text(words, mesh)
     values: dict[str, Any] = {"eos_token_id": end_marks(opened, tokenizer)}
     limit = config.max_seq_len or opened.max_positions
     values["max_seq_len"] = limit
@@ -157,18 +163,22 @@ def open_generator(words: argparse.Namespace, config: GenerateConfig) -> tuple[O
     return opened, SpeculativeGenerator(opened.model, tokenizer, draft=draft, **values)
 
 
-def open_for_text(words: argparse.Namespace) -> tuple[OpenedModel, Tokenizer]:
+def open_for_text(words: argparse.Namespace, mesh: DeviceMesh | None = None) -> tuple[OpenedModel, Tokenizer]:
     """Open the model that the words name, in the dtype and with the weights that they ask for, and its tokenizer.
 
     Raises:
-        ConfigError: no such run, or a model without a tokenizer.
+        ConfigError: no such run, a model without a tokenizer, or ranks without a mesh.
     """
+    if mesh is None:
+        refuse_ranks(words.command)
     opened = open_model(
         words.run, role=words.which, device=choose_device(words.device), tokenizer=words.tokenizer
     )
     tokenizer = need_tokenizer(opened, words.command)
     if words.dtype is not None:
         opened.model.to(DTYPES[words.dtype])
+    if mesh is not None:
+        share_layers(opened.model, mesh)
     quantised = quantise_opened(opened, words)
     if quantised is not None:
         logger.info(quantised.words)

@@ -11,14 +11,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.device_mesh import DeviceMesh
+
+from caramba.config.generate import GenerateConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from caramba.infer.generator import Generated, Generator
 from caramba.infer.opened import OpenedModel
 from caramba.infer.policy import COLUMNS
+from caramba.infer.shared import joined_ranks
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.infer.verification import SpeculativeStats
+from caramba.runtime import is_main_process
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not steer a terminal
 
@@ -36,14 +41,27 @@ def generate(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true")
     words = parser.parse_args(argv)
     words.command = "generate"
-    logger.quiet = words.quiet or words.json
+    logger.quiet = words.quiet or words.json or not is_main_process()
     config, prompts = sampling_config(words), _prompts(words)
-    opened, generator = open_generator(words, config)
+    with joined_ranks(words, config) as mesh:
+        return _generate(words, config, prompts, mesh)
+
+
+def _generate(
+    words: argparse.Namespace, config: GenerateConfig, prompts: list[str], mesh: DeviceMesh | None
+) -> int:
+    opened, generator = open_generator(words, config, mesh)
     is_streamed = len(prompts) == 1 and not words.json
     if words.spec_compare and not isinstance(generator, SpeculativeGenerator):
         raise ConfigError("generate: --spec-compare times speculation against none; name --spec-method")
-    rows = generator.generate(prompts, on_text=_show if is_streamed else None)
+    # Every rank streams or none, as that decides how often they look whether the rows have ended.
+    show = _show if is_main_process() else _hide
+    rows = generator.generate(prompts, on_text=show if is_streamed else None)
     speed_up = _speed_up(generator, prompts) if words.spec_compare else None
+    if not is_main_process():
+        if isinstance(generator, SpeculativeGenerator):
+            generator.speed_up()  # rank 0 times steps for what it prints, and they take all ranks
+        return 0
     if words.json:
         print(json.dumps(_record(opened, generator, prompts, rows, speed_up), indent=2))
         return 0
@@ -113,6 +131,10 @@ def clean(text: str) -> str:
 def _show(row: int, text: str) -> None:
     sys.stdout.write(clean(text))
     sys.stdout.flush()
+
+
+def _hide(row: int, text: str) -> None:
+    """Take text that another rank shows."""
 
 
 def _prompts(words: argparse.Namespace) -> list[str]:

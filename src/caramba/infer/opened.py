@@ -12,6 +12,7 @@ import torch
 from caramba import kernels
 from caramba.checkpoint import read_metadata
 from caramba.checkpoint.formats import is_dcp, read_model_metadata
+from caramba.checkpoint.sharded import latest_sharded_state
 from caramba.config.hf import is_hf_folder, read_hf_config
 from caramba.config.manifest import GroupConfig, Manifest
 from caramba.data import Tokenizer, load_tokenizer, open_corpus
@@ -88,13 +89,14 @@ def open_model(
 
 def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: bool) -> OpenedModel:
     path = Path(text).expanduser()
-    is_weights = path.is_file() and path.name != MANIFEST
+    is_state = latest_sharded_state(path) is not None
+    is_weights = is_state or (path.is_file() and path.name != MANIFEST)
     if is_weights or (path.is_dir() and not (path / MANIFEST).is_file() and _holds_model(path)):
         found = _run_of(path.resolve()) if is_weights else None
         if found is None:
             return _open_weights(find_checkpoint(path, role=role), device, with_tokenizer)
         run_dir, manifest, group = found
-        weights = path
+        weights = find_checkpoint(path, role=role)
     else:
         run_dir = resolve_run(text)
         manifest = read_manifest(run_dir)

@@ -22,7 +22,7 @@ REQUIRED = (
 )
 OPTIONAL = (
     *("triton", "torchao", "wandb", "h5py", "plotext", "optuna"),
-    *("starlette", "uvicorn", "prometheus_client", "litellm", "lm_eval", "submitit"),
+    *("starlette", "uvicorn", "prometheus_client", "litellm", "lm_eval"),
 )
 TORCH_PROBE = "import json; from caramba.kernels.probe import probe; print(json.dumps(probe()))"
 

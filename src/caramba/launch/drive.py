@@ -8,13 +8,15 @@ import sys
 from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 
-from caramba.config.manifest import LauncherConfig
+from caramba.config.launcher import LauncherConfig
+from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.pool import Job, Pool, last_lines, termination_as_interrupt
-from caramba.launch.run import MISTAKE, run_inline
+from caramba.launch.run import check_launcher, work
 from caramba.launch.slots import make_slots
-from caramba.runs import MANIFEST, lock, mint
+from caramba.runs import lock, mint, read_manifest
 from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
+from caramba.runs.ending import MISTAKE, STOPPED
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, run_state
 from caramba.runs.sweeps import Point, Sweep
 
@@ -68,19 +70,19 @@ class Drive:
             return False
         try:
             is_pool = self.launcher.type == "process"
-            started = self._in_processes(todo, most, device) if is_pool else self._inline(todo)
+            started = self._in_processes(todo, most, device) if is_pool else self._in_turn(todo)
             with contextlib.closing(started) as endings:  # closing stops the workers that still run
                 for job, status in endings:
                     self._record(self.sweep.points[job.number], job, status)
-                    if not is_pool and status == INTERRUPTED_STATUS:
+                    if not is_pool and status in STOPPED:
                         return True
         except KeyboardInterrupt:
             return True
         return False
 
-    def _inline(self, todo: Iterable[Point]) -> Generator[tuple[Job, int], None, None]:
+    def _in_turn(self, todo: Iterable[Point]) -> Generator[tuple[Job, int], None, None]:
         for job in self._jobs(todo):
-            yield job, run_inline(job.run_dir / MANIFEST, list(job.flags))
+            yield job, work(job.run_dir, read_manifest(job.run_dir), list(job.flags))
 
     def _in_processes(
         self, todo: Iterable[Point], most: int, device: str
@@ -119,7 +121,7 @@ class Drive:
     def _record(self, point: Point, job: Job, status: int) -> None:
         found = run_state(job.run_dir)
         point.exit_status = status
-        point.state = {0: FINISHED, INTERRUPTED_STATUS: INTERRUPTED}.get(status, FAILED)
+        point.state = FINISHED if status == 0 else INTERRUPTED if status in STOPPED else FAILED
         if status < 0:  # a signal ended it: it goes on from what it has saved
             point.state, point.error = INTERRUPTED, f"ended by signal {-status}"
         if point.state == FAILED:
@@ -179,7 +181,17 @@ def resume_sweep(sweep: Sweep, flags: list[str]) -> int:
         return resume_search(sweep, flags)
     if not sweep.points:
         raise ConfigError(f"{sweep.folder}: a sweep without points; start it again with -m")
-    return Drive(sweep, sweep.manifest(sweep.points[0]).launcher, flags).go_on()
+    return drive_of(sweep, sweep.manifest(sweep.points[0]), flags).go_on()
+
+
+def drive_of(sweep: Sweep, manifest: Manifest, flags: list[str]) -> Drive:
+    """Return what works through a sweep, where the launcher and cluster of `manifest` say."""
+    check_launcher(manifest)
+    if manifest.launcher.is_slurm:
+        from caramba.launch.slurm_sweep import ArrayDrive
+
+        return ArrayDrive(sweep, manifest, flags)
+    return Drive(sweep, manifest.launcher, flags)
 
 
 def _key(word: str) -> str:

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from caramba.config.manifest import LauncherConfig
+from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
 
 GRACE_S = 30.0
 TAIL_LINES = 12
 _POLL_S = 0.05
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Se
 
 @contextlib.contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """Within, SIGTERM and a closed terminal end the front end as Ctrl-C does, so that its workers end with it."""
+    """Within, SIGTERM, SIGUSR1 or 2 and a closed terminal end the front end as Ctrl-C does, so that its workers end with it."""
 
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)

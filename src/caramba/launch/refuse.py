@@ -17,7 +17,7 @@ EXECUTABLE = re.compile(r"(?<![A-Za-z0-9_])_(?:target|partial|args|recursive|con
 _HYDRA_WAYS = {
     "hydra/sweeper": "a search needs -m: caramba -m hydra/sweeper=optuna KEY=interval(a,b)",
     "hydra.sweeper": "its settings go with -m hydra/sweeper=optuna",
-    "hydra/launcher": "it would compose again in every job; launcher=process runs points side by side",
+    "hydra/launcher": "it would compose again in every job; launcher=slurm submits arrays, launcher=process runs here",
 }
 _NO_WAY = "remove it (--config-dir DIR adds a folder of groups)"
 

@@ -13,17 +13,34 @@ from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.preflight import check_extras, check_weights
+from caramba.launch.slurm import check_slurm, submit_run
+from caramba.launch.torchrun import check_torchrun, ranks_per_node, run_torchrun
 from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run, unfinished_run
+from caramba.runs.ending import MISTAKE
 from caramba.runs.environment import environment_changes
-from caramba.runs.state import RESULT
-
-MISTAKE = 2
+from caramba.runs.jobs import refuse_queued
+from caramba.runs.ranks import is_rank
+from caramba.runs.state import FINISHED, RESULT, run_state
 
 
 def launch(request: Request) -> int:
     """Compose, validate, make or find the run directory, run, and return the exit status."""
+    if is_rank():
+        return _launch_rank(request)
     manifest, frozen = prepare(request.overrides, request.config_dirs)
     return start(manifest, frozen.overrides, request)
+
+
+def _launch_rank(request: Request) -> int:
+    """Launch as one of the ranks that torchrun started: the first composes, and all run the same file."""
+    from caramba.launch.joined import agreed_run, refuse_launcher
+
+    def compose_once() -> Path:
+        manifest, frozen = prepare(request.overrides, request.config_dirs)
+        refuse_launcher(manifest)
+        return _run_directory(manifest, frozen.overrides)[0]
+
+    return run_inline(agreed_run(compose_once) / MANIFEST, flags_of(request))
 
 
 def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Frozen]:
@@ -33,26 +50,37 @@ def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Fr
     frozen.check_vocabulary()
     frozen.refuse_unbuilt()
     check_extras(manifest)
+    check_launcher(manifest)
     return manifest, frozen
 
 
 def start(manifest: Manifest, overrides: tuple[str, ...], request: Request) -> int:
     """Write the manifest into a run directory, new or resumed, and start the worker on that file."""
-    is_new = False
-    if manifest.resume not in ("auto", "never"):
-        run_dir = _matching_run(manifest)
-    elif manifest.resume == "auto" and (unfinished := unfinished_run(manifest)) is not None:
-        run_dir = unfinished
-        print(f"going on with {run_dir}, which did not finish (resume=never starts anew)", file=sys.stderr)
-    else:
-        run_dir, is_new = mint(manifest, overrides), True
-    flags = [
-        flag for flag, is_set in (("--debug", request.is_debug), ("--quiet", request.is_quiet)) if is_set
-    ]
-    status = work(run_dir, manifest, flags)
+    run_dir, is_new = _run_directory(manifest, overrides)
+    try:
+        status = work(run_dir, manifest, flags_of(request))
+    except ConfigError:
+        if is_new:
+            _drop_if_nothing_began(run_dir, MISTAKE)
+        raise
     if is_new:
         _drop_if_nothing_began(run_dir, status)
     return status
+
+
+def flags_of(request: Request) -> list[str]:
+    """Return the flags that a worker gets."""
+    return [flag for flag, is_set in (("--debug", request.is_debug), ("--quiet", request.is_quiet)) if is_set]
+
+
+def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path, bool]:
+    """Return where a manifest runs, and whether that is new."""
+    if manifest.resume not in ("auto", "never"):
+        return _matching_run(manifest), False
+    if manifest.resume == "auto" and (unfinished := unfinished_run(manifest)) is not None:
+        print(f"going on with {unfinished}, which did not finish (resume=never starts anew)", file=sys.stderr)
+        return unfinished, False
+    return mint(manifest, overrides), True
 
 
 def _drop_if_nothing_began(run_dir: Path, status: int) -> bool:
@@ -73,7 +101,9 @@ def resume(text: str, flags: list[str]) -> int:
 
         return resume_sweep(read_sweep(folder), flags)
     run_dir = resolve_run(text)
-    return work(run_dir, read_manifest(run_dir), flags)
+    manifest = read_manifest(run_dir)
+    check_launcher(manifest)
+    return work(run_dir, manifest, flags)
 
 
 def rerun(text: str, flags: list[str]) -> int:
@@ -90,6 +120,7 @@ def rerun(text: str, flags: list[str]) -> int:
     manifest = check_weights(read_manifest(source))
     refuse_unbuilt(manifest)
     check_extras(manifest)
+    check_launcher(manifest)
     folder = source.parent if source.is_file() else source
     for line in environment_changes(folder):
         print(f"differs from the original: {line}", file=sys.stderr)
@@ -103,10 +134,31 @@ def rerun(text: str, flags: list[str]) -> int:
     return status
 
 
+def check_launcher(manifest: Manifest) -> None:
+    """Check that what starts the worker is here.
+
+    Raises:
+        ConfigError: naming the program that is missing, or the ranks that cannot be.
+    """
+    if manifest.launcher.type in ("inline", "torchrun"):
+        check_torchrun(manifest)
+    elif manifest.launcher.is_slurm:
+        check_slurm(manifest)
+
+
 def work(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
     """Start the worker where the manifest's launcher says, and return its exit status."""
-    if manifest.launcher.type == "inline":
+    kind = manifest.launcher.type
+    refuse_queued(run_dir)
+    if is_rank() or (kind == "inline" and ranks_per_node(manifest) == 1):
         return run_inline(run_dir / MANIFEST, flags)
+    if kind in ("inline", "torchrun"):
+        return run_torchrun(run_dir, manifest, flags)
+    if manifest.launcher.is_slurm:
+        if run_state(run_dir).state == FINISHED:
+            print(f"{run_dir} has finished; there is nothing to submit")
+            return 0
+        return submit_run(run_dir, manifest, flags)
     from caramba.launch.pool import run_in_process
 
     return run_in_process(run_dir, manifest.launcher, manifest.device, flags)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from caramba.collect.gather import read_metrics
 from caramba.collect.summary import prefers_higher
-from caramba.config.manifest import LauncherConfig
+from caramba.config.launcher import LauncherConfig
 from caramba.config.names import nearest
 from caramba.config.parse import parse_as
 from caramba.errors import CarambaError, ConfigError
@@ -61,6 +61,11 @@ def run_search(request: Request) -> int:
     own = json.dumps([ready.experiment, sorted(words), chosen.model_dump(exclude={"n_trials"})])
     experiment = hashlib.sha256(own.encode()).hexdigest()
     sweep = None if ready.is_fresh else find_sweep(manifest.name, experiment)
+    if manifest.launcher.is_slurm:
+        raise ConfigError(
+            f"launcher={manifest.launcher.type}: a search draws its points from the results of others, and a SLURM "
+            "array has all points at once; use launcher=process within a job, or -m with values"
+        )
     if sweep is None:
         sweep = create_sweep(manifest.name, words, experiment)
     sweep.settings = {

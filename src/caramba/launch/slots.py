@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from caramba.config.manifest import LauncherConfig
+from caramba.config.launcher import LauncherConfig
 from caramba.errors import ConfigError
 from caramba.runs.environment import SHARING
 

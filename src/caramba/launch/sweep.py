@@ -19,8 +19,8 @@ from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.axes import points
-from caramba.launch.drive import Drive
-from caramba.launch.run import prepare
+from caramba.launch.drive import drive_of
+from caramba.launch.run import flags_of, prepare
 from caramba.runs.manifest import canonical_json
 from caramba.runs.sweeps import Point, Sweep, combined_sha256, create_sweep, experiment_sha256, find_sweep
 
@@ -68,7 +68,7 @@ def run_sweep(request: Request) -> int:
     assert first is not None
     _refuse_twins(ready)
     sweep = _find_or_create(request.overrides, ready)
-    return Drive(sweep, first.launcher, flags_of(request)).go_on()
+    return drive_of(sweep, first, flags_of(request)).go_on()
 
 
 def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest, Ready]:
@@ -97,11 +97,6 @@ def refuse_ranks() -> None:
             f"--multirun: WORLD_SIZE={size}, so each of {size} processes would run the whole sweep; start it without "
             "torchrun (launcher=process runs points side by side)"
         )
-
-
-def flags_of(request: Request) -> list[str]:
-    """Return the flags that a worker gets."""
-    return [flag for flag, is_set in (("--debug", request.is_debug), ("--quiet", request.is_quiet)) if is_set]
 
 
 def common_name(names: Sequence[str]) -> str:

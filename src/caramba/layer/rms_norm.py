@@ -40,7 +40,8 @@ class RMSNorm(nn.Module):
         wide = x
         if weight is not None and weight.dtype != x.dtype:
             wide = x.to(torch.promote_types(x.dtype, weight.dtype))
-        return F.rms_norm(wide, (self.width,), self.weight, self.eps).to(x.dtype)
+        weight = None if weight is None else weight.to(wide.dtype)
+        return F.rms_norm(wide, (self.width,), weight, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, affine={self.weight is not None}"

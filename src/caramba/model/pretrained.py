@@ -9,6 +9,7 @@ import torch
 
 from caramba.checkpoint import load_into, read_metadata, save_tensors, stored_tensors, stream_into
 from caramba.checkpoint.formats import is_dcp, is_own_format, read_model_metadata, read_model_tensors
+from caramba.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_folder
 from caramba.config.model import ModelSpec
 from caramba.errors import CheckpointError, DataError
@@ -94,7 +95,8 @@ def load_pretrained(
 
 
 def find_checkpoint(place: Path, *, role: str) -> Path:
-    """Return the weights of `role` in a run directory, or the file, export or Hugging Face folder itself.
+    """Return the weights of `role` in a run directory, or the file, export or Hugging Face folder itself, or those of a
+    sharded training state.
 
     Of a run: its last phase of that role, else the folder that its model of that role was read from, else the last
     phase, else any folder that it read.
@@ -102,6 +104,8 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
     Raises:
         CheckpointError: nothing there holds weights, or the folder that a run read has changed.
     """
+    if (sharded := latest_sharded_state(place)) is not None:
+        return sharded / MODEL
     if place.is_file() or is_dcp(place) or (is_hf_folder(place) and not (place / MANIFEST).is_file()):
         return place
     if not (place / MANIFEST).is_file():

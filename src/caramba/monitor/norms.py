@@ -9,6 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from caramba.optim.clip import tensor_norms
+from caramba.optim.shards import complete_squares, is_sharded, local
+from caramba.runtime import all_agree
+
 LAYER_GRAD_NORM, UPDATE_NORM = "layer_grad_norm", "update_norm"
 _LAYER = re.compile(r"(.*\.\d+)\.")
 
@@ -36,7 +40,8 @@ class StepNorms:
         self._parameters = dict(named)
         self._is_due, self._has_room = is_due, has_room
         self._layers = layers_of(self._parameters)
-        self._size = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self._is_sharded = any(is_sharded(p) for p in self._parameters.values())
+        self._size = sum(local(p).numel() * p.element_size() for p in self._parameters.values())
         self._before: list[Tensor] | None = None
         self._measured: dict[str, Tensor] = {}
         self._hooks: list[Any] = []
@@ -68,15 +73,20 @@ class StepNorms:
         if not self._is_due():
             return
         self._measured = self._layer_norms()
-        if self._has_room(self._size):
-            self._before = [p.detach().clone() for p in self._parameters.values()]
+        has_room = self._has_room(self._size)
+        if self._is_sharded:  # a norm of parts is taken by all ranks or none
+            has_room = all_agree(has_room, next(iter(self._parameters.values())).device)
+        if has_room:
+            self._before = [local(p.detach()).clone() for p in self._parameters.values()]
 
     @torch.no_grad()
     def _end(self) -> None:
         before, self._before = self._before, None
         if before:
-            torch._foreach_sub_(before, list(self._parameters.values()))  # pyright: ignore[reportPrivateImportUsage]
-            self._measured[UPDATE_NORM] = torch.linalg.vector_norm(torch.stack(_norms(before)))
+            after = list(self._parameters.values())
+            torch._foreach_sub_(before, [local(p) for p in after])  # pyright: ignore[reportPrivateImportUsage]
+            squares = complete_squares(tensor_norms(before).square(), after)
+            self._measured[UPDATE_NORM] = squares.sum().sqrt()
 
     def _layer_norms(self) -> dict[str, Tensor]:
         names = [(layer, name) for layer, names in self._layers.items() for name in names]
@@ -84,7 +94,7 @@ class StepNorms:
         gradients = [(layer, grad) for layer, grad in held if grad is not None]
         if not gradients:
             return {}
-        norms = _norms([grad for _, grad in gradients])
+        norms = tensor_norms([grad for _, grad in gradients]).unbind()
         by_layer: dict[str, list[Tensor]] = {}
         for (layer, _), norm in zip(gradients, norms, strict=True):
             by_layer.setdefault(layer, []).append(norm)
@@ -104,9 +114,3 @@ def layers_of(parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:
     return {
         layer: names for layer, names in found.items() if any(parameters[name].ndim > 1 for name in names)
     }
-
-
-def _norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the 2-norm of every tensor, summed in float32 or wider."""
-    is_wide = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return list(torch._foreach_norm(tensors, 2, None if is_wide else torch.float32))  # pyright: ignore[reportPrivateImportUsage]

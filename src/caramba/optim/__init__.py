@@ -8,6 +8,7 @@ from caramba.optim.lion import Lion
 from caramba.optim.muon import MuonAdamW
 from caramba.optim.nonfinite import NONFINITE, NonFiniteWatch
 from caramba.optim.schedule import learning_rate
+from caramba.optim.shards import local
 from caramba.optim.wide import WideWeights, round_at_random
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "clip_gradients",
     "clip_values",
     "learning_rate",
+    "local",
     "round_at_random",
 ]

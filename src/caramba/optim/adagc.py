@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.optim.clip import clip_gradients, tensor_norms
+from caramba.optim.shards import local
 
 
 class AdaGC:
@@ -56,7 +57,7 @@ class AdaGC:
             after = torch.minimum(gamma, norms)
         else:
             scales = (self.relative * gamma / norms.clamp_min(torch.finfo(norms.dtype).tiny)).clamp(max=1.0)
-            torch._foreach_mul_(gradients, list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_([local(grad) for grad in gradients], list(scales.unbind()))  # pyright: ignore[reportPrivateImportUsage]
             clipped = norms * scales
             after = torch.where(gamma.isinf(), clipped, self.beta * gamma + (1.0 - self.beta) * clipped)
         self.gamma[index] = torch.where((norms > 0) & torch.isfinite(total), after, gamma)

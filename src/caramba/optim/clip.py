@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from caramba.optim.shards import complete_squares, is_sharded, local
+
 EPSILON = 1e-6  # torch's own
 
 
@@ -16,7 +18,8 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
     return the norm of all groups before that, [].
 
     As `torch.nn.utils.clip_grad_norm_` on every group, without a dozen launches and a pass of its own for each.
-    Groups without gradients count nothing; with `max_norm` None nothing is scaled. Gradients are on one device.
+    Groups without gradients count nothing; with `max_norm` None nothing is scaled. Gradients are on one device, or each
+    rank holds a part of them, and norms are of the whole.
     """
     gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
     gradients = [group for group in gradients if group]
@@ -34,14 +37,18 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
     if max_norm is not None:
         scales = (max_norm / (totals + EPSILON)).clamp(max=1.0)
         for group, scale in zip(gradients, scales.unbind(), strict=True):
-            torch._foreach_mul_(group, scale)  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_mul_([local(grad) for grad in group], scale)  # pyright: ignore[reportPrivateImportUsage]
     return totals[0] if len(sizes) == 1 else torch.linalg.vector_norm(totals)
 
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norms of n tensors in one pass, [n], in at least float32."""
+    """Return the 2-norms of n tensors, or of all parts of sharded ones, in one pass, [n], in at least float32."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
+    parts = [local(tensor) for tensor in tensors]
+    norms = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
+    if not any(is_sharded(tensor) for tensor in tensors):
+        return norms
+    return complete_squares(norms.square(), tensors).sqrt()
 
 
 @torch.no_grad()
@@ -49,7 +56,7 @@ def clip_values(groups: Iterable[Sequence[nn.Parameter]], limit: float) -> Tenso
     """Clamp every element of the gradients in place to [-limit, limit], and return the norm of all before that, []."""
     listed = [list(group) for group in groups]
     norm = clip_gradients(listed, None)
-    gradients = [p.grad for group in listed for p in group if p.grad is not None]
+    gradients = [local(p.grad) for group in listed for p in group if p.grad is not None]
     if gradients:
         torch._foreach_clamp_max_(gradients, limit)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_clamp_min_(gradients, -limit)  # pyright: ignore[reportPrivateImportUsage]

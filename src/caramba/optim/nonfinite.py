@@ -39,12 +39,20 @@ class NonFiniteWatch:
 
     `stop` writes the step, its loss and norm, and the windows of its batch to nonfinite.json, and raises. On a CUDA
     device it reads a step while the next one runs, so that nothing waits, and a save waits for the reading. `skip`
-    waits for the device at every step: the step is left out and told as the event `step_skipped`.
+    waits for the device at every step: the step is left out and told as the event `step_skipped`. All ranks of a run
+    decide alike; one `writes`.
     """
 
     def __init__(
-        self, phase: PhaseConfig, run_dir: Path, name: str, windows_of: Callable[[int], Sequence[int]]
+        self,
+        phase: PhaseConfig,
+        run_dir: Path,
+        name: str,
+        windows_of: Callable[[int], Sequence[int]],
+        *,
+        writes: bool = True,
     ) -> None:
+        self.writes = writes
         self.phase, self.run_dir, self.name, self.windows_of = phase, run_dir, name, windows_of
         self.skipped, self._in_a_row = 0, 0
         self._unread: _Seen | None = None
@@ -67,7 +75,8 @@ class NonFiniteWatch:
         if self.phase.nonfinite == "stop":
             raise self._stop(step, *values)
         self.skipped, self._in_a_row = self.skipped + 1, self._in_a_row + 1
-        append_event(self.run_dir, "step_skipped", **self._record(step, *values))
+        if self.writes:
+            append_event(self.run_dir, "step_skipped", **self._record(step, *values))
         if self._in_a_row == MOST_SKIPPED_IN_A_ROW:
             raise self._stop(step, *values, before=f"{self._in_a_row} steps in a row were skipped, and ")
         return False
@@ -102,7 +111,8 @@ class NonFiniteWatch:
 
     def _stop(self, step: int, loss: float, norm: float, before: str = "") -> CarambaError:
         path = self.run_dir / NONFINITE
-        write_json(path, self._record(step, loss, norm))
+        if self.writes:
+            write_json(path, self._record(step, loss, norm))
         leave_out = ", or leave such steps out with nonfinite=skip" if self.phase.nonfinite == "stop" else ""
         return CarambaError(
             f"{self.name}: {before}the loss is {loss:g} and the gradient's norm {norm:g} at step {step + 1}; the "

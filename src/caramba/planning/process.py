@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from caramba.errors import CarambaError
 from caramba.planning.candidate import Candidate, Trial
 
 SHOWN_LINES = 8
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""A trial is one process, on the device of rank 0, whatever ranks it is for."""
 
 
 class TrialProcess:
@@ -70,6 +73,7 @@ class TrialProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            env={key: value for key, value in os.environ.items() if key not in OF_A_RANK},
             start_new_session=True,  # Ctrl-C reaches it through __exit__ alone
         )
         self._write(self.request)

@@ -6,15 +6,22 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from caramba.errors import CarambaError
+from caramba.errors import CarambaError, Preempted
 
+MISTAKE = 2
+PREEMPTED = 75
+"""The system wants the place back and the state is saved: start it again (EX_TEMPFAIL of sysexits)."""
 INTERRUPTED = 130
+TERMINATED = 143
+STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)
+"""Statuses of a run that was asked to stop: it has not failed, and goes on when it is started again."""
 
 
 def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
     """Run `command` and return its exit status.
 
-    A user's mistake is 2, a failure 1, Ctrl-C 130. `is_debug` adds the traceback.
+    A user's mistake is 2, a failure 1, Ctrl-C 130, a pre-emption 75, SIGTERM in a run 143. `is_debug` adds the
+    traceback.
     """
     try:
         return command()
@@ -23,6 +30,9 @@ def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
             traceback.print_exc()
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
+    except Preempted as stop:
+        print(f"stopped by {stop.signal_name}", file=sys.stderr)
+        return status_of(stop)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -35,3 +45,8 @@ def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
         hint = "" if is_debug else " (--debug shows the traceback)"
         print(f"failed: {type(error).__name__}: {error}{hint}", file=sys.stderr)
         return 1
+
+
+def status_of(stop: Preempted) -> int:
+    """Return the exit status of a run that a signal stopped: SIGTERM says that nobody wants it to go on now."""
+    return TERMINATED if stop.signal_name == "SIGTERM" else PREEMPTED

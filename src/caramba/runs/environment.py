@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from caramba import __version__
+from caramba.runs.files import write_json
 
 ENVIRONMENT = "env.json"
 SHARING = "CARAMBA_SHARING_WORKERS"
@@ -37,6 +38,13 @@ PACKAGES = (
 def sharing_workers() -> int:
     """Return how many workers of a pool share this one's device, itself included."""
     return max(int(os.environ.get(SHARING, "1")), 1)
+
+
+def rewrite_machine(run_dir: Path) -> None:
+    """Make env.json say what this machine is: a run that was made on a login node is computed elsewhere."""
+    file = run_dir / ENVIRONMENT
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    write_json(file, {**kept, **_machine()})
 
 
 def environment() -> dict[str, Any]:

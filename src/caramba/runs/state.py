@@ -19,12 +19,16 @@ RUNNING, FINISHED, FAILED, INTERRUPTED, WAITING = "running", "finished", "failed
 # What a worker says of the run as a whole, in the order in which it happens.
 STARTED, ENDED_WELL, ENDED_BADLY, STOPPED = "run_started", "run_finished", "run_failed", "run_interrupted"
 _TAIL_BYTES = 65536
+CLOCK_SKEW_S = 60.0
 _STATUS = re.compile(rb'"status":\s*"(\w+)"')
 
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands. `step` of `steps` is that of the phase; `updated` and `started` are Unix times."""
+    """Where a run stands. `step` of `steps` is that of the phase; `updated` and `started` are Unix times.
+
+    `job` is what SLURM's queue says of it, when someone asked.
+    """
 
     run: Path
     state: str
@@ -34,6 +38,7 @@ class RunState:
     started: float
     updated: float
     error: str | None = None
+    job: str | None = None
 
     @property
     def name(self) -> str:
@@ -67,6 +72,17 @@ def run_state(run: Path) -> RunState:
         started,
         max([started, *(file.stat().st_mtime for file in logs)]),
         str(last.get("error")) if state == FAILED and last and last.get("error") else None,
+    )
+
+
+def clock_skew(run: Path) -> str | None:
+    """Return what to say of a run whose files are of a later time than this machine's clock has, else None."""
+    ahead = -run_state(run).age_s
+    if ahead <= CLOCK_SKEW_S:
+        return None
+    return (
+        f"{run}: its files are {ahead:.0f} s ahead of this machine's clock: the clocks differ, and times and ages of "
+        "this run are wrong by as much; set the clock (NTP)"
     )
 
 

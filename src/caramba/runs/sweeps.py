@@ -99,7 +99,8 @@ class Sweep:
             if found in (FINISHED, RUNNING, FAILED):
                 point.state = found
             elif point.state in (RUNNING, FINISHED, WAITING):
-                point.state = INTERRUPTED
+                is_queued = point.state == WAITING == found
+                point.state = WAITING if is_queued else INTERRUPTED
 
     def counts(self) -> dict[str, int]:
         """Return how many points are in each state, those that occur."""
@@ -110,7 +111,7 @@ class Sweep:
 
 def experiment_sha256(manifest: Manifest) -> str:
     """Return the hash of what a manifest computes: how it is launched and resumed is left out."""
-    plain = manifest.model_dump(mode="json", exclude={"launcher", "resume"})
+    plain = manifest.model_dump(mode="json", exclude={"launcher", "cluster", "resume"})
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,51 +1,73 @@
 """Facts of the machine and the plan that follows from them."""
 
+from caramba.runtime.agreement import Agreement
 from caramba.runtime.determinism import apply_determinism, seed_process
 from caramba.runtime.device import choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
+    all_agree,
+    average_gradients,
+    data_share,
+    gather_objects,
+    get_local_world_size,
     get_rank,
     get_world_size,
     is_distributed,
+    is_joined,
     is_main_process,
-    refuse_unconnected_ranks,
+    mean_over_ranks,
+    merge_over_ranks,
+    send_from_main,
 )
 from caramba.runtime.memory import MemoryMeter, address_limit, free_bytes, is_out_of_memory, release_memory
 from caramba.runtime.offload import activations_on_host
 from caramba.runtime.plan import Decision, RuntimePlan, apply_threads, load_plan, plan, save_plan
 from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
 from caramba.runtime.precision import Precision, choose_precision, device_precisions
+from caramba.runtime.ranks import Ranks, check_world, join_ranks
 from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
+    "Agreement",
     "AttentionChoice",
     "Decision",
     "MemoryMeter",
     "Precision",
+    "Ranks",
     "RuntimePlan",
     "activations_on_host",
     "address_limit",
+    "all_agree",
     "apply_determinism",
     "apply_threads",
+    "average_gradients",
     "cached_plan",
+    "check_world",
     "choose_attention",
     "choose_device",
     "choose_precision",
+    "data_share",
     "device_facts",
     "device_precisions",
     "families_of",
     "free_bytes",
+    "gather_objects",
+    "get_local_world_size",
     "get_rank",
     "get_world_size",
     "is_distributed",
+    "is_joined",
     "is_main_process",
     "is_out_of_memory",
+    "join_ranks",
     "load_plan",
+    "mean_over_ranks",
+    "merge_over_ranks",
     "plan",
     "plan_path",
-    "refuse_unconnected_ranks",
     "release_memory",
     "save_plan",
     "seed_process",
+    "send_from_main",
     "signature_of",
     "store_plan",
     "synchronize",

@@ -1,31 +1,46 @@
-"""Who this process is among the ranks of a run."""
+"""Who this process is among the ranks of a run, and what they tell each other."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from caramba.errors import ConfigError
+BUCKET_BYTES = 64 * 2**20
+
+
+def is_joined() -> bool:
+    """Return whether a process group is up, of one rank or more."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def is_distributed() -> bool:
     """Return whether a process group of more than one rank is up."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_joined() and dist.get_world_size() > 1
 
 
 def get_rank() -> int:
     """Return this process's rank; before a process group exists, the launcher's `RANK`, else 0."""
-    return (
-        dist.get_rank() if dist.is_available() and dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    )
+    return dist.get_rank() if is_joined() else int(os.environ.get("RANK", "0"))
 
 
 def get_world_size() -> int:
     """Return the number of ranks; before a process group exists, the launcher's `WORLD_SIZE`, else 1."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def get_local_world_size() -> int:
+    """Return the number of ranks on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+
+
+def data_share(tp: int = 1) -> tuple[int, int]:
+    """Return (which, of how many): the place of this rank among those that share the data, `tp` ranks being one."""
+    return (get_rank() // tp, get_world_size() // tp) if is_joined() else (0, 1)
 
 
 def is_main_process() -> bool:
@@ -33,15 +48,83 @@ def is_main_process() -> bool:
     return get_rank() == 0
 
 
-def refuse_unconnected_ranks() -> None:
-    """Check that ranks, when a launcher started several, can exchange what they compute.
+@torch.no_grad()
+def mean_over_ranks(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the mean over all ranks of scalars that every rank has under the same names, in one exchange."""
+    if not is_distributed() or not values:
+        return dict(values)
+    stacked = torch.stack([value.detach().float() for value in values.values()])
+    dist.all_reduce(stacked)
+    stacked /= get_world_size()
+    return dict(zip(values, stacked.unbind(), strict=True))
 
-    Raises:
-        ConfigError: the environment names several ranks and no process group joins them: each would read its share of
-            the data, train its share of the blocks, and never hear of the others'.
+
+def merge_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the mean of every number over the ranks that have it; every rank calls this, whatever names it has."""
+    if not is_distributed():
+        return dict(values)
+    found: list[dict[str, float] | None] = [None] * get_world_size()
+    dist.all_gather_object(found, dict(values))
+    listed: dict[str, list[float]] = {}
+    for part in found:
+        for name, value in (part or {}).items():
+            listed.setdefault(name, []).append(value)
+    return {name: sum(each) / len(each) for name, each in listed.items()}
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the plain value of every rank, in their order."""
+    if not is_distributed():
+        return [value]
+    found: list[Any] = [None] * get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def all_agree(flag: bool, device: torch.device) -> bool:
+    """Return whether `flag` holds on every rank."""
+    if not is_distributed():
+        return flag
+    votes = torch.tensor(float(flag), device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes)
+
+
+@torch.no_grad()
+def send_from_main(tensors: Iterable[Tensor]) -> None:
+    """Put rank 0's values into the tensors of every rank."""
+    if is_distributed():
+        for tensor in tensors:
+            dist.broadcast(tensor, src=0)
+
+
+@torch.no_grad()
+def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Replace the gradients that there are by their means over all ranks, many tensors in one exchange.
+
+    Every rank has gradients of the same parameters.
     """
-    if get_world_size() > 1 and not is_distributed():
-        raise ConfigError(
-            f"launcher: WORLD_SIZE={get_world_size()} and no process group joins the ranks; a run from the command "
-            "line is one process, so start it without torchrun (or unset RANK and WORLD_SIZE)"
-        )
+    if not is_distributed():
+        return
+    pending: list[tuple[Any, Tensor, list[Tensor]]] = []
+    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        pending.append((dist.all_reduce(flat, async_op=True), flat, bucket))
+    for work, flat, bucket in pending:
+        work.wait()
+        flat /= get_world_size()
+        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+
+def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for grad in gradients:
+        if bucket and (size > BUCKET_BYTES or grad.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(grad)
+        size += grad.nbytes
+    if bucket:
+        yield bucket

@@ -52,11 +52,13 @@ def plan(
     d_model: int = AUTO_LR_WIDTH,
     attention: AttentionChoice | None = None,
     measured: RuntimePlan | None = None,
+    ranks: int = 1,
 ) -> RuntimePlan:
     """Decide how a phase of a model of width `d_model` runs here: by what was `measured`, else by the manifest and by
     rules. Every decision says what fixed it.
 
-    `ops` is the backend of every op on that device, as `caramba.kernels.load` returned it under the policy `kernels`.
+    `ranks` share the data of a step. `ops` is the backend of every op on that device, as `caramba.kernels.load`
+    returned it under the policy `kernels`.
     """
     chosen = choose_device(phase.device or device)
     facts = device_facts(chosen)
@@ -67,18 +69,19 @@ def plan(
             "the manifest" if asked != "auto" else "auto: the first of cuda, mps, cpu that is here",
         ),
         "lr": Decision(
-            phase.learning_rate_at(d_model),
+            phase.learning_rate_at(d_model, ranks),
             (
                 "the manifest"
                 if phase.lr != "auto"
                 else f"auto: {AUTO_LR[phase.phase][0]:g} times ({AUTO_LR_WIDTH}/{d_model})^{AUTO_LR[phase.phase][1]:g}"
             )
-            + (f", times {phase.lr_factor:g} for the batch" if phase.lr_scaling != "none" else ""),
+            + (f", times {phase.lr_factor(ranks):g} for the batch" if phase.lr_scaling != "none" else ""),
         ),
         **_precision(phase, chosen),
         "threads": Decision(facts["threads"], "torch's default; frozen in the run, since sums depend on it"),
         "batch_size": Decision(phase.batch_size, "the manifest"),
         "gradient_accumulation_steps": Decision(phase.gradient_accumulation_steps, "the manifest"),
+        "data_parallel": Decision(ranks, "ranks that share the data of a step"),
         "num_workers": Decision(phase.num_workers, "the manifest"),
         "compile_model": Decision(phase.compile_model, "the manifest"),
         "activation_checkpointing": _checkpointing(phase),

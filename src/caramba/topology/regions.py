@@ -1,4 +1,4 @@
-"""Where a topology is cut for compilation."""
+"""Where a topology is cut: for compilation, and for weights that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,27 @@ def compilable_regions(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, StackedTopology | NestedTopology):
         return [module]
     return [region for layer in module.layers for region in compilable_regions(layer)]
+
+
+def sharding_units(module: nn.Module, types: tuple[str, ...] | None = None) -> list[list[nn.Module]]:
+    """Return what is gathered as one when weights are sharded over ranks: neighbours that run one after another.
+
+    A unit is one repeat of a NestedTopology's list, or a node that a plain list holds, at whatever depth; lists whose
+    weights run several times (cyclic, recurrent) stay whole, so that they are gathered once. Nodes without children,
+    such as a last norm, are too small to gather alone. With `types` every outermost node of these classes is a unit.
+    """
+    if types is not None:
+        if type(module).__name__ in types:
+            return [[module]]
+        return [unit for child in module.children() for unit in sharding_units(child, types)]
+    if isinstance(module, NestedTopology):
+        n = len(module.config.layers)
+        repeats = [list(module.layers[at : at + n]) for at in range(0, len(module.layers), n)]
+        return [repeat for repeat in repeats if any(True for node in repeat for _ in node.parameters())]
+    if isinstance(module, StackedTopology):
+        return [unit for layer in module.layers for unit in sharding_units(layer)]
+    has_weights = any(True for _ in module.parameters())
+    return [[module]] if has_weights and any(True for _ in module.children()) else []
 
 
 def join_repeats(topology: nn.Module) -> None:

@@ -3,16 +3,20 @@
 from caramba.train.callbacks import BenchmarkArtifacts, BlockwiseDistillation, Verification
 from caramba.train.data import workers_needed
 from caramba.train.module import CarambaModule
-from caramba.train.trainer import FitOutcome, PhaseData, fit, state_path
+from caramba.train.strategies import SHARDED, way_of
+from caramba.train.trainer import FitOutcome, PhaseData, drop_state, fit, state_path
 
 __all__ = [
+    "SHARDED",
     "BenchmarkArtifacts",
     "BlockwiseDistillation",
     "CarambaModule",
     "FitOutcome",
     "PhaseData",
     "Verification",
+    "drop_state",
     "fit",
     "state_path",
+    "way_of",
     "workers_needed",
 ]

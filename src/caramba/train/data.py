@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from caramba.data import TokenDataset, WindowSampler
 from caramba.distill import Batch
 from caramba.errors import DataError
 from caramba.measure import spread_windows
-from caramba.runtime import Decision, get_rank, get_world_size
+from caramba.runtime import Decision
 
 VALIDATION_WINDOWS = 64
 READ_BATCHES = 8
@@ -56,11 +57,18 @@ class TimedLoader(DataLoader):
 
 
 def train_loader(
-    dataset: TokenDataset | Subset[Batch], phase: PhaseConfig, *, seed: int, start: int, pin: bool
+    dataset: TokenDataset | Subset[Batch],
+    phase: PhaseConfig,
+    *,
+    seed: int,
+    start: int,
+    pin: bool,
+    share: tuple[int, int] = (0, 1),
 ) -> TimedLoader:
     """Return an endless loader of (x, y) [batch_size, block_size] int64 that begins at global sample `start`.
 
-    With `cache_teacher_outputs` a batch also holds the samples' indices [batch_size].
+    `share` is (this rank, ranks) of those that share the data. With `cache_teacher_outputs` a batch also holds the
+    samples' indices [batch_size].
 
     Raises:
         DataError: the dataset has no window of `block_size` tokens.
@@ -72,11 +80,31 @@ def train_loader(
         )
     assert isinstance(phase.batch_size, int)
     sampler = WindowSampler(
-        len(dataset), phase.batch_size, seed=seed, start=start, rank=get_rank(), world_size=get_world_size()
+        len(dataset), phase.batch_size, seed=seed, start=start, rank=share[0], world_size=share[1]
     )
     windows = IndexedWindows(dataset) if phase.cache_teacher_outputs else dataset
     assert isinstance(phase.num_workers, int)
-    return TimedLoader(windows, batch_sampler=sampler, num_workers=phase.num_workers, pin_memory=pin)
+    return TimedLoader(
+        windows,
+        batch_sampler=sampler,
+        num_workers=phase.num_workers,
+        pin_memory=pin,
+        worker_init_fn=_outlive_signals if phase.num_workers else None,
+    )
+
+
+def _outlive_signals(_: int) -> None:
+    """A signal to a whole SLURM step reaches the loader's workers too, and the step that the run ends with needs them.
+
+    They end with their loader, or when their parent is gone; a second SIGTERM is their parent's own.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+    def once(_: int, __: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, once)
 
 
 def windows_at(dataset: TokenDataset | Subset[Batch], *, seed: int, start: int, samples: int) -> list[int]:

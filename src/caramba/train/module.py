@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,8 +15,9 @@ from torchmetrics import MeanMetric
 from caramba.config.optimizer import AdaGCConfig
 from caramba.config.train import PhaseConfig
 from caramba.data import IGNORED
-from caramba.distill import Batch, Objective
-from caramba.errors import CarambaError
+from caramba.distill import Batch, BlockwiseObjective, Objective
+from caramba.errors import CarambaError, CheckpointError
+from caramba.model.sharding import reshard
 from caramba.monitor import RunningLoss
 from caramba.optim import (
     AdaGC,
@@ -26,11 +28,24 @@ from caramba.optim import (
     clip_gradients,
     clip_values,
     learning_rate,
+    local,
 )
-from caramba.runtime import activations_on_host
+from caramba.runtime import (
+    activations_on_host,
+    all_agree,
+    average_gradients,
+    gather_objects,
+    get_rank,
+    get_world_size,
+    mean_over_ranks,
+)
+from caramba.train.strategies import AVERAGED, SHARDED, SINGLE, WRAPPED, last_backward
 
 KEPT = ("average", "adagc")
 """What the module makes with its optimiser and keeps with the training state."""
+OF_RANK, OF_BLOCKS = ("rng", "running_loss"), ("optimizer_states", "callbacks", "adagc", "average")
+"""What every rank has of its own: always, and where each trains its own blocks."""
+STEP_LOSS = "step_loss"
 
 
 class CarambaModule(pl.LightningModule):
@@ -43,7 +58,14 @@ class CarambaModule(pl.LightningModule):
     """
 
     def __init__(
-        self, objective: Objective, phase: PhaseConfig, watch: NonFiniteWatch, *, log_every: int = 10
+        self,
+        objective: Objective,
+        phase: PhaseConfig,
+        watch: NonFiniteWatch,
+        *,
+        log_every: int = 10,
+        way: str = SINGLE,
+        shard: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -52,6 +74,7 @@ class CarambaModule(pl.LightningModule):
         self.phase = phase
         self.watch = watch
         self.log_every = log_every
+        self.way, self.shard = way, shard
         self.micro_steps = 0
         self.trained_steps = 0  # by this module; what memory held when it ran out
         self.is_stepping = False
@@ -61,11 +84,17 @@ class CarambaModule(pl.LightningModule):
         self.train_loss = RunningLoss()
         self.val_loss = MeanMetric(nan_strategy="disable")
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        trained = self.objective.trainable()
-        chosen = {id(parameter) for _, parameter in trained}
+    def configure_model(self) -> None:
+        # Before any strategy looks at what takes gradients, and called again by some of Lightning's hooks.
+        shard, self.shard = self.shard, None
+        if shard is not None:
+            shard()
+        chosen = {id(parameter) for _, parameter in self.objective.trainable()}
         for parameter in self.model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = self.objective.trainable()
         if self.phase.ema_decay is not None:
             self.average = WeightAverage(trained, self.phase.ema_decay)
         if self.phase.gradient_clip_algorithm == "adagc":
@@ -88,7 +117,7 @@ class CarambaModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         self.objective.at(self.global_step, self.phase.steps)
-        with activations_on_host(self.model.parameters()) if self.phase.activation_offload else nullcontext():
+        with self._sharing(), self._offload():
             losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
         self.train_loss.add(losses["loss"])
@@ -96,11 +125,28 @@ class CarambaModule(pl.LightningModule):
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
             loss, self._loss = self._loss / self.phase.gradient_accumulation_steps, None
+            if not self.shares_blocks:  # so that every rank decides alike
+                losses = mean_over_ranks({**losses, STEP_LOSS: loss})
+                loss = losses.pop(STEP_LOSS)
             losses["grad_norm"] = self._step(loss)
             if self.phase.nonfinite == "skip":
                 losses["skipped_steps"] = torch.tensor(float(self.watch.skipped))
             self.objective.advance(losses)
         return losses
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether every rank trains blocks of its own, and has gradients and losses of these alone."""
+        return isinstance(self.objective, BlockwiseObjective) and self.objective.shard.is_shared
+
+    def _sharing(self) -> contextlib.AbstractContextManager[Any]:
+        is_last = self.micro_steps + 1 == self.phase.gradient_accumulation_steps
+        return last_backward(self.trainer, is_last) if self.way == WRAPPED else contextlib.nullcontext()
+
+    def _offload(self) -> contextlib.AbstractContextManager[Any]:
+        if not self.phase.activation_offload:
+            return contextlib.nullcontext()
+        return activations_on_host(self.model.parameters())
 
     def _backward(self, loss: Tensor) -> None:
         self.manual_backward(loss / self.phase.gradient_accumulation_steps)
@@ -111,6 +157,8 @@ class CarambaModule(pl.LightningModule):
         rate = learning_rate(self.phase, *self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
+        if self.way == AVERAGED and not self.shares_blocks:
+            average_gradients(parameter for _, parameter in self.objective.trainable())
         scaler = self._scaler
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
@@ -163,6 +211,10 @@ class CarambaModule(pl.LightningModule):
             self.average.copy_to_weights()
         self.objective.finish()
 
+    def on_validation_end(self) -> None:
+        if self.way == SHARDED:
+            reshard(self.model)
+
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         counted = (batch[1] != IGNORED).sum()
         self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=counted)
@@ -182,12 +234,14 @@ class CarambaModule(pl.LightningModule):
             CarambaError: training has diverged.
         """
         self.watch.settle()
-        for name, parameter in self.model.named_parameters():
-            if not bool(torch.isfinite(parameter).all()):
-                raise CarambaError(
-                    f"{self.phase.phase}: {name} is not finite at step {self.global_step}: training has diverged; "
-                    f"lower lr (now {self.phase.lr}), lengthen warmup_steps, or lower max_grad_norm"
-                )
+        named = list(self.model.named_parameters())
+        bad = next((name for name, value in named if not bool(torch.isfinite(local(value)).all())), None)
+        is_finite = all_agree(bad is None, named[0][1].device)
+        if not is_finite:
+            raise CarambaError(
+                f"{self.phase.phase}: {bad or 'a weight of another rank'} is not finite at step {self.global_step}: "
+                f"training has diverged; lower lr (now {self.phase.lr}), lengthen warmup_steps, or lower max_grad_norm"
+            )
 
     def record(self, values: dict[str, float]) -> None:
         """Send one row of metrics to every logger under the current optimiser step.
@@ -196,6 +250,11 @@ class CarambaModule(pl.LightningModule):
         """
         for logger in self.loggers:
             logger.log_metrics(values, step=self.global_step)
+
+    def prepare_save(self) -> None:
+        """Have on every rank what a state is made of, before it is taken."""
+        if self.shares_blocks:
+            self.objective.finish()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Random state is taken at the end of a batch and put back before the next, so that dropout goes on as it was.
@@ -208,13 +267,31 @@ class CarambaModule(pl.LightningModule):
         for name in KEPT:
             if (kept := getattr(self, name)) is not None:
                 checkpoint[name] = kept.state_dict()
+        own = OF_RANK if not self.shares_blocks else (*OF_RANK, *OF_BLOCKS)
+        checkpoint["ranks"] = gather_objects(
+            on_host({key: checkpoint[key] for key in own if key in checkpoint})
+        )
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._take_own(checkpoint)
         _recount(checkpoint, self.phase.gradient_accumulation_steps)
         self._rng: dict[str, Any] | None = checkpoint["rng"]
         self.train_loss.load_state_dict(checkpoint["running_loss"])
         self.watch.load_state_dict(checkpoint["nonfinite"])
         self._kept: dict[str, Any] = {name: checkpoint[name] for name in KEPT if name in checkpoint}
+
+    def _take_own(self, checkpoint: dict[str, Any]) -> None:
+        """Put what this rank had in place of what rank 0 had; a rank that is new goes on with its own random state."""
+        ranks = checkpoint.get("ranks", [{}])
+        if self.shares_blocks and len(ranks) != get_world_size():
+            raise CheckpointError(
+                f"{self.phase.phase}: parallel.blockwise=blocks was saved by {len(ranks)} ranks, and there are "
+                f"{get_world_size()}: other ranks would own other blocks; start {len(ranks)}"
+            )
+        if get_rank() < len(ranks):
+            checkpoint.update(ranks[get_rank()])
+        else:
+            checkpoint["rng"] = None
 
     def on_train_start(self) -> None:
         # Made by configure_optimizers, after the state was read.
@@ -228,6 +305,15 @@ class CarambaModule(pl.LightningModule):
             torch.set_rng_state(rng["cpu"])
             if "cuda" in rng and torch.cuda.is_available():
                 torch.cuda.set_rng_state_all(rng["cuda"])
+
+
+def on_host(value: Any) -> Any:
+    """Return plain values with their tensors on the host."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: on_host(item) for key, item in value.items()}
+    return type(value)(on_host(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _recount(checkpoint: dict[str, Any], accumulation: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.utils.data import Subset
 
 from caramba.checkpoint import load_training_state
+from caramba.checkpoint.sharded import LOOP, latest_sharded_state
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
@@ -23,7 +25,8 @@ from caramba.distill import Batch, Objective
 from caramba.errors import OutOfMemory
 from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
-from caramba.runtime import RuntimePlan, is_main_process, is_out_of_memory
+from caramba.runs.signals import until_step_ends
+from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
     Checkpointing,
     Compilation,
@@ -38,6 +41,7 @@ from caramba.train.display import Display
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 from caramba.train.precision import matmul_precision, precision_arguments
+from caramba.train.strategies import SHARDED, strategy_arguments, way_of
 
 
 @dataclass(frozen=True)
@@ -76,53 +80,66 @@ def fit(
     run_dir: Path,
     save_final: Callable[[], None],
     flops_per_token: float | None = None,
+    shard: Callable[[], None] | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> FitOutcome:
     """Train `objective` for `phase.steps` optimiser steps or until it has converged, from the last saved state if any.
 
     Args:
-        save_final: writes the phase's final weights; called as soon as the last step is done.
+        save_final: writes the phase's final weights; called on every rank as soon as the last step is done.
+        shard: spreads the weights of the objective's model over the ranks, for parallel=fsdp2.
         flops_per_token: of a position that trains, forward and backward; there is no MFU without it.
         callbacks: what else happens and when; see `caramba.train.callbacks`.
 
     Raises:
         KeyboardInterrupt: the user stopped the run; the last saved state is on disk.
+        Preempted: a signal asked the run to stop; the state of the last step is on disk.
         OutOfMemory: a step did not fit; the last saved state is on disk.
     """
     _quiet_lightning()
+    parallel = manifest.parallel
+    way = way_of(parallel, phase)
+    share = data_share(parallel.tp)
     state = state_path(run_dir, plan.phase)
-    position = _saved_step(state)
-    per_step = int(phase.batch_size) * phase.gradient_accumulation_steps  # type: ignore[arg-type]
+    position = saved_step(state)
+    assert isinstance(phase.batch_size, int)
+    per_step = phase.batch_size * phase.gradient_accumulation_steps * share[1]
 
     def windows_of(step: int) -> list[int]:
         return windows_at(data.train, seed=data.seed, start=data.start + step * per_step, samples=per_step)
 
-    module = CarambaModule(objective, phase, NonFiniteWatch(phase, run_dir, plan.phase, windows_of))
+    watch = NonFiniteWatch(phase, run_dir, plan.phase, windows_of, writes=is_main_process())
+    module = CarambaModule(objective, phase, watch, way=way, shard=shard)
     objective.checkpoint(plan.value("activation_checkpointing"), phase.activation_checkpoint_granularity)
     precision, precision_plugins = precision_arguments(plan)
     targets = targets_per_window(data.train)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
     device = torch.device(plan.value("device"))
     pin = phase.pin_memory is not False and device.type == "cuda"  # elsewhere there is nothing to pin for
-    loader = train_loader(data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin)
+    loader = train_loader(
+        data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin, share=share
+    )
+    places, who = strategy_arguments(parallel, way)
     work = Work(tokens_per_step, flops_per_token and flops_per_token * per_step * phase.block_size)
     meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s), PeakMemory(device)
     display = Display(plan.phase, phase.steps, manifest.settings.console, shown=is_main_process())
     profiling = manifest.debug.name == "profile"
     trainer = pl.Trainer(
         accelerator=device.type,
-        devices=1,
+        **places,
         precision=precision,
         max_steps=phase.steps,
         max_epochs=-1,
-        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase, position),
+        logger=build_loggers(manifest.logger, manifest.settings, run_dir, plan.phase, position)
+        if is_main_process()
+        else False,
         callbacks=[
             Monitoring(
                 meter,
                 memory,
                 display,
                 phase.steps,
-                lambda: device_peak(device, plan.value("dtype"), manifest.settings.peak_tflops),
+                lambda: _peak_of_all(device, plan, manifest.settings.peak_tflops),
             ),
             # After the rows of a step are recorded: a run that goes on from the state lacks none.
             *callbacks,
@@ -132,11 +149,12 @@ def fit(
             *_compilation(objective, plan.value("compile_model")),
             *([Profiling(run_dir / "profile" / plan.phase, plan.phase)] if profiling else []),
         ],
-        plugins=[WholeCheckpointIO(), *precision_plugins],
+        plugins=[*([] if way == SHARDED else [WholeCheckpointIO()]), *precision_plugins, *who],
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
+        inference_mode=way != SHARDED,  # what FSDP2 gathers in a validation, it keeps for the next step
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         check_val_every_n_epoch=None,
@@ -146,12 +164,12 @@ def fit(
     began = time.perf_counter()
     failure: OutOfMemory | None = None
     try:
-        with matmul_precision(plan):
+        with until_step_ends(), matmul_precision(plan):
             trainer.fit(
                 module,
                 train_dataloaders=loader,
                 val_dataloaders=validation_loader(data.val, phase) if phase.eval_every else None,
-                ckpt_path=str(state) if state.is_file() else None,
+                ckpt_path=str(state) if state.exists() else None,
                 weights_only=True,
             )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
@@ -199,15 +217,34 @@ def _out_of_memory(error: BaseException, phase: PhaseConfig, module: CarambaModu
 
 
 def state_path(run_dir: Path, phase: str) -> Path:
-    """Return where the resumable state of a phase is while it trains."""
+    """Return where the resumable state of a phase is while it trains: a file, or a folder where each rank writes its
+    part."""
     return run_dir / "checkpoints" / f"{phase}.state.pt"
 
 
-def _saved_step(state: Path) -> int:
-    """Return the optimiser step of a saved training state, 0 without one."""
+def saved_step(state: Path) -> int:
+    """Return the optimiser step of a saved training state, a file or a folder, 0 without one."""
+    if state.is_dir():
+        place = latest_sharded_state(state)
+        return 0 if place is None else int(load_training_state(place / LOOP)["global_step"])
     if not state.is_file():
         return 0
     return int(load_training_state(state)["global_step"])
+
+
+def drop_state(run_dir: Path, phase: str) -> None:
+    """Remove the resumable state of a phase, which is of no more use once the phase is on record."""
+    path = state_path(run_dir, phase)
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _peak_of_all(device: torch.device, plan: RuntimePlan, given: float | None) -> float | None:
+    """Return the dense peak of all ranks' devices together, in FLOP/s."""
+    peak = device_peak(device, plan.value("dtype"), given)
+    return None if peak is None else peak * get_world_size()
 
 
 def _quiet_lightning() -> None:
@@ -216,3 +253,5 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    # Its new name is not in torch 2.11.
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated.*")

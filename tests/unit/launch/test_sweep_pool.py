@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from caramba.cli import main
-from caramba.config.manifest import LauncherConfig
+from caramba.config.launcher import LauncherConfig
 from caramba.errors import ConfigError
 from caramba.launch import pool, slots
 from caramba.launch.axes import points
@@ -28,7 +28,7 @@ WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
         (["seed=1,2", "launcher.n_jobs=2"], "n_jobs=2 has no meaning for launcher=inline"),
         (["seed=1,2", "launcher=process", "launcher.n_jobs=0"], "launcher.n_jobs"),
         (["seed=interval(1,2)"], "an interval has no finite set of values"),
-        (["hydra/launcher=submitit_slurm"], "it would compose again in every job; launcher=process"),
+        (["hydra/launcher=submitit_slurm"], "it would compose again in every job; launcher=slurm submits"),
         (["train.optimizer=glob(nothing*)"], "matches no option of train.optimizer"),
     ],
 )

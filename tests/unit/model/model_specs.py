@@ -77,11 +77,12 @@ def spec(
     max_positions: int | None = None,
     tied: bool = True,
     bias: bool = False,
+    vocab_size: int = VOCAB,
 ) -> ModelSpec:
     positions = {"type": "token_position", "max_positions": max_positions} if max_positions else {}
     return ModelSpec.model_validate(
         {
-            "embedder": {"vocab_size": VOCAB, "d_model": M, **positions},
+            "embedder": {"vocab_size": vocab_size, "d_model": M, **positions},
             "topology": {"type": "StackedTopology", "layers": [*layers, NORM]},
             "head": {"tied": tied, "bias": bias},
         }

@@ -1,17 +1,39 @@
-"""Ranks that a launcher started: a run refuses those that nothing joins."""
+"""Ranks that a launcher started: a run refuses those that its manifest does not ask for."""
 
 from __future__ import annotations
 
 import pytest
 
+from caramba.config.parallel import ParallelConfig
 from caramba.errors import ConfigError
-from caramba.runtime import get_world_size, refuse_unconnected_ranks
+from caramba.runtime import check_world, get_world_size, join_ranks
 
 
-def test_ranks_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    refuse_unconnected_ranks()
+def test_other_ranks_than_the_manifest_asks_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert get_world_size() == 2
-    with pytest.raises(ConfigError, match="WORLD_SIZE=2 and no process group joins the ranks"):
-        refuse_unconnected_ranks()
+    with (
+        pytest.raises(
+            ConfigError, match="WORLD_SIZE=2, and parallel=single is one process; add parallel=ddp"
+        ),
+        join_ranks(ParallelConfig(), "cpu"),
+    ):
+        pass
+    check_world(ParallelConfig(strategy="ddp"), 3)
+    with pytest.raises(ConfigError, match=r"dp=4 x tp=1 are 4 ranks, and the launcher started 2"):
+        check_world(ParallelConfig(strategy="ddp", dp=4), 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"dp": 2}, "parallel=single is one process, got dp=2"),
+        ({"strategy": "ddp", "tp": 2}, "parallel=ddp has no tp"),
+        ({"strategy": "fsdp2", "sharding": "NO_SHARD"}, "which is parallel=ddp; use that"),
+        ({"strategy": "ddp", "wrap": ("ResidualTopology",)}, "wrap belongs to parallel=fsdp2"),
+        ({"strategy": "fsdp2", "find_unused_parameters": True}, "belongs to parallel=ddp"),
+    ],
+)
+def test_keys_of_another_strategy_are_refused(words: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ParallelConfig.model_validate(words)

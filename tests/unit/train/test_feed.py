@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import time
 from itertools import islice
 from pathlib import Path
@@ -77,3 +80,18 @@ def test_a_phase_that_waited_is_warned_about(capsys: pytest.CaptureFixture[str])
 def test_batches_are_pinned_on_cuda(tmp_path: Path) -> None:
     loader = train_loader(Windows(), PHASE, seed=5, start=0, pin=True)  # type: ignore[arg-type]
     assert next(iter(loader))[0].is_pinned()
+
+
+def test_signals_to_a_whole_job_leave_the_loaders_workers_at_work() -> None:
+    """SLURM tells every process of a step: the state that is then saved is that of a step which needs its batch."""
+    phase = PHASE.model_copy(update={"num_workers": 1})
+    feed = iter(train_loader(Windows(), phase, seed=5, start=0, pin=False))  # type: ignore[arg-type]
+    next(feed)
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        os.kill(worker.pid or 0, number)
+    for _ in range(4):  # more than were fetched before
+        next(feed)
+    os.kill(worker.pid or 0, signal.SIGTERM)  # a second one is its parent's, at the end
+    worker.join(5)
+    assert worker.exitcode == -signal.SIGTERM

@@ -1,12 +1,17 @@
-"""When a phase's state and final weights are saved."""
+"""When a phase's state and final weights are saved, and when training stops because the system asks for its place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 import lightning.pytorch as pl
+
+from caramba.errors import Preempted
+from caramba.runs.signals import listen, requested
+from caramba.runtime import Agreement
 
 
 class Checkpointing(pl.Callback):
@@ -17,6 +22,9 @@ class Checkpointing(pl.Callback):
     No state is saved at the last step: Lightning has no step left to resume there, and would never come to the
     final weights. A run stopped after it repeats the steps since the state before. The final weights are saved
     before any other work of the phase's end, so that a failure there loses nothing.
+
+    A signal that asks the run to stop, to any of its ranks, is answered at the end of a step: all save the state, and
+    then raise Preempted. Saving in the handler itself would meet weights half updated, and the other ranks elsewhere.
     """
 
     def __init__(
@@ -28,6 +36,11 @@ class Checkpointing(pl.Callback):
     ) -> None:
         self.state_path, self.save_every, self.save_final = state_path, save_every, save_final
         self.eval_every = eval_every
+        self._agreement: Agreement | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        listen()  # Lightning took the signals over when it began
+        self._agreement = Agreement()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -43,13 +56,19 @@ class Checkpointing(pl.Callback):
     def _save(self, trainer: pl.Trainer, pl_module: Any) -> None:
         is_due = self.save_every and trainer.global_step % self.save_every == 0
         is_last = trainer.global_step >= trainer.max_steps or pl_module.has_converged
-        if is_due and not is_last:
+        stop = self._agreement.largest(requested()) if self._agreement is not None else 0
+        if (is_due or stop) and not is_last:
             pl_module.refuse_divergence()
+            pl_module.prepare_save()
             trainer.save_checkpoint(self.state_path)
+        if stop and not is_last:
+            raise Preempted(Signals(stop).name)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if self._agreement is not None:
+            self._agreement.close()
+            self._agreement = None
         pl_module.refuse_divergence()
         if trainer.global_step >= trainer.max_steps or pl_module.has_converged:
             pl_module.finish()
-            if trainer.is_global_zero:
-                self.save_final()
+            self.save_final()

@@ -42,7 +42,8 @@ class Float8Products(WhileTraining):
         for name, layer in layers.items():
             self._plain[name] = layer
             self.model.set_submodule(name, convert(layer))
-        append_event(self.run_dir, "float8", recipe=self.recipe, layers=list(layers))
+        if trainer.is_global_zero:
+            append_event(self.run_dir, "float8", recipe=self.recipe, layers=list(layers))
         logger.info(f"float8 {self.recipe}: {len(layers)} linear layers")
 
     def restore(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from caramba.monitor import PeakMemory, PhaseMeter, StepNorms
+from caramba.runtime import merge_over_ranks
 from caramba.train.display import Display
 
 NORMS_EVERY = 50  # a copy of what trains and two passes over it: a thousandth of a step's time at this rate
@@ -55,6 +56,8 @@ class Monitoring(pl.Callback):
             return
         assert self._norms is not None
         values = {key: float(value) for key, value in outputs.items()}
+        if pl_module.shares_blocks:
+            values = merge_over_ranks(values)
         values["running_loss"] = pl_module.running_loss()
         values["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
         values |= self._norms.read() | self.meter.read(step) | self.memory.read()

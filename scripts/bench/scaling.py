@@ -1,0 +1,239 @@
+"""Weak scaling of a 1B pretraining step over the GPUs of a machine, by strategy, and their loss curves. Writes JSON.
+
+Usage, once per number of devices: torchrun --nproc-per-node N scripts/bench/scaling.py --out scaling_N.json
+and then: python scripts/bench/scaling.py --merge scaling_1.json scaling_2.json ... --out docs/benchmarks/scaling.json
+`--size tiny --device cpu --steps 12 --batch 2 --block 32 --no-compile` shows that the script works. Every rank has the
+same batch, whatever their number; strategies of one number of ranks see the same samples from the same weights, so
+that their losses agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from caramba import kernels
+from caramba.config.manifest import Manifest
+from caramba.config.parse import parse_manifest
+from caramba.config.train import PhaseConfig
+from caramba.cost import estimate_phase, model_cost
+from caramba.distill import LanguageModelObjective
+from caramba.layer import attention_backends
+from caramba.model import Model, build_model
+from caramba.model.sharding import fill_sharded, shard_model, sharding_of
+from caramba.planning.trial import RandomWindows
+from caramba.runs.files import write_json
+from caramba.runtime import choose_attention, choose_device, get_world_size, join_ranks, plan
+from caramba.train import SHARDED, PhaseData, fit, way_of
+
+# d_model, layers, heads, key/value heads, d_ff, vocabulary: the second is Llama 3.2 1B's.
+SIZES = {"tiny": (64, 2, 4, 2, 128, 256), "1b": (2048, 16, 32, 8, 8192, 128256)}
+MUST = {"ddp": 0.93, "fsdp2": 0.90}
+
+
+class Losses(pl.Callback):
+    """Keeps the loss of every step, the mean over ranks."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def on_train_batch_end(self, trainer: object, module: Any, outputs: Any, *_: object) -> None:
+        self.kept.append(outputs["loss"].detach().clone())
+
+
+def spec_of_size(size: str) -> dict[str, Any]:
+    d_model, n_layers, n_heads, n_kv_heads, d_ff, vocab = SIZES[size]
+    norm = {"type": "RMSNormLayer", "d_model": d_model}
+    heads = {"mode": "gqa", "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    attention = {"type": "AttentionLayer", "d_model": d_model, **heads}
+    mlp = {"type": "SwiGLULayer", "d_model": d_model, "d_ff": d_ff}
+    layers = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in (attention, mlp)]
+    nested = {"type": "NestedTopology", "layers": layers, "repeat": n_layers}
+    return {
+        "type": "TransformerModel",
+        "embedder": {"vocab_size": vocab, "d_model": d_model},
+        "topology": {"type": "StackedTopology", "layers": [nested, norm]},
+        "head": {"tied": True},
+    }
+
+
+def manifest_of(words: argparse.Namespace, strategy: str, device: str) -> Manifest:
+    phase = {
+        "phase": "pretrain",
+        "trains": "student",
+        "steps": words.steps,
+        "batch_size": words.batch,
+        "block_size": words.block,
+        "lr": 3e-4,
+        "scheduler": "constant",
+        "compile_model": words.compile,
+    }
+    group = {
+        "name": "main",
+        "data": {"type": "tokens", "path": "random.npy"},
+        "runs": [{"id": "pretrain", "train": phase}],
+    }
+    spec = spec_of_size(words.size)
+    return parse_manifest(
+        {
+            "name": "scaling",
+            "device": device,
+            "model": spec,
+            "groups": [group],
+            "parallel": {"strategy": strategy},
+            "settings": {"instrument": "none"},
+            "logger": {"tensorboard": False},
+        }
+    )
+
+
+def fresh(manifest: Manifest, device: torch.device) -> Model:
+    """Build the same model on every rank where it runs: matrices normal(0, 0.02), norms one."""
+    model = build_model(manifest.model, device="meta").to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
+def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
+    """Train a phase on the ranks that are joined; return what it measured, with the loss of every step."""
+    phase = manifest.groups[0].runs[0].train
+    assert isinstance(phase, PhaseConfig)
+    ops = kernels.load(device)
+    ranks = get_world_size() if manifest.parallel.strategy != "single" else 1
+    attention = choose_attention(device)
+    decided = plan(
+        phase,
+        device=manifest.device,
+        kernels="auto",
+        ops=ops,
+        name="scaling",
+        attention=attention,
+        ranks=ranks,
+    )
+    whole = fresh(manifest, device)
+    shard = None
+    trained = whole
+    if way_of(manifest.parallel, phase) == SHARDED:
+        trained = build_model(manifest.model, device="meta")
+        whole.to("cpu")
+        shell, source = trained, whole if int(os.environ.get("RANK", "0")) == 0 else None
+
+        def shard() -> None:
+            shard_model(shell, sharding_of(manifest.parallel, device, decided.value("dtype")))
+            fill_sharded(shell, source, device)
+
+    windows = RandomWindows(4096, phase.block_size, manifest.model.embedder.vocab_size, False)
+    losses = Losses()
+    objective = LanguageModelObjective(trained)
+    objective.is_sharded = shard is not None
+    with tempfile.TemporaryDirectory() as folder, attention_backends(device, attention):
+        outcome = fit(
+            objective,
+            phase,
+            PhaseData(windows, windows, seed=1, start=0),
+            decided,
+            manifest=manifest,
+            run_dir=Path(folder),
+            save_final=lambda: None,
+            flops_per_token=estimate_phase(phase, model_cost(manifest.model), None).flops_per_token,
+            shard=shard,
+            callbacks=[losses],
+        )
+    kept = [float(loss) for loss in losses.kept]
+    return {**outcome.measured, "losses": kept, "compiled": bool(phase.compile_model)}
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {"device": platform.machine(), "torch": torch.__version__}
+    if device.type == "cuda":
+        found |= {
+            "device": torch.cuda.get_device_name(),
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        }
+    found["python"] = platform.python_version()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found | ({"commit": commit.stdout.strip()} if commit.returncode == 0 else {})
+
+
+def measure(words: argparse.Namespace) -> int:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    device = choose_device(words.device)
+    rows = []
+    strategies = (
+        words.strategies.split(",")
+        if words.strategies
+        else (["single"] if world == 1 else []) + ["ddp", "fsdp2"]
+    )
+    for strategy in strategies:
+        if strategy == "ddp" and world == 1:
+            continue  # which is a single process
+        manifest = manifest_of(words, strategy, words.device)
+        with join_ranks(manifest.parallel, words.device):
+            measured = train(manifest, device)
+        rows.append({"strategy": strategy, "devices": world, **measured})
+        if int(os.environ.get("RANK", "0")) == 0:
+            shown = {key: value for key, value in rows[-1].items() if key != "losses"}
+            print(
+                json.dumps(shown),
+                f"loss {measured['losses'][0]:.6f} -> {measured['losses'][-1]:.6f}",
+                flush=True,
+            )
+        torch.compiler.reset()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if int(os.environ.get("RANK", "0")) == 0:
+        shape = {"size": words.size, "batch": words.batch, "block": words.block, "steps": words.steps}
+        head = {
+            "benchmark": "scaling",
+            "made_by": "torchrun scripts/bench/scaling.py",
+            "machine": facts(device),
+        }
+        write_json(words.out, {**head, **shape, "must": MUST, "rows": rows})
+    return 0
+
+
+def merge(files: list[Path], out: Path) -> int:
+    """Put the rows of several numbers of devices into one file; they are of one machine and shape."""
+    parts = [json.loads(file.read_text()) for file in files]
+    heads = [{key: value for key, value in part.items() if key != "rows"} for part in parts]
+    different = [str(file) for file, head in zip(files, heads, strict=True) if head != heads[0]]
+    if different:
+        print(f"of another machine, commit or shape than {files[0]}: {', '.join(different)}", file=sys.stderr)
+        return 1
+    write_json(out, {**heads[0], "rows": [row for part in parts for row in part["rows"]]})
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="1b", choices=tuple(SIZES))
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--strategies", help="some of single,ddp,fsdp2; else all of them")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--block", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--merge", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    words = parser.parse_args()
+    return merge(words.merge, words.out) if words.merge else measure(words)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""Decode on one GPU and on two that share every layer, as the host drives it, captured, and compiled. Writes JSON.
+
+Usage on a machine with two GPUs: python scripts/bench/shared_decode.py [--out docs/benchmarks/shared_decode.json]
+`--size tiny --forms false` shows on a CPU that the script works. Rows: median of `--repeats` generations, prefill and
+step apart; `speed_up` is two ranks against one device in the same form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+from decode_steps import FORMS, LAYOUTS, SIZES, model_of
+
+from caramba import kernels
+from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
+from caramba.infer import Generator
+from caramba.measure import model_bytes
+from caramba.runs.files import write_json
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", default="1b", choices=tuple(SIZES))
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--layouts", default=",".join(LAYOUTS))
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/shared_decode.json"))
+    words = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kernels.load(device)
+    rows: list[dict[str, Any]] = []
+    for layout in words.layouts.split(","):
+        model = model_of(words.size, layout, device)
+        prompts = torch.randint(SIZES[words.size][-1], (words.batch, words.prompt)).tolist()
+        for form in words.forms.split(","):
+            keys = {
+                "max_new_tokens": words.new,
+                "temperature": 0.0,
+                "read_every": 64,
+                "compiled": FORMS[form],
+            }
+            alone = Generator(model, None, **keys)
+            times: list[tuple[float, float]] = []
+            for repeat in range(words.repeats + 1):
+                alone.generate(prompts)
+                stats = alone.stats
+                times += [(stats.prefill_s, stats.decode_s / stats.steps)] if repeat else []
+            one = summary(times) | {"ran": alone.stats.decode, "weight_bytes": model_bytes(model)}
+            dtype = str(model.embedder.token.weight.dtype).removeprefix("torch.")
+            rung = SharedRung(device.type, dtype, "auto", False, prompts, 1, words.repeats, keys)
+            found = timed_on_ranks(model, rung)
+            two = summary(found.timed) | {"ran": found.ran, "weight_bytes": found.weight_bytes}
+            speed_up = one["step_ms"] / two["step_ms"]
+            rows.append({"layout": layout, "compiled": form, "one": one, "two": two, "speed_up": speed_up})
+            print(
+                f"{layout} compiled={form}: {one['step_ms']:.3f} ms, two ranks {two['step_ms']:.3f} ms, {speed_up:.2f}x"
+            )
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
+    shape = {"size": words.size, "batch": words.batch, "prompt": words.prompt, "new": words.new}
+    facts = {"device": name, "torch": torch.__version__, "commit": commit}
+    write_json(words.out, {**facts, **shape, "rows": rows})
+    return 0
+
+
+def summary(times: list[tuple[float, float]]) -> dict[str, Any]:
+    """Return the medians of prefill and step times, in ms, and all step times."""
+    prefill, steps = ([1000 * pair[index] for pair in times] for index in (0, 1))
+    return {
+        "prefill_ms": statistics.median(prefill),
+        "step_ms": statistics.median(steps),
+        "all_step_ms": steps,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,97 @@
+"""Schema of how a run is spread over ranks: one process per device."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from caramba.config.base import Config, Later
+from caramba.config.layer import Positive
+
+StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp"]
+SHARDED = ("fsdp2", "fsdp2_tp")
+
+
+class ParallelConfig(Config):
+    """How a run is spread over devices: dp * tp ranks, each a process that reads the same manifest.
+
+    A rank reads `batch_size` sequences of its own, so that a step sees batch_size * gradient_accumulation_steps * dp of
+    them. A run that goes on with another number of ranks keeps that product, by accumulating more or less.
+    """
+
+    strategy: StrategyName = "single"
+    dp: Positive | Literal["auto"] = Field(
+        default="auto",
+        description="ranks that share the data; auto: as many as the launcher starts, here one per GPU",
+    )
+    tp: Positive = Field(default=1, description="of fsdp2_tp: ranks that share the work of every layer")
+    pp: Annotated[Positive, Later("the pipeline work")] = 1
+    sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = Field(
+        default=None,
+        description="of fsdp2: HYBRID_SHARD within a node and replicas between nodes, as where there are several; "
+        "SHARD_GRAD_OP keeps gathered weights until backward",
+    )
+    mixed_precision: Literal["auto", "none", "bfloat16"] = Field(
+        default="auto",
+        description="what fsdp2 gathers blocks in: auto is bfloat16 where a phase computes in it; sums are float32",
+    )
+    wrap: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
+        default=None,
+        description="types of nodes that fsdp2 gathers as one; by default the blocks of the topology",
+    )
+    find_unused_parameters: bool = Field(
+        default=False, description="of ddp: for models some of whose weights take no part in a step"
+    )
+    blockwise: Literal["data", "blocks"] = Field(
+        default="data",
+        description="what ranks share in blockwise and drift: the data of all blocks, or the blocks",
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> ParallelConfig:
+        for problem in self._problems():
+            raise ValueError(problem)
+        return self
+
+    def _problems(self) -> list[str]:
+        is_sharded = self.strategy in SHARDED
+        found: list[str] = []
+        if self.strategy == "single" and (self.dp not in ("auto", 1) or self.tp > 1):
+            found.append(
+                f"parallel=single is one process, got dp={self.dp}, tp={self.tp}; use parallel=ddp or fsdp2"
+            )
+        if self.strategy in ("ddp", "fsdp2") and self.tp > 1:
+            found.append(f"parallel={self.strategy} has no tp, got tp={self.tp}; use parallel=fsdp2_tp")
+        if self.strategy == "fsdp2_tp" and self.tp == 1:
+            found.append("parallel=fsdp2_tp needs parallel.tp of 2 or more, got 1; set it, or use fsdp2")
+        if self.tp > 1 and self.sharding == "HYBRID_SHARD":
+            found.append(
+                "sharding=HYBRID_SHARD with tp would be a mesh of three dimensions; leave sharding out"
+            )
+        if self.sharding == "NO_SHARD":
+            found.append(
+                "sharding=NO_SHARD keeps whole weights on every rank, which is parallel=ddp; use that"
+            )
+        for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
+            if not is_sharded and getattr(self, name) != default:
+                found.append(f"{name} belongs to parallel=fsdp2, got parallel={self.strategy}; remove it")
+        if self.find_unused_parameters and self.strategy != "ddp":
+            found.append(
+                f"find_unused_parameters belongs to parallel=ddp, got parallel={self.strategy}; remove it"
+            )
+        if self.blockwise != "data" and self.strategy not in ("ddp", "fsdp2"):
+            found.append(
+                f"blockwise={self.blockwise} belongs to parallel=ddp, got parallel={self.strategy}; remove it"
+            )
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether weights, gradients and the optimiser's state are spread over ranks."""
+        return self.strategy in SHARDED
+
+    @property
+    def ranks(self) -> int | None:
+        """Processes of the run, None where the launcher decides."""
+        return None if self.dp == "auto" else self.dp * self.tp

@@ -1,0 +1,79 @@
+"""Which phases can be spread over ranks, and how: refused by name before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from caramba.config.manifest import Manifest
+from caramba.config.parallel import ParallelConfig
+from caramba.config.train import BLOCK_PHASES, PhaseConfig
+from caramba.errors import ConfigError
+
+SHARDED_OPTIMIZERS = ("adamw", "sgd")
+
+
+def check_parallel(manifest: Manifest) -> None:
+    """Refuse what the strategy of a manifest cannot train.
+
+    Raises:
+        ConfigError: naming the run, the key and what to use.
+    """
+    parallel = manifest.parallel
+    if parallel.strategy == "single":
+        return
+    for group in manifest.selected_groups():
+        for run in group.runs:
+            for problem in () if run.train is None else conflicts(run.train, parallel):
+                raise ConfigError(f"run {run.id!r}: {problem}")
+
+
+def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield what a phase asks for that its strategy does not have."""
+    if phase.phase in BLOCK_PHASES:
+        if parallel.blockwise == "blocks" and phase.convergence is not None:
+            yield (
+                "parallel.blockwise=blocks trains other blocks on every rank, which convergence would end at different "
+                "steps; use parallel.blockwise=data, or remove convergence"
+            )
+        if parallel.tp > 1:
+            yield (
+                f"phase={phase.phase} trains attention layers one by one, which parallel=fsdp2_tp splits over ranks; "
+                "use parallel=ddp or fsdp2"
+            )
+        return
+    if not parallel.is_sharded:
+        return
+    name = f"parallel={parallel.strategy}"
+    if phase.optimizer not in SHARDED_OPTIMIZERS:
+        yield (
+            f"optimizer={phase.optimizer} is made for whole weights, and {name} keeps a part of each on every rank; "
+            f"use optimizer={' or '.join(SHARDED_OPTIMIZERS)}, or parallel=ddp"
+        )
+    if phase.has_16_bit_weights:
+        yield (
+            f"use_amp=false with dtype=bfloat16 keeps weights in 16 bits, and {name} keeps them in float32 and gathers "
+            "them in 16; remove use_amp, or use parallel=ddp"
+        )
+    if phase.dtype == "float16" or phase.amp_dtype == "float16":
+        yield f"float16 scales its loss, which {name} does not; use bfloat16, or parallel=ddp"
+    for key, off in (
+        ("lora", None),
+        ("ema_decay", None),
+        ("optimizer_offload", False),
+        ("activation_offload", False),
+        ("float8", "none"),
+        ("hidden_weight", 0.0),
+    ):
+        if getattr(phase, key) != off:
+            yield f"{key} is not made for sharded weights, got {name}; use parallel=ddp, or remove {key}"
+    if parallel.wrap is not None and phase.compile_model is not False:
+        yield (
+            f"parallel.wrap={list(parallel.wrap)} gathers weights where it says, which may be within code that "
+            f"compile_model={phase.compile_model} compiles as one; use one of the two"
+        )
+    compiles, granularity = phase.compile_model is not False, phase.activation_checkpoint_granularity
+    if compiles and phase.activation_checkpointing != "none" and granularity == "block":
+        yield (
+            f"compile_model with activation_checkpointing by blocks would compile what {name} gathers; use "
+            "activation_checkpoint_granularity=layer"
+        )

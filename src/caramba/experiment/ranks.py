@@ -1,0 +1,195 @@
+"""A phase on several ranks: rank 0 runs the experiment, and says to the others which phase to train with it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from caramba import kernels
+from caramba.config.manifest import Manifest
+from caramba.config.model import ModelSpec
+from caramba.config.train import PhaseConfig
+from caramba.console import logger
+from caramba.distill import BlockwiseObjective, Objective
+from caramba.experiment.ledger import Ledger
+from caramba.experiment.objectives import build_objective
+from caramba.experiment.session import Session
+from caramba.experiment.text import open_text
+from caramba.layer import attention_backends
+from caramba.model import Model, build_model, spec_of
+from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
+from caramba.parallel import apply_tensor_parallel, tensor_parallel_plan
+from caramba.runtime import (
+    AttentionChoice,
+    Ranks,
+    RuntimePlan,
+    data_share,
+    is_main_process,
+    seed_process,
+    send_from_main,
+)
+from caramba.train import SHARDED, BlockwiseDistillation, PhaseData, fit, way_of
+
+
+@dataclass(frozen=True)
+class Order:
+    """One phase: what rank 0 has settled about it. Weights follow on their own way."""
+
+    group: str
+    phase: PhaseConfig
+    plan: RuntimePlan
+    seed: int
+    data_seed: int
+    data_start: int
+    model: ModelSpec
+    teacher: ModelSpec | None
+    attention: AttentionChoice
+    flops_per_token: float
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """What a phase trains on this rank: its objective, and how the model's weights are spread and come back."""
+
+    objective: Objective
+    shard: Callable[[], None] | None
+    gather: Callable[[], None]
+
+
+def assemble(
+    session: Session, phase: PhaseConfig, decided: RuntimePlan, model: Model | None, spec: ModelSpec
+) -> Assembled:
+    """Build the objective of a phase over `model`, or with sharded weights over a shell of it; every rank calls this.
+
+    Ranks without a `model` get rank 0's weights. With sharded weights `gather` puts the trained ones into `model`,
+    which waits on the host meanwhile.
+    """
+    device = session.device
+    if session.teacher is not None:
+        send_from_main([*session.teacher.parameters(), *session.teacher.buffers()])
+    if way_of(session.manifest.parallel, phase) != SHARDED:
+        whole = model if model is not None else empty_model(spec, device)
+        objective = build_objective(session, phase, decided, whole)
+        send_from_main([*whole.parameters(), *whole.buffers()])
+        return Assembled(objective, None, lambda: None)
+    shell = build_model(spec, device="meta")
+    objective = build_objective(session, phase, decided, shell)
+    objective.is_sharded = True
+    if model is not None:
+        model.to("cpu")
+
+    def shard() -> None:
+        sharding = sharding_of(session.manifest.parallel, device, decided.value("dtype"))
+        if sharding.within is not None:
+            apply_tensor_parallel(shell, sharding.within)
+        shard_model(shell, sharding)
+        fill_sharded(shell, model, device)
+
+    def gather() -> None:
+        state = gathered_state(shell)
+        if model is not None:
+            model.load_state_dict(state)
+
+    return Assembled(objective, shard, gather)
+
+
+def check_split(session: Session) -> None:
+    """Refuse layers that the ranks of parallel.tp cannot share, before anything is trained.
+
+    Raises:
+        ConfigError: naming the heads or features, or a layer that has no plan.
+    """
+    if session.manifest.parallel.tp == 1:
+        return
+    specs = [model.spec for model in (session.teacher, session.student) if model is not None]
+    for spec in (session.manifest.model, *specs):
+        tensor_parallel_plan(build_model(spec, device="meta"), session.manifest.parallel.tp)
+
+
+def empty_model(spec: ModelSpec, device: torch.device) -> Model:
+    """Return a model with memory and no values yet."""
+    return build_model(spec, device="meta").to_empty(device=device)
+
+
+def give_order(
+    session: Session,
+    ranks: Ranks,
+    phase: PhaseConfig,
+    decided: RuntimePlan,
+    *,
+    seed: int,
+    data_seed: int,
+    data_start: int,
+    model: Model,
+    flops_per_token: float,
+) -> None:
+    """Tell the other ranks to train a phase with this one."""
+    needs_teacher = phase.reads_teacher and session.teacher is not None
+    ranks.order(
+        Order(
+            session.group.name,
+            phase,
+            decided,
+            seed,
+            data_seed,
+            data_start,
+            spec_of(model.spec),
+            spec_of(session.model_of("teacher").spec) if needs_teacher else None,
+            session.attention,
+            flops_per_token,
+        )
+    )
+
+
+def follow(manifest: Manifest, run_dir: Path, ranks: Ranks) -> None:
+    """Train with rank 0 what it says, until it says that the run has ended. Nothing is measured or written here."""
+    logger.quiet = True
+    sessions: dict[str, Session] = {}
+    while (order := ranks.next_order()) is not None:
+        if order.group not in sessions:
+            sessions[order.group] = _session(manifest, order.group, run_dir)
+        _train(sessions[order.group], order)
+
+
+def _session(manifest: Manifest, name: str, run_dir: Path) -> Session:
+    group = next(item for item in manifest.groups if item.name == name)
+    several = len(manifest.selected_groups()) > 1
+    folder = run_dir / "groups" / name if several else run_dir
+    return Session(
+        manifest, group, folder, torch.device("cpu"), open_text(manifest, group), Ledger(folder)
+    )  # rank 0 has made what this reads
+
+
+def _train(session: Session, order: Order) -> None:
+    gc.collect()
+    assert not is_main_process()
+    session.device = torch.device(order.plan.value("device"))
+    kernels.load(session.device, session.manifest.kernels)
+    seed_process(order.seed, data_share(session.manifest.parallel.tp)[0])
+    session.teacher = None if order.teacher is None else empty_model(order.teacher, session.device)
+    with attention_backends(session.device, order.attention):
+        made = assemble(session, order.phase, order.plan, None, order.model)
+        objective = made.objective
+        schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
+        fit(
+            objective,
+            order.phase,
+            PhaseData(
+                session.training_windows(order.phase),
+                session.windows("val", order.phase.block_size),
+                seed=order.data_seed,
+                start=order.data_start,
+            ),
+            order.plan,
+            manifest=session.manifest,
+            run_dir=session.run_dir,
+            save_final=made.gather,
+            flops_per_token=order.flops_per_token,
+            shard=made.shard,
+            callbacks=[] if schedule is None else [BlockwiseDistillation(schedule)],
+        )
+    session.teacher = None

@@ -1,0 +1,85 @@
+"""PyTorch's elastic agent, torchrun's own, over the ranks of one frozen manifest; a process that loads torch.
+
+`python -m caramba.launch.elastic RUN/manifest.json LOGS RANKS [flags]`: each rank's output is in LOGS/rank-N.out and
+.err; when one fails, LOGS/failure.json says which was first and how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from caramba.runs.files import write_json
+
+FAILURE = "failure.json"
+
+
+class RankLogs(LogsSpecs):
+    """Where the output and the last word of each rank go: files of plain names in one folder."""
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._root_log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        def files(suffix: str) -> dict[int, str]:
+            return {local: f"{self.root_log_dir}/rank-{env['RANK']}.{suffix}" for local, env in envs.items()}
+
+        return LogsDest(stdouts=files("out"), stderrs=files("err"), error_files=files("error.json"))
+
+
+def first_failure(failures: Mapping[int, Any]) -> dict[str, Any]:
+    """Return the failure that the others followed from, of {rank: its exit code and error file}.
+
+    A rank that a signal killed says nothing and fails those that wait for it; SIGTERM is what the agent itself sends
+    to the others. Among ranks that ended by themselves the one that said so first is it.
+    """
+
+    def order(item: tuple[int, Any]) -> tuple[int, float]:
+        code = item[1].exitcode
+        return 2 if code == -signal.SIGTERM else int(code >= 0), _said_at(item[1])
+
+    rank, failure = min(failures.items(), key=order)
+    return {"rank": rank, "exit_status": int(failure.exitcode), "ranks_failed": sorted(failures)}
+
+
+def _said_at(failure: Any) -> float:
+    try:
+        return float(json.loads(Path(failure.error_file).read_text(encoding="utf-8"))["time"])
+    except (OSError, ValueError, KeyError):  # it said nothing before it ended
+        return float(failure.timestamp)
+
+
+def main(argv: Iterable[str]) -> int:
+    """Run the ranks and return 0 when all of them did, 1 when one failed, 128 + N when signal N stopped them."""
+    manifest, folder, ranks, *flags = argv
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=int(ranks),
+        run_id=Path(manifest).parent.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,  # who started us restarts what may be restarted: not a mistake, not what was told to stop
+        logs_specs=RankLogs(folder),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "caramba.worker", manifest, *flags)
+    except ChildFailedError as error:
+        write_json(Path(folder) / FAILURE, first_failure(error.failures))
+        return 1
+    except SignalException as stop:
+        return 128 + int(stop.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""The script of a SLURM job, as plain text to read, edit and submit again: it runs frozen manifests only."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+from caramba.config.manifest import Manifest
+from caramba.launch.torchrun import LOGS, ranks_per_node
+from caramba.runs import MANIFEST
+from caramba.runs.jobs import REQUEUE
+
+SCRIPT, RUNS = "sbatch.sh", "runs.txt"
+SIGNAL, SIGNAL_S = "USR2", 180  # USR1 is taken by NCCL
+
+
+def run_script(run_dir: Path, manifest: Manifest, flags: list[str]) -> str:
+    """Return the script of one run, on as many nodes and ranks as its manifest asks for."""
+    lines = _options(manifest, f"{run_dir}/{LOGS}/slurm-%j.log")
+    return _script(manifest, flags, lines, [f"run={shlex.quote(str(run_dir))}"], run_dir / SCRIPT)
+
+
+def array_script(folder: Path, manifest: Manifest, flags: list[str], tasks: list[int]) -> str:
+    """Return the script of an array: task N runs the directory on line N + 1 of runs.txt."""
+    most = f"%{manifest.launcher.n_jobs}" if manifest.launcher.n_jobs else ""
+    lines = _options(manifest, f"{folder}/{LOGS}/slurm-%A_%a.log")
+    lines.append(f"--array={_ranges(tasks)}{most}")
+    select = f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(folder / RUNS))})'
+    return _script(manifest, flags, lines, [select], folder / SCRIPT)
+
+
+def _options(manifest: Manifest, log: str) -> list[str]:
+    launcher, cluster = manifest.launcher, manifest.cluster
+    ranks = ranks_per_node(manifest)
+    options = [
+        f"--job-name={manifest.name}",
+        f"--chdir={Path.cwd()}",
+        f"--output={log}",
+        "--open-mode=append",
+        f"--nodes={launcher.nodes or 1}",
+        f"--ntasks-per-node={ranks}",
+        "--no-requeue" if launcher.requeue is False else "--requeue",
+        f"--signal={SIGNAL}@{launcher.signal_s or SIGNAL_S}",
+    ]
+    gpus = cluster.gpus
+    if gpus is None and manifest.device in ("auto", "cuda"):
+        gpus = ranks
+    asked = {
+        "partition": cluster.partition,
+        "account": cluster.account,
+        "qos": cluster.qos,
+        "time": cluster.time,
+        "gpus-per-node": gpus or None,
+        "cpus-per-task": cluster.cpus_per_task,
+        "mem": cluster.mem,
+        "constraint": cluster.constraint,
+    }
+    options += [f"--{name}={value}" for name, value in asked.items() if value is not None]
+    return [*options, *cluster.options]
+
+
+def _script(manifest: Manifest, flags: list[str], options: list[str], select: list[str], script: Path) -> str:
+    cluster, launcher = manifest.cluster, manifest.launcher
+    step = [
+        *("srun", "--kill-on-bad-exit=1", "--open-mode=append"),
+        *([f"--cpus-per-task={cluster.cpus_per_task}"] if cluster.cpus_per_task else []),
+        f'--output="$run/{LOGS}/rank-%t.log"',
+        *(shlex.quote(word) for word in (sys.executable, "-m", "caramba.worker")),
+        f'"$run/{MANIFEST}"',
+        *flags,
+    ]
+    threads = launcher.threads or cluster.cpus_per_task
+    lines = [
+        "#!/bin/bash",
+        f"# Runs what caramba froze. Edit it as you like; submit it again with: sbatch {shlex.quote(str(script))}",
+        *(f"#SBATCH {shlex.quote(option)}" for option in options),
+        "",
+        *select,
+        *(f"module load {name}" for name in cluster.modules),
+        *([f"export OMP_NUM_THREADS={threads}"] if threads else []),
+        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
+        "export CARAMBA_RANKS=slurm",
+        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
+        "",
+        "trap : TERM USR1 USR2  # the worker saves its state on these, and this shell waits for it",
+        " ".join(step),
+        "status=$?",
+    ]
+    if launcher.requeue is not False:
+        lines += [
+            f'if [ -e "$run/{REQUEUE}" ]; then  # stopped before its time was up: to be gone on with in place',
+            f'  rm "$run/{REQUEUE}"',
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+        ]
+    return "\n".join([*lines, 'exit "$status"', ""])
+
+
+def _ranges(tasks: list[int]) -> str:
+    """Write numbers as SLURM does: 0-3,7."""
+    parts: list[list[int]] = []
+    for task in sorted(tasks):
+        if parts and parts[-1][-1] == task - 1:
+            parts[-1].append(task)
+        else:
+            parts.append([task])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

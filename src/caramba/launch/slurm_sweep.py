@@ -1,0 +1,66 @@
+"""A sweep as one SLURM array: every point a task that runs a frozen manifest, submitted in one go."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from caramba.config.manifest import Manifest
+from caramba.launch.drive import Drive
+from caramba.launch.sbatch import RUNS, SCRIPT, array_script
+from caramba.launch.slurm import submit
+from caramba.launch.torchrun import LOGS
+from caramba.runs import lock
+from caramba.runs.files import write_whole
+from caramba.runs.jobs import record_job, refuse_queued
+from caramba.runs.state import WAITING
+from caramba.runs.sweeps import Sweep
+
+
+class ArrayDrive(Drive):
+    """Submits what has not finished of a sweep; the array's tasks are the numbers of its points."""
+
+    def __init__(self, sweep: Sweep, manifest: Manifest, flags: list[str]) -> None:
+        super().__init__(sweep, manifest.launcher, flags)
+        self.manifest = manifest
+
+    def go_on(self) -> int:
+        """Give every unfinished point its directory and a task, submit the array, and return 0.
+
+        Raises:
+            ConfigError: an array that is queued or runs has this sweep, or sbatch refuses the script.
+        """
+        with lock(self.sweep.folder, "sweep"):
+            refuse_queued(self.sweep.folder, "sweep")
+            self.sweep.refresh()
+            todo = self.unfinished()
+            self._say_what_is_to_do()
+            if not todo:
+                self.sweep.save()
+                return self.report(is_interrupted=False)
+            runs = {point.number: self._directory(point) for point in todo}
+            for point in todo:
+                (runs[point.number] / LOGS).mkdir(exist_ok=True)
+                point.state, point.exit_status, point.error = WAITING, None, None
+                self.sweep.link(point, runs[point.number])
+            self.sweep.save()
+            number = self._submit(runs)
+        if number is not None:
+            folder = os.path.relpath(self.sweep.folder)
+            print(f"submitted SLURM array {number} of {len(todo)} points: {folder}")
+            print(f"follow it with: caramba status {folder}; caramba collect {folder}", file=sys.stderr)
+        return 0
+
+    def _submit(self, runs: dict[int, Path]) -> str | None:
+        folder = self.sweep.folder
+        (folder / LOGS).mkdir(exist_ok=True)
+        rows = [str(runs.get(point.number, "")) for point in self.sweep.points]
+        write_whole(folder / RUNS, "".join(f"{row}\n" for row in rows))
+        write_whole(folder / SCRIPT, array_script(folder, self.manifest, self.flags, sorted(runs)))
+        number = submit(folder / SCRIPT, self.manifest)
+        if number is not None:
+            record_job(folder, number)
+            for task, run_dir in runs.items():
+                record_job(run_dir, f"{number}_{task}")
+        return number

@@ -1,0 +1,223 @@
+"""`launcher=torchrun`: the ranks of a run on this machine, their logs, and the first failure among them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from caramba.config.manifest import Manifest
+from caramba.errors import ConfigError
+from caramba.launch.pool import last_lines
+from caramba.launch.slots import available_cores, visible_gpus
+from caramba.runs import MANIFEST
+from caramba.runs.ending import INTERRUPTED, MISTAKE, STOPPED, TERMINATED
+
+LOGS, FAILURE = "logs", "failure.json"
+STOP_S = 60.0
+_POLL_S = 0.2
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def check_torchrun(manifest: Manifest) -> None:
+    """Check that the ranks a manifest asks for can be started here.
+
+    Raises:
+        ConfigError: PyTorch without torch.distributed, more ranks than GPUs, or ranks that nothing joins.
+    """
+    spec = importlib.util.find_spec("torch")
+    folders = (spec.submodule_search_locations if spec else None) or ()
+    if not any((Path(folder) / "distributed" / "run.py").is_file() for folder in folders):
+        raise ConfigError(
+            "launcher=torchrun: this PyTorch has no torch.distributed.run; install one that has, or launcher=inline"
+        )
+    ranks, devices = ranks_per_node(manifest), _devices(manifest)
+    if devices and ranks > len(devices):
+        raise ConfigError(
+            f"launcher=torchrun: {ranks} ranks and {len(devices)} GPUs ({', '.join(devices)}); set "
+            f"launcher.nproc_per_node={len(devices)} with parallel sizes to match, or device=cpu"
+        )
+
+
+def ranks_per_node(manifest: Manifest) -> int:
+    """Return how many ranks a node has: `nproc_per_node`, else what the sizes of `parallel` make.
+
+    Raises:
+        ConfigError: the sizes do not divide among the nodes, contradict `nproc_per_node`, or more ranks than one are
+            asked for without a strategy that joins them.
+    """
+    launcher, parallel = manifest.launcher, manifest.parallel
+    nodes, asked = launcher.nodes or 1, launcher.nproc_per_node
+    if parallel.strategy == "single":
+        if (asked or 1) * nodes > 1:
+            raise ConfigError(
+                f"launcher: {asked or 1} ranks on {nodes} node(s), and parallel.strategy=single is one process; add "
+                "parallel=ddp, or leave out launcher.nodes and launcher.nproc_per_node"
+            )
+        return 1
+    total = parallel.ranks
+    if total is None:  # as many as there are
+        return asked or max(1, len(_devices(manifest)) // parallel.tp) * parallel.tp
+    if total % nodes or (asked is not None and asked * nodes != total):
+        raise ConfigError(
+            f"launcher: parallel.dp={parallel.dp} x tp={parallel.tp} are {total} ranks, and launcher.nodes={nodes} x "
+            f"launcher.nproc_per_node={asked or 'auto'} do not make them; change one so that both are the same number"
+        )
+    return total // nodes
+
+
+def _devices(manifest: Manifest) -> list[str]:
+    if manifest.device not in ("auto", "cuda"):
+        return []
+    return [str(item) for item in manifest.launcher.devices or ()] or visible_gpus()
+
+
+def run_torchrun(run_dir: Path, manifest: Manifest, flags: Sequence[str]) -> int:
+    """Run the ranks of a run until they end; start all of them again where that may help; return the exit status.
+
+    That of the first rank that failed, whose last words are printed: 2 is a mistake, which no restart mends.
+    """
+    most = manifest.launcher.max_restarts or 0
+    for attempt in range(most + 1):
+        folder = _log_folder(run_dir)
+        status = _attempt(run_dir, manifest, folder, flags)
+        if status in (0, MISTAKE, *STOPPED):
+            break
+        if attempt < most:
+            print(
+                f"starting all ranks again from the last saved state (restart {attempt + 1} of {most})",
+                file=sys.stderr,
+                flush=True,
+            )
+    return status
+
+
+def _log_folder(run_dir: Path) -> Path:
+    """Make the next RUN/logs/torchrun-N: the logs of an attempt are never written over."""
+    parent = run_dir / LOGS
+    parent.mkdir(exist_ok=True)
+    number = 0
+    while True:
+        folder = parent / f"torchrun-{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder
+
+
+def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str]) -> int:
+    ranks = ranks_per_node(manifest)
+    threads = manifest.launcher.threads or max(1, available_cores() // ranks)
+    variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    if manifest.launcher.devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(manifest))
+    words = [str(run_dir / MANIFEST), str(folder), str(ranks), *flags]
+    with open(folder / "agent.log", "ab") as log:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "caramba.launch.elastic", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
+    with _shown(folder), _passed_on(agent):
+        try:
+            status = agent.wait()
+        except KeyboardInterrupt:
+            agent.send_signal(signal.SIGINT)
+            status = _wait(agent)
+    return _ending(folder, status)
+
+
+def _wait(agent: subprocess.Popen[bytes]) -> int:
+    try:
+        return agent.wait(STOP_S)
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        agent.kill()  # its ranks go with it: the agent has their parent-death signal, and the run its last saved state
+        agent.wait()
+        return 128 + signal.SIGINT
+
+
+@contextlib.contextmanager
+def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Within, what would end this process ends the ranks instead, which save their state first."""
+
+    def terminate(_: int, __: object) -> None:
+        agent.terminate()
+
+    before = {number: signal.signal(number, terminate) for number in _PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _shown(folder: Path) -> Iterator[None]:
+    """Within, what rank 0 writes to its logs is also written here."""
+    done = threading.Event()
+    streams = ((folder / "rank-0.out", sys.stdout), (folder / "rank-0.err", sys.stderr))
+
+    def follow() -> None:
+        places = [0, 0]
+        is_last = False
+        while not is_last:
+            is_last = done.wait(_POLL_S)
+            for number, (file, stream) in enumerate(streams):
+                if file.exists():
+                    with open(file, "rb") as log:
+                        log.seek(places[number])
+                        text = log.read()
+                    places[number] += len(text)
+                    if text:
+                        stream.write(text.decode("utf-8", "replace"))
+                        stream.flush()
+
+    thread = threading.Thread(target=follow, name="rank-0-output")
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _ending(folder: Path, status: int) -> int:
+    """Say how the ranks ended when one failed, and return the run's exit status."""
+    if status == 0:
+        return 0
+    if status in (128 + signal.SIGINT, -signal.SIGINT):
+        return INTERRUPTED
+    if status in (128 + signal.SIGTERM, -signal.SIGTERM):
+        return TERMINATED
+    try:
+        failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        tail = last_lines(folder / "agent.log")
+        print(
+            f"failed: the agent that runs the ranks ended with status {status}:\n{tail}\nlogs: {folder}",
+            file=sys.stderr,
+        )
+        return 1
+    rank, code = failure["rank"], failure["exit_status"]
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+    is_alone = not (folder / "rank-1.err").exists()
+    print(
+        f"rank {rank} {how}" if is_alone else f"rank {rank} failed first: it {how}; the others were stopped",
+        file=sys.stderr,
+    )
+    if rank != 0 and (said := last_lines(folder / f"rank-{rank}.err")):  # what rank 0 said has been shown
+        print(said, file=sys.stderr)
+    print(f"logs of all ranks: {folder}", file=sys.stderr)
+    return code if code > 0 else 1

@@ -1,0 +1,210 @@
+"""How each kind of layer is split over ranks, one `ParallelStyle` each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from caramba.config.layer import AttentionDims
+from caramba.errors import ConfigError
+from caramba.layer import AttentionLayer
+from caramba.layer.latent import LatentProjection
+from caramba.layer.rope import RotaryEmbedding
+from caramba.parallel.collectives import entering, joined, leaving
+from caramba.parallel.local import become, share_of, split_parameters
+
+OF_QUERY_HEADS = (
+    "q",
+    "q_sem",
+    "q_geo",
+    "gate",
+    "gate_dynamic",
+    "temperature",
+    "q_sem_map",
+    "q_geo_map",
+    "v_up",
+)
+OF_KEY_HEADS = ("k", "k_sem", "k_geo", "v", "null_k", "null_v", "first.k", "first.v", "first.key_mean")
+OF_ALL_HEADS = (
+    "q_norm",
+    "k_norm",
+    "q_sem_norm",
+    "k_sem_norm",
+    "q_geo_norm",
+    "k_geo_norm",
+    "null_c",
+    "null_geo",
+)
+"""Parameters of attention, or modules that hold them, by what they belong to; those of heads lie head after head."""
+
+
+class Replicated(ParallelStyle):
+    """Every rank does the whole work of a layer: norms, positions, maps between features."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for one in module.modules():
+            split_parameters(one, device_mesh, {})
+        return module
+
+
+class ByHead(ParallelStyle):
+    """Attention, each rank with its heads. Keys and values that all heads read, the latent and the geometric key of a
+    latent layer or the one head of multi-query attention, every rank computes and caches.
+
+    One exchange: the sum of what the ranks' heads give to the output.
+
+    Reference: Shoeybi et al., 2019, arXiv:1909.08053, section 3.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, AttentionLayer)
+        rank, n_ranks = device_mesh.get_local_rank(), device_mesh.size()
+        whole, own = module.dims, dims_of_rank(module.dims, n_ranks, module.config.is_latent)
+        names = _by_owner(module, splits_keys=own.n_kv_heads < whole.n_kv_heads)
+        for path, one in list(module.named_modules()):
+            if path == "out":
+                _split_rows(one, device_mesh)
+                continue
+            mine = [name for name, _ in one.named_parameters(recurse=False)]
+            split = {name: 0 for name in mine if names[f"{path}.{name}" if path else name]}
+            split_parameters(one, device_mesh, split, [name for name in mine if name not in split])
+            if isinstance(one, RotaryEmbedding) and len(one.inv_freq) == whole.n_kv_heads > own.n_kv_heads:
+                become(one, _OfHeads, heads=(rank * own.n_kv_heads, own.n_kv_heads))
+        module.dims = module.projection.dims = own
+        if isinstance(module.projection, LatentProjection) and module.projection.first is not None:
+            module.projection.first.n_kv_heads = own.n_kv_heads
+        become(module, _Entered)
+        return module
+
+
+class Gated(ParallelStyle):
+    """A gated feed-forward network, each rank with its share of the d_ff features and the sum of what they give."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in ("gate", "up"):
+            split_parameters(module.get_submodule(name), device_mesh, {"weight": 0, "bias": 0})
+        _split_rows(module.get_submodule("down"), device_mesh)
+        split_parameters(module, device_mesh, {})
+        become(module, _Entered)
+        return module
+
+
+class EmbeddingByEntry(ParallelStyle):
+    """A token embedding, each rank with its entries: other tokens are zero, and the ranks' results are summed."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split_parameters(module, device_mesh, {"weight": 0})
+        assert isinstance(module, nn.Embedding)
+        first = device_mesh.get_local_rank() * (module.num_embeddings // device_mesh.size())
+        become(module, _ByEntry, first_entry=first)
+        return module
+
+
+class HeadByEntry(ParallelStyle):
+    """The projection to the vocabulary, each rank with its entries: all ranks get all logits, without a gradient."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split_parameters(module, device_mesh, {"weight": 0, "bias": 0})
+        become(module, _Joined)
+        return module
+
+
+def dims_of_rank(dims: AttentionDims, n_ranks: int, is_latent: bool) -> AttentionDims:
+    """Return the widths of the heads of one rank.
+
+    Raises:
+        ConfigError: heads that the ranks cannot share equally.
+    """
+    heads, kv_heads = dims.n_heads, dims.n_kv_heads
+    has_own_keys = not is_latent or dims.first_tokens > 0
+    for name, count in (
+        ("n_heads", heads),
+        *([("n_kv_heads", kv_heads)] if has_own_keys and kv_heads > 1 else []),
+    ):
+        if count % n_ranks:
+            divisors = [n for n in range(2, count + 1) if count % n == 0]
+            fix = f"one of {', '.join(map(str, divisors))}" if divisors else "one rank"
+            raise ConfigError(
+                f"tensor parallel: {n_ranks} ranks cannot share {name}={count} heads; use {fix}"
+            )
+    own = kv_heads // n_ranks if kv_heads > 1 and has_own_keys else kv_heads
+
+    def share(streams: Any) -> Any:
+        return tuple((name, own if n == kv_heads else n, width) for name, n, width in streams)
+
+    return replace(
+        dims,
+        n_heads=heads // n_ranks,
+        n_kv_heads=own,
+        streams=dims.streams if is_latent else share(dims.streams),
+        first_streams=share(dims.first_streams),
+    )
+
+
+def _by_owner(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool]:
+    """Return of every parameter whether ranks split it, by heads on dimension 0; those of `out` are left out.
+
+    Raises:
+        ConfigError: a parameter that no head is known to own.
+    """
+    of_all = OF_ALL_HEADS + (("c", "k_geo") if attention.config.is_latent else ())
+    found: dict[str, bool] = {}
+    for name, _ in attention.named_parameters():
+        owner = name.removeprefix("projection.").removesuffix(".weight").removesuffix(".bias")
+        if owner == "out":
+            continue
+        if owner in of_all:
+            found[name] = False
+        elif owner in OF_QUERY_HEADS:
+            found[name] = True
+        elif owner in OF_KEY_HEADS:
+            found[name] = splits_keys
+        else:
+            raise ConfigError(
+                f"tensor parallel: no plan for {name} of {type(attention).__name__}; split the model before it is "
+                "adapted or quantised, or run it on one device"
+            )
+    return found
+
+
+def _split_rows(linear: nn.Module, mesh: DeviceMesh) -> None:
+    """Split a map on the features that it reads; its bias joins the sum once."""
+    split_parameters(linear, mesh, {"weight": 1})
+    become(linear, _Summed)
+
+
+class _Entered:
+    def forward(self: Any, x: Tensor, *rest: Any) -> Tensor:
+        return super().forward(entering(x, share_of(self).group), *rest)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Summed:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        total = leaving(F.linear(input, self.weight), share_of(self).group)
+        bias = self.bias
+        return total if bias is None else total + bias.to(total.dtype)
+
+
+class _OfHeads:
+    def forward(self: Any, *position: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = super().forward(*position)  # pyright: ignore[reportAttributeAccessIssue]
+        return cos.narrow(-3, *self.heads), sin.narrow(-3, *self.heads)
+
+
+class _ByEntry:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        weight = self.weight
+        own = input - self.first_entry
+        is_mine = (own >= 0) & (own < len(weight))
+        rows = F.embedding(own.clamp(0, len(weight) - 1), weight)
+        return leaving(rows * is_mine[..., None], share_of(self).group)
+
+
+class _Joined:
+    def forward(self: Any, input: Tensor, token_weight: Tensor) -> Tensor:
+        return joined(super().forward(input, token_weight), share_of(self).group)  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,45 @@
+"""Which of a run's processes this one is, from the variables that torchrun sets and that SLURM's are turned into."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+FROM_SLURM = "CARAMBA_RANKS"
+"""Set to `slurm` by our sbatch scripts: the tasks of a step are ranks."""
+_SLURM_NAMES = {
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "LOCAL_WORLD_SIZE": "SLURM_NTASKS_PER_NODE",
+    "GROUP_RANK": "SLURM_NODEID",
+    "TORCHELASTIC_RUN_ID": "SLURM_JOB_ID",
+}
+
+
+def is_rank(variables: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher of ranks, such as torchrun, started this process."""
+    is_numbered = "RANK" in variables and "WORLD_SIZE" in variables
+    return is_numbered and (world_size(variables) > 1 or "TORCHELASTIC_RUN_ID" in variables)
+
+
+def rank(variables: Mapping[str, str] = os.environ) -> int:
+    """Return this process's rank, 0 where none was given."""
+    return int(variables.get("RANK") or "0")
+
+
+def world_size(variables: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks, 1 where none was given."""
+    return int(variables.get("WORLD_SIZE") or "1")
+
+
+def adopt_slurm_ranks(variables: MutableMapping[str, str] = os.environ) -> None:
+    """Give a task of our own SLURM step the variables that torchrun would give it.
+
+    Only one way of being a rank is left for the code that follows, and Lightning, which looks for torchrun's first,
+    leaves SLURM's signals and requeueing to us.
+    """
+    if variables.get(FROM_SLURM) != "slurm" or is_rank(variables) or "SLURM_PROCID" not in variables:
+        return
+    for name, theirs in _SLURM_NAMES.items():
+        variables[name] = variables.get(theirs, "1" if name == "LOCAL_WORLD_SIZE" else "0")

@@ -1,0 +1,226 @@
+"""Two ranks train what one process trains: data parallel, with sharded weights, with shared blocks; a sharded run goes
+on with one rank, and its state is a checkpoint of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from caramba import worker
+from caramba.checkpoint import load_tensors
+from caramba.checkpoint.sharded import MODEL, latest_sharded_state, save_sharded_state
+from caramba.config.model import ModelSpec
+from caramba.config.parallel import ParallelConfig
+from caramba.errors import CheckpointError, ConfigError
+from caramba.launch.freeze import freeze
+from caramba.model import Model, build_model, load_pretrained, spec_of
+from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
+from caramba.optim import clip_gradients, local
+from caramba.parallel import apply_tensor_parallel
+from caramba.runs import mint
+from caramba.runtime import is_main_process, join_ranks
+from caramba.train import state_path
+from tests.integration.commands import SMALL
+
+STEPS, SAVED = 8, 2
+WORDS = (
+    *SMALL,
+    *("model=tiny", "train=pretrain", f"train.steps={STEPS}", "train.block_size=32", "train.lr=0.003"),
+    *("train.max_grad_norm=0.5", f"train.save_every={SAVED}", "train.eval_every=4"),
+    *("benchmark=none", "verify=none", "device=cpu", "logger.tensorboard=false", "settings.instrument=none"),
+)
+SHARDED = ("parallel=fsdp2", "train.batch_size=4")
+RUNS = {
+    "one": ("train.batch_size=8",),
+    "ddp": ("parallel=ddp", "train.batch_size=2", "train.gradient_accumulation_steps=2"),
+    "fsdp2": SHARDED,
+    "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
+    "stopped": (*SHARDED, "train.activation_checkpointing=full"),
+}
+
+
+def as_rank(rank: int, port: int) -> None:
+    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    os.environ.update({key: str(value) for key, value in {**here, "MASTER_PORT": port}.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def end_when_saved(run_dir: Path) -> None:
+    """Ask this process to stop once a state is there, as SLURM does before a time limit."""
+
+    def watch() -> None:
+        while latest_sharded_state(state_path(run_dir, "pretrain")) is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
+    torch.set_num_threads(1)
+    as_rank(rank, ports[0])
+    check_sharded_models(folders["exact"])
+    for (name, folder), port in zip(
+        ((name, folders[name]) for name in ("ddp", "fsdp2", "fsdp2_tp", "stopped")), ports[1:], strict=True
+    ):
+        as_rank(rank, port)
+        if name == "stopped" and rank == 0:
+            end_when_saved(folder)
+        status = worker.run(folder)
+        if rank == 0:
+            assert (status == 0) == (name != "stopped"), (name, status)
+
+
+def check_sharded_models(folder: Path) -> None:
+    """A sharded model's gradients, clipping, state and gathered weights are those of the whole one."""
+    spec = freeze(list(WORDS)).manifest.model
+    parallel = ParallelConfig(strategy="fsdp2", dp=2)
+    with join_ranks(parallel, "cpu"):
+        shell = check_sharded(spec, parallel)
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        check_sharded(spec, parallel, parts=1)  # two nodes, which are replicas of each other
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+        check_sharded(spec, ParallelConfig(strategy="fsdp2_tp", dp=1, tp=2))
+        check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("AttentionLayer", "SwiGLULayer")))
+        with pytest.raises(ConfigError, match=r"no such node; it has .*NestedTopology"):
+            check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("Block",)))
+        optimizer = torch.optim.AdamW(shell.parameters())
+        optimizer.zero_grad()
+        labels = {"spec": spec_of(spec).model_dump_json()}
+        save_sharded_state(folder, shell, optimizer, {"global_step": 5}, step=5, labels=labels)
+
+
+def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> Model:
+    device, tokens = torch.device("cpu"), torch.arange(64).view(2, 32)
+    whole, shell = build_model(spec, seed=7), build_model(spec, device="meta")
+    sharding = sharding_of(parallel, device, "float32")
+    if sharding.within is not None:
+        apply_tensor_parallel(shell, sharding.within)
+    shard_model(shell, sharding)
+    fill_sharded(shell, whole if is_main_process() else None, device)
+    for model in (whole, shell):
+        hidden = model.hidden(tokens)
+        model.logits(hidden).square().mean().backward()
+    norms = [clip_gradients([list(model.parameters())], 1e-3) for model in (whole, shell)]
+    assert torch.allclose(*norms, rtol=1e-5)
+    expected = {name: p.grad for name, p in whole.named_parameters()}
+    held = 0
+    for name, p in shell.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-9)
+        held += local(p).numel()
+    total = sum(p.numel() for p in whole.parameters())
+    assert total / parts <= held < total * (0.9 if parts > 1 else 1.1), (
+        "norms and embeddings may be on all ranks"
+    )
+    state = gathered_state(shell)
+    assert bool(state) == is_main_process()
+    for name, value in state.items():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    return shell
+
+
+@pytest.fixture(scope="module")
+def folders(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run directories, trained: `one` by this process, the others by two ranks; `stopped` was not let finish."""
+    root = tmp_path_factory.mktemp("parallel")
+    made = {}
+    for name, words in RUNS.items():
+        words = [*WORDS, *words, f"name={name}"]
+        made[name] = mint(freeze(words).manifest, words, root)
+    made["exact"] = root / "exact"
+    torch.set_num_threads(1)
+    assert worker.run(made["one"]) == 0
+    mp.spawn(rank_main, (made, [free_port() for _ in range(5)]), nprocs=2)
+    return made
+
+
+def rows(run: Path, key: str) -> dict[int, float]:
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    found = [event for event in events if event["event"] == "metrics" and key in event["values"]]
+    assert len({event["step"] for event in found}) == len(found), "one writer"
+    return {event["step"]: event["values"][key] for event in found}
+
+
+def weights(run: Path) -> dict[str, Tensor]:
+    return load_tensors(run / "checkpoints" / "pretrain.safetensors")
+
+
+def same(run: Path, other: Path, within: float = 2e-5) -> None:
+    """AdamW makes a step of about lr out of any gradient: where one is near 0, rounding shows."""
+    ours, theirs = weights(run), weights(other)
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=within)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_tp"])
+def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> None:
+    run, one = folders[name], folders["one"]
+    same(run, one, within=2e-4 if name == "fsdp2_tp" else 2e-5)
+    keys = ("val_loss", "grad_norm", "update_norm", "layer_grad_norm/embedder")
+    for key in (
+        *keys,
+        *(["loss"] if name != "ddp" else []),
+    ):  # of the last micro-batch, of which ddp has two here
+        assert rows(run, key) == pytest.approx(rows(one, key), rel=2e-4), key
+    plan = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
+    assert plan["data_parallel"]["value"] == (1 if name == "fsdp2_tp" else 2)
+    assert not state_path(run, "pretrain").exists()
+
+
+def test_a_sharded_run_goes_on_with_one_rank(folders: dict[str, Path]) -> None:
+    run = folders["stopped"]
+    place = latest_sharded_state(state_path(run, "pretrain"))
+    assert place is not None
+    assert SAVED <= int(place.name) < STEPS
+    assert worker.run(run) == 0
+    decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
+    assert decisions["gradient_accumulation_steps"]["value"] == 2
+    assert "began with 2 ranks and goes on with 1" in decisions["gradient_accumulation_steps"]["reason"]
+    same(run, folders["one"])
+
+
+def test_a_sharded_state_is_a_checkpoint_of_its_own(folders: dict[str, Path]) -> None:
+    spec = freeze(list(WORDS)).manifest.model
+    place = latest_sharded_state(folders["exact"])
+    assert place is not None
+    model, _ = load_pretrained(place / MODEL, expected=spec)
+    for name, value in build_model(spec, seed=7).state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:
+    from caramba.checkpoint.sharded import load_sharded_state
+    from caramba.experiment.world_size import resized
+
+    wider = build_model(
+        freeze([*WORDS, "model.embedder.vocab_size=600", "data.vocab_size=600"]).manifest.model
+    )
+    place = latest_sharded_state(folders["exact"])
+    assert place is not None
+    with pytest.raises(
+        CheckpointError, match=r"another model, 1 tensors differ:\n  embedder.token.weight: expected \(600"
+    ):
+        load_sharded_state(place, wider, torch.optim.SGD(wider.parameters(), lr=0.1))
+    phase = freeze([*WORDS, "train.batch_size=4"]).manifest.groups[0].runs[0].train
+    assert phase is not None
+    assert resized("pretrain", phase, 2, 4) == (2, 1)
+    with pytest.raises(ConfigError, match=r"a step has 8 samples .* which 3 ranks do not share evenly"):
+        resized("pretrain", phase, 2, 3)
+    with pytest.raises(ConfigError, match="optimizer=muon is made for whole weights"):
+        freeze([*WORDS, "parallel=fsdp2", "train.optimizer=muon"])

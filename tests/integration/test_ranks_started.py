@@ -1,0 +1,97 @@
+"""Ranks from the real command line: whoever starts them and whatever ends one, there is one run, and it goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from caramba.checkpoint import load_tensors
+from caramba.runs.events import read_events
+from caramba.runs.state import run_state
+from tests.integration.commands import SMALL, environment, only_run
+
+WORDS = (
+    *("model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu", *SMALL),
+    *("parallel=ddp", "parallel.dp=2", "train.steps=40", "train.eval_every=20"),
+    *("train.batch_size=2", "train.block_size=64", "settings.instrument=none", "train.compile=false"),
+)
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+LIMIT_S = 240.0
+
+
+def started(command: list[str], folder: Path, cache: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment(cache),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ranks_at_work(process: subprocess.Popen[str], folder: Path) -> dict[int, int]:
+    """Wait until a row of metrics is on record; return {rank: process id}, from what the kernel says of them."""
+    limit = time.monotonic() + LIMIT_S
+    while not any('"metrics"' in file.read_text() for file in folder.glob("runs/*/*/events.jsonl")):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    found = {}
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            is_ours = os.readlink(place / "cwd") == str(folder)
+            variables = dict(
+                item.split("=", 1) for item in (place / "environ").read_text().split("\0") if "=" in item
+            )
+        except OSError:  # it has ended, or is not ours to look at
+            continue
+        if is_ours and "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables:
+            found[int(variables["RANK"])] = int(place.name)
+    assert sorted(found) == [0, 1]
+    return found
+
+
+def test_ranks_go_on_after_a_kill_or_a_signal_with_the_same_weights(tmp_path: Path, cache: Path) -> None:
+    """Traps: a directory per rank under torchrun, a restart from step 0, a save in a signal handler, ranks that hang.
+
+    Rank 1 alone is killed in a run of launcher=torchrun, and alone is asked to stop in one that torchrun started.
+    """
+    killed, stopped = tmp_path / "killed", tmp_path / "stopped"
+    for folder in (killed, stopped):
+        folder.mkdir()
+    words = [*WORDS, "launcher=torchrun", "launcher.max_restarts=1", "train.save_every=5"]
+    first = started(["-m", "caramba", "launch", *words], killed, cache)
+    os.kill(ranks_at_work(first, killed)[1], signal.SIGKILL)
+    killed_at = time.time()
+    second = started([*TORCHRUN, "-m", "caramba.launch", *WORDS, "train.save_every=100"], stopped, cache)
+    os.kill(ranks_at_work(second, stopped)[1], signal.SIGUSR1)
+    texts = [process.communicate(timeout=LIMIT_S)[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0), "\n".join(texts)
+    assert "rank 1 failed first: it was ended by SIGKILL; the others were stopped" in texts[0]
+    assert "starting all ranks again from the last saved state (restart 1 of 1)" in texts[0]
+    assert "stopped by SIGUSR1; go on with: caramba resume" in texts[1]
+    runs = only_run(killed), only_run(stopped)
+    logs = {f"torchrun-{attempt}/rank-{rank}.err" for attempt in (0, 1) for rank in (0, 1)}
+    assert {str(file.relative_to(runs[0] / "logs")) for file in runs[0].glob("logs/*/*.err")} == logs
+    for run in runs:
+        events = list(read_events(run))
+        starts = [event["time"] for event in events if event["event"] == "run_started"]
+        assert len(starts) == 2
+        if run == runs[0]:
+            assert starts[1] - killed_at < 60, "the rest stop within a minute"
+        rows = Counter(
+            (item["step"], *sorted(item["values"])) for item in events if item["event"] == "metrics"
+        )
+        assert max(rows.values()) == 1, "a step is on record once, whatever stopped the run"
+        assert run_state(run).state == "finished"
+    ours, theirs = (load_tensors(run / "checkpoints" / "pretrain.safetensors") for run in runs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -1,0 +1,216 @@
+"""Two processes share each layer of one model: losses, gradients, weights and cached decode are those of one process."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
+from caramba.cli import main
+from caramba.config.model import ModelSpec
+from caramba.infer import Generator
+from caramba.model import Model, build_model, save_model
+from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
+from caramba.topology import checkpoint_topology
+from tests.integration.commands import environment
+from tests.unit.model.model_specs import ATTENTION, MLP, NORM, VOCAB, M, attention, block, spec, transformer
+
+TOKENS = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
+PIECES = ((0, 3), (3, 4), (4, 7))
+ONE_KEY = {
+    "type": "AttentionLayer",
+    "d_model": M,
+    "mode": "gqa",
+    "n_heads": 4,
+    "n_kv_heads": 1,
+    "null_attn": True,
+}
+WIRED = [
+    {"type": "CyclicTopology", "layers": [block("decoupled")], "n_cycles": 2},
+    {"type": "RecurrentTopology", "layers": [NORM, {**ONE_KEY, "qk_norm": True, "bias": True}], "steps": 2},
+    {
+        "type": "ParallelTopology",
+        "layers": [attention("standard"), MLP, {"type": "LayerNormLayer", "d_model": M}],
+    },
+    {"type": "LinearLayer", "d_in": 3 * M, "d_out": M, "reduce": "concat", "bias": True},
+]
+SPECS: dict[str, ModelSpec] = {
+    **{name: transformer(name, repeat=1) for name in ATTENTION},
+    "wired": spec(*WIRED, max_positions=16, tied=False, bias=True),
+    "even": spec(block("latent"), vocab_size=VOCAB + 1),
+    "even_apart": spec(block("decoupled"), vocab_size=VOCAB + 1, tied=False, bias=True),
+}
+
+
+def built(name: str) -> Model:
+    """Return the model of a name in float64, no weight left neutral."""
+    model = build_model(SPECS[name], seed=1).double()
+    source = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn(value.shape, generator=source, dtype=value.dtype), alpha=0.2)
+    return model
+
+
+def step(model: Model) -> tuple[float, dict[str, torch.Tensor]]:
+    logits = model(TOKENS[:, :-1])
+    loss = cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten())
+    loss.backward()
+    return loss.item(), {
+        name: value.grad for name, value in model.named_parameters() if value.grad is not None
+    }
+
+
+def whole(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in values.items()
+    }
+
+
+def difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in theirs)
+
+
+def generated(model: Model, **values: Any) -> list[tuple[int, ...]]:
+    found = Generator(model, max_new_tokens=9, seed=3, **values).generate(TOKENS[:, :5].tolist())
+    return [row.tokens for row in found]
+
+
+def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
+    """Compare this rank's share of a model with the whole model, run beside it."""
+    alone, shared = built(name), apply_tensor_parallel(built(name), mesh)
+    checkpoint_topology(shared.topology, "full" if name == "wired" else "none")
+    loss, gradients = step(alone)
+    shared_loss, shared_gradients = step(shared)
+    served = apply_tensor_parallel(built(name), mesh, split_vocabulary=True)
+    keep_local(served)
+    ctx, other = (model.new_context(2, 7, static=True) for model in (served, alone))
+    with torch.no_grad():
+        pieces, others = (
+            [one(TOKENS[:, a:b], own) for a, b in PIECES] for one, own in ((served, ctx), (alone, other))
+        )
+    return {
+        "loss": abs(loss - shared_loss),
+        "gradients": difference(whole(shared_gradients), gradients),
+        "weights": difference(full_state_dict(shared), alone.state_dict()),
+        "logits": float((torch.cat(pieces, 1) - torch.cat(others, 1)).abs().max()),
+        "split": sum(value.to_local().numel() for value in shared.parameters() if isinstance(value, DTensor)),
+        "parameters": sum(value.numel() for value in alone.parameters()),
+        "cache_share": ctx.nbytes() / other.nbytes(),
+        "tokens": generated(served, temperature=0.9, top_k=11) == generated(alone, temperature=0.9, top_k=11),
+    }
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(minutes=5),
+    )
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = {name: compared(name, mesh) for name in SPECS}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(rank_main, (str(folder),), nprocs=2)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_two_ranks_do_the_work_of_one(both: list[dict[str, dict[str, Any]]], name: str) -> None:
+    for found in both:
+        one = found[name]
+        for key, limit in (("loss", 1e-12), ("gradients", 1e-12), ("logits", 1e-6)):  # the caches are float32
+            assert one[key] < limit, (key, one[key])
+        assert one["weights"] == 0
+        assert one["tokens"]
+        assert one["split"] < one["parameters"]
+
+
+def test_torchrun_generates_the_text_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build_model(spec(block("latent"), block("decoupled"), vocab_size=258), seed=1)
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(4)
+    save_model(model, tmp_path / "model.safetensors", role="student", phase="test", labels={})
+    words = [
+        "generate",
+        "model.safetensors",
+        "--tokenizer",
+        "byte",
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "12",
+    ]
+    words += ["--prompt", "def f", "--prompt", "a", "--seed", "5", "--json"]
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 0
+    alone = json.loads(capsys.readouterr().out)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "caramba"]
+    both = subprocess.run(
+        [*command, *words], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert both.returncode == 0, both.stderr
+    shared = json.loads(both.stdout)  # one rank speaks
+    assert [row["tokens"] for row in shared["rows"]] == [row["tokens"] for row in alone["rows"]]
+    assert [row["text"] for row in shared["rows"]] == [row["text"] for row in alone["rows"]]
+    assert 0.5 < shared["stats"]["cache_bytes"] / alone["stats"]["cache_bytes"] < 1, (
+        "the latent is on both ranks"
+    )
+
+
+def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
+    generate = {"max_new_tokens": 4, "temperature": 0.0}
+    rung = SharedRung("cpu", "float32", "reference", False, TOKENS.tolist(), 1, 2, generate)
+    model = build_model(SPECS["even"], seed=1)
+    found = timed_on_ranks(model, rung)
+    assert (found.ran, len(found.timed)) == ("eager", 2)
+    assert all(seconds > 0 for pair in found.timed for seconds in pair)
+    assert found.weight_bytes < 0.75 * sum(value.nbytes for value in model.parameters())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", ["graph", True])
+def test_two_gpus_replay_graphs_of_a_shared_step(compiled: str | bool) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 CUDA devices, {torch.cuda.device_count()} are here")
+    generate = {"max_new_tokens": 16, "temperature": 0.0, "compiled": compiled}
+    wide = {
+        "type": "AttentionLayer",
+        "d_model": 256,
+        "n_heads": 8,
+        "mode": "gqa",
+        "n_kv_heads": 4,
+        "head_dim": 64,
+    }
+    network = {
+        "embedder": {"vocab_size": 512, "d_model": 256},
+        "topology": {"type": "StackedTopology", "layers": [wide]},
+    }
+    rung = SharedRung("cuda", "bfloat16", "auto", False, [[1, 2, 3]], 1, 3, generate)
+    found = timed_on_ranks(build_model(ModelSpec.model_validate(network), seed=1), rung)
+    assert found.ran == ("graph" if compiled == "graph" else "compiled graph")

@@ -1,0 +1,197 @@
+"""What the launchers refuse before anything is written, the script that SLURM gets, and which rank failed first."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from caramba.cli import main
+from caramba.config.launcher import ClusterConfig, LauncherConfig
+from caramba.config.parse import parse_as
+from caramba.errors import ConfigError
+from caramba.launch import torchrun
+from caramba.launch.freeze import freeze
+from caramba.launch.joined import agreed_run, refuse_launcher
+from caramba.launch.sbatch import _ranges, array_script, run_script
+from caramba.launch.torchrun import check_torchrun, ranks_per_node
+from caramba.runs.sweeps import list_sweeps
+
+WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
+
+
+@pytest.fixture(scope="module")
+def manifest():
+    return freeze(list(WORDS)).manifest
+
+
+def launched(manifest, parallel=None, cluster=None, **launcher):
+    parallel = manifest.parallel.model_copy(update=parallel or {})
+    cluster = ClusterConfig(**(cluster or {}))
+    return manifest.model_copy(
+        update={"launcher": LauncherConfig(**launcher), "parallel": parallel, "cluster": cluster}
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "plain", "text"),
+    [
+        (LauncherConfig, {"type": "torchrun", "nodes": 2}, "nodes=2 has no meaning for launcher=torchrun"),
+        (LauncherConfig, {"type": "process", "requeue": True}, "add launcher=slurm, or leave it out"),
+        (ClusterConfig, {"partition": "a b"}, "partition"),
+        (ClusterConfig, {"modules": ["cuda;rm"]}, "modules"),
+        (ClusterConfig, {"account": "$(rm)"}, "account"),
+        (ClusterConfig, {"time": "soon"}, "time"),
+        (ClusterConfig, {"time": 14400}, "got the number 14400; write it as HH:MM:SS"),
+        (ClusterConfig, {"options": ["--array=1-9"]}, "--array is set by launcher.n_jobs"),
+        (ClusterConfig, {"options": ["--exclusive\nrm"]}, "options"),
+        (ClusterConfig, {"env": {"A-B": "x"}}, "'A-B' is not the name of a variable"),
+        (ClusterConfig, {"env": {"A": "x\nrm"}}, "a line break, which a script's line cannot"),
+        (ClusterConfig, {"partitoin": "x"}, "did you mean 'partition'"),
+    ],
+)
+def test_what_would_be_ignored_or_run_in_the_script_is_refused(schema, plain, text):
+    with pytest.raises(ConfigError, match=text):
+        parse_as(schema, plain)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["launcher=slurm", "cluster=example"],
+            "sbatch is not on PATH, so this is no machine of a SLURM cluster",
+        ),
+        (["hydra/launcher=submitit_slurm"], "launcher=slurm submits arrays"),
+    ],
+)
+def test_mistakes_write_nothing(tmp_path, monkeypatch, capsys, words, text):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["launch", *WORDS, *words]) == 2
+    assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_are_what_parallel_and_the_nodes_make(manifest, monkeypatch):
+    ddp = {"strategy": "ddp", "dp": 8}
+    assert ranks_per_node(launched(manifest)) == 1
+    with pytest.raises(
+        ConfigError, match=r"2 ranks on 1 node\(s\), and parallel.strategy=single is one process"
+    ):
+        ranks_per_node(launched(manifest, type="torchrun", nproc_per_node=2))
+    assert ranks_per_node(launched(manifest, ddp, type="slurm", nodes=2)) == 4
+    with pytest.raises(ConfigError, match=r"dp=8 x tp=1 are 8 ranks, and launcher.nodes=3"):
+        ranks_per_node(launched(manifest, ddp, type="slurm", nodes=3))
+    with pytest.raises(ConfigError, match=r"nproc_per_node=2 do not make them"):
+        ranks_per_node(launched(manifest, ddp, type="torchrun", nproc_per_node=2))
+    open_size = {"strategy": "ddp", "dp": "auto"}
+    assert ranks_per_node(launched(manifest, open_size, type="torchrun", nproc_per_node=3)) == 3
+    on_gpus = launched(manifest, ddp, type="torchrun", devices=(0, 1)).model_copy(update={"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"8 ranks and 2 GPUs \(0, 1\)"):
+        check_torchrun(on_gpus)
+    monkeypatch.setattr(torchrun.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"this PyTorch has no torch.distributed.run"):
+        check_torchrun(launched(manifest, type="torchrun"))
+
+
+def test_the_script_of_a_job_is_plain_and_asks_for_what_ranks_need(manifest, tmp_path):
+    """Traps: tasks that are not the ranks of a node, GPUs hidden from tasks, a worker that composes again."""
+    site = {
+        "partition": "gpu",
+        "time": "1-00:00:00",
+        "gpus": "h100:4",
+        "cpus_per_task": 8,
+        "modules": ("cuda/12.8",),
+        "env": {"NOTE": "it's $HOME; rm -rf /"},
+        "options": ("--exclusive",),
+    }
+    run_dir = tmp_path / "a run"
+    run_dir.mkdir()
+    asked = launched(manifest, {"strategy": "ddp", "dp": 8}, site, type="slurm", nodes=2, signal_s=60)
+    text = run_script(run_dir, asked, ["--quiet"])
+    lines = text.splitlines()
+    options = [shlex.split(line, comments=False)[1] for line in lines if line.startswith("#SBATCH ")]
+    assert {
+        "--nodes=2",
+        "--ntasks-per-node=4",
+        "--gpus-per-node=h100:4",
+        "--cpus-per-task=8",
+        "--requeue",
+    } <= {*options}
+    assert {"--signal=USR2@60", "--open-mode=append", "--partition=gpu", "--exclusive"} <= {*options}
+    assert not [option for option in options if option.startswith("--gpus-per-task")]
+    (step,) = [line for line in lines if line.startswith("srun ")]
+    words = shlex.split(step)
+    assert words[words.index("-m") :] == ["-m", "caramba.worker", "$run/manifest.json", "--quiet"]
+    assert "module load cuda/12.8" in lines
+    script = tmp_path / "sbatch.sh"
+    script.write_text(text)
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True).stderr == b""
+    exported = "\n".join(line for line in lines if line.startswith("export NOTE"))
+    done = subprocess.run(["bash", "-c", f'{exported}; echo "$NOTE"'], capture_output=True, text=True)
+    assert done.stdout == "it's $HOME; rm -rf /\n", "a site's values are data"
+    single = run_script(run_dir, launched(manifest, type="slurm", requeue=False), [])
+    assert "scontrol requeue" not in single
+    assert "--no-requeue" in single
+    assert "gpus" not in single, "device=cpu asks for none"
+    anywhere = launched(manifest, type="slurm").model_copy(update={"device": "auto"})
+    assert "--gpus-per-node=1" in run_script(run_dir, anywhere, [])
+
+
+def test_an_array_runs_the_line_of_its_task(manifest, tmp_path):
+    text = array_script(tmp_path, launched(manifest, type="slurm", n_jobs=2), [], [0, 1, 2, 5])
+    assert "#SBATCH --array=0-2,5%2" in text
+    (tmp_path / "runs.txt").write_text("/r/0\n/r/1\n\n\n\n/r/5\n")
+    (select,) = [line for line in text.splitlines() if line.startswith("run=")]
+    done = subprocess.run(
+        ["bash", "-c", f'SLURM_ARRAY_TASK_ID=5; {select}; echo "$run"'], capture_output=True, text=True
+    )
+    assert done.stdout == "/r/5\n"
+    assert _ranges([3]) == "3"
+
+
+def test_a_script_is_written_for_later(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/bin")
+    assert main(["-m", *WORDS, "launcher=slurm_sbatch_only", "seed=1,2"]) == 0
+    (folder,) = list_sweeps(tmp_path / "runs")
+    assert f"submit with: sbatch {folder}/sbatch.sh" in capsys.readouterr().out
+    assert not (folder / "slurm.json").exists()
+    assert "--array=0-1" in (folder / "sbatch.sh").read_text()
+    listed = (folder / "runs.txt").read_text().splitlines()
+    assert [json.loads((tmp_path / run / "manifest.json").read_text())["seed"] for run in listed] == [1, 2]
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out.count(" waiting ") == 2
+
+
+def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(ConfigError, match=r"launcher=slurm: torchrun has started these ranks"):
+        refuse_launcher(launched(manifest, type="slurm"))
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="MASTER_ADDR or MASTER_PORT is not"):
+        agreed_run(lambda: pytest.fail("only rank 0 composes"))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(ConfigError, match="were not started by torchrun, whose agent keeps"):
+        agreed_run(lambda: pytest.fail("only rank 0 composes"))
+
+
+def test_the_first_failure_is_the_killed_rank_or_the_first_to_say_so(tmp_path):
+    from caramba.launch.elastic import first_failure
+
+    def failure(rank, code, said=None, noticed=100):
+        file = tmp_path / f"{rank}.json"
+        if said is not None:
+            file.write_text(json.dumps({"time": said}))
+        return SimpleNamespace(exitcode=code, error_file=str(file), timestamp=noticed)
+
+    followed = {0: failure(0, 1, 100.2), 1: failure(1, -9, noticed=101), 2: failure(2, -15, noticed=99)}
+    assert first_failure(followed) == {"rank": 1, "exit_status": -9, "ranks_failed": [0, 1, 2]}
+    said = {0: failure(3, 1, 100.7), 1: failure(4, 2, 100.3)}
+    assert first_failure(said)["rank"] == 1

@@ -1,0 +1,115 @@
+"""Signals that ask a run to stop, the ranks of a SLURM step, and the job that has a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from caramba.errors import ConfigError, Preempted
+from caramba.runs.ending import PREEMPTED, TERMINATED, end, status_of
+from caramba.runs.jobs import current_job, queue, record_job, refuse_queued
+from caramba.runs.ranks import adopt_slurm_ranks, is_rank
+from caramba.runs.signals import STOPPING, requested, stop_on_signals, until_step_ends
+from caramba.runs.state import clock_skew
+
+
+def tell(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_a_signal_stops_at_once_or_when_a_step_has_ended(number):
+    before = signal.getsignal(number)
+    done = []
+
+    def between_phases() -> None:
+        with stop_on_signals():
+            tell(number)
+            done.append("went on")
+
+    def in_a_step() -> None:
+        with stop_on_signals():
+            with until_step_ends():
+                tell(number)
+                assert requested() == number
+                tell(signal.SIGTERM)  # the first one counts
+                done.append("step")
+            done.append("went on")
+
+    for work in (between_phases, in_a_step):
+        with pytest.raises(Preempted, match=number.name):
+            work()
+    assert done == ["step"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_rank_that_waits_for_another_leaves_it_to_that():
+    with stop_on_signals(follows=True):
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "it hangs in C++, where no handler runs"
+        tell(signal.SIGUSR2)
+        with until_step_ends():
+            tell(signal.SIGUSR1)
+            assert requested() == signal.SIGUSR1
+
+
+def test_a_stop_is_no_failure(capsys):
+    def stopped(name):
+        def command() -> int:
+            raise Preempted(name)
+
+        return end(command)
+
+    assert (stopped("SIGUSR1"), stopped("SIGTERM")) == (PREEMPTED, TERMINATED) == (75, 143)
+    assert "stopped by SIGUSR1" in capsys.readouterr().err
+    assert not issubclass(Preempted, Exception), "code that handles errors must not take it"
+    assert status_of(Preempted("SIGUSR2")) == 75
+
+
+def test_tasks_of_our_own_step_are_ranks():
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4"}
+    variables = {**slurm, "SLURM_NODEID": "1", "SLURM_JOB_ID": "77"}
+    adopt_slurm_ranks(variables)
+    assert not is_rank(variables), "tasks of somebody else's step are left alone"
+    assert current_job(variables) is None
+    variables["CARAMBA_RANKS"] = "slurm"
+    adopt_slurm_ranks(variables)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+    assert [variables[name] for name in names] == ["5", "8", "1", "4", "1", "77"]
+    assert current_job(variables) == "77"
+    assert current_job({**variables, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}) == "70_3"
+
+
+def test_a_run_that_a_job_has_is_refused(tmp_path, monkeypatch):
+    """squeue is a script that prints a queue: what is tested is who is refused for what it says."""
+    program = tmp_path / "squeue"
+    program.write_text("#!/bin/sh\nprintf '12|PENDING|Priority\\n13_4|RUNNING|None\\n14|CANCELLED|None\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    for name, number, text in (
+        ("a", "12", r"SLURM job 12 PENDING \(Priority\) has this run.*scancel 12"),
+        ("b", "13_4", r"SLURM job 13_4 RUNNING has this run"),
+        ("c", "13", r"SLURM job 13_4 RUNNING has this sweep"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        record_job(folder, number)
+        with pytest.raises(ConfigError, match=text):
+            refuse_queued(folder, "sweep" if name == "c" else "run")
+    record_job(tmp_path / "a", "14")
+    refuse_queued(tmp_path / "a")
+    assert [job.is_alive for job in queue().values()] == [True, True, False]
+    monkeypatch.setenv("PATH", str(tmp_path / "a"))
+    assert queue() == {}
+
+
+def test_a_clock_that_is_behind_is_named(tmp_path):
+    run = tmp_path
+    (run / "manifest.json").write_text("{}")
+    assert clock_skew(run) is None
+    stat = (run / "manifest.json").stat()
+    os.utime(run / "manifest.json", (stat.st_mtime + 600, stat.st_mtime + 600))
+    text = clock_skew(run)
+    assert text is not None
+    assert "ahead of this machine's clock: the clocks differ" in text
