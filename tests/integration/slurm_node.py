@@ -154,6 +154,8 @@ def _free_ports(count: int) -> list[int]:
 if __name__ == "__main__":
     if lacking := missing():
         sys.exit(f"missing: {', '.join(lacking)}; apt-get install slurm-wlm munge")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with SlurmNode(Path(sys.argv[1]).absolute()) as node:
         print(f"export SLURM_CONF={node.variables['SLURM_CONF']}", flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        while True:
+            signal.pause()
