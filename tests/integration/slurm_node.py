@@ -46,9 +46,12 @@ PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 def missing() -> list[str]:
     """Return what is not installed, or not allowed, of what a node needs."""
-    os.environ["PATH"] += os.pathsep + "/usr/sbin"
-    lacking = [name for name in PROGRAMS if shutil.which(name) is None]
+    lacking = [name for name in PROGRAMS if _program(name) is None]
     return lacking or ([] if os.getuid() == 0 else ["the right to start daemons (root)"])
+
+
+def _program(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin")  # where daemons are
 
 
 class SlurmNode:
@@ -110,7 +113,7 @@ class SlurmNode:
         with open(self.folder / f"{command[0]}.out", "ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    command,
+                    [_program(command[0]) or command[0], *command[1:]],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -151,6 +154,8 @@ def _free_ports(count: int) -> list[int]:
 if __name__ == "__main__":
     if lacking := missing():
         sys.exit(f"missing: {', '.join(lacking)}; apt-get install slurm-wlm munge")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     with SlurmNode(Path(sys.argv[1]).absolute()) as node:
         print(f"export SLURM_CONF={node.variables['SLURM_CONF']}", flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        while True:
+            signal.pause()

@@ -96,6 +96,11 @@ class LauncherConfig(Config):
                     f"{name}={getattr(self, name)} has no meaning for launcher={self.type}, which {_DOES[self.type]}; "
                     f"add launcher={types[0]}, or leave it out"
                 )
+        if self.is_slurm and self.on_failure != "continue":
+            raise ValueError(
+                f"on_failure={self.on_failure} has no meaning for launcher={self.type}, whose points are all queued at "
+                "once; leave it out"
+            )
         return self
 
     @property

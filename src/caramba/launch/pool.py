@@ -132,7 +132,7 @@ def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Se
 
 @contextlib.contextmanager
 def termination_as_interrupt() -> Iterator[None]:
-    """Within, SIGTERM, SIGUSR1 or 2 and a closed terminal end the front end as Ctrl-C does, so that its workers end with it."""
+    """Within, signals that end a process, and a closed terminal, end the front end and its workers as Ctrl-C does."""
 
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)

@@ -219,5 +219,6 @@ def _ending(folder: Path, status: int) -> int:
     )
     if rank != 0 and (said := last_lines(folder / f"rank-{rank}.err")):  # what rank 0 said has been shown
         print(said, file=sys.stderr)
-    print(f"logs of all ranks: {folder}", file=sys.stderr)
+    if code != MISTAKE:  # of a mistake nothing more is in them
+        print(f"logs of all ranks: {folder}", file=sys.stderr)
     return code if code > 0 else 1

@@ -41,6 +41,7 @@ def launched(manifest, parallel=None, cluster=None, **launcher):
     [
         (LauncherConfig, {"type": "torchrun", "nodes": 2}, "nodes=2 has no meaning for launcher=torchrun"),
         (LauncherConfig, {"type": "process", "requeue": True}, "add launcher=slurm, or leave it out"),
+        (LauncherConfig, {"type": "slurm", "on_failure": "stop"}, "whose points are all queued at once"),
         (ClusterConfig, {"partition": "a b"}, "partition"),
         (ClusterConfig, {"modules": ["cuda;rm"]}, "modules"),
         (ClusterConfig, {"account": "$(rm)"}, "account"),
