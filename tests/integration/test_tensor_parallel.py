@@ -197,7 +197,7 @@ def test_torchrun_generates_the_text_of_one_process(
 
 def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
     generate = {"max_new_tokens": 4, "temperature": 0.0}
-    rung = SharedRung("cpu", "float32", "reference", False, TOKENS.tolist(), 1, 2, generate)
+    rung = SharedRung("cpu", "float32", "reference", True, TOKENS.tolist(), 1, 2, generate)
     model = build_model(SPECS["even"], seed=1)
     found = timed_on_ranks(model, rung)
     assert (found.ran, len(found.timed)) == ("eager", 2)
