@@ -8,6 +8,8 @@ LAUNCHERS: dict[str, str] = {
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
     "layer_norm": "caramba.kernels.triton.norm:layer_norm",
     "layer_norm_backward": "caramba.kernels.triton.norm:layer_norm_backward",
+    "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",
+    "latent_queries_backward": "caramba.kernels.triton.latent_queries:latent_queries_backward",
     "lion_step": "caramba.kernels.triton.lion:lion_step",
     "norm_dropout_activation": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation",
     "norm_dropout_activation_backward": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation_backward",

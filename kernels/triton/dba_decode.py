@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, choose
+from caramba.kernels.triton.launch import Launch, form
 from torch import Tensor
 
 import triton
@@ -14,9 +18,25 @@ import triton
 BLOCK_ELEMENTS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
 INTERPRETED = triton.knobs.runtime.interpret
 JOIN_FEATURES = 32
+MOST_PLANS = 1024
 
 Mode = tuple[str, int, int, int, int, bool, bool]
 """KIND, D, P, E, SPREAD, HALVED, UNIFORM of a stream, see `dba_decode_tile`."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What calls of one form launch. Without a `join` there is one split, which writes the output itself."""
+
+    out: tuple[int, ...]
+    sums: tuple[int, ...]
+    parts: tuple[int, ...]
+    split: Launch
+    join: Launch | None
+
+
+Op = Callable[..., tuple[Tensor, Tensor]]
+_plans: dict[tuple[Any, ...], Plan | Op] = {}
 
 
 def dba_decode(
@@ -32,13 +52,49 @@ def dba_decode(
     window: int,
     max_seqlen: int,
     n_splits: int,
+    admit: Callable[..., Op | None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the op as the table says for these shapes; `n_splits` overrides that."""
-    shape = decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, max_seqlen)
-    config = choose(shape, _processors(q_sem.device))
-    if n_splits:
-        config = DecodeConfig(**{**config.__dict__, "n_splits": n_splits})
-    return launch(config, q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window)
+    """Run the op as the table says for these shapes; `n_splits` overrides that.
+
+    What is decided by the form of the arguments (how the work is cut, say) is decided once for each form. `admit` is
+    called with the arguments first when their form is a new one: it refuses them, or returns what is to run in place
+    of the kernel, or None. The hint of a length counts as the power of two above it, or every step would be a new form.
+    """
+    hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
+    key = (
+        (*kinds, window, hint, n_splits),
+        form(q_sem),
+        form(q_geo),
+        form(seqlens),
+        None if n_packed is None else form(n_packed),
+        *[form(x) for x in k_sem],
+        *[form(x) for x in k_geo],
+        *[form(x) for x in v],
+        *[form(x) for x in null],
+    )
+    found = _plans.get(key)
+    if found is None:
+        given = (q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits)
+        found = None if admit is None else admit(*given)
+        if found is None:
+            config = choose(
+                decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint), _processors(q_sem.device)
+            )
+            config = replace(config, n_splits=n_splits) if n_splits else config
+            found = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[key] = found
+    if not isinstance(found, Plan):
+        return found(
+            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
+        )
+    return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+
+
+def forget_plans() -> None:
+    """Plan every form anew, as after the table has changed."""
+    _plans.clear()
 
 
 def decode_shape(
@@ -53,14 +109,14 @@ def decode_shape(
     """Return what the table is asked by; without a hint, for sequences that fill what is allocated."""
     batch, heads, n_queries, width = q_sem.shape
     kv_heads = k_sem[-1].shape[1]
-    tokens = max_seqlen or max(1, min(_capacity(parts) for parts in (k_sem, k_geo, v) if parts))
+    most = max(1, min(_capacity(parts) for parts in (k_sem, k_geo, v) if parts))
     return DecodeShape(
         arch=_arch(q_sem.device),
         formats=tuple(kinds),
         dims=(width, q_geo.shape[-1], v[-1].shape[-1] if v else width),
         rows=heads // kv_heads * n_queries,
         lanes=batch * kv_heads,
-        tokens=tokens,
+        tokens=min(max_seqlen or most, most),
     )
 
 
@@ -78,29 +134,81 @@ def launch(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """Run the op in one given way. Everything is decided by shapes: nothing waits for the device."""
+    made = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
+    return run(made, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+
+
+def run(
+    plan: Plan,
+    q_sem: Tensor,
+    q_geo: Tensor,
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    null: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Run the op as planned for arguments of this form."""
+    q_sem = q_sem if q_sem.stride(-1) == 1 else q_sem.contiguous()
+    q_geo = q_geo if q_geo.stride(-1) == 1 else q_geo.contiguous()
+    out = q_sem.new_empty(plan.out)
+    sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
+    if not out.numel():
+        return out, sums
+    if plan.join is None:
+        parts, part_sums = out, sums
+    else:
+        parts = seqlens.new_empty(plan.parts, dtype=torch.float32)
+        part_sums = seqlens.new_empty(plan.parts[:-1], dtype=torch.float32)
+    values = v or k_sem
+    plan.split(
+        q_sem,
+        q_geo,
+        k_sem[0],
+        k_geo[0],
+        values[0],
+        # Numbers have no scales and are their own tail.
+        k_sem[len(k_sem) // 2],
+        k_geo[len(k_geo) // 2],
+        values[len(values) // 2],
+        k_sem[-1],
+        k_geo[-1],
+        values[-1],
+        seqlens,
+        seqlens if n_packed is None else n_packed,
+        parts,
+        part_sums,
+    )
+    if plan.join is not None:
+        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
+        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
+    return out, sums
+
+
+def plan(
+    config: DecodeConfig,
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    n_packed: Tensor | None,
+    null: list[Tensor],
+    window: int,
+) -> Plan:
+    """Lay out one given way to run calls of this form."""
     if q_sem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
             f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU"
         )
-    q_sem, q_geo = (q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo))
     batch, heads, n_queries, width = q_sem.shape
     kv_heads = k_sem[-1].shape[1]
     group = heads // kv_heads
     v_width = v[-1].shape[-1] if v else width
-    out = q_sem.new_empty((batch, heads, n_queries, v_width))
-    sums = q_sem.new_empty((batch, heads, n_queries), dtype=torch.float32)
     rows = batch * heads * n_queries
-    if not rows:
-        return out, sums
     final = config.n_splits == 1 and not null
-    parts, part_sums = (
-        (out, sums)
-        if final
-        else (
-            sums.new_empty((rows, config.n_splits, v_width)),
-            sums.new_empty((rows, config.n_splits)),
-        )
-    )
     streams = [k_sem, k_geo, v or k_sem]
     modes = [
         mode(kind, d) for kind, d in zip([*kinds, kinds[0]], (width, q_geo.shape[-1], v_width), strict=False)
@@ -108,20 +216,17 @@ def launch(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
-    packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
+    is_16_bit = q_sem.dtype != torch.float32
     row_blocks = ceil_div(group * n_queries, config.block_rows)
-    q_strides = (*q_sem.stride()[:3], *q_geo.stride()[:3])
-    with torch.cuda.device_of(q_sem):
-        decode_split[(batch * kv_heads * row_blocks, config.n_splits)](
-            q_sem,
-            q_geo,
-            *(parts[0] for parts in streams),
-            *(parts[1] if len(parts) == 3 else parts[0] for parts in streams),
-            *(parts[-1] for parts in streams),
-            seqlens,
-            seqlens if n_packed is None else n_packed,
-            parts,
-            part_sums,
+    queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
+    q_strides = [s for q in queries for s in q.stride()[:3]]
+    options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
+    if config.max_registers and not INTERPRETED:
+        options["maxnreg"] = config.max_registers
+    split = Launch(
+        decode_split,
+        (batch * kv_heads * row_blocks, config.n_splits),
+        [
             *q_strides,
             *(s for parts in streams for s in parts[0].stride()[:3]),
             *(s for parts in streams for s in (parts[1].stride()[:3] if len(parts) == 3 else (0, 0, 0))),
@@ -131,52 +236,53 @@ def launch(
             min((parts[0].shape[2] for parts in quantised), default=0),
             min((parts[2].shape[2] for parts in quantised), default=0),
             window,
-            KV_HEADS=kv_heads,
-            GROUP=group,
-            QUERIES=n_queries,
-            ROW_BLOCKS=row_blocks,
-            SEM=modes[0],
-            GEO=modes[1],
-            V=modes[2],
-            LATENT=not v,
-            HAS_PACKED=bool(quantised),
-            HAS_WINDOW=window > 0,
-            FINAL=final,
-            BLOCK_ROWS=config.block_rows,
-            BLOCK_TOKENS=config.block_tokens,
-            PACKED_MATH=packed_math,
-            num_warps=config.n_warps,
-            num_stages=config.n_stages,
-        )
-        if not final:
-            nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
-            block = min(JOIN_FEATURES, power_of_2(v_width))
-            decode_join[(rows, ceil_div(v_width, block))](
-                parts,
-                part_sums,
-                q_sem,
-                q_geo,
-                nulls[0],
-                nulls[1],
-                nulls[2] if v else nulls[0],
-                out,
-                sums,
-                *q_strides,
-                config.n_splits,
-                HEADS=heads,
-                GROUP=group,
-                QUERIES=n_queries,
-                DS=width,
-                DG=q_geo.shape[-1],
-                DV=v_width,
-                PS=power_of_2(width),
-                PG=power_of_2(q_geo.shape[-1]),
-                HAS_NULL=bool(null),
-                SPLITS=power_of_2(config.n_splits),
-                BLOCK=block,
-                num_warps=4 if config.n_splits > 32 else 1,
-            )
-    return out, sums
+        ],
+        {
+            "KV_HEADS": kv_heads,
+            "GROUP": group,
+            "QUERIES": n_queries,
+            "ROW_BLOCKS": row_blocks,
+            "SEM": modes[0],
+            "GEO": modes[1],
+            "V": modes[2],
+            "LATENT": not v,
+            "HAS_PACKED": bool(quantised),
+            "HAS_WINDOW": window > 0,
+            "FINAL": final,
+            "BLOCK_ROWS": config.block_rows,
+            "BLOCK_TOKENS": config.block_tokens,
+            "PACKED_MATH": config.packed_math and is_16_bit and not INTERPRETED,
+            "TOKENS_FIRST": config.tokens_first and (is_16_bit or INTERPRETED),
+        },
+        **options,
+    )
+    block = min(JOIN_FEATURES, power_of_2(v_width))
+    join = Launch(
+        decode_join,
+        (rows, ceil_div(v_width, block)),
+        [*q_strides, config.n_splits],
+        {
+            "HEADS": heads,
+            "GROUP": group,
+            "QUERIES": n_queries,
+            "DS": width,
+            "DG": q_geo.shape[-1],
+            "DV": v_width,
+            "PS": power_of_2(width),
+            "PG": power_of_2(q_geo.shape[-1]),
+            "HAS_NULL": bool(null),
+            "SPLITS": power_of_2(config.n_splits),
+            "BLOCK": block,
+        },
+        num_warps=4 if config.n_splits > 32 else 1,
+    )
+    return Plan(
+        out=(batch, heads, n_queries, v_width),
+        sums=(batch, heads, n_queries),
+        parts=(rows, config.n_splits, v_width),
+        split=split,
+        join=None if final else join,
+    )
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from caramba.kernels.triton.launch import Launches, dtype_of
 from torch import Tensor
 
 import triton
@@ -58,6 +59,9 @@ def _forward_kernel(
     if bias_ptr is not None:
         y = y + tl.load(bias_ptr + col, mask=col < width, other=0.0).to(ACC)[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+_forwards = Launches(_forward_kernel)
 
 
 @triton.jit
@@ -219,15 +223,19 @@ def _forward(
         rstd.fill_(float("nan"))
         return y, total, mean if mean is None else mean.fill_(float("nan")), rstd
     n_rows = x.numel() // width
-    block_m, block_n, warps = tile(width)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(n_rows, block_m),)](
-            *(x, residual, weight, bias, y, total, mean, rstd),
-            *(n_rows, width, eps, centred, acc, block_m, block_n),
+    dtypes = (x.dtype, dtype_of(residual), dtype_of(weight), dtype_of(bias))
+    key = (n_rows, width, eps, centred, x.get_device(), dtypes)
+    launch = _forwards.get(key)
+    if launch is None:
+        block_m, block_n, warps = tile(width)
+        launch = _forwards.add(
+            *(key, (-(-n_rows // block_m),), (n_rows, width, eps)),
+            *(centred, acc, block_m, block_n),
             num_warps=warps,
         )
+    launch(x, residual, weight, bias, y, total, mean, rstd)
     return y, total, mean, rstd
 
 

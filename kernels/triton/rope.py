@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton
@@ -61,6 +62,9 @@ def _kernel(
     tl.store(y_at + n_pairs, ((second * cos + first * sin) * scale).to(y_ptr.dtype.element_ty), mask=mask)
 
 
+_launches = Launches(_kernel)
+
+
 def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(x, dtype=dtype)
     if x.numel() == 0:
@@ -70,19 +74,42 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float, inverse: bool, dtype
     x = x if x.stride(-1) == 1 else x.contiguous()
     batch, n_heads, n_tokens, width = x.shape
     cos, sin = cos.contiguous(), sin.contiguous()
-    groups, n_pairs = cos.shape[-3], width // 2
-    block_p = max(8, 1 << (n_pairs - 1).bit_length())
-    block_r = max(1, TILE // block_p)
-    n_blocks = triton.cdiv(n_heads * n_tokens, block_r)
-    with torch.cuda.device_of(x):
-        _kernel[(batch * n_blocks,)](
-            *(x, cos, sin, y, n_heads, n_tokens, n_pairs, n_heads // groups, n_blocks),
-            *x.stride()[:3],
-            *y.stride()[:3],
-            *(groups * n_tokens * n_pairs if cos.dim() == 4 else 0, scale),
+    x_strides, y_strides = x.stride()[:3], y.stride()[:3]
+    key = (
+        x.shape,
+        cos.shape,
+        x_strides,
+        y_strides,
+        x.dtype,
+        cos.dtype,
+        dtype,
+        scale,
+        inverse,
+        x.get_device(),
+    )
+    launch = _launches.get(key)
+    if launch is None:
+        groups, n_pairs = cos.shape[-3], width // 2
+        block_p = max(8, 1 << (n_pairs - 1).bit_length())
+        block_r = max(1, TILE // block_p)
+        n_blocks = -(-n_heads * n_tokens // block_r)
+        table_batch = groups * n_tokens * n_pairs if cos.dim() == 4 else 0
+        launch = _launches.add(
+            *(key, (batch * n_blocks,)),
+            (
+                n_heads,
+                n_tokens,
+                n_pairs,
+                n_heads // groups,
+                n_blocks,
+                *x_strides,
+                *y_strides,
+                table_batch,
+                scale,
+            ),
             *(inverse, x.stride(1) < x.stride(2)),
-            tl.float64 if x.dtype == torch.float64 else tl.float32,
-            *(block_r, block_p),
+            *(tl.float64 if x.dtype == torch.float64 else tl.float32, block_r, block_p),
             num_warps=min(max(block_r * block_p // 512, 1), 16),
         )
+    launch(x, cos, sin, y)
     return out if y is out else out.copy_(y)

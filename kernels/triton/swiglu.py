@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton
@@ -29,6 +30,9 @@ def _forward_kernel(
     up = tl.load(up_ptr + row * up_row + col, mask=mask, other=0.0).to(ACC)
     y = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(y_ptr + row * width + col, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+_forwards = Launches(_forward_kernel)
 
 
 @triton.jit
@@ -72,11 +76,15 @@ def _options(x: Tensor, width: int) -> tuple[int, int, tl.dtype, int]:
 
 def _forward(gate: Tensor, up: Tensor, y: Tensor, width: int, stride: int) -> None:
     """Rows of `width` elements, which begin every `stride` elements in gate and up."""
-    n_blocks, block, acc, warps = _options(gate, width)
-    with torch.cuda.device_of(gate):
-        _forward_kernel[(y.numel() // width * n_blocks,)](
-            gate, up, y, width, n_blocks, stride, stride, acc, block, num_warps=warps
+    n_rows = y.numel() // width
+    key = (n_rows, width, stride, gate.dtype, up.dtype, gate.get_device())
+    launch = _forwards.get(key)
+    if launch is None:
+        n_blocks, block, acc, warps = _options(gate, width)
+        launch = _forwards.add(
+            key, (n_rows * n_blocks,), (width, n_blocks, stride, stride), acc, block, num_warps=warps
         )
+    launch(gate, up, y)
 
 
 def _backward(

@@ -4,39 +4,48 @@ Random weights of a preset serve, as cost does not depend on them. Variants take
 all, and each repeat's ratio is taken to the headless forward of the same repeat.
 `maps` leaves W_q and W_o as they are (a latent student), `attention KL` adds 0.1 KL(A_t || A_s) on 64 queries,
 `drift` reads the student's own states, and `naive` is one block a step with full teacher and student forwards, heads
-included. The split of a step is timed between marks, by device events on a GPU.
+included. Kernels are attached as in a run; `plain queries` leaves out the one of latent queries, `--kernels queries`
+has that one alone, so that the teacher runs as without any. The split of a step is timed between marks, by device
+events on a GPU.
 Prints a table; with --out also writes JSON, with --profile the device kernels of three concurrent steps by phase.
 
 Usage: python scripts/bench/blockwise_cost.py [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
-    [--compile] [--out FILE] [--profile FILE] [OVERRIDE ...]
+    [--compile] [--kernels auto|queries|reference] [--only NAME ...] [--out FILE] [--profile FILE] [OVERRIDE ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import importlib
 import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from blockwise_profile import write_profile
 
+from caramba import kernels
 from caramba.distill import BlockSchedule, BlockwiseObjective, relative_l1, tap_attention
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
 from caramba.model import Model, Trace, build_model
+from caramba.ops import has_kernel
+from caramba.ops.backend import attach, without_kernels
 from caramba.optim import clip_gradients
 from caramba.runs.files import write_json
 from caramba.runtime import choose_device, synchronize
 from caramba.upcycle import pair_attention
 
 WARM_UP = 2
+QUERIES = ("latent_queries", "latent_queries_backward")
+PLAIN = "plain queries"
 PARTS: tuple[str, ...] = ("teacher", "student forward", "backward", "optimiser")
 
 
@@ -64,6 +73,8 @@ class Bench:
         }
         if all(layer.config.is_latent for _, _, layer in self.pairs):
             self.objectives["maps"] = self.objective(keeps_copied=True)
+        if self.has_queries_kernel:
+            self.objectives[PLAIN] = self.objective()
         self.sequential = [
             self.objective(schedule=BlockSchedule([name], steps=10**9, is_sequential=True))
             for name, _, _ in self.pairs
@@ -83,6 +94,16 @@ class Bench:
                 module.forward = torch.compile(module.forward)
         trained = [parameter for _, parameter in self.objectives["all"].trainable()]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+    @property
+    def has_queries_kernel(self) -> bool:
+        return has_kernel(QUERIES[0], self.tokens) and all(
+            layer.config.is_latent for _, _, layer in self.pairs
+        )
+
+    def taken(self, name: str) -> AbstractContextManager[None]:
+        """What holds while the objective `name` is timed."""
+        return without_kernels(*QUERIES) if name == PLAIN else nullcontext()
 
     def objective(self, **how: Any) -> BlockwiseObjective:
         return BlockwiseObjective(self.student, self.teacher, self.pairs, **how)
@@ -132,7 +153,9 @@ class Bench:
 
     def marked(self, objective: BlockwiseObjective, mark: Callable[[str], None]) -> None:
         """One step; `mark` is told about the teacher's parts too, which end where a student layer starts."""
-        hooks = [layer.register_forward_pre_hook(lambda *_: mark("teacher")) for _, _, layer in self.pairs]
+        hooks = [
+            step.register_forward_pre_hook(lambda *_: mark("teacher")) for step in objective.steps.values()
+        ]
         self.step(objective, mark)
         for hook in hooks:
             hook.remove()
@@ -164,7 +187,11 @@ class Bench:
         """What is timed, by name; the first is what the others are compared with."""
 
         def concurrent(name: str) -> Callable[[], object]:
-            return lambda: self.step(self.objectives[name])
+            def run() -> None:
+                with self.taken(name):
+                    self.step(self.objectives[name])
+
+            return run
 
         return {
             "headless teacher forward": self.headless,
@@ -175,13 +202,29 @@ class Bench:
         }
 
 
-def measure(bench: Bench, repeats: int) -> tuple[dict[str, list[float]], dict[str, int], dict[str, Any]]:
+def attach_kernels(device: torch.device, which: str) -> None:
+    """Attach the kernels that there are, or those of latent queries alone."""
+    if which == "auto":
+        kernels.load(device)
+    elif which == "queries" and device.type == "cuda":
+        module = importlib.import_module("caramba.kernels.triton.latent_queries")
+        for op in QUERIES:
+            attach(op, device.type, "triton", getattr(module, op))
+
+
+def measure(
+    bench: Bench, repeats: int, only: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, int], dict[str, Any]]:
     """Return the milliseconds and peak bytes of every variant, and the parts of a step, by objective."""
     variants, is_cuda = bench.variants(), bench.device.type == "cuda"
+    first = next(iter(variants))
+    variants = {name: run for name, run in variants.items() if not only or name == first or name in only}
     times: dict[str, list[float]] = {name: [] for name in variants}
     peaks: dict[str, int] = {}
     parts: dict[str, dict[str, list[float]]] = {
-        name: {part: [] for part in PARTS} for name in bench.objectives if name != "drift"
+        name: {part: [] for part in PARTS}
+        for name in bench.objectives
+        if name != "drift" and f"concurrent, {name}" in variants
     }
     for repeat in range(repeats + WARM_UP):
         for name, run in variants.items():
@@ -198,7 +241,9 @@ def measure(bench: Bench, repeats: int) -> tuple[dict[str, list[float]], dict[st
                     peaks[name] = torch.cuda.max_memory_allocated()
         for name, spent in parts.items():
             bench.train_only(bench.objectives[name])
-            for part, value in bench.split(bench.objectives[name]).items():
+            with bench.taken(name):
+                split = bench.split(bench.objectives[name])
+            for part, value in split.items():
                 if repeat >= WARM_UP:
                     spent[part].append(value)
     return times, peaks, parts
@@ -212,21 +257,24 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--kernels", choices=("auto", "queries", "reference"), default="auto")
+    parser.add_argument("--only", action="append", default=[], help="a variant to time; all if left out")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--profile", type=Path, help="write the kernels of three concurrent steps, as text")
     parser.add_argument("overrides", nargs="*", help="of the composition, as for a launch")
     args = parser.parse_args()
     device = choose_device(args.device)
+    attach_kernels(device, args.kernels)
     bench = Bench(args, device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
-        times, peaks, parts = measure(bench, args.repeats)
+        times, peaks, parts = measure(bench, args.repeats, args.only)
         if args.profile:
             every = bench.objectives["all"]
             bench.train_only(every)
             write_profile(args.profile, lambda mark: bench.marked(every, mark), device, PARTS)
     base = times["headless teacher forward"]
-    step = statistics.median(times["concurrent, all"])
+    step = statistics.median(times.get("concurrent, all", base))
     print(f"{'':34s} {'median ms':>9s} {'min':>9s} {'max':>9s}   x headless (min to max)   x concurrent, all")
     for name, values in times.items():
         ratios = [value / other for value, other in zip(values, base, strict=True)]
@@ -256,6 +304,7 @@ def main() -> None:
                 "block": args.block,
                 "amp": args.amp,
                 "compiled": args.compile,
+                "kernels": args.kernels,
                 "ms": times,
                 "parts_ms": parts,
                 "peak_memory_bytes": peaks,

@@ -68,6 +68,8 @@ def write_profile(
     rows = by_phase(profiler.events() or [], is_cuda=device.type == "cuda")
     total = sum(rows.spent.values())
     lines = [f"{STEPS} steps on {_name(device)}, torch {torch.__version__}", ""]
+    if device.type == "cuda":
+        lines += [*gaps(profiler.events() or []), ""]
     for phase in (*phases, LAST, UNKNOWN):
         count = sum(count for (found, _), count in rows.count.items() if found == phase)
         if count:
@@ -111,7 +113,39 @@ def by_phase(events: Any, *, is_cuda: bool) -> Rows:
         if spent - launched[name] > 1.0:  # what rounding leaves is no kernel
             rows.spent[UNKNOWN, name] = spent - launched[name]
             rows.count[UNKNOWN, name] = on_device.count[UNKNOWN, name]
+    for key in rows.spent if is_cuda else ():
+        # Some kernels are listed by two operators: what the device spent is all that there is.
+        spent = on_device.spent[UNKNOWN, key[1]]
+        if key[0] != UNKNOWN and launched[key[1]] > spent:
+            rows.spent[key] *= spent / launched[key[1]]
     return rows
+
+
+def gaps(events: Any) -> list[str]:
+    """Return how long the device was busy and idle from the first kernel to the last, and beside what it was idle."""
+    spans = sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in events
+        if event.device_type.name != "CPU" and not event.is_user_annotation
+    )
+    idle = Rows()
+    busy, (_, until, before) = 0.0, spans[0]
+    for start, end, name in spans:
+        if start > until:
+            idle.add(before.split("(")[0][:60], name.split("(")[0][:60], start - until)
+        busy += max(end - max(start, until), 0.0)
+        if end > until:
+            until, before = end, name
+    busy += spans[0][1] - spans[0][0]
+    lost = sum(idle.spent.values())
+    rows = sorted(idle.spent, key=lambda key: -idle.spent[key])[:10]
+    return [
+        f"busy {busy / 1000 / STEPS:.3f} ms/step, idle {lost / 1000 / STEPS:.3f}, most of it between",
+        *(
+            f"{idle.spent[key] / 1000 / STEPS:9.3f} {idle.count[key] / STEPS:8.1f}  {key[0]} -> {key[1]}"
+            for key in rows
+        ),
+    ]
 
 
 def _name(device: torch.device) -> str:

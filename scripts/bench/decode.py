@@ -118,7 +118,7 @@ def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, g
     n_processors = torch.cuda.get_device_properties(0).multi_processor_count
     tried: dict[Any, float] = {}
     for config in table.candidates(shape, n_processors):
-        reading = (config.block_tokens, config.n_warps, config.n_stages)
+        reading = replace(config, n_splits=1)
         if len(good) >= 3 and reading not in good:
             continue
         try:
@@ -128,7 +128,7 @@ def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, g
             continue
         tried[config] = statistics.median(interleaved({"": replay}, len(stores), 5)[""])
     best = sorted(tried, key=lambda config: tried[config])[:3]
-    good.update({(config.block_tokens, config.n_warps, config.n_stages): None for config in best})
+    good.update({replace(config, n_splits=1): None for config in best})
     write_whole(TABLE, table.written({shape.key: best[0]}))
     table.measured.cache_clear()
     return f"tuned over {len(tried)}: {best[0]}"

@@ -1,6 +1,8 @@
 """Text and recall samples of the proxy study: source code found on the machine, split by file, and key-value needles.
 
-The text is what the machine's Python installation carries (.py, .pyi and C/C++ headers), each distinct file once.
+The text is what the machine's Python installation and C libraries carry (Python, C, C++, CUDA and their notes), each
+distinct file once. Students are calibrated and distilled on files that their teacher was not trained on, as with a
+model from a hub, whose training text nobody has at hand; a teacher is surer of text it has seen several times.
 Recall samples are made from token ids: a window of real text in which `key = value` needles stand at even depths, and
 whose end asks for every key again in random order. Keys and values are random pairs of ids, so nothing but attention
 to the needle can answer.
@@ -22,16 +24,36 @@ from torch import Tensor
 
 from caramba.data.library import train_bpe
 
-SUFFIXES = (".py", ".pyi", ".h", ".hpp", ".cuh", ".inl")
+CODE = (
+    ".py",
+    ".pyi",
+    ".pyx",
+    ".pxd",
+    ".h",
+    ".hpp",
+    ".hh",
+    ".hxx",
+    ".cuh",
+    ".inl",
+    ".c",
+    ".cc",
+    ".cpp",
+    ".cxx",
+    ".cu",
+)
+SUFFIXES = (*CODE, ".rst", ".md")
+SYSTEM = ("/usr/include", "/usr/local/cuda/targets", "/usr/src", "/opt")
+FRESH_SHARE, FRESH_TOKENS = 0.35, 76_000_000  # the least of both
 SHORTEST, LONGEST = 200, 400_000
 NEEDLES, NEEDLE_WIDTH = 8, 6
 
 
 @dataclass(frozen=True)
 class ProxyCorpus:
-    """Token ids of both splits on the device, and what a nat per token is in bits per byte."""
+    """Token ids of the three splits on the device: the teacher's, the students' (`fresh`) and the held-out one."""
 
     train: Tensor
+    fresh: Tensor
     val: Tensor
     val_bytes: int
     n_files: int
@@ -72,7 +94,8 @@ def build(vocab_size: int, most_bytes: int, val_share: float, device: torch.devi
     began = time.perf_counter()
     paths = sysconfig.get_paths()
     places = {paths["purelib"], paths["platlib"], *site.getsitepackages()}
-    folders = [Path(paths["stdlib"]), *sorted(Path(place) for place in places if Path(place).is_dir())]
+    sites = sorted(Path(place) for place in places if Path(place).is_dir())
+    folders = [Path(paths["stdlib"]), *sites, *(Path(place) for place in SYSTEM if Path(place).is_dir())]
     texts = read_texts(folders, most_bytes)
     n_val = max(int(len(texts) * val_share), 8)
     val, train = texts[:n_val], texts[n_val:]
@@ -87,8 +110,13 @@ def build(vocab_size: int, most_bytes: int, val_share: float, device: torch.devi
         return torch.from_numpy(np.concatenate(ids)).to(device)
 
     newline, equals = (tokenizer.encode(text)[0] for text in ("\n", " ="))
+    encoded = encode(train)
+    ends = (encoded == tokenizer.eos_id).nonzero()
+    n_fresh = min(int(encoded.numel() * FRESH_SHARE), FRESH_TOKENS)
+    cut = int(ends[int(torch.searchsorted(ends.flatten(), n_fresh))]) + 1  # whole files
     made = ProxyCorpus(
-        encode(train),
+        encoded[cut:],
+        encoded[:cut].clone(),
         encode(val),
         sum(len(text.encode()) for text in val),
         len(texts),
@@ -97,9 +125,9 @@ def build(vocab_size: int, most_bytes: int, val_share: float, device: torch.devi
         equals,
     )
     print(
-        f"corpus: {len(texts)} files, {made.train.numel() / 1e6:.1f}M training and {made.val.numel() / 1e6:.2f}M "
-        f"validation tokens, {made.val_bytes / made.val.numel():.2f} bytes a token, "
-        f"{time.perf_counter() - began:.0f} s",
+        f"corpus: {len(texts)} files, {made.train.numel() / 1e6:.1f}M training tokens, "
+        f"{made.fresh.numel() / 1e6:.1f}M for students and {made.val.numel() / 1e6:.2f}M for validation, "
+        f"{made.val_bytes / made.val.numel():.2f} bytes a token, {time.perf_counter() - began:.0f} s",
         flush=True,
     )
     return made
@@ -145,10 +173,15 @@ def plant_needles(
 
 
 def training_batch(
-    corpus: ProxyCorpus, batch_size: int, n_tokens: int, recall_share: float, generator: torch.Generator
+    corpus: ProxyCorpus,
+    tokens: Tensor,
+    batch_size: int,
+    n_tokens: int,
+    recall_share: float,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Return (x, y), each [B, n_tokens]: text, with a share of recall samples."""
-    rows = windows(corpus.train, batch_size, n_tokens + 1, generator)
+    """Return (x, y), each [B, n_tokens]: text of a split, with a share of recall samples."""
+    rows = windows(tokens, batch_size, n_tokens + 1, generator)
     n_recall = round(batch_size * recall_share)
     if n_recall:
         rows[:n_recall] = plant_needles(rows[:n_recall], corpus, generator)[0]

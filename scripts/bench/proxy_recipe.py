@@ -31,8 +31,7 @@ class Recipe:
         map_lr: learning rate of attention projections in the global phase, as a multiple of `global_lr`.
         kl_weight: 1 is KL to the teacher alone; the rest is cross-entropy on the text.
         attention_weight: of KL(A_t || A_s) on sampled queries, in the blockwise phases.
-        corrupt: share of the input tokens in the global phase that are replaced by others of the batch: on text that
-            the teacher has seen several times it is surer than on new text, and the student should follow both.
+        corrupt: share of the input tokens in the global phase that are replaced by others of the batch.
         muon: matrices of the stack take Muon instead of AdamW in the global phase (the rest, AdamW).
         hidden_weight: of the distance to the teacher's residual stream after every block in the global phase; it
             falls to 0 over the phase, so that the end is KL alone.
@@ -42,13 +41,13 @@ class Recipe:
     drift: float = 0.02
     batch: int = 16
     block_lr: float = 1e-3
-    global_lr: float = 2e-4
-    map_lr: float = 3.0
+    global_lr: float = 3e-4
+    map_lr: float = 2.0
     kl_weight: float = 1.0
     attention_weight: float = 0.0
     corrupt: float = 0.0
     muon: bool = False
-    hidden_weight: float = 5.0
+    hidden_weight: float = 15.0
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def train(
         for optimizer in made:
             for group in optimizer.param_groups:
                 group["lr"] = rate(step, steps, group["peak"], max(steps // 30, 1))
-        x, y = study.batch(batch, 100 + run.seed, first + step)
+        x, y = study.batch(batch, 100 + run.seed, first + step, fresh=True)
         if run.recipe.corrupt and isinstance(objective, TeacherLogitsObjective):
             x = corrupted(x, run.recipe.corrupt, noise)
         objective.at(step, steps)

@@ -48,7 +48,7 @@ class Size:
 
 SIZES = {
     "full": Size(
-        768, 12, 12, 3, 2048, 16384, 1024, 400_000_000, 301_000_000, 64, 1.5e-3,
+        768, 12, 12, 3, 2048, 16384, 1024, 900_000_000, 301_000_000, 64, 1.5e-3,
         69_500_000, 256, 256, 256,
         {"1.78x": (152, 64), "2.67x": (96, 48), "5.33x": (48, 24), "6.4x": (40, 20), "10.7x": (24, 12)},
     ),
@@ -145,7 +145,7 @@ class Study:
         place = self.state / "corpus.pt"
         if place.is_file():
             return ProxyCorpus(**torch.load(place, map_location=self.device, weights_only=True))
-        made = build(self.size.vocab_size, self.size.corpus_bytes, 0.02, self.device)
+        made = build(self.size.vocab_size, self.size.corpus_bytes, 0.01, self.device)
         torch.save(vars(made), place)
         return made
 
@@ -206,10 +206,10 @@ class Study:
 
     @cached_property
     def calibration(self) -> Calibration:
-        """What surgery knows of the teacher: statistics of training text, kept for the next call."""
+        """What surgery knows of the teacher: statistics of the students' text, kept for the next call."""
         size = self.size
         generator = torch.Generator(self.device).manual_seed(7)
-        rows = windows(self.corpus.train, size.calibration_windows + 32, size.n_tokens, generator)
+        rows = windows(self.corpus.fresh, size.calibration_windows + 32, size.n_tokens, generator)
         began = time.monotonic()
         text = CalibrationText(rows[32:], rows[:32])
         made = calibrate(self.frozen_teacher, text, cache=self.state / "calibration")
@@ -218,10 +218,13 @@ class Study:
         self.calibration_seconds = time.monotonic() - began
         return made
 
-    def batch(self, batch_size: int, seed: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the batch of a step: the same for every run with this seed."""
+    def batch(
+        self, batch_size: int, seed: int, step: int, *, fresh: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch of a step, the same for every run with this seed, of the students' or the teacher's text."""
         generator = torch.Generator(self.device).manual_seed(seed * 1_000_003 + step)
-        return training_batch(self.corpus, batch_size, self.size.n_tokens, RECALL_SHARE, generator)
+        tokens = self.corpus.fresh if fresh else self.corpus.train
+        return training_batch(self.corpus, tokens, batch_size, self.size.n_tokens, RECALL_SHARE, generator)
 
 
 def transplant_into(study: Study, student: Model, method: str, seed: int) -> dict[str, Any]:

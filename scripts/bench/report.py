@@ -17,6 +17,7 @@ import sections_inference
 import sections_kernels
 import sections_loss
 import sections_sweeps
+import sections_training
 import sections_upcycle
 
 from caramba.runs.files import write_whole
@@ -182,6 +183,7 @@ SECTIONS = {
     "blockwise_cost": sections_upcycle.blockwise_cost,
     "sweep_overhead": sections_sweeps.sweep_overhead,
     "collect_runs": sections_sweeps.collect_runs,
+    "training": sections_training.training,
     "upcycle_proxy": sections_upcycle.upcycle_proxy,
 }
 

@@ -112,13 +112,16 @@ def blockwise_cost(data: dict[str, Any]) -> list[str]:
 
 def upcycle_proxy(data: dict[str, Any]) -> list[str]:
     """The proxy study: untrained students by method and budget, and what distillation makes of them."""
-    teacher = data["teacher"]
+    teacher, corpus = data["teacher"], data["corpus"]
+    fresh = corpus.get("fresh_tokens")
     lines = [
         "## Upcycling study (proxy)",
         "",
         f"{data['label']}. Teacher: {teacher['parameters'] / 1e6:.0f}M parameters, {teacher['tokens'] / 1e6:.0f}M"
         f" training tokens ({teacher['epochs']:.1f} epochs), held-out perplexity {teacher['perplexity']:.3f}"
-        f" ({teacher['bits_per_byte']:.3f} bits per byte), recall {teacher['recall']:.3f}. Ratios are student to"
+        f" ({teacher['bits_per_byte']:.3f} bits per byte), recall {teacher['recall']:.3f}."
+        + (f" Students learn from {fresh / 1e6:.0f}M tokens of files that it never saw." if fresh else "")
+        + " Ratios are student to"
         f" teacher over the same disjoint held-out windows, with {data.get('intervals', 'bootstrap')} 95% intervals"
         " over windows; bytes are"
         " counted from cache tensors.",
@@ -135,8 +138,9 @@ def upcycle_proxy(data: dict[str, Any]) -> list[str]:
     ]
     lines += [
         "",
-        "| distilled: KV ratio | from | seed | tokens | GPU s | blockwise | drift | at the end (95%) | KL | recall |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| distilled: KV ratio | from | widths | seed | tokens | GPU s | blockwise | drift | at the end (95%) | KL |"
+        " recall |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in data["distilled"]:
         after = {name: span["after"] for name, span in run["phases"].items()}
@@ -145,7 +149,8 @@ def upcycle_proxy(data: dict[str, Any]) -> list[str]:
             f"{after[name]['ppl_ratio']:.4f}" if name in after else "-" for name in ("blockwise", "drift")
         )
         lines.append(
-            f"| {last['kv_ratio']:.2f}x | {run['method']} | {run['seed']} | {run['tokens'] / 1e6:.1f}M |"
+            f"| {last['kv_ratio']:.2f}x | {run['method']} | {_widths(run, data)} | {run['seed']} |"
+            f" {run['tokens'] / 1e6:.1f}M |"
             f" {run['seconds']:.0f} | {before} |"
             f" **{_ratio(last)}** | {last['kl']:.4f} | {last['recall_share']:.3f} |"
         )
@@ -154,16 +159,21 @@ def upcycle_proxy(data: dict[str, Any]) -> list[str]:
 
 def _recipes(data: dict[str, Any]) -> list[str]:
     """The recipe of the distillations, and the short trials on other windows that led to it."""
-    run = next(run for run in data["distilled"] if run["method"] == "dba" and run["budget"] == "5.33x")
-    usual, widths = run["recipe"], run.get("widths") or data["budgets"]["5.33x"]
+    recipes: dict[str, list[str]] = {}
+    for run in data["distilled"]:
+        known = recipes.setdefault(_words(run["recipe"]), [])
+        if run["method"] == "dba" and run["budget"] not in known:
+            known.append(run["budget"])
     trials = sorted(
         (data["search"] or {"trials": []})["trials"],
         key=lambda trial: (trial["budget"], trial["phases"]["global"]["after"]["ppl_ratio"]),
     )
     lines = [
         "",
-        "`teacher` is the control: the teacher itself trained further on the same tokens by cross-entropy."
-        f" Recipe of the others: {_words(usual)}; 5.33x is a latent of {widths[0]} and {widths[1]} geometric elements.",
+        "`teacher` is the control: the teacher itself trained further by cross-entropy on the students' text. Widths"
+        " are latent + geometric elements. Recipes: "
+        + "; ".join(f"{', '.join(budgets)}: {words}" for words, budgets in recipes.items() if budgets)
+        + ".",
     ]
     if not trials:
         return lines
@@ -176,12 +186,16 @@ def _recipes(data: dict[str, Any]) -> list[str]:
     ]
     for trial in trials:
         last = trial["phases"]["global"]["after"]
-        sem_dim, geo_dim = trial.get("widths") or data["budgets"][trial["budget"]]
         lines.append(
-            f"| {trial['method']} | {sem_dim} + {geo_dim} | {_words(trial['recipe'])} | {last['ppl_ratio']:.4f} |"
+            f"| {trial['method']} | {_widths(trial, data)} | {_words(trial['recipe'])} | {last['ppl_ratio']:.4f} |"
             f" {last['kl']:.4f} | {last['recall_share']:.3f} |"
         )
     return lines
+
+
+def _widths(run: dict[str, Any], data: dict[str, Any]) -> str:
+    widths = run.get("widths") or data["budgets"].get(run["budget"])
+    return f"{widths[0]} + {widths[1]}" if widths else "-"
 
 
 def _spread(row: dict[str, Any]) -> str:

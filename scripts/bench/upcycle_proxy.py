@@ -14,6 +14,7 @@ results are of a proxy: they support no claim about Llama.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import math
 import os
 import platform
@@ -50,31 +51,14 @@ from caramba.model import build_model
 from caramba.runs.files import write_json
 
 HEADLINE = "5.33x"
-# Single changes of the recipe, tried in this order on top of the best so far; each budget begins with what the one
-# before it found. Widths hold as many elements as the budget's own.
+# Widths that students are distilled with: as many elements as the budget's own, fewer of them geometric.
+WIDTHS = {"5.33x": (60, 12), "6.4x": (50, 10), "10.7x": (30, 6)}
+# What a budget's recipe has otherwise than the one before it, before any trial.
+OWN: dict[str, dict[str, Any]] = {"10.7x": {"global_lr": 6e-4, "map_lr": 1.5}}
+# Single changes of the recipe, tried in this order on top of the best so far, the first ones beside each other.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    HEADLINE: (
-        {"widths": (60, 12)},
-        {"widths": (56, 16)},
-        {"widths": (60, 12), "global_lr": 4e-4, "map_lr": 1.5},
-        {"widths": (60, 12), "hidden_weight": 20.0},
-        {"global_lr": 3e-4},
-        {"map_lr": 6.0},
-        {"widths": (64, 8)},
-        {"batch": 12},
-    ),
-    "10.7x": (
-        {"widths": (28, 8)},
-        {"widths": (24, 12), "global_lr": 4e-4},
-        {"widths": (28, 8), "global_lr": 4e-4},
-        {"widths": (28, 8), "global_lr": 4e-4, "hidden_weight": 1.0},
-    ),
-    "6.4x": (
-        {"widths": (48, 12)},
-        {"widths": (52, 8)},
-        {"widths": (48, 12), "global_lr": 3e-4},
-        {"widths": (48, 12), "hidden_weight": 2.0},
-    ),
+    HEADLINE: ({"kl_weight": 0.8}, {"kl_weight": 0.5}),
+    "10.7x": ({}, {"global_lr": 1e-3, "map_lr": 1.0}),
 }
 TRIAL_SHARE = 0.2  # of distil_tokens
 
@@ -112,7 +96,7 @@ def train_teacher(study: Study, clock: Clock) -> bool:
     while step < steps and (world > 1 or clock.left() > 12):
         for group in optimizer.param_groups:
             group["lr"] = rate(step, steps, size.teacher_lr, min(300, steps // 10))
-        x, y = (part.chunk(world)[rank] for part in study.batch(size.teacher_batch, 1, step))
+        x, y = (part.chunk(world)[rank] for part in study.batch(size.teacher_batch, 1, step, fresh=False))
         with study.autocast():
             loss = compiled(x, y)
         loss.backward()
@@ -196,7 +180,10 @@ def work(study: Study, what: str, *arguments: Any) -> Any:
         return untrained(study, *arguments)
     (run,) = arguments
     if what == "trial":
-        return distil(study, run, selection=True)
+        name = f"trial_{hashlib.sha256(repr(run).encode()).hexdigest()[:12]}"
+        if not (found := study.read(name)):
+            study.write(name, found := distil(study, run, selection=True))
+        return found
     study.write(run.name, distil(study, run))
     return True
 
@@ -213,7 +200,7 @@ def surgery_rows(study: Study, jobs: Pool, clock: Clock) -> None:
 
 
 def search(study: Study, jobs: Pool, clock: Clock) -> None:
-    """Change one thing at a time on short runs, budget by budget: what helps most stays, the rest comes again."""
+    """Change one thing at a time on short runs, budget by budget: what helps most stays."""
     tokens = int(study.size.distil_tokens * TRIAL_SHARE)
     chosen: dict[str, Any] = {}
     trials: list[dict[str, Any]] = []
@@ -224,7 +211,7 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
             continue
         elements = sum(study.size.budgets[budget])
         waiting = [change for change in changes if sum(change.get("widths", (elements,))) == elements]
-        best, lowest = replace(best, budget=budget, widths=None), math.inf
+        best, lowest = beginning(study, best, budget), math.inf
         n_devices = len(jobs.queues)
         while waiting and clock.left() > each:
             tried, waiting = waiting[:n_devices], waiting[n_devices:]
@@ -243,10 +230,6 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
             if better:
                 better.sort(key=lambda item: item[0])
                 lowest, _, best = better[0]
-                again = [
-                    change for _, change, _ in better[1:] if budget == HEADLINE and "widths" not in change
-                ]
-                waiting = again + [change for change in waiting if best.changed(**change) != best]
             print(
                 f"best: {lowest:.4f} {best.budget} {best.widths} {asdict(best.recipe)}; {clock.left():.0f} s left",
                 flush=True,
@@ -256,36 +239,41 @@ def search(study: Study, jobs: Pool, clock: Clock) -> None:
     study.write("search", {"best": chosen, "trials": trials})
 
 
+def beginning(study: Study, before: Run, budget: str) -> Run:
+    """Return what a budget begins with, after what was found for the one before it."""
+    widths = WIDTHS.get(budget) if study.size_name == "full" else None
+    return replace(before, budget=budget, widths=widths).changed(**OWN.get(budget, {}))
+
+
 def planned(study: Study) -> list[Run]:
     """Return the distillations of the study, by the recipe that the search chose."""
     found = study.read("search")
     chosen = found["best"] if found else {}
     full = study.size.distil_tokens
 
-    def of(budget: str) -> Run:
-        kept = chosen.get(budget) or {
-            **chosen.get(HEADLINE, asdict(Run(HEADLINE))),
-            "budget": budget,
-            "widths": None,
-        }
+    def of(budget: str, before: Run) -> Run:
+        if not (kept := chosen.get(budget)):
+            return replace(beginning(study, before, budget), tokens=full)
         widths = tuple(kept["widths"]) if kept["widths"] else None
         return replace(Run(**kept), tokens=full, recipe=Recipe(**kept["recipe"]), widths=widths)
 
-    base = of(HEADLINE)
+    base = of(HEADLINE, Run(HEADLINE))
+    short = replace(base, tokens=int(full * SHORT_SHARE))
     recipe = base.recipe
     runs = [
-        replace(base, tokens=int(full * SHORT_SHARE)),
         base,
-        of("10.7x"),
-        of("6.4x"),
+        of("10.7x", base),
+        of("6.4x", base),
         replace(base, seed=1),
         replace(base, seed=2),
-        replace(base, method="weight_svd"),
-        Run(POOLED, POOLED, tokens=full, recipe=recipe),
+        short,
+        # What the method and the layout are worth, and the text alone, on as many tokens as the run before.
+        replace(short, method="weight_svd"),
+        Run(POOLED, POOLED, tokens=short.tokens, recipe=recipe),
         Run(
             CONTINUED,
             CONTINUED,
-            tokens=full,
+            tokens=short.tokens,
             recipe=replace(recipe, blockwise=0.0, drift=0.0, kl_weight=0.0, hidden_weight=0.0),
         ),
     ]
@@ -325,6 +313,7 @@ def collect(study: Study, out: Path) -> None:
             "corpus": {
                 "files": study.corpus.n_files,
                 "train_tokens": study.corpus.train.numel(),
+                "fresh_tokens": study.corpus.fresh.numel(),
                 "val_tokens": study.corpus.val.numel(),
                 "val_bytes": study.corpus.val_bytes,
                 "vocab_size": study.corpus.vocab_size,

@@ -152,6 +152,17 @@ def test_one_compilation_serves_every_length(monkeypatch: pytest.MonkeyPatch) ->
     assert other.stats.compilations == 0
 
 
+def test_compiled_steps_take_quantised_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda run, **values: inner(run, **values, backend="aot_eager"))
+    model = build_model(transformer("gqa_scaled"), seed=0)
+    quantise_weights(model, WeightFormat.INT8)
+    plain = Generator(model, max_new_tokens=4, temperature=0.0)
+    generator = Generator(model, compiled=True, max_new_tokens=4, temperature=0.0)
+    assert generator.generate([[1, 2, 3]])[0].tokens == plain.generate([[1, 2, 3]])[0].tokens
+    assert generator.stats.decode == "compiled"
+
+
 def test_quantised_weights_have_an_identity_of_their_own() -> None:
     model = build_model(transformer("gqa_scaled"), seed=0)
     plain = model_hash(model)

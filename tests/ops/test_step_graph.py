@@ -19,6 +19,7 @@ from tests.unit.model.model_specs import ATTENTION, VOCAB, transformer
 
 PROMPT, N_STEPS = 5, 20
 CAPACITY = PROMPT + N_STEPS
+TAIL = 4  # of a quantised cache: blocks are made every few steps
 NAMES = ["gqa_scaled", "decoupled", "latent"]
 
 
@@ -36,7 +37,7 @@ def tokens_of(device: str = "cpu") -> Tensor:
 
 
 def prefilled(model: Model, kind: KVCacheKind, device: str = "cpu") -> Context:
-    ctx = model.new_context(2, CAPACITY, kind, static=True)
+    ctx = model.new_context(2, CAPACITY, kind, static=True, tail_tokens=TAIL)
     model(tokens_of(device)[:, :PROMPT], ctx)
     return ctx
 
@@ -48,9 +49,11 @@ def no_compiled_code_is_left() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, KVCacheKind.BF16) for name in NAMES), ("latent", KVCacheKind.MIXED)]
+)
 @torch.no_grad()
-def test_the_compiled_step_is_one_graph_for_all_positions(name: str) -> None:
+def test_the_compiled_step_is_one_graph_for_all_positions(name: str, kind: KVCacheKind) -> None:
     graphs: list[Any] = []
 
     def kept(graph: Any, inputs: Any) -> Any:
@@ -60,7 +63,7 @@ def test_the_compiled_step_is_one_graph_for_all_positions(name: str) -> None:
     model = lively(name)
     backend = aot_autograd(fw_compiler=kept, inference_compiler=kept, keep_inference_input_mutations=True)
     compiled = torch.compile(next_logits, backend=backend, fullgraph=True)
-    eager, step = (StepContext(prefilled(model, KVCacheKind.BF16)) for _ in range(2))
+    eager, step = (StepContext(prefilled(model, kind)) for _ in range(2))
     for t in range(PROMPT, CAPACITY):
         for one in (eager, step):
             one.advance()
@@ -117,10 +120,18 @@ def test_a_compiled_generation_draws_the_same_tokens() -> None:
     assert compiled.stats.decode.startswith("compiled")
 
 
+CAPTURED = [
+    (name, kind)
+    for name, options in ATTENTION.items()
+    for kind in (KVCacheKind.FP32, KVCacheKind.FP16, KVCacheKind.BF16)
+    if "exact_first_tokens" not in options
+]
+PACKED = [("decoupled", KVCacheKind.MIXED), ("latent", KVCacheKind.MIXED), ("latent", KVCacheKind.NF4)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kind", [KVCacheKind.FP32, KVCacheKind.FP16, KVCacheKind.BF16])
-@pytest.mark.parametrize("name", [name for name in ATTENTION if "exact_first_tokens" not in ATTENTION[name]])
+@pytest.mark.parametrize(("name", "kind"), CAPTURED + PACKED)
 @torch.no_grad()
 def test_a_captured_step_replays_as_eager_and_takes_no_memory(name: str, kind: KVCacheKind) -> None:
     from caramba import kernels
@@ -141,9 +152,11 @@ def test_a_captured_step_replays_as_eager_and_takes_no_memory(name: str, kind: K
     for t in range(PROMPT, CAPACITY):
         step.advance()
         found[t - PROMPT].copy_(replayed(graph, tokens[:, t]))
-    assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == taken
+    if (name, kind) not in PACKED:  # to make blocks between the steps takes some
+        assert (torch.cuda.memory_reserved(), torch.cuda.memory_allocated()) == taken
     expected = [model(tokens[:, t : t + 1], wanted)[:, 0] for t in range(PROMPT, CAPACITY)]
-    bound = {KVCacheKind.FP32: 1e-4, KVCacheKind.FP16: 5e-3, KVCacheKind.BF16: 4e-2}[kind]
+    # Both attend to the same blocks; what a step rounds differently may round to another code now and then.
+    bound = {KVCacheKind.FP32: 1e-4, KVCacheKind.FP16: 5e-3, KVCacheKind.BF16: 4e-2}.get(kind, 1e-1)
     torch.testing.assert_close(found, torch.stack(expected), rtol=bound, atol=bound)
     assert ctx.position == CAPACITY
     assert step.held.tolist() == [CAPACITY] * 2

@@ -55,7 +55,7 @@ def test_python_files_lie_in_packages() -> None:
 
 def test_mapped_folders_import_nothing_of_caramba() -> None:
     """The import contracts do not see these folders: kernels import torch, Triton and each other, conf nothing."""
-    standard = {"dataclasses", "functools", "json", "math", "pathlib"}
+    standard = {"collections", "dataclasses", "functools", "json", "math", "pathlib", "typing"}
     for folder, allowed in {
         "conf": set(),
         "kernels/triton": {"torch", "triton", "__future__", *standard},
@@ -88,7 +88,7 @@ def test_every_launch_is_on_the_device_of_its_tensors() -> None:
                 guarded.update(launches(node))
         assert set(launches(tree)) == guarded, file
         n_launches += len(guarded)
-    assert n_launches >= 11
+    assert n_launches >= 9  # those of forms that are remembered are one, in launch.py
 
 
 def test_the_benchmarks_page_is_what_the_json_gives() -> None:

@@ -10,7 +10,7 @@ from caramba.artifact.style import colour_of, label_ticks, name_of, new_figure, 
 from caramba.result import RunResult
 
 KIND, PLOT_FILE = "inference_ladder", "inference_ladder.png"
-SKIPPING = {KIND: "rung", "weights": "weights"}
+SKIPPING = {KIND: "rung", "weights": "weights", "ladder": "row"}
 """Benchmarks whose rows may say why they were not measured, with the column that tells rows of a model apart."""
 
 

@@ -26,7 +26,7 @@ STAGES = (
 # A count of tokens is the same for both models, so its ratio says nothing.
 NO_RATIO = frozenset({"unique_tokens"})
 COMPARING = frozenset(
-    {"controls", "weights", "inference_ladder"}
+    {"controls", "weights", "inference_ladder", "ladder"}
 )  # families that state their ratios themselves
 EXACT_16_BIT = ("fp16", "bf16")
 

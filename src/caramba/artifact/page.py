@@ -14,6 +14,7 @@ from caramba.artifact.markup import document, figure, file_link, folded, metric_
 from caramba.artifact.report import Omission
 from caramba.artifact.summary import FILE as SUMMARY_FILE
 from caramba.artifact.tables import NOTHING, Cell, Table, number
+from caramba.artifact.training_ladder import PLOT_FILE as TRAINING_LADDER_FILE
 from caramba.artifact.transplant import PLOT_FILE as TRANSPLANT_FILE
 from caramba.result import Artifact, Metric, RunResult, to_plain
 
@@ -30,6 +31,16 @@ _MEASURED = (
         "Inference ladder",
         ("ladder",),
         ((LADDER_FILE, "Decode throughput by rung, with the speed-up over the first"),),
+    ),
+    (
+        "Training ladder",
+        ("training_ladder",),
+        (
+            (
+                TRAINING_LADDER_FILE,
+                "Training throughput and peak memory by row, with the change of held-out loss",
+            ),
+        ),
     ),
     ("From scratch", ("variants",), ()),
     ("Verification", ("verification", "cases"), ()),

@@ -13,6 +13,7 @@ from caramba.artifact.ladder import measured_rows
 from caramba.artifact.metrics import STUDENT, TEACHER, describe, headline, verdict_keys
 from caramba.artifact.style import byte_text, name_of
 from caramba.artifact.summary import ratio_key, stage_bars
+from caramba.artifact.training_ladder import TRAINING_HEAD, ladder_keys
 from caramba.result import Metric, RunResult
 
 NOTHING, TIMES = "\u2013", "\u00d7"
@@ -63,6 +64,7 @@ def list_tables(result: RunResult, metrics: dict[str, Metric]) -> list[Table]:
             _weights(result, metrics),
         ),
         ("ladder", "Inference ladder of ", ", decode alone.", LADDER_HEAD, _ladder(result, metrics)),
+        ("training_ladder", "Training ladder of ", ".", TRAINING_HEAD, _training_ladder(result, metrics)),
         ("variants", "Attentions of ", " from scratch.", VARIANT_HEAD, _variants(result, metrics)),
         ("accuracy", "Accuracy of ", " by task.", ACCURACY_HEAD, _accuracy(metrics)),
         ("throughput", "Training speed of ", " by phase.", SPEED_HEAD, _speed(result)),
@@ -88,20 +90,8 @@ LADDER_HEAD = ("Model", "Rung", "Ran as", "Per token (ms)", "Tokens/s", "Speed-u
 CASE_HEAD = ("Case", "Kind", "Expected", "Teacher says", "Student says")
 # Columns of words stand left, numbers right.
 WORDS = frozenset(
-    {
-        "Metric",
-        "Model",
-        "Stage",
-        "Phase",
-        "Task",
-        "Type",
-        "Check",
-        "Result",
-        "Rung",
-        "Ran as",
-        "Weights",
-        *CASE_HEAD,
-    }
+    {*CASE_HEAD, "Metric", "Model", "Stage", "Phase", "Task", "Type", "Check", "Result", "Rung", "Row"}
+    | {"Ran as", "Weights"}
 )
 TRANSPLANT_HEAD = ("Layer", "Cached", "KV ratio", "Energy kept", "Block error", "Frequencies")
 VERIFY_HEAD = ("Type", "Check", "Value", "Bound", "Result")
@@ -275,6 +265,15 @@ def _ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
                 words = [Cell(name_of(row["model"])), Cell(str(row["what"])), Cell(str(row["ran"]))]
                 rows.append([*words, *map(_measured_cell, at), Cell(f"{row['speed_up']:.2f}{TIMES}")])
     return rows
+
+
+def _training_ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
+    """List the rows of training ladders that were measured, those at one batch with their own largest."""
+    shows = (_measured_cell, _ratio_cell, _bytes_cell, _measured_cell, _measured_cell, _measured_cell)
+    return [
+        [*map(Cell, words), *(show(metrics.get(key)) for show, key in zip(shows, keys, strict=True))]
+        for words, keys in ladder_keys(result)
+    ]
 
 
 def _variants(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:

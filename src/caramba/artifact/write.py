@@ -19,6 +19,8 @@ from caramba.artifact.rows import missing_reason, to_csv
 from caramba.artifact.summary import FILE as SUMMARY_FILE
 from caramba.artifact.summary import draw_summary
 from caramba.artifact.tables import list_tables
+from caramba.artifact.training_ladder import PLOT_FILE as TRAINING_LADDER_FILE
+from caramba.artifact.training_ladder import draw_training_ladder
 from caramba.artifact.transplant import CSV_FILE, PLOT_FILE, draw_transplant, transplant_csv
 from caramba.result import Artifact, ArtifactIndex, Metric, RunResult
 from caramba.runs.files import sha256_of, write_json, write_whole
@@ -26,7 +28,7 @@ from caramba.runs.files import sha256_of, write_json, write_whole
 REPORT_FILE, PAGE_FILE, TABLES_FILE = "report.json", "report.html", "tables.tex"
 CSV_KINDS = ("perplexity", "latency", "memory")
 # Their files are missed only where such a benchmark was asked for.
-ASKED_KINDS = ("accuracy", "controls", "weights", "inference_ladder")
+ASKED_KINDS = ("accuracy", "controls", "weights", "inference_ladder", "ladder")
 
 
 def write(result: RunResult, run_dir: Path) -> ArtifactIndex:
@@ -85,6 +87,8 @@ def _contents(
     omitted += skipped_controls(result)
     contents[LADDER_FILE], missing = draw_ladder(result)
     omitted += [*missing, *skipped_rows(result)]
+    contents[TRAINING_LADDER_FILE], missing = draw_training_ladder(result)
+    omitted += missing
     contents[CSV_FILE] = transplant_csv(result)
     contents[PLOT_FILE], missing = draw_transplant(result)
     omitted += missing

@@ -114,6 +114,11 @@ class Context:
             cache.pack(n_tokens)
         return True
 
+    @property
+    def n_packed(self) -> int | None:
+        """Tokens that quantised caches hold as blocks, all as many; None where none is quantised."""
+        return next((cache.n_packed for cache in self.caches if cache.n_packed is not None), None)
+
     def row(self, index: int) -> Context:
         """Return the context of one sequence, which goes on by itself in this one's memory.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache.context import Context
-from caramba.cache.step import StepContext
+from caramba.cache.step import StepContext, refusal
 from caramba.errors import CacheFull, ConfigError
 
 
@@ -39,6 +39,11 @@ class RowsContext(StepContext):
         super().__init__(ctx)
         self.last = self.limit - 1 if last is None else last
         self.rewind(lengths)
+
+    @classmethod
+    def refusal(cls, ctx: Context) -> str | None:
+        """Return why rows cannot stand at positions of their own, None where they can."""
+        return refusal(ctx)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Say how many tokens each row holds; what it has stored behind them is forgotten.

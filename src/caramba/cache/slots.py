@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from caramba.cache.context import Context
-from caramba.cache.layer import LayerCache, LayerKVCache
-from caramba.cache.step import StepContext, refusal
+from caramba.cache.layer import LayerCache
+from caramba.cache.step import StepContext
 from caramba.ops import StoredStream
 
 IDLE = -1
@@ -37,19 +37,8 @@ class SlotContext(StepContext):
         super().__init__(ctx)
         self.visible: int | None = None
         self.held.fill_(IDLE)
-        if any(cache.n_packed is not None for cache in ctx.caches):
-            with torch.inference_mode(False):
-                self.packed = torch.zeros_like(self.held)
-
-    @classmethod
-    def refusal(cls, ctx: Context) -> str | None:
-        """Return why steps on a context cannot run by themselves on the device, None where they can."""
-        for cache in ctx.caches:
-            if cache.is_rotated:
-                return "the cache is Hadamard-rotated"
-            if cache.n_packed is not None and cache.names == LayerKVCache.names:
-                return "the cache is quantised, and keys of one part cannot be read as two from blocks"
-        return refusal(ctx, is_packed=True)
+        if self.packed is not None:
+            self.packed.fill_(0)
 
     def hold(self, lengths: Sequence[int], packed: Sequence[int] | None = None) -> None:
         """Set every row's length, or IDLE, and of a quantised cache the tokens that each holds as blocks."""
@@ -59,10 +48,8 @@ class SlotContext(StepContext):
 
     def begin(self) -> None:
         """Start a forward."""
-        super().begin()
+        super().begin()  # places of an idle row are below 0 too
         self.offset = self.held.clamp(min=0)[:, None]
-        # Of an idle row this is below 0 too.
-        self.places = self.held if self.packed is None else self.held - self.packed
 
     def stored(self, cache: LayerCache) -> Mapping[str, StoredStream]:
         """Return the streams of a cache as they lie in memory, as far as any row reads."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from caramba.cache.context import Context
-from caramba.cache.layer import LayerCache
+from caramba.cache.layer import LayerCache, LayerKVCache
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import CacheFull, ConfigError
 from caramba.ops import StoredStream
@@ -23,15 +23,18 @@ class StepContext:
         step.advance()               # on the host: refuses a full cache, counts the token
         model(token, step)           # or the replay of a graph that did this
 
-    `ctx` holds the tokens as if it had stored them itself and goes on where the steps end. What changes it otherwise
-    (a forward, a rollback) is told by `truncate`; after `select` or `load_state_dict` a new step is made.
+    `ctx` holds the tokens as if it had stored them itself and goes on where the steps end. A rollback is told by
+    `truncate`, whatever else changes it by `follow`; after `select` or `load_state_dict` a new step is made.
+
+    The tail of a quantised cache becomes blocks between two steps, in `advance`: the host counts, so it knows when,
+    and a step itself stays the same work in the same memory, with `packed` a tensor that it reads.
 
     Attributes:
-        places: where in the caches' `allocations` this step's token goes, int32 [B].
+        places: where in the caches' `allocations` this step's token goes, int32 [B], once a forward has begun.
         packed: tokens that each sequence holds as blocks, int32 [B], None where no stream is quantised.
         held: tokens stored before this step, int32 [B].
         seqlens: those with this step's, int32 [B], once a forward has begun.
-        offset: position of this step's token, a view of `held`, int32 [B, 1].
+        offset: position of this step's token, once a forward has begun, int32 [B, 1].
         width: tokens per sequence that a forward takes.
 
     Raises:
@@ -46,18 +49,18 @@ class StepContext:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
         some = next(iter(ctx.caches[0].tensors.values()))
         self.ctx = ctx
+        n_packed = ctx.n_packed
         with torch.inference_mode(False):
             self.held = torch.full((some.batch_size,), ctx.position, dtype=torch.int32, device=some.device)
-        self.offset = self.held[:, None]
-        self.seqlens = self.held
-        self.places, self.packed = self.held, None
+            self.packed = None if n_packed is None else torch.full_like(self.held, n_packed)
+        self.seqlens, self.offset, self.places = self.held, self.held.clone()[:, None], self.held
         self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
         self._cursor = 0
 
     @classmethod
     def refusal(cls, ctx: Context) -> str | None:
         """Return why steps on a context cannot run by themselves on the device, None where they can."""
-        return refusal(ctx)
+        return refusal(ctx, is_packed=True)
 
     def advance(self) -> None:
         """Count on the host the token that the next forward adds.
@@ -71,19 +74,30 @@ class StepContext:
                 f"KV cache: {end} tokens do not fit max_tokens={self.limit}; "
                 "make the context with a larger max_tokens, or truncate it"
             )
+        if self.packed is not None and self.ctx.pack(end - 1):
+            self.packed.fill_(self.ctx.n_packed or 0)
         for cache in self.ctx.caches:
             cache.advance(1)
         self.ctx.position = end
 
+    def follow(self) -> None:
+        """Go on, on the device, from where the context is."""
+        self.held.fill_(self.ctx.position)
+        if self.packed is not None:
+            self.packed.fill_(self.ctx.n_packed or 0)
+
     def truncate(self, n_tokens: int) -> None:
         """Roll the context back to its first `n_tokens` tokens, on the host and on the device."""
         self.ctx.truncate(n_tokens)
-        self.held.fill_(n_tokens)
+        self.follow()
 
     def begin(self) -> None:
         """Start a forward."""
         self._cursor = 0
         self.seqlens = self.held + 1
+        # No view of `held`: a compiled graph that changes it takes no second name for it beside quantised weights.
+        self.offset = self.held.clone()[:, None]
+        self.places = self.held if self.packed is None else self.held - self.packed
 
     def next_cache(self) -> LayerCache:
         """Return the cache of the attention application that runs now, and advance to the following one."""
@@ -124,6 +138,10 @@ def refusal(ctx: Context, *, is_packed: bool = False) -> str | None:
     if not ctx.caches:
         return "the model has no cache"
     for cache in ctx.caches:
+        if is_packed and cache.is_rotated:
+            return "the cache is Hadamard-rotated"
+        if is_packed and cache.n_packed is not None and cache.names == LayerKVCache.names:
+            return "the cache is quantised, and keys of one part cannot be read as two from blocks"
         kinds = {tensor.config.kind for tensor in cache.tensors.values()}
         quantised = sorted(kinds.difference(EXACT_KINDS))
         if cache.keeps_first_tokens:

@@ -31,6 +31,8 @@ class Store(Protocol):
 
     def used(self, n_tokens: int) -> dict[str, int]: ...
 
+    def room(self, n_tokens: int) -> int: ...
+
     def restore(self, state: Mapping[str, Tensor]) -> int: ...
 
     def extend(self, max_tokens: int) -> None: ...
@@ -72,6 +74,9 @@ class ExactStore:
 
     def used(self, n_tokens: int) -> dict[str, int]:
         return {"values": n_tokens}
+
+    def room(self, n_tokens: int) -> int:
+        return self.values.capacity - n_tokens
 
     def restore(self, state: Mapping[str, Tensor]) -> int:
         return state["values"].shape[2]
@@ -162,6 +167,10 @@ class BlockStore:
 
     def used(self, n_tokens: int) -> dict[str, int]:
         return {"codes": self.n_packed, "scales": self.n_packed, "tail": n_tokens - self.n_packed}
+
+    def room(self, n_tokens: int) -> int:
+        """Return how many tokens the tail takes behind those stored, before any of it is packed."""
+        return self.tail.capacity - (n_tokens - self.n_packed)
 
     def extend(self, max_tokens: int) -> None:
         raise ConfigError(

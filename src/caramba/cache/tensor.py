@@ -201,17 +201,15 @@ class KVCacheTensor:
         return isinstance(self.store, BlockStore) and self.store.pack(n_tokens)
 
     def advance(self, n_tokens: int) -> None:
-        """Count `n_tokens` more tokens, which somebody else writes into the buffer of an exact kind.
+        """Count `n_tokens` more tokens, which somebody else writes into the last buffer: the tail of a quantised kind.
 
         Raises:
             CacheFull: more tokens than are allocated.
-            ConfigError: a quantised kind, which only `append` fills.
         """
-        if not self.config.is_exact:
-            raise ConfigError(f"KV cache: kind={self.config.kind} is filled by append() alone")
-        if self.n_tokens + n_tokens > self.capacity:
+        room = self.store.room(self.n_tokens)
+        if n_tokens > room:
             raise CacheFull(
-                f"KV cache: {self.n_tokens + n_tokens} tokens do not fit the {self.capacity} that are allocated"
+                f"KV cache: {n_tokens} more tokens do not fit the {room} that are allocated behind {self.n_tokens}"
             )
         self.n_tokens += n_tokens
 

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config, Later
 from caramba.config.kvcache import EXACT_KINDS, CacheKind, KVCacheKind
+from caramba.config.ladder import LadderConfig
 from caramba.config.layer import Positive
 from caramba.config.quantise import CalibrationConfig
 
@@ -194,6 +195,7 @@ BenchmarkKind = Annotated[
     | ControlsBenchmarkConfig
     | WeightsBenchmarkConfig
     | InferenceLadderConfig
+    | LadderConfig
     | PendingBenchmarkConfig,
     Field(discriminator="type"),
 ]

@@ -12,6 +12,7 @@ from caramba.config.benchmark import (
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
+from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.surgery import attention_configs, check_surgery
@@ -49,9 +50,11 @@ def cross_check(manifest: Manifest) -> None:
                     f"benchmark {bench.id!r}: controls are made from a teacher, and the model has none; choose a model "
                     "with a teacher (model=tiny_dba), or remove the benchmark"
                 )
-            if isinstance(bench.config, ControlsBenchmarkConfig) and not re.match(SLUG, bench.id):
+            is_staged = isinstance(bench.config, ControlsBenchmarkConfig | LadderConfig)
+            if is_staged and not re.match(SLUG, bench.id):
                 raise ConfigError(
-                    f"benchmark {bench.id!r}: its controls name files after it; use letters, digits, '_', '-' and '.'"
+                    f"benchmark {bench.id!r}: its {bench.config.type} names files after it; use letters, digits, "
+                    "'_', '-' and '.'"
                 )
         _check_positions(group, {"student": model, "teacher": teacher})
 
@@ -158,7 +161,7 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         owner, config = f"benchmark {bench.id!r}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
             yield owner, "block_size", config.block_size, bench.models
-        elif isinstance(config, ControlsBenchmarkConfig):
+        elif isinstance(config, ControlsBenchmarkConfig | LadderConfig):
             yield owner, "block_size", config.block_size, both
         elif isinstance(config, LatencyBenchmarkConfig):
             # The last generated token is not read again.

@@ -43,6 +43,8 @@ def optimizer_conflicts(phase: PhaseConfig) -> Iterator[str]:
         yield f"betas belongs to optimizer=adamw, lion or muon, got optimizer={name}; remove it"
     if phase.momentum is not None and name not in MOMENTUM:
         yield f"momentum belongs to optimizer={' or '.join(MOMENTUM)}, got optimizer={name}; remove it"
+    if not phase.fused_optimizer and name not in ("adamw", "sgd"):
+        yield f"fused_optimizer=false belongs to optimizer=adamw or sgd, got optimizer={name}; remove it"
     if (phase.lr_scaling == "none") != (phase.lr_base_batch is None):
         yield (
             f"lr_scaling={phase.lr_scaling} and lr_base_batch={phase.lr_base_batch}: a scaled lr needs the sequences "

@@ -121,6 +121,9 @@ class PhaseConfig(Config):
         description="lion wants an lr 3 to 10 times smaller than AdamW's, and a weight_decay as many times larger; "
         "muon takes AdamW's, which also steps what is no matrix of the stack",
     )
+    fused_optimizer: bool = Field(
+        default=True, description="one kernel for all weights; false steps adamw and sgd weight by weight"
+    )
     betas: tuple[Beta, Beta] = Field(default=BETAS, description="0.9 and 0.99 where none are given for lion")
     momentum: Beta | None = Field(default=None, description="of sgd, 0.9, and muon, 0.95")
     scheduler: Literal["none", "constant", "linear", "cosine", "wsd"] = "cosine"
@@ -164,6 +167,9 @@ class PhaseConfig(Config):
         default=64, description="queries per sequence that attention_kl samples"
     )
     vocab_chunk: Positive = Field(default=1024, description="tokens whose logits exist at one time")
+    cross_entropy: Literal["chunked", "dense"] = Field(
+        default="chunked", description="dense makes the logits of a whole batch at once, as a plain loop does"
+    )
     cache_teacher_outputs: bool = False
     teacher_cache_max_gb: Annotated[float, Field(gt=0)] = 20.0
     teacher_top_k: Positive = Field(
@@ -264,6 +270,11 @@ class PhaseConfig(Config):
         if self.kl_weight != 0.5 and self.objective != "mixed":
             raise ValueError(
                 f"kl_weight belongs to objective=mixed, got objective={self.objective}; remove it"
+            )
+        if self.cross_entropy == "dense" and (self.phase in BLOCK_PHASES or self.objective != "ce"):
+            raise ValueError(
+                f"cross_entropy=dense is of a phase that reads the data alone, got phase={self.phase} with "
+                f"objective={self.objective}; remove it"
             )
         if self.hidden_weight and (self.objective == "ce" or self.cache_teacher_outputs):
             raise ValueError(

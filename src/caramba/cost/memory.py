@@ -10,9 +10,9 @@ Optimiser: states of the parameters that train, in the dtype of the weights: two
     optimizer_offload.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
-    the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, in fp32: two
-    vocabularies per token of a chunk, and one more of a phase that matches the teacher's logits. Those that
-    activation_offload takes off the device are counted as if they stayed.
+    the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, all at once with
+    cross_entropy=dense, in fp32: two vocabularies per token of a chunk, and one more of a phase that matches the
+    teacher's logits. Those that activation_offload takes off the device are counted as if they stayed.
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.
@@ -77,12 +77,13 @@ def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | 
         vocabularies += 0 if blockwise else 1
         flops += teacher.topology.flops_per_token(context) if blockwise else teacher.flops_per_token(context)
     tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
+    rows = tokens if phase.cross_entropy == "dense" else min(tokens, phase.vocab_chunk)
     memory = MemoryEstimate(
         weights_bytes=weights,
         gradients_bytes=params * width,
         optimizer_bytes=params * _optimizer_bytes(phase),
         activations_bytes=tokens * kept * _activation_bytes(phase)
-        + 4 * min(tokens, phase.vocab_chunk) * vocabularies * trained.vocab_size,
+        + 4 * rows * vocabularies * trained.vocab_size,
     )
     return PhaseEstimate(params, flops, memory)
 

@@ -18,15 +18,6 @@ def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) 
     return _mean((widened(predicted) - widened(target)).abs(), documents)
 
 
-class BlockDistance(nn.Module):
-    """Mean |o_s - o_t| and mean |o_t|; a module, so that a compiled step reads each tensor once for both."""
-
-    def forward(
-        self, predicted: Tensor, target: Tensor, documents: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return mean_l1(predicted, target, documents), mean_abs(target, documents)
-
-
 def relative_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:
     """Scale-free L1: sum|o_s - o_t| / sum|o_t|, in at least fp32; padding, of document -1, is left out.
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.attention_weights import COPIED
-from caramba.distill.block_loss import AttentionDivergence, BlockDistance, sample_queries
+from caramba.distill.block_loss import AttentionDivergence, sample_queries
+from caramba.distill.block_step import BlockStep
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
@@ -79,7 +80,8 @@ class BlockwiseObjective(Objective):
         self.attention_weight, self.n_queries = attention_weight, n_queries
         self.keeps_copied = keeps_copied
         self.targets = BlockTargets(teacher, self.pairs, cache)
-        self.distance, self.divergence = BlockDistance(), AttentionDivergence()
+        self.divergence = AttentionDivergence()
+        self.steps = {name: BlockStep(target) for name, _, target in pairs}
         self._layers = {name: (source, target) for name, source, target in pairs}
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -123,8 +125,8 @@ class BlockwiseObjective(Objective):
         return True
 
     def compilable(self) -> list[nn.Module]:
-        layers = [layer for _, source, target in self.pairs for layer in (source, target)]
-        return [*layers, self.distance, *([self.divergence] if self.attention_weight else [])]
+        sources = [source for _, source, _ in self.pairs]
+        return [*sources, *self.steps.values(), *([self.divergence] if self.attention_weight else [])]
 
     def finish(self) -> None:
         self.shard.gather({name: layer for name, _, layer in self.pairs})
@@ -151,13 +153,19 @@ class BlockwiseObjective(Objective):
                     backward(losses[BLOCK])
             for kind, loss in losses.items():
                 found.setdefault(f"{kind}/{name}", []).append(loss.detach())
-            return output.detach()
+            return output
 
         if self.on_student:
             self._on_student(batch, names, train)
         else:
             self.targets.visit(batch, names, lambda name, x, target: train(name, x, x, target))
-        means = {key: torch.stack(values).mean() for key, values in found.items()}
+        # One copy of all, out of memory that a captured graph may own; a block that runs once is its own mean.
+        parts = torch.stack([value for values in found.values() for value in values]).split(
+            [len(values) for values in found.values()]
+        )
+        means = {
+            key: part[0] if len(part) == 1 else part.mean() for key, part in zip(found, parts, strict=True)
+        }
         blocks = [value for key, value in means.items() if key.startswith(f"{BLOCK}/")]
         return {"loss": torch.stack(blocks).mean(), **means}
 
@@ -179,8 +187,7 @@ class BlockwiseObjective(Objective):
 
     def _block(self, name: str, block: _Block) -> tuple[Tensor, dict[str, Tensor]]:
         source, student = self._layers[name]
-        output = student(block.student_x, block.apart)
-        raw, size = self.distance(output, block.target, block.documents)
+        output, raw, size = self.steps[name](block.student_x, block.target, block.apart, block.documents)
         losses = {BLOCK: raw / size, RAW: raw}
         if block.rows is not None:
             counted = None if block.documents is None else block.documents >= 0

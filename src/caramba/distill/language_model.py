@@ -13,23 +13,41 @@ from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
-from caramba.distill.vocabulary import RowsOf, TeacherRows, VocabularyLosses, vocabulary_losses
+from caramba.distill.vocabulary import (
+    RowsOf,
+    TeacherRows,
+    VocabularyLosses,
+    cross_entropy,
+    vocabulary_losses,
+)
 from caramba.measure import documents_of, samples_of
 from caramba.model import Model
-from caramba.topology import compilable_regions
+from caramba.runtime import get_world_size
+from caramba.topology import compilable_regions, join_repeats
 
 
 class LanguageModelObjective(Objective):
-    """Next-token cross-entropy of one model; trains all of its weights, or the low-rank updates of `lora`."""
+    """Next-token cross-entropy of one model; trains all of its weights, or the low-rank updates of `lora`.
 
-    def __init__(self, model: Model, *, chunk: int = 1024, lora: Lora | None = None) -> None:
-        self.model, self.chunk, self.lora = model, chunk, lora
+    `dense` makes the logits of a whole batch at once, in place of `chunk` tokens at a time.
+    """
+
+    def __init__(
+        self, model: Model, *, chunk: int = 1024, lora: Lora | None = None, dense: bool = False
+    ) -> None:
+        self.model, self.chunk, self.lora, self.dense = model, chunk, lora, dense
 
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.model.named_parameters()) if self.lora is None else self.lora.parameters()
 
     def compilable(self) -> list[nn.Module]:
+        self._join()
         return compilable_regions(self.model.topology)
+
+    def _join(self) -> None:
+        """Compile whole repeats, unless what shards the model over ranks hooks the nodes within them."""
+        if get_world_size() == 1:
+            join_repeats(self.model.topology)
 
     def finish(self) -> None:
         if self.lora is not None:
@@ -38,6 +56,9 @@ class LanguageModelObjective(Objective):
     def losses(self, batch: Batch) -> VocabularyLosses:
         """Return the losses on a batch, with gradients unless they are off."""
         hidden = self.model.hidden(batch[0], documents=documents_of(batch))
+        if self.dense:
+            loss = cross_entropy(self.model.logits(hidden), batch[1])
+            return VocabularyLosses(loss, loss.detach())
         return vocabulary_losses(self.model, hidden, batch[1], chunk=self.chunk)
 
     def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
@@ -92,6 +113,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
         return {**_scalars(losses), "hidden": distance.detach()}
 
     def compilable(self) -> list[nn.Module]:
+        if self.residual is None:  # which hooks the blocks within a repeat
+            self._join()
         return [*compilable_regions(self.model.topology), *compilable_regions(self.teacher.topology)]
 
     def losses(self, batch: Batch) -> VocabularyLosses:

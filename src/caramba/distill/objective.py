@@ -53,7 +53,10 @@ class Objective(ABC):
         return False
 
     def compilable(self) -> list[nn.Module]:
-        """Return the modules whose forward torch.compile may replace while this objective trains."""
+        """Return the modules whose forward torch.compile may replace while this objective trains.
+
+        The model may run otherwise from then on, with the same numbers, until `checkpoint("none")`.
+        """
         return []
 
     def checkpoint(self, mode: str, granularity: Granularity = "block") -> None:

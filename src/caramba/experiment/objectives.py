@@ -39,7 +39,9 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         dropout=phase.lora.dropout,
     )
     if phase.objective == "ce":
-        return LanguageModelObjective(model, chunk=phase.vocab_chunk, lora=lora)
+        return LanguageModelObjective(
+            model, chunk=phase.vocab_chunk, lora=lora, dense=phase.cross_entropy == "dense"
+        )
     teacher = frozen_teacher(session, decided)
     top_k = min(phase.teacher_top_k, model.spec.embedder.vocab_size)
     return TeacherLogitsObjective(

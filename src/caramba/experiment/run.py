@@ -8,11 +8,13 @@ from pathlib import Path
 from caramba import artifact
 from caramba.config.benchmark import ControlsBenchmarkConfig
 from caramba.config.generate import ChatConfig, SampleConfig
+from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.console import logger
 from caramba.errors import VerificationFailed
 from caramba.experiment.chats import check_chats, hold_chat
 from caramba.experiment.controls import measure_controls
+from caramba.experiment.ladder import climb_ladder
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import check_block_schedules, check_precisions, check_teacher_caches
 from caramba.experiment.planning import settle_plans
@@ -29,6 +31,7 @@ from caramba.runs.files import write_json
 from caramba.runtime import apply_determinism, apply_threads, refuse_unconnected_ranks
 
 FINAL, VERIFY = "final", "verify"
+STAGED = (ControlsBenchmarkConfig, LadderConfig)  # benchmarks whose rows are stages of their own
 
 
 def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:
@@ -101,18 +104,19 @@ def finish(session: Session) -> None:
     if session.student is None and (session.trains("student") or session.group.benchmarks):
         transplant_student(session)
     read_back(session)
-    controls = [
-        bench for bench in session.group.benchmarks if isinstance(bench.config, ControlsBenchmarkConfig)
-    ]
+    staged = [bench for bench in session.group.benchmarks if isinstance(bench.config, STAGED)]
     if FINAL not in session.ledger:
         named = (("teacher", session.teacher), ("student", session.student))
         models = {name: model.eval() for name, model in named if model is not None}
         benchmarks = session.measure(
-            [bench for bench in session.group.benchmarks if bench not in controls], models
+            [bench for bench in session.group.benchmarks if bench not in staged], models
         )
         session.ledger.add(StageRecord(_unphased(FINAL), benchmarks=benchmarks))
-    for bench in controls:
-        measure_controls(session, bench)
+    for bench in staged:
+        if isinstance(bench.config, LadderConfig):
+            climb_ladder(session, bench)
+        else:
+            measure_controls(session, bench)
     last = last_trained(session.group)
     if VERIFY not in session.ledger and last is not None and last.verify:
         session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, last)))

@@ -6,6 +6,7 @@ import dataclasses
 
 from caramba.config.benchmark import ControlsBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
+from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import RunConfig
 from caramba.console import logger
 from caramba.cost import model_cost, variant
@@ -32,9 +33,8 @@ def train_variant(session: Session, run: RunConfig) -> None:
     shadow = dataclasses.replace(session, student=model)
     record = fit_phase(shadow, run, run.train)
     row = run.id.replace(".", "_")  # a point separates the parts of a metric's key
-    suite = [
-        bench for bench in session.group.benchmarks if not isinstance(bench.config, ControlsBenchmarkConfig)
-    ]
+    staged = (ControlsBenchmarkConfig, LadderConfig)  # these are of the group, not of a variant
+    suite = [bench for bench in session.group.benchmarks if not isinstance(bench.config, staged)]
     results = session.measure(suite, {row: model.to(session.device)})
     details = {
         **record.phase.details,

@@ -38,8 +38,17 @@ EXACT_STORE = '''def open_store(config, batch_size, n_heads, width, max_tokens, 
 '''
 
 # Kernels stay behind too: layers ask first whether there are any, and then take plain PyTorch.
-ASKED = {"is_fused": "op, x", "fused_decode_available": "cache, device"}
-NEVER_CALLED = ("dba_append", "dba_decode", "layer_norm", "rms_norm", "rope", "swiglu")
+ASKED = {"has_kernel": "op, x", "is_fused": "op, x", "fused_decode_available": "cache, device"}
+NEVER_CALLED = (
+    "cos_sin",
+    "dba_append",
+    "dba_decode",
+    "latent_queries",
+    "layer_norm",
+    "rms_norm",
+    "rope",
+    "swiglu",
+)
 """Ops, each in the module of its name."""
 
 

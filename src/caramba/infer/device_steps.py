@@ -76,7 +76,7 @@ class DeviceSteps:
         self.run: NextLogits = next_logits
         if is_compiled:
             self.run = compiled_logits(host.model, self.step.held.shape[0], *form_of(host.model, host.ctx))
-            for buffer in (one for cache in host.ctx.caches for one in cache.allocations):
+            for buffer in (one for cache in host.ctx.caches for one in cache.memory):
                 torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
         self.captures = 0
         self._draw: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
@@ -84,7 +84,7 @@ class DeviceSteps:
 
     def resume(self) -> None:
         """Go on from where the context is: the device counts from there."""
-        self.step.held.fill_(self.host.ctx.position)
+        self.step.follow()
 
     def choose(self, logits: Tensor) -> Tensor:
         """Draw every row's token. Shape: [B, V] to [B]."""
@@ -216,7 +216,7 @@ def step_refusal(model: Model, ctx: Context, kind: type[StepContext] = StepConte
     widths = [tensor.width for cache in ctx.caches for tensor in cache.tensors.values()]
     if implementation("dba_decode", weight.device) != REFERENCE and not kernel_takes(weight.dtype, widths):
         return f"the kernels take no heads of {max(widths)} in {weight.dtype}"
-    limit = kind(ctx).limit
+    limit = StepContext(ctx).limit
     reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -239,7 +239,7 @@ class SpeculativeGenerator(Generator):
 
     def _rows_refusal(self, ctx: Context, draft_ctx: Context | None) -> str | None:
         """Return why rows cannot stand at positions of their own in the caches, None where they can."""
-        reason = step_refusal(self.model, ctx)
+        reason = step_refusal(self.model, ctx, RowsContext)
         if reason is None and self.draft is not None and draft_ctx is not None:
-            reason = step_refusal(self.draft, draft_ctx)
+            reason = step_refusal(self.draft, draft_ctx, RowsContext)
         return reason

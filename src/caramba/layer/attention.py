@@ -92,6 +92,10 @@ class AttentionLayer(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+        return self.out(self.read(x, ctx))
+
+    def read(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+        """Return what the heads read, side by side: what `out` takes. Shape: [B, T, M] -> [B, T, H*value_dim]."""
         if isinstance(ctx, StepContext):
             return self._step(x, ctx)
         if isinstance(ctx, Documents):
@@ -104,11 +108,11 @@ class AttentionLayer(nn.Module):
                     cache.write(streams)
                     stored = StoredKeys(cache.stored(), *ctx.lengths(cache), cache.n_tokens)
                     heads = self.projection.attend_stored(q, stored, self.score.window, self._null())
-                    return self.out(heads.transpose(1, 2).flatten(2))
+                    return heads.transpose(1, 2).flatten(2)
                 streams = cache.append(streams)
         first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
         heads = self.projection.attend(q, streams, self.score, self._null(), first, starts)
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return heads.transpose(1, 2).flatten(2)
 
     def _step(self, x: Tensor, ctx: StepContext) -> Tensor:
         """Attend from the step's tokens, at the positions and to the lengths that the device knows."""
@@ -125,7 +129,7 @@ class AttentionLayer(nn.Module):
         dba_append([streams[name] for name in cache.names], cache.allocations, ctx.places, cos, sin, rotated)
         stored = StoredKeys(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
         heads = projection.attend_stored(q, stored, self.score.window, self._null())
-        return self.out(heads.transpose(1, 2).flatten(2))
+        return heads.transpose(1, 2).flatten(2)
 
     def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:
         """Whether these few queries can read the cache in the format that it is stored in.

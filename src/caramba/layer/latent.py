@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +15,7 @@ from caramba.layer.projection import Angles, GatedProjection, angles_at, picked,
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
+from caramba.ops import has_kernel, has_narrow_queries, latent_queries
 
 
 def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
@@ -95,18 +97,35 @@ class LatentProjection(GatedProjection):
         asking = picked(x, rows)
         q, (c, k_geo) = split_heads(self.q(asking), self.dims.n_heads), self._keys(x)
         k_geo = k_geo[:, None]
-        q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
+        asked = None
         if found is not None:
-            cos, sin = found
-            q_geo = rotate(q_geo, angles_at(cos, rows), angles_at(sin, rows))
-            k_geo = k_geo if angles is not None else rotate(k_geo, cos, sin)
+            asked = angles_at(found[0], rows), angles_at(found[1], rows)
+            k_geo = k_geo if angles is not None else rotate(k_geo, *found)
         streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
+        if asked is not None and self._is_fused(q):
+            scale = 1.0 / math.sqrt(self.query_dim)
+            return latent_queries(q.transpose(1, 2), self.q_geo_map, *asked, scale).transpose(1, 2), streams
+        q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
+        if asked is not None:
+            q_geo = rotate(q_geo, *asked)
         beside: tuple[Tensor, ...] = ()
         if self.first is not None:
             q_first, kept = self.first(x, q, offset, rows)
             beside, streams = (q_first,), streams | kept
         return self._joined(asking, q, q_geo, c.dtype, *beside), streams
+
+    def _is_fused(self, q: Tensor) -> bool:
+        """Whether one kernel maps, turns, scales and joins the queries q: where gradients are wanted, as these take the
+        most passes, and where nothing else weighs the two paths."""
+        is_plain = self.gate is None and self.temperature is None and self.first is None
+        return (
+            is_plain
+            and torch.is_grad_enabled()
+            and type(self.q_geo_map) is nn.Parameter
+            and has_narrow_queries(q.dtype, self.query_dim, self.dims.rope)
+            and has_kernel("latent_queries", q)
+        )
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent c [B, T, R] and the geometric key before RoPE [B, T, Dgeo].
@@ -228,7 +247,25 @@ class LatentProjection(GatedProjection):
         Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
         """
         heads, c, k_geo = self.dims.n_heads, streams["c"].squeeze(1), streams["k_geo"].squeeze(1)
+        v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        if torch.is_grad_enabled() and self._is_one_product(c):
+            return self._keys_by_one_product(c, k_geo).unflatten(-1, (heads, -1)).transpose(1, 2), v
         k_sem = F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (heads, -1))
-        v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1))
         geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)
-        return torch.cat((k_sem, geo), dim=-1).transpose(1, 2), v.transpose(1, 2)
+        return torch.cat((k_sem, geo), dim=-1).transpose(1, 2), v
+
+    def _is_one_product(self, c: Tensor) -> bool:
+        """Whether products with zeros and ones cost less than a pass that joins keys, and one that takes their
+        gradients apart: on GPUs in 16 bits, where the geometric part is no wider than the other."""
+        return c.is_cuda and c.dtype in HALF_PRECISION and self.dims.rope <= self.query_dim
+
+    def _keys_by_one_product(self, c: Tensor, k_geo: Tensor) -> Tensor:
+        """Return every head's [A_h c, k_geo], [B, S, H*(D + Dgeo)], as [c, k_geo] times [[A_h, 0], [0, 1]].
+
+        Ones and zeros are exact in every dtype, so the geometric part is the same for all heads to the last bit.
+        """
+        heads, _, latent = self.q_sem_map.shape
+        geo = self.dims.rope
+        ones = torch.eye(geo, dtype=self.q_sem_map.dtype, device=c.device).expand(heads, -1, -1)
+        weight = torch.cat((F.pad(self.q_sem_map, (0, geo)), F.pad(ones, (latent, 0))), dim=1)
+        return F.linear(torch.cat((c, k_geo.to(c.dtype)), dim=-1), weight.flatten(0, 1))

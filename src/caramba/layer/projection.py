@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.products import products
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
@@ -142,9 +143,13 @@ class StandardProjection(Projection):
     def forward(
         self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        q = self.q_norm(split_heads(self.q(picked(x, rows)), self.dims.n_heads))
-        k = self.k_norm(split_heads(self.k(x), self.dims.n_kv_heads))
-        v = split_heads(self.v(x), self.dims.n_kv_heads)
+        if rows is None:
+            q, k, v = products(x, (self.q, self.k, self.v))
+        else:
+            q, k, v = self.q(picked(x, rows)), self.k(x), self.v(x)
+        q = self.q_norm(split_heads(q, self.dims.n_heads))
+        k = self.k_norm(split_heads(k, self.dims.n_kv_heads))
+        v = split_heads(v, self.dims.n_kv_heads)
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         if found is not None:
             cos, sin = found

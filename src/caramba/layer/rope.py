@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
-from caramba.ops import is_fused, rope
+from caramba.ops import cos_sin, has_kernel, is_fused, rope
 from caramba.ops.widen import widened
+
+WORTH_A_TABLE = 64
+"""Tokens from which a compiled graph keeps cosines and sines: at fewer a launch costs more than it spares."""
 
 
 def rope_frequencies(width: int, base: float, scaling: RopeScalingConfig | None = None) -> Tensor:
@@ -94,6 +97,8 @@ class RotaryEmbedding(nn.Module):
     it is real even in a model built on the meta device. `explicit` puts it into the state dict: surgery
     chooses the frequencies of decoupled attention per key/value head, so they are part of the weights there.
 
+    A `table` of cos and sin, see `share_tables`, is read where it reaches far enough; the numbers are the same.
+
     Under `dynamic` a forward of L tokens, L above the original length, multiplies the frequency of pair p by
     s^(-2p / (D - 2)) with s = factor * L / original - (factor - 1), which is the base times s^(D / (D - 2)).
     All its tokens share these frequencies. Cached keys were turned by those of an earlier length, and so were
@@ -123,12 +128,19 @@ class RotaryEmbedding(nn.Module):
         self.dynamic = scaling if scaling is not None and scaling.type == "dynamic" else None
         frequencies = rope_frequencies(width, base, scaling).expand(n_groups, -1).clone()
         self.register_buffer("inv_freq", frequencies, persistent=explicit)
+        # What the angles follow from, where nothing can change them: layers of one key share a table.
+        is_fixed = not explicit and self.dynamic is None
+        self.key = (width, base, scaling, n_groups) if is_fixed else None
+        self.table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2] float32.
 
         An `offset` [B, T] gives every token's own position, and cos and sin of [B, G, T, D/2].
         """
+        table = self.table
+        if table is not None and isinstance(offset, int) and offset == 0 and self._serves(n_tokens, device):
+            return table[0][:, :n_tokens], table[1][:, :n_tokens]
         frequencies = self.inv_freq.to(device)
         if isinstance(offset, Tensor):
             self._refuse_documents(n_tokens)
@@ -142,9 +154,19 @@ class RotaryEmbedding(nn.Module):
             if self.dynamic is not None and offset + n_tokens > self.dynamic.original_max_position_embeddings:
                 frequencies = frequencies * self._stretch(self.dynamic, offset, n_tokens, device)
             angles = positions[:, None] * frequencies[:, None, :]
+        # With kernels, as on a GPU: what a compiled graph fuses into rotations is slower than a table.
+        if torch.compiler.is_compiling() and has_kernel("rope", angles) and n_tokens >= WORTH_A_TABLE:
+            cos, sin = cos_sin(angles)
+        else:
+            cos, sin = angles.cos(), angles.sin()
         if self.attention_factor == 1.0:
-            return angles.cos(), angles.sin()
-        return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+            return cos, sin
+        return cos * self.attention_factor, sin * self.attention_factor
+
+    def _serves(self, n_tokens: int, device: torch.device) -> bool:
+        return (
+            self.table is not None and self.table[0].shape[1] >= n_tokens and self.table[0].device == device
+        )
 
     def _refuse_documents(self, n_tokens: int) -> None:
         if self.dynamic is None or n_tokens <= self.dynamic.original_max_position_embeddings:
@@ -184,3 +206,24 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         groups, pairs = self.inv_freq.shape
         return f"{groups} x {pairs} frequencies"
+
+
+@torch.no_grad()
+def share_tables(module: nn.Module, n_tokens: int, device: torch.device) -> None:
+    """Give all rotary embeddings of a module whose angles nothing can change a table of positions 0 to T - 1.
+
+    A compiler would otherwise compute both functions anew in every layer, for every element of every head and batch,
+    forward and backward, which takes longer than reading the element; eager layers save the launches.
+    """
+    tables: dict[object, tuple[Tensor, Tensor]] = {}
+    for rotary in module.modules():
+        if not isinstance(rotary, RotaryEmbedding) or rotary.key is None:
+            continue
+        key = repr(rotary.key)
+        if key not in tables:
+            if not rotary._serves(n_tokens, device):
+                rotary.table = None
+                rotary.table = rotary(0, n_tokens, device)
+            assert rotary.table is not None
+            tables[key] = rotary.table
+        rotary.table = tables[key]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
+from caramba.layer.products import products
 from caramba.ops import is_fused, swiglu
 
 
@@ -29,5 +30,5 @@ class SwiGLULayer(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
-        gate, up = self.gate(x), self.up(x)
+        gate, up = products(x, (self.gate, self.up))
         return self.down(swiglu(gate, up) if is_fused("swiglu", gate) else F.silu(gate) * up)

@@ -14,6 +14,7 @@ from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
+from caramba.layer.rope import share_tables
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
 from caramba.topology.base import attention_applications
@@ -40,6 +41,7 @@ class Model(nn.Module):
         self.embedder = Embedder(spec.embedder)
         self.topology = build_node(spec.topology)
         self.head = build_head(spec)
+        self._covered: tuple[int, torch.device] | None = None  # tokens and device of the shared angles
 
     def forward(
         self, tokens: Tensor, ctx: Context | StepContext | None = None, documents: Tensor | None = None
@@ -71,12 +73,23 @@ class Model(nn.Module):
             apart = Documents.of(documents)
             return self.topology(self.embedder(tokens, apart.positions), apart)
         if ctx is None:
+            self._share_angles(tokens)
             return self.topology(self.embedder(tokens))
         ctx.begin()
         offset = ctx.offset if isinstance(ctx, StepContext) else ctx.position
         hidden = self.topology(self.embedder(tokens, offset), ctx)
         ctx.commit(tokens.shape[1])
         return hidden
+
+    def _share_angles(self, tokens: Tensor) -> None:
+        """Compute the angles of a forward once for all layers, outside of what is compiled."""
+        # What is made under inference_mode could not be read by a later training step.
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        covered = (tokens.shape[1], tokens.device)
+        if covered != self._covered and type(tokens) is Tensor and tokens.device.type != "meta":
+            share_tables(self, *covered)
+            self._covered = covered
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the scores of the next token.

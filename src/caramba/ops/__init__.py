@@ -5,15 +5,18 @@ from caramba.ops.backend import (
     TRITON_AVAILABLE,
     fused_decode_available,
     get_backend_info,
+    has_kernel,
     implementation,
     is_fused,
 )
+from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode, kernel_takes
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
+from caramba.ops.latent_queries import has_narrow_queries, latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
 from caramba.ops.lion import lion_step
@@ -32,6 +35,7 @@ __all__ = [
     "StoredStream",
     "add_layer_norm",
     "add_rms_norm",
+    "cos_sin",
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",
@@ -39,9 +43,12 @@ __all__ = [
     "fused_decode_available",
     "get_backend_info",
     "hadamard",
+    "has_kernel",
+    "has_narrow_queries",
     "implementation",
     "is_fused",
     "kernel_takes",
+    "latent_queries",
     "layer_norm",
     "linear_cross_entropy",
     "lion_step",

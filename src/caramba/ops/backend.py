@@ -20,6 +20,8 @@ OPS = (
     "dba_append",
     "dba_decode",
     "dequantize",
+    "latent_queries",
+    "latent_queries_backward",
     "layer_norm",
     "layer_norm_backward",
     "lion_step",
@@ -86,7 +88,12 @@ def implementation(op: str, device: torch.device | str) -> str:
 
 def is_fused(op: str, x: torch.Tensor) -> bool:
     """Whether a call of an op on x runs a kernel. Never while compiling: Inductor fuses elementwise code itself."""
-    return (op, x.device.type) in _attached and not torch.compiler.is_compiling()
+    return has_kernel(op, x) and not torch.compiler.is_compiling()
+
+
+def has_kernel(op: str, x: torch.Tensor) -> bool:
+    """Whether a kernel is attached for an op on x's device: what to ask where Inductor fuses less than the kernel."""
+    return (op, x.device.type) in _attached
 
 
 def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
@@ -106,11 +113,16 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
 
 
 @contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    """Run a block as if no launcher were attached: layers then take their plain PyTorch code. For comparisons."""
+def without_kernels(*ops: str) -> Iterator[None]:
+    """Run a block as if no launcher, or none of these ops, were attached: layers then take their plain PyTorch code.
+
+    For comparisons.
+    """
     attached, launchers = dict(_attached), dict(_launchers)
-    _attached.clear()
-    _launchers.clear()
+    for place in attached:
+        if not ops or place[0] in ops:
+            _attached.pop(place)
+            _launchers.pop(place, None)
     try:
         yield
     finally:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
-from caramba.ops.backend import REFERENCE, implementation
+from caramba.ops.backend import REFERENCE, direct, implementation
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.ops.formats import STORED, stored_format
 
@@ -99,14 +99,22 @@ def dba_decode(
     sem, geo, values = k_sem.tensors, k_geo.tensors, [] if v is None else v.tensors
     extra = [] if null is None else list(null)
     span = 0 if window is None else window
-    check_dba_decode(
-        q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits
-    )
+    given = (q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits)
+    run = direct("dba_decode", q_sem, q_geo, sem[0], seqlens)
+    if run is not None:
+        return run(*given, admit=_admit)
+    instead = _admit(*given)
+    if instead is None or implementation("dba_decode", q_sem.device) == REFERENCE:
+        return torch.ops.caramba.dba_decode.default(*given)
+    return instead(*given)
+
+
+def _admit(*given: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """Refuse what the op does not take; return what runs in the place of kernels, where they do not take it."""
+    check_dba_decode(*given)
+    q_sem, _, _, sem, geo, values = given[:6]
     widths = [parts[-1].shape[-1] for parts in (sem, geo, values) if parts]
-    has_kernel = implementation("dba_decode", q_sem.device) != REFERENCE
-    is_left_out = has_kernel and not kernel_takes(q_sem.dtype, widths)
-    run = reference_dba_decode if is_left_out else torch.ops.caramba.dba_decode.default
-    return run(q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits)
+    return None if kernel_takes(q_sem.dtype, widths) else reference_dba_decode
 
 
 def check_dba_decode(

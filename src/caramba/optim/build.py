@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,10 +50,11 @@ def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimize
             betas=phase.betas,
         )
     groups = parameter_groups(trained, phase.weight_decay)
+    way: dict[str, Any] = {"fused": True} if phase.fused_optimizer else {"fused": False, "foreach": False}
     if phase.optimizer == "lion":
         return Lion(groups, lr=lr, betas=phase.betas)
     if phase.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=True)
+        return torch.optim.SGD(groups, lr=lr, momentum=momentum, **way)
     if phase.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr)
-    return torch.optim.AdamW(groups, lr=lr, betas=phase.betas, fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=phase.betas, **way)

@@ -4,15 +4,17 @@ from caramba.planning.batch import largest_batch
 from caramba.planning.candidate import Budget, Candidate, Trial
 from caramba.planning.decide import Ground, decide
 from caramba.planning.process import TrialProcess
-from caramba.planning.trial import run_trial
+from caramba.planning.trial import Stopwatch, run_trial, unrecorded
 
 __all__ = [
     "Budget",
     "Candidate",
     "Ground",
+    "Stopwatch",
     "Trial",
     "TrialProcess",
     "decide",
     "largest_batch",
     "run_trial",
+    "unrecorded",
 ]

@@ -70,6 +70,17 @@ class Stopwatch(pl.Callback):
         trainer.should_stop = len(self.seconds) >= self.steps
 
 
+def unrecorded(manifest: Manifest) -> Manifest:
+    """Return a manifest whose phases show, log and profile nothing: for steps that are only measured."""
+    return manifest.model_copy(
+        update={
+            "logger": LoggerConfig(tensorboard=False),
+            "debug": DebugConfig(),
+            "settings": manifest.settings.model_copy(update={"instrument": "none", "wandb": False}),
+        }
+    )
+
+
 def run_trial(
     candidate: Candidate,
     phase: PhaseConfig,
@@ -120,13 +131,6 @@ def run_trial(
     windows = RandomWindows(
         candidate.batch_size * accumulation * 2, phase.block_size, vocab_size, has_documents
     )
-    quiet = manifest.model_copy(
-        update={
-            "logger": LoggerConfig(tensorboard=False),
-            "debug": DebugConfig(),
-            "settings": manifest.settings.model_copy(update={"instrument": "none", "wandb": False}),
-        }
-    )
     meter.start()
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -135,7 +139,7 @@ def run_trial(
                 settled,
                 PhaseData(windows, windows, seed=SEED, start=0),
                 plan,
-                manifest=quiet,
+                manifest=unrecorded(manifest),
                 run_dir=Path(folder),
                 save_final=lambda: None,
                 callbacks=[watch],

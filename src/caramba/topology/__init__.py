@@ -8,7 +8,7 @@ from caramba.topology.cyclic import CyclicTopology
 from caramba.topology.nested import NestedTopology
 from caramba.topology.parallel import ParallelTopology
 from caramba.topology.recurrent import RecurrentTopology
-from caramba.topology.regions import compilable_regions
+from caramba.topology.regions import compilable_regions, join_repeats
 from caramba.topology.residual import ResidualTopology
 from caramba.topology.stacked import StackedTopology
 
@@ -28,4 +28,5 @@ __all__ = [
     "checkpoint_topology",
     "clear_checkpointing",
     "compilable_regions",
+    "join_repeats",
 ]

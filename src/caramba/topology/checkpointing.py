@@ -36,6 +36,13 @@ class NodeRun(nn.Module):
         return x
 
 
+def repeats(nested: NestedTopology) -> Iterator[NodeRun]:
+    """Yield each repeat of a list as one module."""
+    n = len(nested.config.layers)
+    for at in range(0, len(nested.layers), n):
+        yield NodeRun(nested.layers[at : at + n])
+
+
 def checkpoint_topology(
     topology: nn.Module, mode: str, granularity: Granularity = "block"
 ) -> list[nn.Module]:
@@ -104,8 +111,7 @@ def _policy(op: Any) -> CheckpointPolicy:
 def _parts(module: nn.Module, granularity: Granularity) -> Iterator[nn.Module]:
     """Yield what lists hold, at whatever depth; a leaf, such as a norm, has nothing that is worth a second forward."""
     if isinstance(module, NestedTopology) and granularity == "block":
-        n = len(module.config.layers)
-        module.runs = tuple(NodeRun(module.layers[at : at + n]) for at in range(0, len(module.layers), n))
+        module.runs = tuple(repeats(module))
         yield from module.runs
     elif isinstance(module, LISTS):
         for layer in module.layers:

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.distill import BlockwiseObjective, attention_kl, sample_queries
-from caramba.distill.block_loss import AttentionDivergence, BlockDistance, attention_log_probabilities
+from caramba.distill.block_loss import AttentionDivergence, attention_log_probabilities
+from caramba.distill.block_step import BlockStep
 from caramba.layer import AttentionLayer, LatentProjection, score
 from caramba.model import build_model
 from caramba.upcycle import pair_attention
@@ -89,7 +90,7 @@ def run_step(layer: AttentionLayer, monkeypatch: pytest.MonkeyPatch) -> tuple[Co
     monkeypatch.setattr(score, "_widen", lambda x, width: x)
     x, target = features(), features()
     with torch.autocast(**BF16), Counted() as counted, FlopCounterMode(display=False) as flops:
-        raw, size = BlockDistance()(layer(x), target)
+        _, raw, size = BlockStep(layer)(x, target)
         (raw / size).backward()
     return counted.ops, flops.get_total_flops() / (B * T)
 

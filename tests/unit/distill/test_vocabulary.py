@@ -164,3 +164,15 @@ def test_under_autocast_products_are_16_bit_and_gradients_32_bit() -> None:
     assert losses["loss"].dtype == torch.float32
     assert losses["loss"] == pytest.approx(float(exact), rel=0.05, abs=1e-3)
     assert {value.grad.dtype for value in student.parameters()} == {torch.float32}
+
+
+def test_an_objective_with_all_logits_at_once_takes_the_same_step() -> None:
+    grads = []
+    for dense in (False, True):
+        _, model = pair()
+        found = LanguageModelObjective(model, chunk=4, dense=dense).step(
+            batch(), lambda loss: loss.backward()
+        )
+        grads.append([found["loss"], *(value.grad for value in model.parameters())])
+    for chunked, whole in zip(*grads, strict=True):
+        torch.testing.assert_close(whole, chunked, rtol=1e-10, atol=1e-12)

@@ -238,3 +238,21 @@ def test_what_autograd_keeps_is_what_the_plan_says(shape: str, option: str) -> N
     sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in kept}
     measured = sum(size for at, size in sizes.items() if at not in own) / (batch * n_tokens)
     assert measured == pytest.approx(layer.config.infer(Width(D_MODEL)).activation_elements, rel=0.02)
+
+
+def test_keys_of_one_product_are_the_joined_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = build(), features().requires_grad_()
+    named = [x, *layer.parameters()]
+
+    def run() -> tuple[Tensor, ...]:
+        out = layer(x)
+        return out, *torch.autograd.grad(out.square().sum(), named)
+
+    apart = run()
+    monkeypatch.setattr(LatentProjection, "_is_one_product", lambda *_: True)
+    for got, want in zip(run(), apart, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    projection = layer.bfloat16().projection
+    _, streams = projection(features().bfloat16())
+    joined = projection.keys_values(streams)[0]
+    assert torch.equal(joined[..., 6:], streams["k_geo"].expand_as(joined[..., 6:]))

@@ -11,6 +11,7 @@ import torch
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
+from caramba.ops import backend
 
 LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
 
@@ -206,3 +207,27 @@ def test_half_precision_features_rotate_in_float32() -> None:
     x = torch.randn(1, 1, 4, 8)
     cos, sin = RotaryEmbedding(8, 10000.0).to(torch.bfloat16)(1000, 4, x.device)
     assert cos.dtype == sin.dtype == rotate(x.bfloat16(), cos, sin).dtype == torch.float32
+
+
+def test_a_compiled_rotation_reads_tables_where_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backend._attached, ("rope", "cpu"), "reference")
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    embedding = RotaryEmbedding(6, 10000.0, n_groups=2)
+
+    def rotation(x: torch.Tensor, offset: int) -> torch.Tensor:
+        return rotate(x, *embedding(offset, x.shape[2], x.device))
+
+    compiled = torch.compile(rotation, backend=keep, fullgraph=True, dynamic=False)
+    for n_tokens in (64, 8):
+        x = torch.randn(1, 2, n_tokens, 6)
+        torch.testing.assert_close(compiled(x, 3), rotation(x, 3))
+    calls = [[node for node in graph.graph.nodes if "cos_sin" in str(node.target)] for graph in graphs]
+    assert [len(found) for found in calls] == [1, 0], "few tokens are not worth a launch"
+    torch.library.opcheck(
+        torch.ops.caramba.cos_sin.default, (torch.randn(3),), test_utils=("test_schema", "test_faketensor")
+    )

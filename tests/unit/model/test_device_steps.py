@@ -70,6 +70,36 @@ def test_device_steps_equal_the_growing_cache(name: str) -> None:
             torch.testing.assert_close(values, growing.state_dict()[key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(("name", "kind"), [("decoupled", KVCacheKind.MIXED), ("latent", KVCacheKind.NF4)])
+@torch.no_grad()
+def test_device_steps_pack_the_tail_of_a_quantised_cache_when_the_host_would(
+    name: str, kind: KVCacheKind
+) -> None:
+    model = lively(name)
+
+    def prompted() -> Context:
+        ctx = model.new_context(2, N_TOKENS, kind, static=True, tail_tokens=3)
+        model(tokens_of()[:, :PROMPT], ctx)
+        return ctx
+
+    host, step = prompted(), StepContext(prompted())
+    packed = step.packed
+    assert packed is not None
+    for t in range(PROMPT, N_TOKENS):
+        wanted = model(tokens_of()[:, t : t + 1], host)
+        step.advance()
+        found = model(tokens_of()[:, t : t + 1], step)
+        assert packed.tolist() == [host.n_packed] * 2  # in the same tensor, as a captured step needs
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    assert (host.n_packed or 0) > 6
+    for key, values in step.ctx.state_dict().items():
+        torch.testing.assert_close(values, host.state_dict()[key], rtol=0, atol=0)
+    step.truncate(PROMPT + 1)
+    assert packed.tolist() == [step.ctx.n_packed] * 2 == [PROMPT + 1] * 2
+    step.advance()
+    assert model(tokens_of()[:, PROMPT + 1 : PROMPT + 2], step).isfinite().all()
+
+
 @torch.no_grad()
 def test_overflow_rollback_and_return_to_the_host() -> None:
     model = lively("latent")
@@ -98,7 +128,7 @@ def test_what_needs_the_host_is_refused_by_name() -> None:
             StepContext(build_model(transformer(name), seed=0).new_context(1, 8, kind, static=static))
 
     refused("latent_first", "keeps its first tokens")
-    refused("decoupled", r"quantised \(q4_0, q8_0\)", KVCacheKind.MIXED)
+    refused("gqa_scaled", "keys of one part cannot be read as two from blocks", KVCacheKind.Q8_0)
     refused("standard", "static=True", static=False)
     scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
     layer = block("standard")

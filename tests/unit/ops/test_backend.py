@@ -42,6 +42,16 @@ def test_attach_refuses_what_has_no_contract_and_a_second_backend(monkeypatch: p
     assert get_backend_info("cuda")["ops"]["quantize"] == "triton"
 
 
+def test_comparisons_leave_out_some_kernels_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    for op in ("quantize", "rope"):
+        monkeypatch.setitem(backend._attached, (op, "cpu"), "triton")
+    x = torch.ones(1)
+    for left_out, expected in ((("rope",), (True, False)), ((), (False, False))):
+        with backend.without_kernels(*left_out):
+            assert (backend.has_kernel("quantize", x), backend.has_kernel("rope", x)) == expected
+        assert backend.has_kernel("rope", x)
+
+
 def test_an_attached_launcher_runs() -> None:
     calls: list[torch.Size] = []
 

@@ -129,6 +129,15 @@ def test_muon_levels_the_singular_values_of_the_stacks_matrices_and_adamw_steps_
     assert 0.1 < sizes[name] / sizes["head.weight"] < 1.0, "steps of both parts are of one size"
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_step_of_all_weights_is_that_of_each(optimizer: str) -> None:
+    fused, single = (
+        trained(phase_of(optimizer, fused_optimizer=is_fused), 3, torch.float64) for is_fused in (True, False)
+    )
+    for name, weight in fused.items():
+        torch.testing.assert_close(single[name], weight, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "muon"])
 def test_a_saved_state_goes_on_bit_equal(optimizer: str) -> None:
     phase = phase_of(optimizer)
@@ -149,6 +158,10 @@ def test_a_saved_state_goes_on_bit_equal(optimizer: str) -> None:
         ({"momentum": 0.5}, "momentum belongs to optimizer=sgd or muon, got optimizer=adamw"),
         ({"lr_scaling": "sqrt"}, "a scaled lr needs the sequences of a step that lr is for"),
         ({"lr_base_batch": 8}, "lr_scaling=none and lr_base_batch=8"),
+        (
+            {"optimizer": "muon", "fused_optimizer": False},
+            "fused_optimizer=false belongs to optimizer=adamw or sgd, got optimizer=muon",
+        ),
         ({"adagc": {}}, "adagc belongs to gradient_clip_algorithm=adagc, got norm"),
         ({"gradient_clip_algorithm": "value", "max_grad_norm": None}, "clips every element at gradient_clip"),
     ],

@@ -6,8 +6,12 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
+from caramba.distill import LanguageModelObjective
+from caramba.model import build_model
 from caramba.train.callbacks.compiling import Compilation
+from tests.unit.model.model_specs import VOCAB, transformer
 
 
 @pytest.mark.gpu
@@ -25,3 +29,24 @@ def test_a_weight_that_one_phase_freezes_trains_in_the_next() -> None:
         phase.on_train_end(trainer, pl.LightningModule())
         assert (frozen.grad is not None) is trains
         assert block[1].weight.grad is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_compiled_step_on_joined_products_gives_the_gradients_of_an_eager_one() -> None:
+    tokens = torch.randint(VOCAB, (8, 257), generator=torch.Generator().manual_seed(0)).cuda()
+    found = []
+    counters.clear()
+    for compiles in (False, True):
+        model = build_model(transformer("gqa_scaled"), seed=0).cuda().train()
+        objective = LanguageModelObjective(model)
+        callback = Compilation(objective.compilable() if compiles else [])
+        trainer = pl.Trainer(logger=False, enable_checkpointing=False, accelerator="gpu", devices=1)
+        callback.on_fit_start(trainer, pl.LightningModule())
+        loss = objective.step((tokens[:, :-1], tokens[:, 1:]), lambda value: value.backward())["loss"]
+        callback.on_train_end(trainer, pl.LightningModule())
+        objective.checkpoint("none")
+        found.append([loss, *(parameter.grad for parameter in model.parameters())])
+    assert not counters["graph_break"]
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager, rtol=2e-4, atol=2e-5)

@@ -1,0 +1,225 @@
+"""Codes of block formats made into numbers in registers: several at once by packed instructions, or one by one.
+
+The instructions need a GPU; every one has a plain form, which also serves the interpreter and float32. They take four
+bytes and the scale of each. They are declared impure where they are used, which they are not: else the compiler runs
+them twice for a latent, once in the layout of each product, and then cannot fetch the bytes ahead.
+"""
+
+import triton
+import triton.language as tl
+
+# Quantiles of the normal distribution (Dettmers et al., 2023, arXiv:2305.14314), as in caramba.ops.formats.
+NF4_LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+# The levels' sixteen bits, level i in element i (round to nearest even).
+NF4_BITS = {
+    "bf16": (
+        *(0xBF80, 0xBF32, 0xBF06, 0xBECA, 0xBE92, 0xBE3D, 0xBDBA, 0x0000),
+        *(0x3DA3, 0x3E25, 0x3E7C, 0x3EAD, 0x3EE2, 0x3F10, 0x3F39, 0x3F80),
+    ),
+    "f16": (
+        *(0xBC00, 0xB992, 0xB833, 0xB652, 0xB48D, 0xB1EA, 0xADD4, 0x0000),
+        *(0x2D18, 0x3126, 0x33E0, 0x3568, 0x370D, 0x3880, 0x39C9, 0x3C00),
+    ),
+}
+# 2^7 + n in bfloat16 and 2^10 + n in float16 have the nibble n as low bits under this byte.
+MAGIC = {"bf16": (0x43, 0x3F803F80, 0xC308C308), "f16": (0x64, 0x3C003C00, 0xE408E408)}
+
+
+def _q4_numbers(kind: str, nibbles: str, outs: tuple[str, str], scales: tuple[str, str]) -> str:
+    """Four nibbles, one a byte, to (n - 8) * scale: exact up to the product."""
+    lines = []
+    for out, scale, selector in zip(outs, scales, ("0x4140", "0x4342"), strict=True):
+        lines += [
+            f"prmt.b32 w, {nibbles}, magic, {selector};",
+            f"fma.rn.{kind}x2 w, w, one, bias;",
+            f"fma.rn.{kind}x2 {out}, w, {scale}, zero;",
+        ]
+    return "\n".join(lines)
+
+
+def _q4_head(kind: str) -> str:
+    byte, one, bias = MAGIC[kind]
+    return (
+        ".reg .b32 l, h, w, magic, one, bias, zero;\n"
+        f"mov.b32 magic, {byte * 0x01010101:#x}; mov.b32 one, {one:#x}; mov.b32 bias, {bias:#x};\n"
+        "mov.b32 zero, 0x80008000;\n"
+    )
+
+
+def _q4_halves(kind: str) -> str:
+    low = "and.b32 l, $4, 0x0f0f0f0f;\n" + _q4_numbers(kind, "l", ("$0", "$1"), ("$5", "$6"))
+    high = "shr.u32 h, $4, 4;\nand.b32 h, h, 0x0f0f0f0f;\n" + _q4_numbers(
+        kind, "h", ("$2", "$3"), ("$5", "$6")
+    )
+    return "{\n" + _q4_head(kind) + low + "\n" + high + "\n}"
+
+
+def _q4_shifted(kind: str) -> str:
+    take = "shr.u32 l, $2, $3;\nand.b32 l, l, 0x0f0f0f0f;\n"
+    return "{\n" + _q4_head(kind) + take + _q4_numbers(kind, "l", ("$0", "$1"), ("$7", "$8")) + "\n}"
+
+
+def _nf4_head(kind: str) -> str:
+    """Tables of the levels' low and high bytes, four to a register."""
+    lines = [".reg .b32 l, h, w, x, y, s, t, p, q, zero;", "mov.b32 zero, 0x80008000;"]
+    for plane, shift in (("a", 0), ("b", 8)):
+        for i in range(4):
+            word = sum(((NF4_BITS[kind][4 * i + j] >> shift) & 0xFF) << (8 * j) for j in range(4))
+            lines.append(f".reg .b32 {plane}{i}; mov.b32 {plane}{i}, {word:#x};")
+    return "\n".join(lines) + "\n"
+
+
+def _nf4_look_up(word: str) -> str:
+    """Four nibbles in the low half of a word to their levels' low bytes in p and high bytes in q."""
+    return "\n".join(
+        (
+            f"and.b32 s, {word}, 0x7777;",
+            f"shr.u32 t, {word}, 1;",
+            "and.b32 t, t, 0x4444;",
+            "or.b32 t, t, 0x3210;",
+            "prmt.b32 x, a0, a1, s;\nprmt.b32 y, a2, a3, s;\nprmt.b32 p, x, y, t;",
+            "prmt.b32 x, b0, b1, s;\nprmt.b32 y, b2, b3, s;\nprmt.b32 q, x, y, t;",
+            "",
+        )
+    )
+
+
+def _nf4_halves(kind: str) -> str:
+    def pair(outs: tuple[str, str], scale: str) -> str:
+        # Nibbles lie low, high, low, high: the even ones are tile 0's, the odd ones tile 1's.
+        return "".join(
+            f"prmt.b32 w, p, q, {selector};\nfma.rn.{kind}x2 {out}, w, {scale}, zero;\n"
+            for out, selector in zip(outs, ("0x6240", "0x7351"), strict=True)
+        )
+
+    first = _nf4_look_up("$4") + pair(("$0", "$2"), "$5")
+    second = "shr.u32 h, $4, 16;\n" + _nf4_look_up("h") + pair(("$1", "$3"), "$6")
+    return "{\n" + _nf4_head(kind) + first + second + "}"
+
+
+def _nf4_shifted(kind: str) -> str:
+    # Four bytes of one nibble each become the four nibbles of a half word.
+    gather = (
+        "shr.u32 l, $2, $3;\nand.b32 l, l, 0x0f0f0f0f;\nshr.u32 h, l, 4;\nor.b32 l, l, h;\n"
+        "prmt.b32 l, l, zero, 0x2020;\n"
+    )
+    numbers = "".join(
+        f"prmt.b32 w, p, q, {selector};\nfma.rn.{kind}x2 ${i}, w, ${7 + i}, zero;\n"
+        for i, selector in enumerate(("0x5140", "0x7362"))
+    )
+    return "{\n" + _nf4_head(kind) + gather + _nf4_look_up("l") + numbers + "}"
+
+
+def _q8(kind: str) -> str:
+    """Four signed bytes to q * scale, exact up to the product."""
+    byte, one, _ = MAGIC[kind]
+    lines = [
+        ".reg .b32 l, h, w, z, magic, one, zero;",
+        f"mov.b32 magic, {byte * 0x01010101:#x}; mov.b32 zero, 0x80008000;",
+    ]
+    if kind == "bf16":
+        # q = (128 + its low seven bits) - (128 + its sign bit): eight bits of significand hold either.
+        lines += ["mov.b32 one, 0xbf80bf80;", "and.b32 l, $2, 0x7f7f7f7f;", "and.b32 h, $2, 0x80808080;"]
+    else:
+        # 1024 + (q + 128), less 1152.
+        lines += [f"mov.b32 one, {one:#x};", "mov.b32 z, 0xe480e480;", "xor.b32 l, $2, 0x80808080;"]
+    for i, selector in enumerate(("0x4140", "0x4342")):
+        lines.append(f"prmt.b32 w, l, magic, {selector};")
+        if kind == "bf16":
+            lines += [f"prmt.b32 z, h, magic, {selector};", "fma.rn.bf16x2 w, z, one, w;"]
+        else:
+            lines.append("fma.rn.f16x2 w, w, one, z;")
+        lines.append(f"fma.rn.{kind}x2 ${i}, w, ${3 + i}, zero;")
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+HALVES = {(kind, ty): make(ty) for kind, make in (("q4_0", _q4_halves), ("nf4", _nf4_halves)) for ty in MAGIC}
+WHOLE = {
+    (kind, ty): make(ty)
+    for kind, make in (("q8_0", _q8), ("q4_0", _q4_shifted), ("nf4", _nf4_shifted))
+    for ty in MAGIC
+}
+LEVELS = tl.constexpr(NF4_LEVELS)
+
+
+@triton.constexpr_function
+def halves_asm(kind, dtype):
+    """Return the instructions from four bytes to two tiles' numbers."""
+    return HALVES[kind, "bf16" if dtype == tl.bfloat16 else "f16"]
+
+
+@triton.constexpr_function
+def whole_asm(kind, dtype):
+    """Return the instructions from four bytes to one tile's numbers."""
+    return WHOLE[kind, "bf16" if dtype == tl.bfloat16 else "f16"]
+
+
+@triton.jit
+def level(code):
+    """Return the NormalFloat levels of codes 0..15, by four selections of a bit each."""
+    b0, b1, b2, b3 = (code & 1) != 0, (code & 2) != 0, (code & 4) != 0, (code & 8) != 0
+    v0, v1 = tl.where(b0, LEVELS[1], LEVELS[0]), tl.where(b0, LEVELS[3], LEVELS[2])
+    v2, v3 = tl.where(b0, LEVELS[5], LEVELS[4]), tl.where(b0, LEVELS[7], LEVELS[6])
+    v4, v5 = tl.where(b0, LEVELS[9], LEVELS[8]), tl.where(b0, LEVELS[11], LEVELS[10])
+    v6, v7 = tl.where(b0, LEVELS[13], LEVELS[12]), tl.where(b0, LEVELS[15], LEVELS[14])
+    low = tl.where(b2, tl.where(b1, v3, v2), tl.where(b1, v1, v0))
+    high = tl.where(b2, tl.where(b1, v7, v6), tl.where(b1, v5, v4))
+    return tl.where(b3, high, low)
+
+
+@triton.jit
+def plain(code, scale, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Return scale times what codes mean, in float32 until the end."""
+    if KIND == "nf4":
+        number = level(code.to(tl.int32))
+    elif KIND == "q8_0":
+        number = code.to(tl.float32)
+    else:
+        number = code.to(tl.float32) - 8.0
+    return (number * scale.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def halves(byte, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
+    """Return the numbers of the low and of the high nibbles."""
+    if PACKED_MATH:
+        asm: tl.constexpr = halves_asm(KIND, DTYPE)
+        form: tl.constexpr = "=&r,=&r,=&r,=&r,r,r,r"
+        if DTYPE == tl.bfloat16:
+            low, high = tl.inline_asm_elementwise(
+                asm, form, [byte, scale], (tl.bfloat16, tl.bfloat16), False, 4
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                asm, form, [byte, scale], (tl.float16, tl.float16), False, 4
+            )
+    else:
+        low, high = plain(byte & 15, scale, KIND, DTYPE), plain(byte >> 4, scale, KIND, DTYPE)
+    return low, high
+
+
+@triton.jit
+def singles(byte, place, scale, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
+    """Return the numbers of whole bytes (q8_0), or of the nibbles that begin at bit `place` (0 or 4)."""
+    if PACKED_MATH:
+        asm: tl.constexpr = whole_asm(KIND, DTYPE)
+        if KIND == "q8_0":
+            form: tl.constexpr = "=&r,=&r,r,r,r"
+            given = [byte, scale]
+        else:
+            form: tl.constexpr = "=&r,=&r,r,r,r,r,r,r,r"
+            given = [byte, tl.zeros(byte.shape, tl.int32) + place, scale]
+        if DTYPE == tl.bfloat16:
+            number = tl.inline_asm_elementwise(asm, form, given, tl.bfloat16, False, 4)
+        else:
+            number = tl.inline_asm_elementwise(asm, form, given, tl.float16, False, 4)
+    elif KIND == "q8_0":
+        number = plain(byte, scale, KIND, DTYPE)
+    else:
+        number = plain((byte.to(tl.int32) >> place) & 15, scale, KIND, DTYPE)
+    return number

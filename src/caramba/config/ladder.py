@@ -1,0 +1,135 @@
+"""Schema of the training ladder: the same steps with one means of speed or memory after the other switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from caramba.config.base import Config
+from caramba.config.layer import Positive
+
+RowName = Literal[
+    "baseline",
+    "tf32",
+    "bf16",
+    "flash",
+    "kernels",
+    "fused_adamw",
+    "compile",
+    "fused_ce",
+    "fp8",
+    "bf16_weights",
+    "selective",
+    "full",
+    "largest_batch",
+]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What a row adds to those before it: keys of the phase, and how it is called.
+
+    `undone` are the keys that take it away again from a row that has it, where its default does not.
+    """
+
+    what: str
+    keys: dict[str, Any] = field(default_factory=dict[str, Any])
+    undone: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+BASELINE: dict[str, Any] = {
+    "dtype": "float32",
+    "use_amp": False,
+    "fused_optimizer": False,
+    "cross_entropy": "dense",
+}
+FLOAT32 = {"dtype": "float32", "use_amp": False, "float8": "none", "stochastic_rounding": False}
+RUNGS: dict[RowName, Rung] = {
+    "baseline": Rung("float32, eager, nothing fused", BASELINE),
+    "tf32": Rung("+ TF32 products", {"tf32": True}, {"tf32": False}),
+    "bf16": Rung("+ bfloat16 autocast", {"dtype": "bfloat16", "use_amp": True}, FLOAT32),
+    "flash": Rung("+ best SDPA backend"),
+    "kernels": Rung("+ kernels of eager layers"),
+    "fused_adamw": Rung("+ fused AdamW", {"fused_optimizer": True}, {"fused_optimizer": False}),
+    "compile": Rung("+ compiled blocks", {"compile_model": True}, {"compile_model": False}),
+    "fused_ce": Rung("+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}),
+    "fp8": Rung("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
+    "bf16_weights": Rung(
+        "+ bfloat16 weights and states, rounded at random",
+        {"dtype": "bfloat16", "use_amp": False, "stochastic_rounding": True},
+        {"use_amp": True, "stochastic_rounding": False},
+    ),
+    "selective": Rung("+ selective checkpointing", {"activation_checkpointing": "selective"}),
+    "full": Rung("+ full checkpointing", {"activation_checkpointing": "full"}),
+    "largest_batch": Rung("+ largest batch, of the fastest row above"),
+}
+CHECKPOINTING = ("selective", "full")
+"""Rows that give speed for memory, which pays at the largest batch if anywhere; the top of the ladder is without."""
+
+
+class LadderConfig(Config):
+    """Training speed, peak memory and held-out loss as each means is added to float32 eager training: see `rows`.
+
+    Every row trains the model from the same fresh weights on the same `loss_steps` steps, and is timed over
+    `timed_steps` of them after `warmup_steps`. `largest` also finds each row's largest batch and its speed there, with
+    up to `most_batch` sequences and `largest_seconds` for all rows. `leave_one_out` takes each row alone out of the
+    ladder's top. `bf16_weights` is a row that has to be asked for. What a device cannot do is a row with the reason,
+    and the next row does without it. A row that runs out of memory takes half as many sequences twice.
+    """
+
+    type: Literal["ladder"]
+    rows: Annotated[tuple[RowName, ...], Field(min_length=1)] = tuple(
+        name for name in RUNGS if name != "bf16_weights"
+    )
+    batch_size: Positive = 8
+    gradient_accumulation_steps: Positive = 1
+    block_size: Positive = 2048
+    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = "auto"
+    warmup_steps: Positive = 20
+    timed_steps: Positive = 50
+    loss_steps: Positive = 200
+    val_windows: Positive = 64
+    float8_min_width: Positive = 1024
+    leave_one_out: bool = True
+    largest: bool = True
+    most_batch: Positive = 512
+    largest_seconds: Positive = 900
+    memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+    @model_validator(mode="after")
+    def _rules(self) -> LadderConfig:
+        order = list(RUNGS)
+        places = [order.index(name) for name in self.rows]
+        if places != sorted(set(places)) or self.rows[0] != "baseline":
+            raise ValueError(
+                f"rows={list(self.rows)} is no ladder: each row adds to those before it; begin with baseline and name "
+                f"rows once, in the order {', '.join(order)}"
+            )
+        if self.loss_steps < self.warmup_steps + self.timed_steps:
+            raise ValueError(
+                f"loss_steps={self.loss_steps} are fewer than warmup_steps={self.warmup_steps} and timed_steps="
+                f"{self.timed_steps}, which are among them; raise it, or lower them"
+            )
+        if "largest_batch" in self.rows and not self.largest:
+            raise ValueError(
+                "rows name largest_batch, which largest=false does not look for; remove one of the two"
+            )
+        return self
+
+
+def row_keys(names: Iterable[RowName]) -> dict[str, Any]:
+    """Return the phase's keys with these rows' means on, in the order of the ladder."""
+    on = set(names)
+    keys: dict[str, Any] = {}
+    for name, rung in RUNGS.items():
+        if name in on:
+            keys |= rung.keys
+    return keys
+
+
+def without(names: Iterable[RowName], left_out: RowName) -> dict[str, Any]:
+    """Return the phase's keys with these rows' means on but one."""
+    return row_keys(names) | RUNGS[left_out].undone

@@ -1,0 +1,294 @@
+"""The training ladder: each means of speed or memory on top of those before it, each row a stage of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from caramba import kernels
+from caramba.config.benchmark import BenchmarkConfig
+from caramba.config.ladder import CHECKPOINTING, RUNGS, LadderConfig, RowName, row_keys, without
+from caramba.console import logger
+from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
+from caramba.experiment.ladder_steps import Steps, spread, take_steps
+from caramba.experiment.ledger import StageRecord
+from caramba.experiment.session import Session
+from caramba.ops.backend import REFERENCE
+from caramba.planning import Budget, Candidate, Trial, largest_batch
+from caramba.result import BenchmarkResult, Metric, PhaseResult
+from caramba.runtime import free_bytes, release_memory
+
+UNITS = {
+    "step_ms": "ms",
+    "tok_s": "tokens/s",
+    "speed_up": "ratio",
+    "mfu": "share",
+    "peak_bytes": "bytes",
+    "memory_ratio": "ratio",
+    "val_loss": "nats/token",
+    "val_loss_delta": "nats/token",
+    "largest_batch": "sequences",
+    "largest_tok_s": "tokens/s",
+    "largest_speed_up": "ratio",
+    "largest_peak_bytes": "bytes",
+}
+LEFT_OUT = "without_"
+Row = dict[str, Any]
+
+
+class Ladder:
+    """One ladder of a session: its rows so far, in the order in which they were measured.
+
+    Attributes:
+        on: the rows whose means the next row has; what the device cannot do is not among them.
+    """
+
+    def __init__(self, session: Session, bench: BenchmarkConfig) -> None:
+        assert isinstance(bench.config, LadderConfig)
+        self.session, self.bench, self.config = session, bench, bench.config
+        role = next(
+            role
+            for role in ("student", "teacher")
+            if getattr(session, role) is not None and (role in bench.models or role == "teacher")
+        )
+        self.model, self.spec = role, session.model_of(role).spec
+        self.on: list[RowName] = []
+        self.rows: list[Row] = []
+        self.largest_left = float(self.config.largest_seconds)
+
+    def climb(self) -> None:
+        """Measure every row that is not on record yet."""
+        rows: Sequence[RowName] = self.config.rows
+        for name in rows:
+            if name == "largest_batch":
+                self._stage(name, functools.partial(self._best_of_largest, name))
+                continue
+            self._stage(name, functools.partial(self._row, name))
+            if self.rows and self.rows[-1]["row"] == name and self.rows[-1]["skipped"] is None:
+                self.on.append(name)
+        top: list[RowName] = [name for name in self.on if name not in CHECKPOINTING]
+        if self.config.leave_one_out:
+            for name in top[1:]:
+                self._stage(LEFT_OUT + name, functools.partial(self._left_out, top, name))
+
+    def _stage(self, row: str, measure: Any) -> None:
+        """Put the row that `measure` returns on record as a stage, or take it from there."""
+        stage = f"{self.bench.id}.{row}"
+        if stage in self.session.ledger:
+            self.rows += self.session.ledger[stage].benchmarks[0].rows
+            return
+        began = time.perf_counter()
+        result = BenchmarkResult(stage, self.config.type)
+        try:
+            found = measure()
+        except (ConfigError, KernelUnavailable, OutOfMemory) as error:  # what the device or the model has not
+            found = self._words(row) | {"skipped": str(error)}
+        except Exception as error:  # recorded in report.json and turned into exit status 1 by the worker
+            logger.error(f"{stage}: {type(error).__name__}: {error}")
+            result = dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
+            found = None
+        release_memory()
+        if found is not None:
+            self._say(stage, found)
+            self.rows.append(found)
+            result = dataclasses.replace(result, rows=(found,), metrics=self._metrics(found))
+        seconds = time.perf_counter() - began
+        self.session.ledger.add(
+            StageRecord(
+                PhaseResult(stage, "ladder", "none", 0, 0, seconds, ""),
+                benchmarks=(dataclasses.replace(result, seconds=seconds),),
+            )
+        )
+
+    def _words(self, row: str) -> Row:
+        left_out = row.removeprefix(LEFT_OUT)
+        what = RUNGS[left_out].what  # type: ignore[index]
+        if left_out != row:
+            what = f"top without {what.removeprefix('+ ')}"
+        return {"model": self.model, "row": row, "what": what, "skipped": None}
+
+    def _row(self, name: RowName) -> Row:
+        names: list[RowName] = [*self.on, name]
+        if name == "kernels" and not self._has_kernels():
+            raise ConfigError(f"no op has a kernel on {self.session.device.type} here")
+        config = self.config
+        steps = self._steps(names, row_keys(names), config.loss_steps)
+        found = self._words(name) | self._measured(steps, measures_loss=True)
+        if config.largest:
+            found |= self._largest(steps)
+        return found
+
+    def _left_out(self, top: list[RowName], name: RowName) -> Row:
+        names: list[RowName] = [other for other in top if other != name]
+        steps = self._steps(names, without(top, name), self.config.warmup_steps + self.config.timed_steps)
+        return self._words(LEFT_OUT + name) | self._measured(steps, measures_loss=False)
+
+    def _steps(self, names: Sequence[RowName], keys: dict[str, Any], n_steps: int) -> Steps:
+        return Steps(
+            keys,
+            "flash" in names,
+            "kernels" in names,
+            self.config.batch_size,
+            self.config.gradient_accumulation_steps,
+            n_steps,
+        )
+
+    def _has_kernels(self) -> bool:
+        attached = kernels.load(self.session.device, self.session.manifest.kernels)
+        return any(backend != REFERENCE for backend in attached.values())
+
+    def _measured(self, steps: Steps, *, measures_loss: bool) -> Row:
+        """Take a row's steps, with half the batch twice where memory runs out, and compare with the first row."""
+        while True:
+            try:
+                taken = take_steps(self.session, self.config, self.spec, steps, measures_loss=measures_loss)
+                break
+            except OutOfMemory:
+                if steps.batch_size % 2:
+                    raise
+            release_memory()
+            steps = dataclasses.replace(
+                steps, batch_size=steps.batch_size // 2, accumulation=2 * steps.accumulation
+            )
+        config = self.config
+        timed = taken.seconds[config.warmup_steps :][: config.timed_steps]
+        tokens = steps.batch_size * steps.accumulation * config.block_size
+        step_s, p20, p80 = spread(timed)
+        found: Row = {
+            "batch_size": steps.batch_size,
+            "accumulation": steps.accumulation,
+            "block_size": config.block_size,
+            "timed_steps": len(timed),
+            "step_ms": 1e3 * step_s,
+            "step_ms_p20": 1e3 * p20,
+            "step_ms_p80": 1e3 * p80,
+            "tok_s": tokens / step_s,
+            "mfu": taken.mfu_per_tok_s and taken.mfu_per_tok_s * tokens / step_s,
+            "start_s": max(0.0, sum(taken.seconds[: config.warmup_steps]) - config.warmup_steps * step_s),
+            "peak_bytes": taken.peak_bytes,
+            "peak_allocated_bytes": taken.peak_allocated_bytes,
+            "train_loss": taken.train_loss,
+            "val_loss": taken.val_loss,
+        }
+        first = self.first() or found
+        found["speed_up"] = found["tok_s"] / first["tok_s"]
+        found["memory_ratio"] = found["peak_bytes"] / max(1, first["peak_bytes"])
+        if taken.val_loss is not None:
+            found["val_loss_delta"] = taken.val_loss - first["val_loss"]
+        return found
+
+    def first(self) -> Row | None:
+        """The row that others are compared with."""
+        return next((row for row in self.rows if row["skipped"] is None), None)
+
+    def _largest(self, steps: Steps) -> Row:
+        """Find the largest batch of a row, one micro-batch a step, and how fast it is there."""
+        if self.largest_left <= 0:
+            return {
+                "largest_skipped": f"largest_seconds={self.config.largest_seconds} were used up before it"
+            }
+        budget = Budget(self.largest_left)
+        candidate = Candidate(1, compile_model=bool(steps.keys.get("compile_model")))
+
+        def measure(candidate: Candidate) -> Trial:
+            n_steps = candidate.warm_up + candidate.timed
+            tried = dataclasses.replace(
+                steps, batch_size=candidate.batch_size, accumulation=1, n_steps=n_steps
+            )
+            try:
+                taken = take_steps(self.session, self.config, self.spec, tried, measures_loss=False)
+            except OutOfMemory:
+                release_memory()
+                return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
+            return Trial(candidate, taken.seconds, taken.peak_bytes)
+
+        release_memory()
+        windows = len(self.session.windows("train", self.config.block_size))
+        best, trials = largest_batch(
+            measure,
+            candidate,
+            target_bytes=self.config.memory_utilization * free_bytes(self.session.device),
+            most=min(self.config.most_batch, windows),
+            budget=budget,
+        )
+        self.largest_left -= budget.spent
+        if best is None:
+            return {"largest_skipped": "not even one sequence fits"}
+        tok_s = best.samples_per_s * self.config.block_size
+        first = self.first()
+        found: Row = {
+            "largest_batch": best.candidate.batch_size,
+            "largest_tok_s": tok_s,
+            "largest_peak_bytes": best.peak_bytes,
+            "largest_trials": [trial.candidate.batch_size for trial in trials],
+            "largest_not_tried": "; ".join(budget.skipped) or None,
+        }
+        if first is not None and "largest_tok_s" in first:
+            found["largest_speed_up"] = tok_s / first["largest_tok_s"]
+        return found
+
+    def _best_of_largest(self, name: RowName) -> Row:
+        """Repeat the figures of the fastest row at its largest batch."""
+        rows = [row for row in self.rows if row["skipped"] is None and "largest_tok_s" in row]
+        first = self.first()
+        if not rows or first is None:
+            raise ConfigError("no row found a batch that fits")
+        best = max(rows, key=lambda row: row["largest_tok_s"])
+        return self._words(name) | {
+            "of_row": best["row"],
+            "batch_size": best["largest_batch"],
+            "accumulation": 1,
+            "block_size": self.config.block_size,
+            "tok_s": best["largest_tok_s"],
+            "step_ms": 1e3 * best["largest_batch"] * self.config.block_size / best["largest_tok_s"],
+            "peak_bytes": best["largest_peak_bytes"],
+            "speed_up": best["largest_tok_s"] / first["tok_s"],
+            "memory_ratio": best["largest_peak_bytes"] / max(1, first["peak_bytes"]),
+        }
+
+    def _metrics(self, row: Row) -> tuple[Metric, ...]:
+        if row["skipped"] is not None:
+            return ()
+        given = f"row={row['row']},batch={row['batch_size']},accumulate={row['accumulation']}"
+        return tuple(
+            Metric(
+                f"ladder.{self.model}.{field}@{given},block={row['block_size']}",
+                float(row[field]),
+                unit,
+                row.get("timed_steps") if field in ("step_ms", "tok_s") else None,
+                None,
+                self.bench.id,
+            )
+            for field, unit in UNITS.items()
+            if row.get(field) is not None
+        )
+
+    def _say(self, stage: str, row: Row) -> None:
+        if row["skipped"] is not None:
+            logger.warning(f"{stage}: skipped, {row['skipped']}")
+            return
+        words = [
+            f"{row['tok_s']:,.0f} tokens/s ({row['speed_up']:.2f}x)",
+            f"{row['peak_bytes'] / 2**30:.2f} GiB",
+        ]
+        if row.get("val_loss") is not None:
+            words.append(f"held-out loss {row['val_loss']:.4f} ({row['val_loss_delta']:+.4f})")
+        if "largest_batch" in row:
+            words.append(f"{row['largest_tok_s']:,.0f} tokens/s at batch {row['largest_batch']}")
+        logger.info(f"{stage}: {', '.join(words)}")
+
+
+def climb_ladder(session: Session, bench: BenchmarkConfig) -> None:
+    """Measure a training ladder with the session's own models off its device; a finished row is never repeated."""
+    logger.subheader(f"ladder: {bench.id}")
+    ladder = Ladder(session, bench)
+    models = [model for model in (session.teacher, session.student) if model is not None]
+    for model in models if session.device.type != "cpu" else []:
+        model.to("cpu")
+    try:
+        ladder.climb()
+    finally:
+        session.move_to(session.device)

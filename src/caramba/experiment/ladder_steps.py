@@ -1,0 +1,150 @@
+"""Training steps of one row of the ladder: fresh weights, the row's own means, and what the steps took."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from caramba.config.ladder import LadderConfig
+from caramba.config.model import ModelSpec
+from caramba.config.train import PhaseConfig
+from caramba.cost import estimate_phase, model_cost
+from caramba.experiment.objectives import build_objective
+from caramba.experiment.session import Session
+from caramba.layer import attention_backends
+from caramba.measure import windowed_nll
+from caramba.model import Model, build_model
+from caramba.ops.backend import without_kernels
+from caramba.planning import Stopwatch, unrecorded
+from caramba.runtime import AttentionChoice, MemoryMeter, seed_process
+from caramba.train import FitOutcome, PhaseData, fit
+
+LOGITS = 2**27  # elements of one batch of the held-out loss
+PLAIN_ATTENTION = AttentionChoice(("math",), False, "the ladder's rows before flash", uses_varlen=False)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """How a row's steps are taken: the phase's keys, which surroundings are on, and how many sequences."""
+
+    keys: dict[str, Any]
+    is_flash: bool
+    has_kernels: bool
+    batch_size: int
+    accumulation: int
+    n_steps: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What steps took: seconds of each optimiser step, peaks of memory, MFU per token/s, the held-out loss."""
+
+    seconds: tuple[float, ...]
+    peak_bytes: int
+    peak_allocated_bytes: float | None
+    mfu_per_tok_s: float | None
+    train_loss: float
+    val_loss: float | None
+
+
+def take_steps(
+    session: Session, config: LadderConfig, spec: ModelSpec, steps: Steps, *, measures_loss: bool
+) -> Taken:
+    """Train a fresh model for a row's steps through `fit`, as any phase is trained.
+
+    Raises:
+        ConfigError: the device cannot do what the row asks for.
+        OutOfMemory: the batch does not fit.
+    """
+    phase = PhaseConfig.model_validate(
+        {
+            "phase": "pretrain",
+            "trains": "student",
+            "steps": steps.n_steps,
+            "batch_size": steps.batch_size,
+            "gradient_accumulation_steps": steps.accumulation,
+            "block_size": config.block_size,
+            "scheduler": "constant",
+            "lr": config.lr,
+            "float8_min_width": config.float8_min_width,
+            **steps.keys,
+        }
+    )
+    plan = session.plan(phase, "ladder", spec.embedder.d_model)
+    phase = phase.model_copy(update={"lr": plan.value("lr")})
+    torch.compiler.reset()
+    seed_process(session.manifest.seed, 0)
+    meter = MemoryMeter(session.device)
+    meter.start()  # which also gives back what the row before it left
+    model = build_model(spec, seed=session.manifest.seed).to(session.device).train()
+    watch = Stopwatch(session.device, steps.n_steps, 1)
+    data = PhaseData(
+        session.windows("train", config.block_size),
+        session.windows("val", config.block_size),
+        seed=session.manifest.seed,
+        start=0,
+    )
+    with tempfile.TemporaryDirectory() as folder, _surroundings(session, steps):
+        outcome = fit(
+            build_objective(session, phase, plan, model),
+            phase,
+            data,
+            plan,
+            manifest=unrecorded(session.manifest),
+            run_dir=Path(folder),
+            save_final=lambda: None,
+            flops_per_token=estimate_phase(phase, model_cost(spec), None).flops_per_token,
+            callbacks=[watch],
+        )
+    peak = meter.peak_bytes()
+    return Taken(
+        tuple(watch.seconds),
+        peak,
+        outcome.measured.get("peak_allocated_bytes"),
+        _mfu_per_tok_s(outcome),
+        outcome.loss,
+        _held_out_loss(session, config, model) if measures_loss else None,
+    )
+
+
+@contextlib.contextmanager
+def _surroundings(session: Session, steps: Steps) -> Iterator[None]:
+    """Attend by plain products, and run no kernel of ours, until the ladder has come to them."""
+    choice = session.attention if steps.is_flash else PLAIN_ATTENTION
+    unattached: AbstractContextManager[Any] = (
+        contextlib.nullcontext() if steps.has_kernels else without_kernels()
+    )
+    with attention_backends(session.device, choice), unattached:
+        yield
+
+
+def _mfu_per_tok_s(outcome: FitOutcome) -> float | None:
+    measured = outcome.measured
+    return measured["mfu"] / measured["tokens_per_s"] if "mfu" in measured else None
+
+
+def _held_out_loss(session: Session, config: LadderConfig, model: Model) -> float:
+    """Return the loss of the trained weights on held-out windows, computed in float32 for every row."""
+    per_batch = max(1, LOGITS // (config.block_size * model.spec.embedder.vocab_size))
+    found = windowed_nll(
+        model.to(session.device).float(),
+        session.windows("val", config.block_size),
+        windows=config.val_windows,
+        batch_size=min(per_batch, 16),
+        device=session.device,
+    )
+    return found.mean
+
+
+def spread(values: tuple[float, ...] | list[float]) -> tuple[float, float, float]:
+    """Return the median of values and where their middle 60% lie."""
+    p20, median, p80 = (float(value) for value in np.percentile(values, [20, 50, 80]))
+    return median, p20, p80

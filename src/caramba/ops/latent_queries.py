@@ -1,0 +1,130 @@
+"""The op `caramba::latent_queries`: the queries of latent attention from those of its heads, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import has_kernel
+from caramba.ops.widen import widened
+
+HALF = (torch.float16, torch.bfloat16)
+WIDEST_HEAD, WIDEST_GEO = 128, 256
+
+torch.library.define(
+    "caramba::latent_queries", "(Tensor q, Tensor geo_map, Tensor cos, Tensor sin, float scale) -> Tensor"
+)
+torch.library.define(
+    "caramba::latent_queries_backward",
+    "(Tensor grad, Tensor q, Tensor geo_map, Tensor cos, Tensor sin, float scale) -> (Tensor, Tensor)",
+)
+
+
+def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    """Return scale [q_h, RoPE(q_h G_h)] for every head h, sums and angles in at least fp32, rounded once.
+
+    G_h is rounded to q's dtype before the product, as under autocast; its gradient is summed in at least fp32 and
+    comes in its own dtype. The tables get no gradient.
+
+    Shape: q [B, T, H, D], geo_map [H, D, G], cos and sin [1, T, G/2] or [B, 1, T, G/2]; returns [B, T, H, D + G],
+    contiguous, in q's dtype.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices that do not fit, or tables that require gradients.
+    """
+    _check(q, geo_map, cos, sin)
+    if has_kernel("latent_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):
+        return reference_latent_queries(q, geo_map, cos, sin, scale)
+    return torch.ops.caramba.latent_queries.default(q, geo_map, cos, sin, scale)
+
+
+def has_narrow_queries(dtype: torch.dtype, head_dim: int, geo_dim: int) -> bool:
+    """Whether kernels of the op take it: in 16 bits, at widths that their tiles hold."""
+    return dtype in HALF and head_dim <= WIDEST_HEAD and 0 < geo_dim <= WIDEST_GEO
+
+
+def _check(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor) -> None:
+    if q.dim() != 4 or not q.is_floating_point():
+        raise ConfigError(
+            f"latent_queries: q is {q.dtype} of shape {tuple(q.shape)}, expected floating [B, T, H, D]"
+        )
+    batch, n_tokens, heads, width = q.shape
+    if geo_map.dim() != 3 or geo_map.shape[:2] != (heads, width) or geo_map.shape[2] % 2:
+        raise ConfigError(
+            f"latent_queries: geo_map is {tuple(geo_map.shape)}, expected [{heads}, {width}, G] with even G"
+        )
+    table = (n_tokens, geo_map.shape[2] // 2)
+    if tuple(cos.shape) not in ((1, *table), (batch, 1, *table)) or sin.shape != cos.shape:
+        raise ConfigError(
+            f"latent_queries: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, expected both {(1, *table)} "
+            f"or {(batch, 1, *table)}"
+        )
+    if len({x.device for x in (q, geo_map, cos, sin)}) > 1:
+        raise ConfigError(
+            f"latent_queries: q is on {q.device}, geo_map on {geo_map.device}, cos on {cos.device}, sin on "
+            f"{sin.device}; expected one device"
+        )
+    if cos.requires_grad or sin.requires_grad:
+        raise ConfigError(
+            "latent_queries: cos and sin require gradients, which this op does not give; detach them"
+        )
+
+
+def reference_latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    wide = widened(q)
+    geo = torch.einsum("bthd,hdg->bthg", wide, geo_map.to(q.dtype).to(wide.dtype))
+    return (torch.cat((wide, _turned(geo, cos, sin)), dim=-1) * scale).to(q.dtype).contiguous()
+
+
+def reference_latent_queries_backward(
+    grad: Tensor, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the gradients of q and of geo_map in plain PyTorch."""
+    wide = widened(grad) * scale
+    sem, geo = wide.split((q.shape[-1], geo_map.shape[-1]), dim=-1)
+    geo = _turned(geo, cos, -sin)
+    grad_q = sem + torch.einsum("bthg,hdg->bthd", geo, geo_map.to(q.dtype).to(wide.dtype))
+    grad_map = torch.einsum("bthd,bthg->hdg", q.to(wide.dtype), geo)
+    return grad_q.to(q.dtype).contiguous(), grad_map.to(geo_map.dtype).contiguous()
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs (p, p + G/2) of wide x [B, T, H, G]."""
+    cos, sin = (table.to(x.dtype).squeeze(-3).unsqueeze(-2) for table in (cos, sin))
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+torch.library.impl("caramba::latent_queries", "CompositeExplicitAutograd", reference_latent_queries)
+torch.library.impl(
+    "caramba::latent_queries_backward", "CompositeExplicitAutograd", reference_latent_queries_backward
+)
+
+
+@torch.library.register_fake("caramba::latent_queries")
+def _(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
+    return q.new_empty((*q.shape[:-1], q.shape[-1] + geo_map.shape[-1]))
+
+
+@torch.library.register_fake("caramba::latent_queries_backward")
+def _(
+    grad: Tensor, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), geo_map.new_empty(geo_map.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_q, grad_map = torch.ops.caramba.latent_queries_backward.default(grad, *ctx.saved_tensors, ctx.scale)
+    return grad_q, grad_map, None, None, None
+
+
+torch.library.register_autograd("caramba::latent_queries", _backward, setup_context=_setup)

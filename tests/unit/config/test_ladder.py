@@ -1,0 +1,40 @@
+"""The training ladder's schema: what each row's phase is, what leaving one out takes away, and what is no ladder."""
+
+from __future__ import annotations
+
+import pytest
+
+from caramba.config.ladder import RUNGS, LadderConfig, row_keys, without
+from caramba.config.train import PhaseConfig
+
+ALL = [name for name in RUNGS if name != "largest_batch"]
+
+
+@pytest.mark.parametrize("count", range(1, len(ALL) + 1))
+def test_every_row_is_a_phase_and_so_is_the_top_without_any(count: int) -> None:
+    rows = ALL[:count]
+    phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1, **row_keys(rows)})
+    assert phase.cross_entropy == ("chunked" if "fused_ce" in rows else "dense")
+    assert phase.has_16_bit_weights == ("bf16_weights" in rows)
+    for name in rows[1:]:
+        left = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1, **without(rows, name)})
+        keys = RUNGS[name].keys if RUNGS[name].undone else {}
+        assert all(getattr(left, key) != value for key, value in keys.items() if key != "dtype"), name
+    if count > 2:
+        left = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1, **without(rows, "bf16")})
+        assert (left.dtype, left.float8) == ("float32", "none")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"rows": ["bf16", "flash"]}, "is no ladder: .* begin with baseline"),
+        ({"rows": ["baseline", "flash", "bf16"]}, "in the order baseline, tf32, bf16"),
+        ({"rows": ["baseline", "baseline"]}, "name rows once"),
+        ({"loss_steps": 60}, "loss_steps=60 are fewer than warmup_steps=20 and timed_steps=50"),
+        ({"largest": False}, "rows name largest_batch, which largest=false does not look for"),
+    ],
+)
+def test_what_is_no_ladder_is_refused(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LadderConfig.model_validate({"type": "ladder", **settings})
