@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
 from caramba.cli import main
 from caramba.config.model import ModelSpec
+from caramba.errors import ConfigError
 from caramba.infer import Generator
 from caramba.model import Model, build_model, save_model
 from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
@@ -95,6 +96,14 @@ def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
     checkpoint_topology(shared.topology, "full" if name == "wired" else "none")
     loss, gradients = step(alone)
     shared_loss, shared_gradients = step(shared)
+    apart = apply_tensor_parallel(built(name), mesh, split_sequence=True)
+    apart_loss, apart_gradients = step(apart)
+    with pytest.raises(
+        ConfigError, match="2 ranks split sequences, got 5 tokens; expected a multiple of 2 and no cache"
+    ):
+        apart(TOKENS[:, :5])
+    with pytest.raises(ConfigError, match="the model is split already"):
+        apply_tensor_parallel(apart, mesh)
     served = apply_tensor_parallel(built(name), mesh, split_vocabulary=True)
     keep_local(served)
     ctx, other = (model.new_context(2, 7, static=True) for model in (served, alone))
@@ -105,6 +114,8 @@ def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
     return {
         "loss": abs(loss - shared_loss),
         "gradients": difference(whole(shared_gradients), gradients),
+        "loss_by_sequence": abs(loss - apart_loss),
+        "gradients_by_sequence": difference(whole(apart_gradients), gradients),
         "weights": difference(full_state_dict(shared), alone.state_dict()),
         "logits": float((torch.cat(pieces, 1) - torch.cat(others, 1)).abs().max()),
         "split": sum(value.to_local().numel() for value in shared.parameters() if isinstance(value, DTensor)),
@@ -141,7 +152,8 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
 def test_two_ranks_do_the_work_of_one(both: list[dict[str, dict[str, Any]]], name: str) -> None:
     for found in both:
         one = found[name]
-        for key, limit in (("loss", 1e-12), ("gradients", 1e-12), ("logits", 1e-6)):  # the caches are float32
+        exact = ("loss", "gradients", "loss_by_sequence", "gradients_by_sequence")
+        for key, limit in (*((key, 1e-12) for key in exact), ("logits", 1e-6)):  # the caches are float32
             assert one[key] < limit, (key, one[key])
         assert one["weights"] == 0
         assert one["tokens"]
@@ -185,7 +197,7 @@ def test_torchrun_generates_the_text_of_one_process(
 
 def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
     generate = {"max_new_tokens": 4, "temperature": 0.0}
-    rung = SharedRung("cpu", "float32", "reference", False, TOKENS.tolist(), 1, 2, generate)
+    rung = SharedRung("cpu", "float32", "reference", True, TOKENS.tolist(), 1, 2, generate)
     model = build_model(SPECS["even"], seed=1)
     found = timed_on_ranks(model, rung)
     assert (found.ran, len(found.timed)) == ("eager", 2)

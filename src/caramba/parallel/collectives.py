@@ -35,6 +35,68 @@ class _Leaving(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Gathered(torch.autograd.Function):
+    """All ranks' tokens; the gradient of a rank's own is the sum of what all ranks have for them, or its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, is_summed: bool) -> Tensor:
+        ctx.group, ctx.is_summed = group, is_summed
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        take = _scatter if ctx.is_summed else _own
+        return take(gradients[0], ctx.group), None, None
+
+
+class _Scattered(torch.autograd.Function):
+    """A rank's own tokens, of the ranks' sum or of what all of them have; the gradient is that of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, is_summed: bool) -> Tensor:
+        ctx.group = group
+        return (_scatter if is_summed else _own)(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _gather(gradients[0], ctx.group), None, None
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
+    """Return all ranks' tokens, for work that each does a part of (`is_summed`) or that all do alike.
+
+    Shape: [B, T / ranks, ...] to [B, T, ...].
+    """
+    return _Gathered.apply(x, group, is_summed)
+
+
+def scattered(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
+    """Return a rank's own tokens of the ranks' sum, or of an x that all have.
+
+    Shape: [B, T, ...] to [B, T / ranks, ...].
+    """
+    return _Scattered.apply(x, group, is_summed)
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [
+        torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=1)]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+
+
 def entering(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return x, the same on all ranks, for work that each rank does a part of: its gradient is the sum of theirs."""
     return _Entering.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x

@@ -19,13 +19,23 @@ from caramba.layer import (
     SwiGLULayer,
 )
 from caramba.model import Model
-from caramba.parallel.styles import ByHead, EmbeddingByEntry, Gated, HeadByEntry, Replicated, dims_of_rank
+from caramba.parallel.styles import (
+    ByHead,
+    BySequence,
+    EmbeddingByEntry,
+    Gated,
+    HeadByEntry,
+    Replicated,
+    dims_of_rank,
+)
 from caramba.topology import Topology
 
 WHOLE = (RMSNormLayer, LayerNormLayer, LinearLayer, DropoutLayer)
 
 
-def apply_tensor_parallel(model: Model, mesh: DeviceMesh, *, split_vocabulary: bool = False) -> Model:
+def apply_tensor_parallel(
+    model: Model, mesh: DeviceMesh, *, split_vocabulary: bool = False, split_sequence: bool = False
+) -> Model:
     """Split a model's layers over the ranks of a mesh of one dimension, in place, and return it.
 
     Afterwards its parameters are DTensors on the mesh under the names they had, its forward takes and gives whole
@@ -38,6 +48,10 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, *, split_vocabulary: b
         split_vocabulary: whether each rank keeps its entries of the vocabulary only, where they divide evenly: logits
             are whole but have no gradient then, so to generate, not to train. Otherwise embedding and head are whole
             on every rank, and a loss over the vocabulary is each rank's own.
+
+        split_sequence: whether norms and what else is not split works on a rank's own tokens, and activations between
+            layers are kept of these alone: to train, without a cache, on lengths that the ranks divide. Whoever looks
+            at the residual stream inside the model sees these tokens.
 
     Raises:
         ConfigError: a mesh of several dimensions, a model that is split already, heads or features that the ranks
@@ -52,13 +66,14 @@ def apply_tensor_parallel(model: Model, mesh: DeviceMesh, *, split_vocabulary: b
         raise ConfigError(
             "tensor parallel: the model is split already; build it anew, and split it before FSDP does"
         )
-    plan = tensor_parallel_plan(model, mesh.size(), split_vocabulary=split_vocabulary)
+    options = {"split_vocabulary": split_vocabulary, "split_sequence": split_sequence}
+    plan = tensor_parallel_plan(model, mesh.size(), **options)
     parallelize_module(model, mesh, plan)
     return model
 
 
 def tensor_parallel_plan(
-    model: Model, n_ranks: int, *, split_vocabulary: bool = False
+    model: Model, n_ranks: int, *, split_vocabulary: bool = False, split_sequence: bool = False
 ) -> dict[str, ParallelStyle]:
     """Return how each layer of a model is split over `n_ranks`, by its name.
 
@@ -72,9 +87,11 @@ def tensor_parallel_plan(
         plan["embedder.position"] = Replicated()
     for name, layer in _layers(model.topology, "topology"):
         try:
-            plan[name] = _style(layer, n_ranks)
+            plan[name] = _style(layer, n_ranks, by_sequence=split_sequence)
         except ConfigError as error:
             raise ConfigError(f"{error} (model.{name})") from None
+    if split_sequence:
+        plan["topology"] = BySequence()
     plan["head"] = HeadByEntry() if by_entry else Replicated()
     return plan
 
@@ -88,19 +105,19 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _layers(layer, f"{name}.layers.{index}")
 
 
-def _style(layer: nn.Module, n_ranks: int) -> ParallelStyle:
+def _style(layer: nn.Module, n_ranks: int, *, by_sequence: bool) -> ParallelStyle:
     if isinstance(layer, AttentionLayer):
         dims_of_rank(layer.dims, n_ranks, layer.config.is_latent)
-        return ByHead()
+        return ByHead(by_sequence=by_sequence)
     if isinstance(layer, SwiGLULayer):
         if layer.gate.out_features % n_ranks:
             raise ConfigError(
                 f"tensor parallel: {n_ranks} ranks cannot share d_ff={layer.gate.out_features} features; "
                 f"use a multiple of {n_ranks}, or fewer ranks"
             )
-        return Gated()
+        return Gated(by_sequence=by_sequence)
     if isinstance(layer, WHOLE):
-        return Replicated()
+        return Replicated(by_sequence=by_sequence)
     raise ConfigError(
         f"tensor parallel: there is no plan for a {type(layer).__name__}; plans exist for attention, SwiGLU, norms, "
         "linear maps and dropout; run this model on one device, or under ddp or fsdp2"

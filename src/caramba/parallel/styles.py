@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,10 +13,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from caramba.config.layer import AttentionDims
 from caramba.errors import ConfigError
-from caramba.layer import AttentionLayer
+from caramba.layer import AttentionLayer, Documents
 from caramba.layer.latent import LatentProjection
 from caramba.layer.rope import RotaryEmbedding
-from caramba.parallel.collectives import entering, joined, leaving
+from caramba.parallel.collectives import entering, gathered, joined, leaving, scattered
 from caramba.parallel.local import become, share_of, split_parameters
 
 OF_QUERY_HEADS = (
@@ -44,11 +45,28 @@ OF_ALL_HEADS = (
 
 
 class Replicated(ParallelStyle):
-    """Every rank does the whole work of a layer: norms, positions, maps between features."""
+    """Every rank does the whole work of a layer: norms, positions, maps between features. With `by_sequence`, on
+    its own tokens."""
+
+    def __init__(self, *, by_sequence: bool = False) -> None:
+        self.by_sequence = by_sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for one in module.modules():
-            split_parameters(one, device_mesh, {})
+            names = [name for name, _ in one.named_parameters(recurse=False)]
+            split_parameters(one, device_mesh, {}, names if self.by_sequence else ())
+        return module
+
+
+class BySequence(ParallelStyle):
+    """A topology whose layers see a rank's own tokens between those that ranks share; outside it all have all tokens.
+
+    Reference: Korthikanti et al., 2022, arXiv:2205.05198, section 4.2.2.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        split_parameters(module, device_mesh, {})
+        become(module, _Scattering)
         return module
 
 
@@ -61,6 +79,9 @@ class ByHead(ParallelStyle):
     Reference: Shoeybi et al., 2019, arXiv:1909.08053, section 3.
     """
 
+    def __init__(self, *, by_sequence: bool = False) -> None:
+        self.by_sequence = by_sequence
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, AttentionLayer)
         rank, n_ranks = device_mesh.get_local_rank(), device_mesh.size()
@@ -68,7 +89,7 @@ class ByHead(ParallelStyle):
         names = _by_owner(module, splits_keys=own.n_kv_heads < whole.n_kv_heads)
         for path, one in list(module.named_modules()):
             if path == "out":
-                _split_rows(one, device_mesh)
+                _split_rows(one, device_mesh, by_sequence=self.by_sequence)
                 continue
             mine = [name for name, _ in one.named_parameters(recurse=False)]
             split = {name: 0 for name in mine if names[f"{path}.{name}" if path else name]}
@@ -78,19 +99,22 @@ class ByHead(ParallelStyle):
         module.dims = module.projection.dims = own
         if isinstance(module.projection, LatentProjection) and module.projection.first is not None:
             module.projection.first.n_kv_heads = own.n_kv_heads
-        become(module, _Entered)
+        become(module, _Gathering if self.by_sequence else _Entered)
         return module
 
 
 class Gated(ParallelStyle):
     """A gated feed-forward network, each rank with its share of the d_ff features and the sum of what they give."""
 
+    def __init__(self, *, by_sequence: bool = False) -> None:
+        self.by_sequence = by_sequence
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name in ("gate", "up"):
             split_parameters(module.get_submodule(name), device_mesh, {"weight": 0, "bias": 0})
-        _split_rows(module.get_submodule("down"), device_mesh)
+        _split_rows(module.get_submodule("down"), device_mesh, by_sequence=self.by_sequence)
         split_parameters(module, device_mesh, {})
-        become(module, _Entered)
+        become(module, _Gathering if self.by_sequence else _Entered)
         return module
 
 
@@ -172,10 +196,10 @@ def _by_owner(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool
     return found
 
 
-def _split_rows(linear: nn.Module, mesh: DeviceMesh) -> None:
+def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, by_sequence: bool) -> None:
     """Split a map on the features that it reads; its bias joins the sum once."""
-    split_parameters(linear, mesh, {"weight": 1})
-    become(linear, _Summed)
+    split_parameters(linear, mesh, {"weight": 1}, ("bias",) if by_sequence else ())
+    become(linear, _SummedOwn if by_sequence else _Summed)
 
 
 class _Entered:
@@ -183,11 +207,38 @@ class _Entered:
         return super().forward(entering(x, share_of(self).group), *rest)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class _Gathering:
+    def forward(self: Any, x: Tensor, *rest: Any) -> Tensor:
+        return super().forward(gathered(x, share_of(self).group, is_summed=True), *rest)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Scattering:
+    def forward(self: Any, x: Tensor, ctx: Any = None) -> Tensor:
+        group = share_of(self).group
+        is_cached = not (ctx is None or isinstance(ctx, Documents))
+        if x.shape[1] % group.size() or is_cached:
+            got = f"{x.shape[1]} tokens{' and a cache' if is_cached else ''}"
+            raise ConfigError(
+                f"tensor parallel: {group.size()} ranks split sequences, got {got}; expected a multiple of "
+                f"{group.size()} and no cache: change block_size, or split the model without split_sequence"
+            )
+        own = super().forward(scattered(x, group, is_summed=False), ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        return gathered(own, group, is_summed=False)
+
+
 class _Summed:
     def forward(self: Any, input: Tensor) -> Tensor:
-        total = leaving(F.linear(input, self.weight), share_of(self).group)
+        total = self.total(F.linear(input, self.weight), share_of(self).group)
         bias = self.bias
         return total if bias is None else total + bias.to(total.dtype)
+
+    def total(self, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return leaving(part, group)
+
+
+class _SummedOwn(_Summed):
+    def total(self, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return scattered(part, group, is_summed=True)
 
 
 class _OfHeads:
