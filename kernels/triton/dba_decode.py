@@ -216,13 +216,9 @@ def plan(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
-    is_16_bit = q_sem.dtype != torch.float32
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
-    options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
-    if config.max_registers and not INTERPRETED:
-        options["maxnreg"] = config.max_registers
     split = Launch(
         decode_split,
         (batch * kv_heads * row_blocks, config.n_splits),
@@ -251,10 +247,10 @@ def plan(
             "FINAL": final,
             "BLOCK_ROWS": config.block_rows,
             "BLOCK_TOKENS": config.block_tokens,
-            "PACKED_MATH": config.packed_math and is_16_bit and not INTERPRETED,
-            "TOKENS_FIRST": config.tokens_first and (is_16_bit or INTERPRETED),
+            "PACKED_MATH": config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED,
         },
-        **options,
+        num_warps=config.n_warps,
+        num_stages=config.n_stages,
     )
     block = min(JOIN_FEATURES, power_of_2(v_width))
     join = Launch(

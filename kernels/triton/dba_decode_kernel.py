@@ -1,6 +1,6 @@
 """Split-K decode attention on stored streams, and the kernel that joins the splits."""
 
-from caramba.kernels.triton.dba_decode_tile import blocks, numbers, scales
+from caramba.kernels.triton.dba_decode_tile import blocks, columns, numbers
 
 import triton
 import triton.language as tl
@@ -10,95 +10,106 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def queries(q, row, ok, STREAM: tl.constexpr, TOKENS_FIRST: tl.constexpr):
-    """Load the queries at offsets `row`: [rows, P], or [P, rows] where tokens come first."""
-    d = tl.arange(0, STREAM[2])
-    if TOKENS_FIRST:
-        x = tl.load(q + d[:, None] + row[None, :], (d < STREAM[1])[:, None] & ok[None, :], other=0.0)
+def queries(q, row, ok, STREAM: tl.constexpr):
+    """Load the queries at offsets `row` as the stream's tiles are laid out; both the same where it has one."""
+    D: tl.constexpr = STREAM[1]
+    P: tl.constexpr = STREAM[2]
+    E: tl.constexpr = STREAM[3]
+    HALVED: tl.constexpr = STREAM[5]
+    HALF: tl.constexpr = 0 if HALVED else -1
+    d = columns(D, P, E, HALF)
+    first = tl.load(q + row[:, None] + d[None, :], ok[:, None] & (d < D)[None, :], other=0.0)
+    if HALVED:
+        d = columns(D, P, E, 1)
+        second = tl.load(q + row[:, None] + d[None, :], ok[:, None] & (d < D)[None, :], other=0.0)
     else:
-        x = tl.load(q + row[:, None] + d[None, :], ok[:, None] & (d < STREAM[1])[None, :], other=0.0)
-    return x
+        second = first
+    return first, second
 
 
 @triton.jit
-def exact(x, s_n, i, n, ok, STREAM: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr):
-    """Load tokens i + n of a head from numbers: an exact stream, or a tail."""
-    return numbers(x + tl.full([], i, tl.int64) * s_n, s_n, n, ok, STREAM[1], STREAM[2], MASKED).to(DTYPE)
-
-
-@triton.jit
-def scale_of(x, s_plane, s_n, i, n, ok, head, STREAM: tl.constexpr, MASKED: tl.constexpr):
-    """Load the scales of tokens i + n of a head."""
-    return scales(x + tl.full([], i, tl.int64) * s_n, s_plane, s_n, n, ok, head * STREAM[1], STREAM, MASKED)
-
-
-@triton.jit
-def packed_tile(
+def tokens(
     x,
     s_plane,
     s_n,
     scale,
+    z_plane,
+    z_n,
     i,
     n,
     ok,
     head,
     STREAM: tl.constexpr,
+    IS_NUMBERS: tl.constexpr,
     DTYPE: tl.constexpr,
     PACKED_MATH: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load tokens i + n of a head from blocks with these scales."""
-    x += tl.full([], i, tl.int64) * s_n
-    return blocks(x, s_plane, s_n, scale, n, ok, head * STREAM[1], STREAM, DTYPE, PACKED_MATH, MASKED)
+    """Load tokens i + n of a head, from numbers (an exact stream, or a tail) or from blocks."""
+    KIND: tl.constexpr = STREAM[0]
+    D: tl.constexpr = STREAM[1]
+    P: tl.constexpr = STREAM[2]
+    E: tl.constexpr = STREAM[3]
+    SPREAD: tl.constexpr = STREAM[4]
+    HALVED: tl.constexpr = STREAM[5]
+    UNIFORM: tl.constexpr = STREAM[6]
+    i = tl.full([], i, tl.int64)
+    x += i * s_n
+    if IS_NUMBERS:
+        if HALVED:
+            low = numbers(x, s_n, n, ok, D, P, E, 0, MASKED).to(DTYPE)
+            high = numbers(x, s_n, n, ok, D, P, E, 1, MASKED).to(DTYPE)
+        else:
+            low = numbers(x, s_n, n, ok, D, P, E, -1, MASKED).to(DTYPE)
+            high = low
+    else:
+        at = scale + i * z_n
+        low, high = blocks(x, s_plane, s_n, at, z_plane, z_n, n, ok, head * D, KIND, D, P, E, SPREAD, HALVED, UNIFORM, DTYPE, PACKED_MATH, MASKED)  # fmt: skip
+    return low, high
 
 
 @triton.jit
 def attend(
     q_sem,
+    q_sem_2,
     q_geo,
+    q_geo_2,
     sem,
+    sem_2,
     geo,
+    geo_2,
     v,
-    place,
-    start,
-    end,
+    v_2,
+    seen,
     m,
     l,
     acc,
-    TOKENS_FIRST: tl.constexpr,
+    acc_2,
+    SEM_HALVED: tl.constexpr,
+    GEO_HALVED: tl.constexpr,
+    V_HALVED: tl.constexpr,
     MASKED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
 ):
-    """Take a tile of tokens into the running maximum m, sums l and weighted values, in base-2 logarithms.
-
-    The sums are kept apart by the place in a tile, and joined at the end: that spares a reduction over threads here.
-
-    MASKED: a row sees the tokens of `place` before its `end`, with a window from its `start` on. Where tokens come
-    first they are the rows of the products: scores are [tokens, rows] and values [features, rows].
-    """
-    TOKENS: tl.constexpr = 0 if TOKENS_FIRST else 1
-    if TOKENS_FIRST:
-        s = tl.dot(sem, q_sem, input_precision="ieee") + tl.dot(geo, q_geo, input_precision="ieee")
-    else:
-        s = tl.dot(q_sem, tl.trans(sem), input_precision="ieee")
-        s += tl.dot(q_geo, tl.trans(geo), input_precision="ieee")
+    """Take a tile of tokens into the running maximum m, sum l and weighted values, in base-2 logarithms."""
+    s = tl.dot(q_sem, tl.trans(sem), input_precision="ieee")
+    g = tl.dot(q_geo, tl.trans(geo), input_precision="ieee")
+    if SEM_HALVED:
+        s += tl.dot(q_sem_2, tl.trans(sem_2), input_precision="ieee")
+    if GEO_HALVED:
+        g += tl.dot(q_geo_2, tl.trans(geo_2), input_precision="ieee")
+    s = (s + g) * LOG2_E
     if MASKED:
-        at = tl.expand_dims(place, 1 - TOKENS)
-        seen = at < tl.expand_dims(end, TOKENS)
-        if HAS_WINDOW:
-            seen = seen & (at >= tl.expand_dims(start, TOKENS))
         s = tl.where(seen, s, -float("inf"))
-    top = tl.maximum(m, tl.max(s, TOKENS) * LOG2_E)
+    top = tl.maximum(m, tl.max(s, 1))
     finite = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been seen
-    p = tl.exp2(s * LOG2_E - tl.expand_dims(finite, TOKENS))
+    p = tl.exp2(s - finite[:, None])
     a = tl.exp2(m - finite)
-    l = l * tl.expand_dims(a, TOKENS) + p
+    l = l * a + tl.sum(p, 1)
     p = p.to(v.dtype)
-    if TOKENS_FIRST:
-        acc = acc * a[None, :] + tl.dot(tl.trans(v), p, input_precision="ieee")
-    else:
-        acc = acc * a[:, None] + tl.dot(p, v, input_precision="ieee")
-    return top, l, acc
+    acc = acc * a[:, None] + tl.dot(p, v, input_precision="ieee")
+    if V_HALVED:
+        acc_2 = acc_2 * a[:, None] + tl.dot(p, v_2, input_precision="ieee")
+    return top, l, acc, acc_2
 
 
 @triton.jit
@@ -170,7 +181,6 @@ def decode_split(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
-    TOKENS_FIRST: tl.constexpr,
 ):
     """One split of one sequence's key/value head, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
@@ -193,8 +203,7 @@ def decode_split(
         held = tl.minimum(held, length)
     else:
         held = length
-    end = length - QUERIES + 1 + t  # tokens that each row sees, with a window those from `first` on
-    first = end - window
+    end = length - QUERIES + 1 + t  # tokens that each row sees
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(length - QUERIES + 1 - window, 0) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -204,8 +213,8 @@ def decode_split(
 
     qs_row = b * qs_b + h * qs_h + t * qs_t
     qg_row = b * qg_b + h * qg_h + t * qg_t
-    qs = queries(q_sem, qs_row, is_row, SEM, TOKENS_FIRST)
-    qg = queries(q_geo, qg_row, is_row, GEO, TOKENS_FIRST)
+    qs, qs_2 = queries(q_sem, qs_row, is_row, SEM)
+    qg, qg_2 = queries(q_geo, qg_row, is_row, GEO)
 
     far = head.to(tl.int64)
     sem += b * sem_b
@@ -227,14 +236,13 @@ def decode_split(
     else:
         v_scale += b * v_zb
 
+    V_P: tl.constexpr = V[2]
+    V_HALVED: tl.constexpr = V[5]
+    WIDTH: tl.constexpr = V_P // 2 if V_HALVED else V_P
     m = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
-    WIDTH: tl.constexpr = V[2]
-    if TOKENS_FIRST:
-        l = tl.zeros([BLOCK_TOKENS, BLOCK_ROWS], tl.float32)
-        acc = tl.zeros([WIDTH, BLOCK_ROWS], tl.float32)
-    else:
-        l = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-        acc = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
+    l = tl.zeros([BLOCK_ROWS], tl.float32)
+    acc = tl.zeros([BLOCK_ROWS, WIDTH], tl.float32)
+    acc_2 = tl.zeros([BLOCK_ROWS, WIDTH if V_HALVED else 1], tl.float32)
     n = tl.arange(0, BLOCK_TOKENS)
 
     # Blocks of quantised streams, numbers of exact ones: whole tiles first, without masks on the loads, whose
@@ -242,51 +250,30 @@ def decode_split(
     CUT: tl.constexpr = HAS_WINDOW or QUERIES > 1
     until = tl.minimum(high, held)
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-    # The scales of blocks are fetched a tile ahead into registers: they are too few to be copied asynchronously.
-    ok = low + n < middle
-    if not SEM_NUMBERS:
-        s_z = scale_of(sem_scale, sem_zk, sem_zn, low, n, ok, head, SEM, True)
-    if not GEO_NUMBERS:
-        g_z = scale_of(geo_scale, geo_zk, geo_zn, low, n, ok, head, GEO, True)
-    if not LATENT and not V_NUMBERS:
-        u_z = scale_of(v_scale, v_zk, v_zn, low, n, ok, head, V, True)
     for i in tl.range(low, middle, BLOCK_TOKENS):
-        ahead = tl.minimum(i + BLOCK_TOKENS, middle - BLOCK_TOKENS)
-        if SEM_NUMBERS:
-            s = exact(sem, sem_n, i, n, ok, SEM, DTYPE, False)
-        else:
-            s = packed_tile(sem, sem_k, sem_n, s_z, i, n, ok, head, SEM, DTYPE, PACKED_MATH, False)  # fmt: skip
-            s_z = scale_of(sem_scale, sem_zk, sem_zn, ahead, n, ok, head, SEM, False)
-        if GEO_NUMBERS:
-            g = exact(geo, geo_n, i, n, ok, GEO, DTYPE, False)
-        else:
-            g = packed_tile(geo, geo_k, geo_n, g_z, i, n, ok, head, GEO, DTYPE, PACKED_MATH, False)  # fmt: skip
-            g_z = scale_of(geo_scale, geo_zk, geo_zn, ahead, n, ok, head, GEO, False)
+        ok = n >= 0
+        s0, s1 = tokens(sem, sem_k, sem_n, sem_scale, sem_zk, sem_zn, i, n, ok, head, SEM, SEM_NUMBERS, DTYPE, PACKED_MATH, False)  # fmt: skip
+        g0, g1 = tokens(geo, geo_k, geo_n, geo_scale, geo_zk, geo_zn, i, n, ok, head, GEO, GEO_NUMBERS, DTYPE, PACKED_MATH, False)  # fmt: skip
         if LATENT:
-            u = s
-        elif V_NUMBERS:
-            u = exact(v, v_n, i, n, ok, V, DTYPE, False)
+            v0, v1 = s0, s1
         else:
-            u = packed_tile(v, v_k, v_n, u_z, i, n, ok, head, V, DTYPE, PACKED_MATH, False)  # fmt: skip
-            u_z = scale_of(v_scale, v_zk, v_zn, ahead, n, ok, head, V, False)
-        m, l, acc = attend(qs, qg, s, g, u, i + n, first, end, m, l, acc, TOKENS_FIRST, CUT, HAS_WINDOW)
+            v0, v1 = tokens(v, v_k, v_n, v_scale, v_zk, v_zn, i, n, ok, head, V, V_NUMBERS, DTYPE, PACKED_MATH, False)  # fmt: skip
+        seen = (i + n)[None, :] < end[:, None]
+        if HAS_WINDOW:
+            seen = seen & ((i + n)[None, :] >= end[:, None] - window)
+        m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], CUT)  # fmt: skip
     for i in tl.range(middle, until, BLOCK_TOKENS, num_stages=1):
         ok = i + n < until
-        if SEM_NUMBERS:
-            s = exact(sem, sem_n, i, n, ok, SEM, DTYPE, True)
-        else:
-            s = packed_tile(sem, sem_k, sem_n, scale_of(sem_scale, sem_zk, sem_zn, i, n, ok, head, SEM, True), i, n, ok, head, SEM, DTYPE, PACKED_MATH, True)  # fmt: skip
-        if GEO_NUMBERS:
-            g = exact(geo, geo_n, i, n, ok, GEO, DTYPE, True)
-        else:
-            g = packed_tile(geo, geo_k, geo_n, scale_of(geo_scale, geo_zk, geo_zn, i, n, ok, head, GEO, True), i, n, ok, head, GEO, DTYPE, PACKED_MATH, True)  # fmt: skip
+        s0, s1 = tokens(sem, sem_k, sem_n, sem_scale, sem_zk, sem_zn, i, n, ok, head, SEM, SEM_NUMBERS, DTYPE, PACKED_MATH, True)  # fmt: skip
+        g0, g1 = tokens(geo, geo_k, geo_n, geo_scale, geo_zk, geo_zn, i, n, ok, head, GEO, GEO_NUMBERS, DTYPE, PACKED_MATH, True)  # fmt: skip
         if LATENT:
-            u = s
-        elif V_NUMBERS:
-            u = exact(v, v_n, i, n, ok, V, DTYPE, True)
+            v0, v1 = s0, s1
         else:
-            u = packed_tile(v, v_k, v_n, scale_of(v_scale, v_zk, v_zn, i, n, ok, head, V, True), i, n, ok, head, V, DTYPE, PACKED_MATH, True)  # fmt: skip
-        m, l, acc = attend(qs, qg, s, g, u, i + n, first, tl.minimum(end, until), m, l, acc, TOKENS_FIRST, True, HAS_WINDOW)  # fmt: skip
+            v0, v1 = tokens(v, v_k, v_n, v_scale, v_zk, v_zn, i, n, ok, head, V, V_NUMBERS, DTYPE, PACKED_MATH, True)  # fmt: skip
+        seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
+        if HAS_WINDOW:
+            seen = seen & ((i + n)[None, :] >= end[:, None] - window)
+        m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
     if HAS_PACKED:
         # What quantised streams still have in 16 bits, at token i - held of the tail.
         if not SEM_NUMBERS:
@@ -297,25 +284,27 @@ def decode_split(
             v_tail += b * v_tb + head * v_tk
         for i in tl.range(tl.maximum(low, held), high, BLOCK_TOKENS, num_stages=1):
             ok = i + n < high
-            if SEM_NUMBERS:
-                s = exact(sem, sem_n, i, n, ok, SEM, DTYPE, True)
+            if not SEM_NUMBERS:
+                s0, s1 = tokens(sem_tail, 0, sem_tn, sem_tail, 0, 0, i - held, n, ok, 0, SEM, True, DTYPE, False, True)  # fmt: skip
             else:
-                s = exact(sem_tail, sem_tn, i - held, n, ok, SEM, DTYPE, True)
-            if GEO_NUMBERS:
-                g = exact(geo, geo_n, i, n, ok, GEO, DTYPE, True)
+                s0, s1 = tokens(sem, 0, sem_n, sem, 0, 0, i, n, ok, 0, SEM, True, DTYPE, False, True)  # fmt: skip
+            if not GEO_NUMBERS:
+                g0, g1 = tokens(geo_tail, 0, geo_tn, geo_tail, 0, 0, i - held, n, ok, 0, GEO, True, DTYPE, False, True)  # fmt: skip
             else:
-                g = exact(geo_tail, geo_tn, i - held, n, ok, GEO, DTYPE, True)
+                g0, g1 = tokens(geo, 0, geo_n, geo, 0, 0, i, n, ok, 0, GEO, True, DTYPE, False, True)  # fmt: skip
             if LATENT:
-                u = s
-            elif V_NUMBERS:
-                u = exact(v, v_n, i, n, ok, V, DTYPE, True)
+                v0, v1 = s0, s1
+            elif not V_NUMBERS:
+                v0, v1 = tokens(v_tail, 0, v_tn, v_tail, 0, 0, i - held, n, ok, 0, V, True, DTYPE, False, True)  # fmt: skip
             else:
-                u = exact(v_tail, v_tn, i - held, n, ok, V, DTYPE, True)
-            m, l, acc = attend(qs, qg, s, g, u, i + n, first, tl.minimum(end, high), m, l, acc, TOKENS_FIRST, True, HAS_WINDOW)  # fmt: skip
+                v0, v1 = tokens(v, 0, v_n, v, 0, 0, i, n, ok, 0, V, True, DTYPE, False, True)  # fmt: skip
+            seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
+            if HAS_WINDOW:
+                seen = seen & ((i + n)[None, :] >= end[:, None] - window)
+            m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
 
-    total = tl.sum(l, 0 if TOKENS_FIRST else 1)
-    some = total > 0
-    total = tl.where(some, total, 1.0)
+    some = l > 0
+    total = tl.where(some, l, 1.0)
     # Rows of the output are [B, H, QUERIES], those of the parts [B, H, QUERIES, splits].
     row = (b * KV_HEADS * GROUP + h) * QUERIES + t
     if FINAL:
@@ -324,13 +313,14 @@ def decode_split(
         row = row * n_splits + split
         tl.store(sums + row, tl.where(some, m + tl.log2(total), -float("inf")), is_row)
     row = row * V[1]
-    d = tl.arange(0, WIDTH)
-    if TOKENS_FIRST:
-        kept = (d < V[1])[:, None] & is_row[None, :]
-        tl.store(out + row[None, :] + d[:, None], (acc / total[None, :]).to(out.dtype.element_ty), kept)
-    else:
+    HALF: tl.constexpr = 0 if V_HALVED else -1
+    d = columns(V[1], V_P, V[3], HALF)
+    kept = is_row[:, None] & (d < V[1])[None, :]
+    tl.store(out + row[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), kept)
+    if V_HALVED:
+        d = columns(V[1], V_P, V[3], 1)
         kept = is_row[:, None] & (d < V[1])[None, :]
-        tl.store(out + row[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), kept)
+        tl.store(out + row[:, None] + d[None, :], (acc_2 / total[:, None]).to(out.dtype.element_ty), kept)
 
 
 @triton.jit

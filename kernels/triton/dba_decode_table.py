@@ -10,10 +10,6 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2
-REGISTERS_PER_SM = 65536
-LEAST_TOKENS = 512
-BLOCKS = ("q8_0", "q4_0", "nf4")
-FLAGS = ("packed_math", "tokens_first")
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 
@@ -45,9 +41,7 @@ class DecodeConfig:
     """One way to cut: a program reads `block_tokens` at a time for `block_rows` queries.
 
     `n_splits` programs share a sequence's key/value head. `packed_math` dequantises with instructions that
-    take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `tokens_first` makes tokens the rows of
-    the products, of which tensor cores of Hopper take 64 at once from shared memory, so that queries need no padding
-    to that; else queries are. `max_registers` of a thread (0: no limit) let more programs run at a time.
+    take several codes at once, which 16-bit queries on an NVIDIA GPU can have.
     """
 
     block_rows: int = 16
@@ -56,8 +50,6 @@ class DecodeConfig:
     n_stages: int = 3
     n_splits: int = 1
     packed_math: bool = True
-    tokens_first: bool = False
-    max_registers: int = 0
 
 
 @functools.cache
@@ -77,11 +69,8 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            if name in FLAGS:
-                continue
-            least = 0 if name == "max_registers" else 1
-            if not isinstance(size, int) or size < least:
-                raise ValueError(f"{name} is {size!r}, expected a whole number above {least - 1}")
+            if not isinstance(size, int) or (size < 1 and name != "packed_math"):
+                raise ValueError(f"{name} is {size!r}, expected a whole number above 0")
             if name in ("block_rows", "block_tokens", "n_warps") and size & (size - 1):
                 raise ValueError(f"{name} is {size!r}, expected a power of two")
     measured().update(made)
@@ -113,73 +102,44 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
 
 
 def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
-    """Return a choice without measurements: as many splits as fill the processors two to four times.
-
-    Blocks are read tokens first. Narrow heads are read by more programs at a time than registers would let: what they
-    wait for is their own arithmetic, one step after the other, which other programs fill.
-    """
+    """Return a choice without measurements: as many splits as fill the processors twice."""
     block_rows = min(64, max(16, _bucket(shape.rows)))
-    quantised = any(kind in BLOCKS for kind in shape.formats)
+    exact = all(kind in ("fp32", "fp16", "bf16") for kind in shape.formats)
     wide = max(shape.dims) > 256 or "fp32" in shape.formats
-    per_sm = PROGRAMS_PER_SM
-    n_warps, n_stages, max_registers = 8 if block_rows == 64 else 4, 2 if wide else 3, 0
-    if block_rows < 64 and max(shape.dims) <= 128 and not wide:
-        # What a thread holds grows with rows and features; these limits were seen to spill little or nothing.
-        per_sm = 4 if block_rows == 16 and max(shape.dims) <= 64 else 3
-        max_registers = REGISTERS_PER_SM // (per_sm * 32 * n_warps) // 8 * 8
-    block_tokens = 32 if wide else 64
+    block_tokens = 32 if wide else 64 if exact or max(shape.dims) > 128 else 128
     programs = shape.lanes * math.ceil(shape.rows / block_rows)
-    # More than twice the processors only where parts of the output are small beside what a program reads.
     wanted = math.ceil(PROGRAMS_PER_SM * n_processors / programs)
-    wanted = max(wanted, min(math.ceil(per_sm * n_processors / programs), shape.tokens // LEAST_TOKENS))
     return DecodeConfig(
         block_rows=block_rows,
         block_tokens=block_tokens,
-        n_warps=n_warps,
-        n_stages=n_stages,
+        n_warps=8 if block_rows == 64 else 4,
+        n_stages=2 if wide else 3,
         n_splits=min(wanted, _most_splits(shape.tokens, block_tokens)),
-        tokens_first=quantised and not wide,
-        max_registers=max_registers,
     )
 
 
 def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
-    """Return the choices worth timing for a shape, the rule's first.
-
-    They are ways to read a tile (`readings`), each with as many splits as fill the processors one to eight times.
-    """
+    """Return the choices worth timing for a shape, the rule's first."""
     first = rule(shape, n_processors)
     found = {first: None}
+    quantised = any(kind in ("q8_0", "q4_0", "nf4") for kind in shape.formats)
     programs = shape.lanes * math.ceil(shape.rows / first.block_rows)
-    for reading in readings(first, any(kind in BLOCKS for kind in shape.formats)):
-        most = _most_splits(shape.tokens, reading.block_tokens)
-        for per_sm in (1, 2, 3, 4, 6, 8):
-            found[replace(reading, n_splits=min(most, max(1, per_sm * n_processors // programs)))] = None
+    for block_tokens in (64, 128, 256) if quantised else (32, 64, 128):
+        most = _most_splits(shape.tokens, block_tokens)
+        for per_sm in (1, 2, 3, 4, 6):
+            n_splits = min(most, max(1, per_sm * n_processors // programs))
+            for n_warps in (4, 8):
+                for n_stages in (2, 3, 4):
+                    found[
+                        replace(
+                            first,
+                            block_tokens=block_tokens,
+                            n_splits=n_splits,
+                            n_warps=n_warps,
+                            n_stages=n_stages,
+                        )
+                    ] = None
     return list(found)
-
-
-def readings(first: DecodeConfig, quantised: bool) -> list[DecodeConfig]:
-    """Return ways to read a tile: its tokens, warps, stages, the operands' order and the registers of a thread."""
-    if quantised:
-        ways = [(True, 64, 4, stages, registers) for registers in (0, 168, 128) for stages in (2, 3)]
-        ways += [(True, 128, 4, 2, 0), (True, 128, 4, 3, 0), (True, 128, 8, 2, 0), (True, 128, 8, 2, 128)]
-        ways += [(False, 64, 4, 3, 0), (False, 128, 4, 3, 0)]
-    else:
-        ways = [(False, tokens, 4, stages, 0) for tokens in (32, 64, 128) for stages in (3, 4)]
-        ways += [(False, 64, 8, 3, 0), (False, 128, 8, 3, 0), (False, 32, 2, 4, 0), (False, 64, 2, 4, 0)]
-        ways += [(True, 64, 4, stages, 0) for stages in (2, 3, 4)]
-        ways += [(True, 64, 4, 3, 128), (True, 128, 4, 3, 0), (True, 128, 8, 2, 0), (True, 128, 8, 3, 0)]
-    return [
-        replace(
-            first,
-            tokens_first=way[0],
-            block_tokens=way[1],
-            n_warps=way[2],
-            n_stages=way[3],
-            max_registers=way[4],
-        )
-        for way in ways
-    ]
 
 
 def written(choices: dict[str, DecodeConfig]) -> str:

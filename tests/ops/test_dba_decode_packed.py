@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from caramba.ops import formats
 
 pytest.importorskip("triton")
-from caramba.kernels.triton import dba_decode_codes as tile
+from caramba.kernels.triton import dba_decode_tile as tile
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -24,6 +25,10 @@ def word_of(values: torch.Tensor) -> int:
     return low | high << 16
 
 
+def as_float(word: int) -> float:
+    return struct.unpack("<f", struct.pack("<I", word))[0]
+
+
 def permute(a: int, b: int, selector: int) -> int:
     source = a.to_bytes(4, "little") + b.to_bytes(4, "little")
     assert not selector & 0x8888  # the mode that repeats a sign is not used
@@ -35,6 +40,8 @@ def execute(assembly: str, inputs: list[int | float], n_outputs: int) -> list[in
     registers: dict[str, int | float] = {f"${n_outputs + i}": value for i, value in enumerate(inputs)}
 
     def value(name: str) -> int | float:
+        if name.startswith("0f"):
+            return as_float(int(name[2:], 16))
         return registers[name] if name in registers else int(name, 0)
 
     for statement in re.split(r"[;\n]+", assembly.strip("{}\n ")):
@@ -47,8 +54,14 @@ def execute(assembly: str, inputs: list[int | float], n_outputs: int) -> list[in
             dtype = TYPES[op.split(".")[2][:-2]]
             a, b, c = (pair(int(word), dtype).double() for word in x)
             registers[out] = word_of((a * b + c).to(dtype))
+        elif op.startswith("cvt.rn."):
+            dtype = TYPES[op.split(".")[2][:-2]]
+            registers[out] = word_of(torch.tensor([x[1], x[0]], dtype=torch.float32).to(dtype))
+        elif op in ("sub.f32", "mul.f32"):
+            a, b = (torch.tensor(item, dtype=torch.float32) for item in x)
+            registers[out] = float(a - b if op == "sub.f32" else a * b)
         elif op == "mov.b32":
-            registers[out] = x[0]
+            registers[out] = as_float(int(x[0])) if out.startswith("f") else x[0]
         else:
             a, b, *more = (int(item) for item in x)
             registers[out] = {
@@ -85,15 +98,13 @@ def test_four_bit_codes_become_their_numbers(kind: str, ty: str) -> None:
 
 @pytest.mark.parametrize("ty", TYPES)
 def test_bytes_become_their_numbers(ty: str) -> None:
-    dtype = TYPES[ty]
-    scales = torch.tensor([0.37, 0.5, 0.011, 1.75]).to(dtype)
-    words = [word_of(scales[:2]), word_of(scales[2:])]
+    scales = [0.37, 0.5, 0.011, 1.75]
     for code in range(-127, 128):
         codes = torch.tensor([code, -code, code // 2, 127], dtype=torch.int8)
         packed = int.from_bytes(codes.numpy().tobytes(), "little")
-        outs = execute(tile.WHOLE["q8_0", ty], [packed, *words], 2)
-        wanted = (codes.double() * scales.double()).to(dtype)
-        assert torch.equal(torch.cat([pair(out, dtype) for out in outs]), wanted)
+        outs = execute(tile.WHOLE["q8_0", ty], [packed, *(float(torch.tensor(s)) for s in scales)], 2)
+        wanted = (codes.float() * torch.tensor(scales)).to(TYPES[ty])
+        assert torch.equal(torch.cat([pair(out, TYPES[ty]) for out in outs]), wanted)
 
 
 def test_the_levels_are_those_of_the_format() -> None:
