@@ -28,12 +28,12 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
     every = [grad for group in gradients for grad in group]
     norms = tensor_norms(every)
     sizes = [len(group) for group in gradients]
-    if len(sizes) == 1:
-        totals = torch.linalg.vector_norm(norms)[None]
+    if len(set(sizes)) == 1:  # blocks of one kind: no launch for each of them
+        rows = norms.view(len(sizes), sizes[0])
     else:
         # Groups of fewer gradients are filled up with zeros, which no norm sees.
         rows = nn.utils.rnn.pad_sequence(list(norms.split(sizes)), batch_first=True)
-        totals = torch.linalg.vector_norm(rows, dim=1)
+    totals = torch.linalg.vector_norm(rows, dim=1)
     if max_norm is not None:
         scales = (max_norm / (totals + EPSILON)).clamp(max=1.0)
         for group, scale in zip(gradients, scales.unbind(), strict=True):
