@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -167,8 +166,7 @@ def facts(device: torch.device) -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     found["python"] = platform.python_version()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return found | ({"commit": commit.stdout.strip()} if commit.returncode == 0 else {})
+    return found
 
 
 def measure(words: argparse.Namespace) -> int:
@@ -214,7 +212,7 @@ def merge(files: list[Path], out: Path) -> int:
     heads = [{key: value for key, value in part.items() if key != "rows"} for part in parts]
     different = [str(file) for file, head in zip(files, heads, strict=True) if head != heads[0]]
     if different:
-        print(f"of another machine, commit or shape than {files[0]}: {', '.join(different)}", file=sys.stderr)
+        print(f"of another machine or shape than {files[0]}: {', '.join(different)}", file=sys.stderr)
         return 1
     write_json(out, {**heads[0], "rows": [row for part in parts for row in part["rows"]]})
     return 0
