@@ -61,6 +61,32 @@ def test_a_run_that_read_no_text_opens_with_the_folder_s_tokenizer(
     assert open_model(str(only_run(other))).tokenizer is None
 
 
+def test_the_standard_library_is_read_with_the_folder_s_tokenizer(
+    folder: Path, tmp_path: Path, cache: Path
+) -> None:
+    words = ["launch", "model=hf", f"model.path={folder}", "train=finetune", "benchmark=none"]
+    words += [
+        "data.max_bytes=200000",
+        *(
+            f"train.phases.global.{item}"
+            for item in ("steps=1", "warmup_steps=0", "batch_size=1", "block_size=16")
+        ),
+    ]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((only_run(tmp_path) / "manifest.json").read_text())
+    (group,) = manifest["groups"]
+    assert (group["data"]["tokenizer"], group["data"]["tokenizer_path"]) == ("model", str(folder))
+    assert f"tokenizer of {folder}: 257 entries" in done.stdout + done.stderr
+    # asked for by name it needs a folder; a size that is typed asks for a tokenizer of that size
+    refused = caramba(["launch", "model=tiny", "train=pretrain", "data.tokenizer=model"], tmp_path, cache)
+    assert refused.returncode == 2
+    assert "data.tokenizer=model: neither model.path, model.checkpoint nor" in refused.stderr
+    refused = caramba([*words, "data.vocab_size=512"], tmp_path, cache)
+    assert refused.returncode == 2
+    assert f"model.embedder.vocab_size={VOCAB} does not fit the data" in refused.stderr
+
+
 def test_text_of_another_tokenizer_is_refused(folder: Path, tmp_path: Path, cache: Path) -> None:
     words = ["launch", "model=hf", f"model.path={folder}", "train=finetune", "benchmark=none", "data=tokens"]
     words += [

@@ -13,8 +13,10 @@ from caramba.config.layer import Positive
 class DataConfig(Config):
     """`stdlib` is the interpreter's own standard-library source; `tokens` reads .npy, .tokens or a token folder.
 
-    `tokenizer` is `bpe` (trained on the corpus, `vocab_size` entries) or `byte`; for `tokens`, `vocab_size` and
-    `tokenizer_hash` are what the file must have been made with, when they are set. `packing` is `concat` (windows of
+    `tokenizer` is `bpe` (trained on the corpus, `vocab_size` entries), `byte`, or `model`: that of the model's or its
+    teacher's Hugging Face folder, `tokenizer_path`, which a launch fills in; `auto` is `model` where there is such a
+    folder and `bpe` elsewhere. For `tokens`, `vocab_size` and `tokenizer_hash` are what the file must have been made
+    with, when they are set. `packing` is `concat` (windows of
     one long stream) or `best_fit` (windows of whole documents, kept apart); `document_mask` keeps the documents of
     concatenated windows apart as well. Apart means: no attention across them, positions from 0 in each, and no
     first token predicted from the document before.
@@ -22,7 +24,8 @@ class DataConfig(Config):
 
     type: Literal["stdlib", "tokens"] = "stdlib"
     name: str | None = None
-    tokenizer: Literal["bpe", "byte"] = "bpe"
+    tokenizer: Literal["bpe", "byte", "model", "auto"] = "bpe"
+    tokenizer_path: str | None = None
     vocab_size: Positive | None = None
     tokenizer_hash: str | None = None
     path: str | None = None
@@ -44,13 +47,18 @@ class DataConfig(Config):
                 raise ValueError(
                     f"{name}={getattr(self, name)} has no meaning for data.type={self.type}; leave it out"
                 )
-        if self.type == "tokens" and self.tokenizer == "byte":
+        if self.type == "tokens" and self.tokenizer != "bpe":
             raise ValueError(
-                "tokenizer=byte has no meaning for data.type=tokens, whose tokens are made; leave it out"
+                f"tokenizer={self.tokenizer} has no meaning for data.type=tokens, whose tokens are made; leave it out"
+            )
+        if self.tokenizer != "model" and self.tokenizer_path is not None:
+            raise ValueError(
+                f"tokenizer_path={self.tokenizer_path} is that of tokenizer=model, not of {self.tokenizer}; leave it "
+                "out: it follows from model.path, model.checkpoint or model.teacher.checkpoint"
             )
         if self.val_path is not None and self.val_frac != type(self).model_fields["val_frac"].default:
             raise ValueError(f"val_frac={self.val_frac} and val_path are both set; keep one")
-        if self.type == "stdlib" and self.tokenizer == "bpe" and (self.vocab_size or 0) < 257:
+        if self.type == "stdlib" and self.tokenizer in ("bpe", "auto") and (self.vocab_size or 0) < 257:
             raise ValueError(
                 f"a byte-level BPE needs vocab_size of at least 257 (256 bytes and the end mark), got {self.vocab_size}"
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ def settle(manifest: dict[str, Any], origins: dict[Path, Path], given: Collectio
                     if settings[key] == "byte" and ("data", "vocab_size") not in given:
                         group["data"].pop("vocab_size", None)  # it was that of another tokenizer
                     origins["groups", index, "data", key] = ("settings", key)
+            group["data"] = _with_tokenizer(group["data"], mapping_of(manifest.get("model")), given)
         runs = list_of(group.get("runs"))
         if is_list(group.get("benchmarks")):
             group["benchmarks"] = [dict(item) if is_mapping(item) else item for item in group["benchmarks"]]
@@ -55,6 +57,44 @@ def _settle_streams(manifest: dict[str, Any], settings: dict[str, Any]) -> None:
     if streams:
         logger = manifest.get("logger")
         manifest["logger"] = {**(logger if is_mapping(logger) else {}), **dict.fromkeys(streams, True)}
+
+
+def _with_tokenizer(
+    data: Mapping[str, Any], model: Mapping[str, Any], given: Collection[Path]
+) -> dict[str, Any]:
+    """Return the data section with what tokenizer=auto is, and where that of the model lies.
+
+    Raises:
+        ConfigError: tokenizer=model with a size of its own, or where neither model nor teacher is a folder that has
+            one.
+    """
+    asked, found = data.get("tokenizer"), dict(data)
+    if data.get("type", "stdlib") != "stdlib" or asked not in ("auto", "model"):
+        return found
+    folder = _tokenizer_folder(model)
+    if asked == "auto" and (folder is None or ("data", "vocab_size") in given):
+        return found | {"tokenizer": "bpe"}
+    if folder is None:
+        raise ConfigError(
+            "data.tokenizer=model: neither model.path, model.checkpoint nor model.teacher.checkpoint is a folder with "
+            "tokenizer.json; name a Hugging Face folder there, or use data.tokenizer=bpe"
+        )
+    if ("data", "vocab_size") in given:
+        raise ConfigError(
+            f"data.vocab_size={data.get('vocab_size')}: data.tokenizer=model has the entries of {folder}; leave "
+            "vocab_size out, or use data.tokenizer=bpe"
+        )
+    found.pop("vocab_size", None)  # it is that of a tokenizer trained here
+    return found | {"tokenizer": "model", "tokenizer_path": str(folder)}
+
+
+def _tokenizer_folder(model: Mapping[str, Any]) -> pathlib.Path | None:
+    """Return the Hugging Face folder on this machine that a model or its teacher comes from, if it has a tokenizer."""
+    places = (model.get("path"), model.get("checkpoint"), mapping_of(model.get("teacher")).get("checkpoint"))
+    for place in places:
+        if isinstance(place, str) and (pathlib.Path(place).expanduser() / "tokenizer.json").is_file():
+            return pathlib.Path(place).expanduser().absolute()
+    return None
 
 
 def _trains(run: Any) -> bool:

@@ -26,6 +26,7 @@ from caramba.data.stdlib import (
 from caramba.data.stream import Tokens, split_at
 from caramba.data.token_file import TokenFile, open_token_file
 from caramba.data.tokenizer import ByteTokenizer, Tokenizer
+from caramba.data.tokenizer_files import load_tokenizer
 from caramba.errors import DataError
 from caramba.runs.files import home
 
@@ -143,7 +144,9 @@ def _stdlib_key(config: DataConfig, identity: dict[str, str]) -> str:
         "val_frac": config.val_frac,
         "max_bytes": config.max_bytes,
     }
-    if config.tokenizer == "bpe":
+    if config.tokenizer_path is not None:
+        facts |= {"hash": load_tokenizer(config.tokenizer_path).hash, "tokenizers": version("tokenizers")}
+    elif config.tokenizer == "bpe":
         facts |= {"vocab_size": config.vocab_size, "tokenizers": version("tokenizers")}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -156,6 +159,9 @@ def build_stdlib(config: DataConfig, folder: Path, progress: Progress | None = N
     documents = collect_documents(stdlib_root(), config.val_frac, config.max_bytes)
     if config.tokenizer == "byte":
         tokenizer: Tokenizer = ByteTokenizer()
+    elif config.tokenizer_path is not None:
+        tokenizer = load_tokenizer(config.tokenizer_path)
+        say(f"tokenizer of {config.tokenizer_path}: {tokenizer.vocab_size} entries")
     else:
         say(f"training a byte-level BPE of {config.vocab_size} entries")
         tokenizer = train_bpe(_bpe_sample(documents), config.vocab_size or 0)
