@@ -118,6 +118,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     )
     refuse(r"v: got stride 256 along the last axis, expected 1", {4: strided})
     refuse(r"seqlens: got torch.int64 \[4\] on cpu, expected int32 \[4\] on cpu", {5: torch.Tensor.long})
+    refuse(r"seqlens: got stride 2, expected contiguous", {5: lambda n: n.repeat_interleave(2)[::2]})
     refuse(r"n_packed: got none, expected one exactly where", {"n_packed": lambda n: None})
     refuse(
         r"null: got torch.float32 \[2, 3\].*, expected rows \[\(2, 16\), ",

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.multiprocessing.spawn import ProcessException
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.benchmark.ladder_ranks import SharedRung, kernels_in_use, timed_on_ranks
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import InferenceLadderConfig
 from caramba.config.quantise import WeightFormat
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer import Generator
 from caramba.measure import model_bytes
@@ -81,10 +83,15 @@ def inference_ladder(
             if rung.name == "graphs" and rung.generator.stats.not_compiled is not None
         }
         if SHARED in config.rungs and SHARED not in missing:
-            shared = timed_on_ranks(
-                model, shared_rung(model, config, subjects, is_int8="int8" not in missing)
-            )
-            timed[SHARED], facts[SHARED] = shared.timed, (shared.ran, shared.weight_bytes)
+            try:
+                shared = timed_on_ranks(
+                    model, shared_rung(model, config, subjects, is_int8="int8" not in missing)
+                )
+            except ProcessException as error:  # the rungs of one device stand
+                missing[SHARED] = f"a rank failed: {str(error).strip().splitlines()[-1]}"
+                logger.error(f"{source}: {name}: {SHARED}: {missing[SHARED]}")
+            else:
+                timed[SHARED], facts[SHARED] = shared.timed, (shared.ran, shared.weight_bytes)
         first: float | None = None
         for rung in config.rungs:
             row: dict[str, Any] = {"model": name, "rung": rung, "what": RUNGS[rung]}

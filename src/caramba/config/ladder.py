@@ -121,8 +121,8 @@ class LadderConfig(Config):
 
 
 def row_keys(names: Iterable[RowName]) -> dict[str, Any]:
-    """Return the phase's keys with these rows' means on, in the order of the ladder."""
-    on = set(names)
+    """Return the phase's keys with these rows' means on top of the baseline's, in the order of the ladder."""
+    on = {"baseline", *names}
     keys: dict[str, Any] = {}
     for name, rung in RUNGS.items():
         if name in on:

@@ -125,8 +125,11 @@ class BlockwiseObjective(Objective):
         return True
 
     def compilable(self) -> list[nn.Module]:
-        sources = [source for _, source, _ in self.pairs]
-        return [*sources, *self.steps.values(), *([self.divergence] if self.attention_weight else [])]
+        # On the student's inputs, layers that do not train run as they are, beside the steps of those that do.
+        layers = [
+            layer for _, source, student in self.pairs for layer in (source, student)[: 1 + self.on_student]
+        ]
+        return [*layers, *self.steps.values(), *([self.divergence] if self.attention_weight else [])]
 
     def finish(self) -> None:
         self.shard.gather({name: layer for name, _, layer in self.pairs})

@@ -106,7 +106,7 @@ def is_plain(model: Model) -> bool:
     """Whether the head is one product with a weight [V, M], which has an op of its own for the loss on the data."""
     if isinstance(model.head, TiedHead):
         return True
-    return type(model.head) is Head and model.head.bias is None
+    return isinstance(model.head, Head) and model.head.bias is None
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,9 @@ class Ladder:
         on: the rows whose means the next row has; what the device cannot do is not among them.
     """
 
-    def __init__(self, session: Session, bench: BenchmarkConfig) -> None:
+    def __init__(self, session: Session, bench: BenchmarkConfig, role: str) -> None:
         assert isinstance(bench.config, LadderConfig)
         self.session, self.bench, self.config = session, bench, bench.config
-        role = next(
-            role
-            for role in ("student", "teacher")
-            if getattr(session, role) is not None and (role in bench.models or role == "teacher")
-        )
         self.model, self.spec = role, session.model_of(role).spec
         self.on: list[RowName] = []
         self.rows: list[Row] = []
@@ -71,14 +66,17 @@ class Ladder:
                 self.on.append(name)
         top: list[RowName] = [name for name in self.on if name not in CHECKPOINTING]
         if self.config.leave_one_out:
-            for name in top[1:]:
-                self._stage(LEFT_OUT + name, functools.partial(self._left_out, top, name))
+            for name in top:
+                if name != "baseline":
+                    self._stage(LEFT_OUT + name, functools.partial(self._left_out, top, name))
 
     def _stage(self, row: str, measure: Any) -> None:
         """Put the row that `measure` returns on record as a stage, or take it from there."""
         stage = f"{self.bench.id}.{row}"
         if stage in self.session.ledger:
-            self.rows += self.session.ledger[stage].benchmarks[0].rows
+            known = self.session.ledger[stage].benchmarks[0].rows
+            self.rows += known
+            self.largest_left -= sum(found.get("largest_s", 0.0) for found in known)
             return
         began = time.perf_counter()
         result = BenchmarkResult(stage, self.config.type)
@@ -95,13 +93,7 @@ class Ladder:
             self._say(stage, found)
             self.rows.append(found)
             result = dataclasses.replace(result, rows=(found,), metrics=self._metrics(found))
-        seconds = time.perf_counter() - began
-        self.session.ledger.add(
-            StageRecord(
-                PhaseResult(stage, "ladder", "none", 0, 0, seconds, ""),
-                benchmarks=(dataclasses.replace(result, seconds=seconds),),
-            )
-        )
+        _record(self.session, dataclasses.replace(result, seconds=time.perf_counter() - began))
 
     def _words(self, row: str) -> Row:
         left_out = row.removeprefix(LEFT_OUT)
@@ -118,7 +110,10 @@ class Ladder:
         steps = self._steps(names, row_keys(names), config.loss_steps)
         found = self._words(name) | self._measured(steps, measures_loss=True)
         if config.largest:
-            found |= self._largest(steps)
+            try:
+                found |= self._largest(steps)
+            except (ConfigError, KernelUnavailable, OutOfMemory) as error:  # the fixed batch's figures stand
+                found["largest_skipped"] = str(error)
         return found
 
     def _left_out(self, top: list[RowName], name: RowName) -> Row:
@@ -216,7 +211,7 @@ class Ladder:
         )
         self.largest_left -= budget.spent
         if best is None:
-            return {"largest_skipped": "not even one sequence fits"}
+            return {"largest_skipped": "not even one sequence fits", "largest_s": budget.spent}
         tok_s = best.samples_per_s * self.config.block_size
         first = self.first()
         found: Row = {
@@ -225,6 +220,7 @@ class Ladder:
             "largest_peak_bytes": best.peak_bytes,
             "largest_trials": [trial.candidate.batch_size for trial in trials],
             "largest_not_tried": "; ".join(budget.skipped) or None,
+            "largest_s": budget.spent,
         }
         if first is not None and "largest_tok_s" in first:
             found["largest_speed_up"] = tok_s / first["largest_tok_s"]
@@ -281,10 +277,25 @@ class Ladder:
         logger.info(f"{stage}: {', '.join(words)}")
 
 
+def _record(session: Session, result: BenchmarkResult) -> None:
+    phase = PhaseResult(result.id, "ladder", "none", 0, 0, result.seconds, "")
+    session.ledger.add(StageRecord(phase, benchmarks=(result,)))
+
+
 def climb_ladder(session: Session, bench: BenchmarkConfig) -> None:
     """Measure a training ladder with the session's own models off its device; a finished row is never repeated."""
     logger.subheader(f"ladder: {bench.id}")
-    ladder = Ladder(session, bench)
+    roles = [role for role in ("student", "teacher") if getattr(session, role) is not None]
+    role = next((role for role in roles if role in bench.models), None)
+    if role is None:
+        if bench.id not in session.ledger:
+            error = (
+                f"models={list(bench.models)}, and this run has the {' and '.join(roles)} alone; name that"
+            )
+            logger.error(f"{bench.id}: {error}")
+            _record(session, BenchmarkResult(bench.id, bench.config.type, error=error))
+        return
+    ladder = Ladder(session, bench, role)
     models = [model for model in (session.teacher, session.student) if model is not None]
     for model in models if session.device.type != "cpu" else []:
         model.to("cpu")

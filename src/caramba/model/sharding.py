@@ -91,7 +91,9 @@ def shard_model(model: Model, sharding: Sharding) -> None:
     """
     units = sharding_units(model.topology, sharding.units)
     if sharding.units is not None and not units:
-        found = sorted({type(module).__name__ for module in model.topology.modules()})
+        own = "caramba.parallel"  # classes of shared layers, each made from a layer's own
+        kinds = (type(module).__mro__ for module in model.topology.modules())
+        found = sorted({next(k.__name__ for k in mro if not k.__module__.startswith(own)) for mro in kinds})
         raise ConfigError(
             f"parallel.wrap={list(sharding.units)}: the topology has no such node; it has {', '.join(found)}"
         )

@@ -154,6 +154,10 @@ def check_dba_decode(
         _check_stream(name, kind, parts, batch, kv_heads, width, q_sem.device)
     if tuple(seqlens.shape) != (batch,) or seqlens.dtype != torch.int32 or seqlens.device != q_sem.device:
         raise _wrong("seqlens", _said(seqlens), f"int32 [{batch}] on {q_sem.device}")
+    if batch > 1 and seqlens.stride(0) != 1:
+        raise _wrong(
+            "seqlens", f"stride {seqlens.stride(0)}", "contiguous lengths; pass seqlens.contiguous()"
+        )
     packed = any(kind in STORED for kind in kinds)
     if packed != (n_packed is not None):
         raise _wrong("n_packed", "none" if packed else "one", "one exactly where a stream is quantised")

@@ -30,7 +30,8 @@ def sharding_units(module: nn.Module, types: tuple[str, ...] | None = None) -> l
     such as a last norm, are too small to gather alone. With `types` every outermost node of these classes is a unit.
     """
     if types is not None:
-        if type(module).__name__ in types:
+        # A layer that ranks share is of a class made from its own.
+        if any(kind.__name__ in types for kind in type(module).__mro__):
             return [[module]]
         return [unit for child in module.children() for unit in sharding_units(child, types)]
     if isinstance(module, NestedTopology):

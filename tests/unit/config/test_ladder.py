@@ -25,6 +25,10 @@ def test_every_row_is_a_phase_and_so_is_the_top_without_any(count: int) -> None:
         assert (left.dtype, left.float8) == ("float32", "none")
 
 
+def test_rows_keep_the_baseline_s_keys_where_it_could_not_be_measured() -> None:
+    assert row_keys(["tf32"]) == row_keys(["baseline", "tf32"])
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

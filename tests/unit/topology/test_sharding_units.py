@@ -26,4 +26,8 @@ def test_units_are_repeats_and_nodes_and_lists_that_run_again_stay_whole() -> No
         ["layers.0.layers.2", "layers.0.layers.3"],
     )
     assert found == [one, two, ["layers.1"], ["layers.2.layers.0"]], "the last norm is gathered with the rest"
+    topology = build_node(parse_node({"type": "StackedTopology", "layers": [MLP]}))
+    (mlp,) = topology.layers
+    mlp.__class__ = type("SharedSwiGLULayer", (type(mlp),), {})  # as tensor parallelism makes of it
+    assert sharding_units(topology, ("SwiGLULayer",)) == [[mlp]]
     assert names([nested], ("SwiGLULayer",)) == [[f"layers.0.layers.{i}.layers.1"] for i in range(4)]
