@@ -196,3 +196,5 @@ def test_the_first_failure_is_the_killed_rank_or_the_first_to_say_so(tmp_path):
     assert first_failure(followed) == {"rank": 1, "exit_status": -9, "ranks_failed": [0, 1, 2]}
     said = {0: failure(3, 1, 100.7), 1: failure(4, 2, 100.3)}
     assert first_failure(said)["rank"] == 1
+    hung = {0: failure(5, -9, noticed=130), 1: failure(6, 2, 100.3), 2: failure(7, 143, noticed=100)}
+    assert first_failure(hung)["exit_status"] == 2, "the agent kills what hangs when another has failed"
