@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -19,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from caramba.runs.ending import TERMINATED
 from caramba.runs.files import write_json
+from caramba.runs.ranks import AGENT
 
 FAILURE = "failure.json"
 SIGNAL_CREDIT_S = 2.0
@@ -76,6 +78,7 @@ def main(argv: Iterable[str]) -> int:
         max_restarts=0,  # who started us restarts what may be restarted: not a mistake, not what was told to stop
         logs_specs=RankLogs(folder),
     )
+    os.environ[AGENT] = str(os.getpid())  # for the ranks, which get our variables
     try:
         elastic_launch(config, sys.executable)("-m", "caramba.worker", manifest, *flags)
     except ChildFailedError as error:

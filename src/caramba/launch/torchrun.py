@@ -143,7 +143,7 @@ def _wait(agent: subprocess.Popen[bytes]) -> int:
     try:
         return agent.wait(STOP_S)
     except (KeyboardInterrupt, subprocess.TimeoutExpired):
-        agent.kill()  # its ranks go with it: the agent has their parent-death signal, and the run its last saved state
+        agent.kill()  # the kernel ends its ranks with it (end_with_agent), and the run has its last saved state
         agent.wait()
         return 128 + signal.SIGINT
 
