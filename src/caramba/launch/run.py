@@ -140,7 +140,13 @@ def check_launcher(manifest: Manifest) -> None:
     Raises:
         ConfigError: naming the program that is missing, or the ranks that cannot be.
     """
-    if manifest.launcher.type in ("inline", "torchrun"):
+    kind, strategy = manifest.launcher.type, manifest.parallel.strategy
+    if kind == "process" and strategy != "single":
+        raise ConfigError(
+            f"launcher=process: it starts one process for each run, and parallel={strategy} is a run of several ranks; "
+            "use launcher=torchrun or slurm, or parallel=single"
+        )
+    if kind in ("inline", "torchrun"):
         check_torchrun(manifest)
     elif manifest.launcher.is_slurm:
         check_slurm(manifest)

@@ -66,6 +66,10 @@ def test_what_would_be_ignored_or_run_in_the_script_is_refused(schema, plain, te
             ["launcher=slurm", "cluster=example"],
             "sbatch is not on PATH, so this is no machine of a SLURM cluster",
         ),
+        (
+            ["launcher=process", "parallel=ddp"],
+            "parallel=ddp is a run of several ranks; use launcher=torchrun",
+        ),
         (["hydra/launcher=submitit_slurm"], "launcher=slurm submits arrays"),
     ],
 )
@@ -91,6 +95,18 @@ def test_ranks_are_what_parallel_and_the_nodes_make(manifest, monkeypatch):
         ranks_per_node(launched(manifest, ddp, type="torchrun", nproc_per_node=2))
     open_size = {"strategy": "ddp", "dp": "auto"}
     assert ranks_per_node(launched(manifest, open_size, type="torchrun", nproc_per_node=3)) == 3
+    on_node = {"strategy": "fsdp2_tp", "tp": 2}
+    for gpus in (4, "h100:5"):
+        job = launched(manifest, on_node, {"gpus": gpus}, type="slurm").model_copy(update={"device": "auto"})
+        assert ranks_per_node(job) == 4, "of the node, not of the machine that submits"
+    for gpus in (None, 1, "h100"):
+        with pytest.raises(ConfigError, match=rf"cluster.gpus={gpus} with device=auto does not say how many"):
+            ranks_per_node(
+                launched(manifest, on_node, {"gpus": gpus}, type="slurm").model_copy(
+                    update={"device": "auto"}
+                )
+            )
+    assert ranks_per_node(launched(manifest, open_size, type="slurm", nproc_per_node=3)) == 3
     on_gpus = launched(manifest, ddp, type="torchrun", devices=(0, 1)).model_copy(update={"device": "cuda"})
     with pytest.raises(ConfigError, match=r"8 ranks and 2 GPUs \(0, 1\)"):
         check_torchrun(on_gpus)
