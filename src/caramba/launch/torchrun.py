@@ -18,12 +18,14 @@ from caramba.errors import ConfigError
 from caramba.launch.pool import last_lines
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED, MISTAKE, STOPPED, TERMINATED
+from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, STOPPED, TERMINATED
+from caramba.runs.ranks import is_rank
 
 LOGS, FAILURE = "logs", "failure.json"
 STOP_S = 60.0
 _POLL_S = 0.2
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def check_torchrun(manifest: Manifest) -> None:
@@ -38,7 +40,9 @@ def check_torchrun(manifest: Manifest) -> None:
         raise ConfigError(
             "launcher=torchrun: this PyTorch has no torch.distributed.run; install one that has, or launcher=inline"
         )
-    ranks, devices = ranks_per_node(manifest), _devices(manifest)
+    ranks = ranks_per_node(manifest)
+    # Ranks that have been started may be on many nodes: each looks for its GPU as it joins.
+    devices = [] if is_rank() else _devices(manifest)
     if devices and ranks > len(devices):
         raise ConfigError(
             f"launcher=torchrun: {ranks} ranks and {len(devices)} GPUs ({', '.join(devices)}); set "
@@ -146,13 +150,13 @@ def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[st
             env={**os.environ, **variables},
             start_new_session=True,
         )
-    with _shown(folder), _passed_on(agent):
+    with _shown(folder), _passed_on(agent) as heard:
         try:
             status = agent.wait()
         except KeyboardInterrupt:
             agent.send_signal(signal.SIGINT)
             status = _wait(agent)
-    return _ending(folder, status)
+    return _ending(folder, status, heard)
 
 
 def _wait(agent: subprocess.Popen[bytes]) -> int:
@@ -165,15 +169,20 @@ def _wait(agent: subprocess.Popen[bytes]) -> int:
 
 
 @contextlib.contextmanager
-def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within, what would end this process ends the ranks instead, which save their state first."""
+def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Within, what would end this process ends the ranks instead, which save their state first; yield what was heard.
 
-    def terminate(_: int, __: object) -> None:
+    SIGTERM is what the agent passes on, whichever signal it was here.
+    """
+    heard: list[int] = []
+
+    def terminate(number: int, _: object) -> None:
+        heard.append(number)
         agent.terminate()
 
     before = {number: signal.signal(number, terminate) for number in _PASSED_ON}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -209,14 +218,15 @@ def _shown(folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _ending(folder: Path, status: int) -> int:
-    """Say how the ranks ended when one failed, and return the run's exit status."""
+def _ending(folder: Path, status: int, heard: Sequence[int]) -> int:
+    """Say how the ranks ended when one failed, and return the run's exit status; `heard` are the signals to us."""
     if status == 0:
         return 0
     if status in (128 + signal.SIGINT, -signal.SIGINT):
         return INTERRUPTED
     if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-        return TERMINATED
+        is_wanted_back = bool(heard) and all(number in _WANTED_BACK for number in heard)
+        return PREEMPTED if is_wanted_back else TERMINATED
     try:
         failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
     except FileNotFoundError:

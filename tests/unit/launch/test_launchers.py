@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -13,11 +15,12 @@ from caramba.cli import main
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
-from caramba.launch import torchrun
+from caramba.launch import run, torchrun
 from caramba.launch.freeze import freeze
 from caramba.launch.joined import agreed_run, refuse_launcher
 from caramba.launch.sbatch import _ranges, array_script, run_script
 from caramba.launch.torchrun import check_torchrun, ranks_per_node
+from caramba.runs import mint
 from caramba.runs.sweeps import list_sweeps
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
@@ -110,6 +113,10 @@ def test_ranks_are_what_parallel_and_the_nodes_make(manifest, monkeypatch):
     on_gpus = launched(manifest, ddp, type="torchrun", devices=(0, 1)).model_copy(update={"device": "cuda"})
     with pytest.raises(ConfigError, match=r"8 ranks and 2 GPUs \(0, 1\)"):
         check_torchrun(on_gpus)
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "16")
+        check_torchrun(on_gpus)  # 8 of them on this node, the rest on another: who joins them counts
     monkeypatch.setattr(torchrun.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"this PyTorch has no torch.distributed.run"):
         check_torchrun(launched(manifest, type="torchrun"))
@@ -197,6 +204,45 @@ def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, 
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match="were not started by torchrun, whose agent keeps"):
         agreed_run(lambda: pytest.fail("only rank 0 composes"))
+
+
+def test_ranks_that_run_a_manifest_again_share_a_directory(tmp_path, monkeypatch, capsys):
+    """Trap: a directory for each rank. The store is torchrun's own, and the worker only says what it was given."""
+    from torch.distributed import TCPStore
+
+    monkeypatch.chdir(tmp_path)
+    original = mint(freeze(list(WORDS)).manifest, WORDS)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    given = []
+    monkeypatch.setattr(run, "run_inline", lambda file, flags: given.append(file) or 0)
+    values = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, value in {**values, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for number in ("0", "1"):
+        monkeypatch.setenv("RANK", number)
+        assert main(["rerun", str(original)]) == 0
+    assert len({*given}) == 1
+    assert given[0].read_bytes() == (original / "manifest.json").read_bytes()
+    assert len(list((tmp_path / "runs").glob("*/*"))) == 2
+
+
+def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
+    """The ranks are told by SIGTERM either way; a system starts again what ends with 75."""
+
+    def ended(*numbers):
+        with subprocess.Popen(["sleep", "60"]) as agent:
+            with torchrun._passed_on(agent) as heard:
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+                status = agent.wait()
+            return torchrun._ending(tmp_path, status, heard)
+
+    assert ended(signal.SIGUSR2) == 75
+    assert ended(signal.SIGTERM) == ended(signal.SIGUSR1, signal.SIGTERM) == 143
 
 
 def test_the_first_failure_is_the_killed_rank_or_the_first_to_say_so(tmp_path):
