@@ -47,6 +47,9 @@ def launched(manifest, parallel=None, cluster=None, **launcher):
         (LauncherConfig, {"type": "slurm", "on_failure": "stop"}, "whose points are all queued at once"),
         (ClusterConfig, {"partition": "a b"}, "partition"),
         (ClusterConfig, {"modules": ["cuda;rm"]}, "modules"),
+        (ClusterConfig, {"modules": ["cuda&rm"]}, "modules"),
+        (ClusterConfig, {"modules": ["cuda|rm"]}, "modules"),
+        (ClusterConfig, {"modules": ["cuda*"]}, "modules"),
         (ClusterConfig, {"account": "$(rm)"}, "account"),
         (ClusterConfig, {"time": "soon"}, "time"),
         (ClusterConfig, {"time": 14400}, "got the number 14400; write it as HH:MM:SS"),
@@ -158,6 +161,10 @@ def test_the_script_of_a_job_is_plain_and_asks_for_what_ranks_need(manifest, tmp
     exported = "\n".join(line for line in lines if line.startswith("export NOTE"))
     done = subprocess.run(["bash", "-c", f'{exported}; echo "$NOTE"'], capture_output=True, text=True)
     assert done.stdout == "it's $HOME; rm -rf /\n", "a site's values are data"
+    with pytest.raises(
+        ConfigError, match=r"a\\nrm.* holds a line break, which a line of SLURM's script cannot"
+    ):
+        run_script(tmp_path / "a\nrm", asked, [])
     single = run_script(run_dir, launched(manifest, type="slurm", requeue=False), [])
     assert "scontrol requeue" not in single
     assert "--no-requeue" in single
