@@ -199,6 +199,24 @@ def test_a_script_is_written_for_later(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" waiting ") == 2
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["launcher=slurm_sbatch_only", "cluster.mem=8G,16G"],
+            'asks for other things than the first (cluster.mem: "8G" -> "16G")',
+        ),
+        (["launcher=slurm_sbatch_only", "parallel=ddp", "parallel.dp=1,2"], "(parallel.dp: 1 -> 2)"),
+        (["launcher=slurm_sbatch_only,inline"], 'launcher.type: "slurm_sbatch_only" -> "inline"'),
+    ],
+)
+def test_an_array_asks_for_the_same_for_every_point(tmp_path, monkeypatch, capsys, words, text):
+    monkeypatch.chdir(tmp_path)
+    assert main(["-m", *WORDS, *words]) == 2
+    assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"launcher=slurm: torchrun has started these ranks"):
