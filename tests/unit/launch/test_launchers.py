@@ -19,6 +19,7 @@ from caramba.launch import run, torchrun
 from caramba.launch.freeze import freeze
 from caramba.launch.joined import agreed_run, refuse_launcher
 from caramba.launch.sbatch import _ranges, array_script, run_script
+from caramba.launch.slurm_sweep import refuse_unlike
 from caramba.launch.torchrun import check_torchrun, ranks_per_node
 from caramba.runs import mint
 from caramba.runs.sweeps import list_sweeps
@@ -199,22 +200,20 @@ def test_a_script_is_written_for_later(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" waiting ") == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            ["launcher=slurm_sbatch_only", "cluster.mem=8G,16G"],
-            'asks for other things than the first (cluster.mem: "8G" -> "16G")',
-        ),
-        (["launcher=slurm_sbatch_only", "parallel=ddp", "parallel.dp=1,2"], "(parallel.dp: 1 -> 2)"),
-        (["launcher=slurm_sbatch_only,inline"], 'launcher.type: "slurm_sbatch_only" -> "inline"'),
-    ],
-)
-def test_an_array_asks_for_the_same_for_every_point(tmp_path, monkeypatch, capsys, words, text):
+def test_an_array_asks_for_the_same_for_every_point(manifest, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["-m", *WORDS, *words]) == 2
-    assert text in capsys.readouterr().err
+    assert main(["-m", *WORDS, "launcher=slurm_sbatch_only", "cluster.mem=8G,16G"]) == 2
+    assert 'asks for other things than the first (cluster.mem: "8G" -> "16G")' in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+    first = launched(manifest, {"strategy": "ddp", "dp": 1}, type="slurm")
+    refuse_unlike(first, first.model_copy(update={"name": "another", "seed": 2}), "seed=2")
+    for other, text in (
+        (launched(manifest, {"strategy": "ddp", "dp": 2}, type="slurm"), r"\(parallel.dp: 1 -> 2\)"),
+        (launched(manifest, {"strategy": "ddp", "dp": 1}), 'launcher.type: "slurm" -> "inline"'),
+        (first.model_copy(update={"device": "cuda"}), 'device: "cpu" -> "cuda"'),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            refuse_unlike(first, other, "a=b")
 
 
 def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, monkeypatch):
@@ -231,12 +230,12 @@ def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, 
         agreed_run(lambda: pytest.fail("only rank 0 composes"))
 
 
-def test_ranks_that_run_a_manifest_again_share_a_directory(tmp_path, monkeypatch, capsys):
+def test_ranks_that_run_a_manifest_again_share_a_directory(manifest, tmp_path, monkeypatch):
     """Trap: a directory for each rank. The store is torchrun's own, and the worker only says what it was given."""
     from torch.distributed import TCPStore
 
     monkeypatch.chdir(tmp_path)
-    original = mint(freeze(list(WORDS)).manifest, WORDS)
+    original = mint(manifest, WORDS)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     given = []
     monkeypatch.setattr(run, "run_inline", lambda file, flags: given.append(file) or 0)
