@@ -232,7 +232,7 @@ def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, 
 
 def test_ranks_that_run_a_manifest_again_share_a_directory(manifest, tmp_path, monkeypatch):
     """Trap: a directory for each rank. The store is torchrun's own, and the worker only says what it was given."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     monkeypatch.chdir(tmp_path)
     original = mint(manifest, WORDS)
