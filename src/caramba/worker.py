@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, Preempted
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, status_of
-from caramba.runs.ranks import adopt_slurm_ranks, rank
+from caramba.runs.ranks import adopt_slurm_ranks, end_with_agent, rank
 from caramba.runs.signals import stop_on_signals
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def _work(argv: list[str]) -> int:
     file = Path(paths[0]).absolute()
     run_dir = file.parent if file.suffix == ".json" else file
     adopt_slurm_ranks()
+    end_with_agent()
     if "--quiet" in argv or rank() != 0:
         logger.quiet = True
     return run(run_dir)

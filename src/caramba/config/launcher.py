@@ -12,6 +12,8 @@ from caramba.config.layer import Positive
 
 # Each of these ends in a line of a shell script: one word without blanks, quotes or anything that a shell reads.
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/=@%+&|*\[\]-]*$")]
+# A module is an operand of a command there: its version may follow a slash, @ or +, and nothing in it is an operator.
+Module = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/=@+-]*$")]
 Time = Annotated[str, Field(pattern=r"^(\d+-\d{1,2}(:\d{1,2}){0,2}|\d+(:\d{1,2}){1,2})$")]
 Memory = Annotated[str, Field(pattern=r"^\d+[KMGT]?$")]
 Option = Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[A-Za-z0-9_.,:/@%+&|*\[\]-]+)?$")]
@@ -133,7 +135,7 @@ class ClusterConfig(Config):
     cpus_per_task: Positive | None = Field(default=None, description="cores of a rank")
     mem: Memory | None = Field(default=None, description="memory of a node, such as 64G")
     constraint: Word | None = None
-    modules: tuple[Word, ...] = Field(default=(), description="loaded before the worker starts")
+    modules: tuple[Module, ...] = Field(default=(), description="loaded before the worker starts")
     env: dict[str, str] = Field(default_factory=dict[str, str], description="variables that the worker gets")
     options: tuple[Option, ...] = Field(
         default=(), description="further #SBATCH lines, such as --exclusive or --reservation=NAME"

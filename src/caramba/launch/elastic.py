@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterable, Mapping
@@ -17,9 +18,14 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from caramba.runs.ending import TERMINATED
 from caramba.runs.files import write_json
+from caramba.runs.ranks import AGENT
 
 FAILURE = "failure.json"
+SIGNAL_CREDIT_S = 2.0
+"""A rank that a signal kills is noticed when the agent looks, by then those that waited for it may have failed."""
+_TOLD_TO_STOP = (-signal.SIGTERM, TERMINATED)
 
 
 class RankLogs(LogsSpecs):
@@ -39,13 +45,14 @@ class RankLogs(LogsSpecs):
 def first_failure(failures: Mapping[int, Any]) -> dict[str, Any]:
     """Return the failure that the others followed from, of {rank: its exit code and error file}.
 
-    A rank that a signal killed says nothing and fails those that wait for it; SIGTERM is what the agent itself sends
-    to the others. Among ranks that ended by themselves the one that said so first is it.
+    It is the one that ended or said so first. The agent itself sends SIGTERM to the others, and half a minute later
+    SIGKILL to those that hang: they come last whatever ended them. A rank that a signal killed says nothing, so that
+    its time is when it was noticed; it has SIGNAL_CREDIT_S of credit.
     """
 
-    def order(item: tuple[int, Any]) -> tuple[int, float]:
+    def order(item: tuple[int, Any]) -> tuple[bool, float]:
         code = item[1].exitcode
-        return 2 if code == -signal.SIGTERM else int(code >= 0), _said_at(item[1])
+        return code in _TOLD_TO_STOP, _said_at(item[1]) - (SIGNAL_CREDIT_S if code < 0 else 0.0)
 
     rank, failure = min(failures.items(), key=order)
     return {"rank": rank, "exit_status": int(failure.exitcode), "ranks_failed": sorted(failures)}
@@ -71,6 +78,7 @@ def main(argv: Iterable[str]) -> int:
         max_restarts=0,  # who started us restarts what may be restarted: not a mistake, not what was told to stop
         logs_specs=RankLogs(folder),
     )
+    os.environ[AGENT] = str(os.getpid())  # for the ranks, which get our variables
     try:
         elastic_launch(config, sys.executable)("-m", "caramba.worker", manifest, *flags)
     except ChildFailedError as error:

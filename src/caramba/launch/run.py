@@ -110,11 +110,24 @@ def rerun(text: str, flags: list[str]) -> int:
     """Run the manifest of a run again from its start, in a directory of its own; return the exit status.
 
     The manifest alone says what to run: `text` is a run, or a manifest.json that was copied elsewhere. What has
-    changed since, in packages, machine or code, is said before it starts.
+    changed since, in packages, machine or code, is said before it starts. Of ranks the first makes the directory.
 
     Raises:
         CarambaError: weights that it names are no longer here, or it asks for what is not built here.
     """
+    if is_rank():
+        from caramba.launch.joined import agreed_run
+
+        return run_inline(agreed_run(lambda: _copy(text)[1]) / MANIFEST, flags)
+    folder, run_dir, manifest = _copy(text)
+    status = work(run_dir, manifest, flags)
+    if not _drop_if_nothing_began(run_dir, status) and (folder / RESULT).is_file():
+        print(f"compare with: caramba compare {folder} {run_dir}", file=sys.stderr)
+    return status
+
+
+def _copy(text: str) -> tuple[Path, Path, Manifest]:
+    """Return the folder of a manifest that can run, a new run directory that holds the same, and the manifest."""
     file = Path(text).expanduser()
     source = file if file.is_file() else resolve_run(text)
     manifest = check_weights(read_manifest(source))
@@ -128,10 +141,7 @@ def rerun(text: str, flags: list[str]) -> int:
     overrides = words.read_text(encoding="utf-8").splitlines() if words.is_file() else []
     run_dir = mint(manifest, overrides)
     print(f"running {folder} again in {run_dir}", file=sys.stderr)
-    status = work(run_dir, manifest, flags)
-    if not _drop_if_nothing_began(run_dir, status) and (folder / RESULT).is_file():
-        print(f"compare with: caramba compare {folder} {run_dir}", file=sys.stderr)
-    return status
+    return folder, run_dir, manifest
 
 
 def check_launcher(manifest: Manifest) -> None:
@@ -140,7 +150,13 @@ def check_launcher(manifest: Manifest) -> None:
     Raises:
         ConfigError: naming the program that is missing, or the ranks that cannot be.
     """
-    if manifest.launcher.type in ("inline", "torchrun"):
+    kind, strategy = manifest.launcher.type, manifest.parallel.strategy
+    if kind == "process" and strategy != "single":
+        raise ConfigError(
+            f"launcher=process: it starts one process for each run, and parallel={strategy} is a run of several ranks; "
+            "use launcher=torchrun or slurm, or parallel=single"
+        )
+    if kind in ("inline", "torchrun"):
         check_torchrun(manifest)
     elif manifest.launcher.is_slurm:
         check_slurm(manifest)

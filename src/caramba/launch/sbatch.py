@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
+from caramba.errors import ConfigError
 from caramba.launch.torchrun import LOGS, ranks_per_node
 from caramba.runs import MANIFEST
 from caramba.runs.jobs import REQUEUE
@@ -62,6 +63,7 @@ def _options(manifest: Manifest, log: str) -> list[str]:
 
 def _script(manifest: Manifest, flags: list[str], options: list[str], select: list[str], script: Path) -> str:
     cluster, launcher = manifest.cluster, manifest.launcher
+    _refuse_line_breaks([*options, str(script), sys.executable])
     step = [
         *("srun", "--kill-on-bad-exit=1", "--open-mode=append"),
         *([f"--cpus-per-task={cluster.cpus_per_task}"] if cluster.cpus_per_task else []),
@@ -77,7 +79,7 @@ def _script(manifest: Manifest, flags: list[str], options: list[str], select: li
         *(f"#SBATCH {shlex.quote(option)}" for option in options),
         "",
         *select,
-        *(f"module load {name}" for name in cluster.modules),
+        *(f"module load {shlex.quote(name)}" for name in cluster.modules),
         *([f"export OMP_NUM_THREADS={threads}"] if threads else []),
         *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
         "export CARAMBA_RANKS=slurm",
@@ -96,6 +98,15 @@ def _script(manifest: Manifest, flags: list[str], options: list[str], select: li
             "fi",
         ]
     return "\n".join([*lines, 'exit "$status"', ""])
+
+
+def _refuse_line_breaks(values: list[str]) -> None:
+    """Raise when a value, such as the folder of the run, would begin a line of its own where a comment holds it."""
+    for value in values:
+        if "\n" in value or "\r" in value:
+            raise ConfigError(
+                f"{value!r} holds a line break, which a line of SLURM's script cannot; launch from another folder"
+            )
 
 
 def _ranges(tasks: list[int]) -> str:

@@ -7,15 +7,39 @@ import sys
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
+from caramba.errors import ConfigError
 from caramba.launch.drive import Drive
 from caramba.launch.sbatch import RUNS, SCRIPT, array_script
 from caramba.launch.slurm import submit
 from caramba.launch.torchrun import LOGS
-from caramba.runs import lock
+from caramba.runs import differences, lock
 from caramba.runs.files import write_whole
 from caramba.runs.jobs import record_job, refuse_queued
 from caramba.runs.state import WAITING
 from caramba.runs.sweeps import Sweep
+
+
+def refuse_unlike(first: Manifest, other: Manifest, other_name: str) -> None:
+    """Check that two points can be tasks of one array, whose script asks for the same for each of them.
+
+    Raises:
+        ConfigError: the keys in which what they ask of SLURM differs.
+    """
+    types = first.launcher.type, other.launcher.type
+    if types[0] == types[1] and (not first.launcher.is_slurm or _asked(first) == _asked(other)):
+        return
+    keys = {"launcher": True, "cluster": True, "device": True, "parallel": {"strategy", "dp", "tp"}}
+    ours, theirs = (item.model_dump(mode="json", include=keys) for item in (first, other))
+    changed = "; ".join(differences(ours, theirs))
+    raise ConfigError(
+        f"launcher={types[0]}: point {other_name!r} asks for other things than the first ({changed}), and all points "
+        "of a sweep are started alike; make a sweep for each value"
+    )
+
+
+def _asked(manifest: Manifest) -> str:
+    """Return the script of an array of a manifest alone, whatever its name."""
+    return array_script(Path.cwd(), manifest.model_copy(update={"name": "sweep"}), [], [0])
 
 
 class ArrayDrive(Drive):

@@ -62,6 +62,10 @@ def run_sweep(request: Request) -> int:
     for number, words in enumerate(expanded):
         manifest, point = check_point(words, request.config_dirs)
         first = first or manifest
+        if first.launcher.is_slurm or manifest.launcher.is_slurm:
+            from caramba.launch.slurm_sweep import refuse_unlike
+
+            refuse_unlike(first, manifest, " ".join(words))
         ready.append(point)
         if number % _COLLECT_EVERY == 0:
             gc.collect()

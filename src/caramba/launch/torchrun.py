@@ -18,12 +18,14 @@ from caramba.errors import ConfigError
 from caramba.launch.pool import last_lines
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED, MISTAKE, STOPPED, TERMINATED
+from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, STOPPED, TERMINATED
+from caramba.runs.ranks import is_rank
 
 LOGS, FAILURE = "logs", "failure.json"
 STOP_S = 60.0
 _POLL_S = 0.2
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def check_torchrun(manifest: Manifest) -> None:
@@ -38,7 +40,9 @@ def check_torchrun(manifest: Manifest) -> None:
         raise ConfigError(
             "launcher=torchrun: this PyTorch has no torch.distributed.run; install one that has, or launcher=inline"
         )
-    ranks, devices = ranks_per_node(manifest), _devices(manifest)
+    ranks = ranks_per_node(manifest)
+    # Ranks that have been started may be on many nodes: each looks for its GPU as it joins.
+    devices = [] if is_rank() else _devices(manifest)
     if devices and ranks > len(devices):
         raise ConfigError(
             f"launcher=torchrun: {ranks} ranks and {len(devices)} GPUs ({', '.join(devices)}); set "
@@ -51,7 +55,7 @@ def ranks_per_node(manifest: Manifest) -> int:
 
     Raises:
         ConfigError: the sizes do not divide among the nodes, contradict `nproc_per_node`, or more ranks than one are
-            asked for without a strategy that joins them.
+            asked for without a strategy that joins them; or `dp=auto` in a SLURM job whose GPUs are not given.
     """
     launcher, parallel = manifest.launcher, manifest.parallel
     nodes, asked = launcher.nodes or 1, launcher.nproc_per_node
@@ -64,13 +68,29 @@ def ranks_per_node(manifest: Manifest) -> int:
         return 1
     total = parallel.ranks
     if total is None:  # as many as there are
-        return asked or max(1, len(_devices(manifest)) // parallel.tp) * parallel.tp
+        if asked is not None:
+            return asked
+        count = _gpus_of_node(manifest) if launcher.is_slurm else len(_devices(manifest))
+        return max(1, count // parallel.tp) * parallel.tp
     if total % nodes or (asked is not None and asked * nodes != total):
         raise ConfigError(
             f"launcher: parallel.dp={parallel.dp} x tp={parallel.tp} are {total} ranks, and launcher.nodes={nodes} x "
             f"launcher.nproc_per_node={asked or 'auto'} do not make them; change one so that both are the same number"
         )
     return total // nodes
+
+
+def _gpus_of_node(manifest: Manifest) -> int:
+    """Return the GPUs that a SLURM job gets on each node; this machine, which submits it, may have others."""
+    gpus, tp = manifest.cluster.gpus, manifest.parallel.tp
+    number = str(gpus).rpartition(":")[2]
+    if manifest.device not in ("auto", "cuda") or not number.isdecimal() or int(number) < tp:
+        raise ConfigError(
+            f"launcher={manifest.launcher.type}: parallel.dp=auto is a rank for each GPU of a node, tp={tp} at "
+            f"a time, and cluster.gpus={gpus} with device={manifest.device} does not say how many; set "
+            "launcher.nproc_per_node, parallel.dp, or cluster.gpus to a number of them"
+        )
+    return int(number)
 
 
 def _devices(manifest: Manifest) -> list[str]:
@@ -130,34 +150,39 @@ def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[st
             env={**os.environ, **variables},
             start_new_session=True,
         )
-    with _shown(folder), _passed_on(agent):
+    with _shown(folder), _passed_on(agent) as heard:
         try:
             status = agent.wait()
         except KeyboardInterrupt:
             agent.send_signal(signal.SIGINT)
             status = _wait(agent)
-    return _ending(folder, status)
+    return _ending(folder, status, heard)
 
 
 def _wait(agent: subprocess.Popen[bytes]) -> int:
     try:
         return agent.wait(STOP_S)
     except (KeyboardInterrupt, subprocess.TimeoutExpired):
-        agent.kill()  # its ranks go with it: the agent has their parent-death signal, and the run its last saved state
+        agent.kill()  # the kernel ends its ranks with it (end_with_agent), and the run has its last saved state
         agent.wait()
         return 128 + signal.SIGINT
 
 
 @contextlib.contextmanager
-def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Within, what would end this process ends the ranks instead, which save their state first."""
+def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Within, what would end this process ends the ranks instead, which save their state first; yield what was heard.
 
-    def terminate(_: int, __: object) -> None:
+    SIGTERM is what the agent passes on, whichever signal it was here.
+    """
+    heard: list[int] = []
+
+    def terminate(number: int, _: object) -> None:
+        heard.append(number)
         agent.terminate()
 
     before = {number: signal.signal(number, terminate) for number in _PASSED_ON}
     try:
-        yield
+        yield heard
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -193,14 +218,15 @@ def _shown(folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _ending(folder: Path, status: int) -> int:
-    """Say how the ranks ended when one failed, and return the run's exit status."""
+def _ending(folder: Path, status: int, heard: Sequence[int]) -> int:
+    """Say how the ranks ended when one failed, and return the run's exit status; `heard` are the signals to us."""
     if status == 0:
         return 0
     if status in (128 + signal.SIGINT, -signal.SIGINT):
         return INTERRUPTED
     if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-        return TERMINATED
+        is_wanted_back = bool(heard) and all(number in _WANTED_BACK for number in heard)
+        return PREEMPTED if is_wanted_back else TERMINATED
     try:
         failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Mapping, MutableMapping
+
+from caramba.errors import CarambaError
 
 FROM_SLURM = "CARAMBA_RANKS"
 """Set to `slurm` by our sbatch scripts: the tasks of a step are ranks."""
+AGENT = "CARAMBA_AGENT"
+"""The process id of our elastic agent, for the ranks that it starts."""
+_PR_SET_PDEATHSIG = 1
 _SLURM_NAMES = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_NTASKS",
@@ -43,3 +50,25 @@ def adopt_slurm_ranks(variables: MutableMapping[str, str] = os.environ) -> None:
         return
     for name, theirs in _SLURM_NAMES.items():
         variables[name] = variables.get(theirs, "1" if name == "LOCAL_WORLD_SIZE" else "0")
+
+
+def end_with_agent(variables: Mapping[str, str] = os.environ) -> None:
+    """Have the kernel end this rank when our agent, which started it, ends in a way that lets it stop nobody.
+
+    Linux only, and only under our own agent: elsewhere it does nothing.
+
+    Raises:
+        CarambaError: the agent has ended already.
+    """
+    agent = variables.get(AGENT)
+    if not agent or sys.platform != "linux":
+        return
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != int(agent):  # it ended before the kernel was told
+        raise CarambaError(
+            f"rank {rank(variables)}: the agent that started it, process {agent}, has ended; go on with caramba resume"
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 from types import SimpleNamespace
 
@@ -13,11 +15,13 @@ from caramba.cli import main
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
-from caramba.launch import torchrun
+from caramba.launch import run, torchrun
 from caramba.launch.freeze import freeze
 from caramba.launch.joined import agreed_run, refuse_launcher
 from caramba.launch.sbatch import _ranges, array_script, run_script
+from caramba.launch.slurm_sweep import refuse_unlike
 from caramba.launch.torchrun import check_torchrun, ranks_per_node
+from caramba.runs import mint
 from caramba.runs.sweeps import list_sweeps
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
@@ -44,6 +48,9 @@ def launched(manifest, parallel=None, cluster=None, **launcher):
         (LauncherConfig, {"type": "slurm", "on_failure": "stop"}, "whose points are all queued at once"),
         (ClusterConfig, {"partition": "a b"}, "partition"),
         (ClusterConfig, {"modules": ["cuda;rm"]}, "modules"),
+        (ClusterConfig, {"modules": ["cuda&rm"]}, "modules"),
+        (ClusterConfig, {"modules": ["cuda|rm"]}, "modules"),
+        (ClusterConfig, {"modules": ["cuda*"]}, "modules"),
         (ClusterConfig, {"account": "$(rm)"}, "account"),
         (ClusterConfig, {"time": "soon"}, "time"),
         (ClusterConfig, {"time": 14400}, "got the number 14400; write it as HH:MM:SS"),
@@ -65,6 +72,10 @@ def test_what_would_be_ignored_or_run_in_the_script_is_refused(schema, plain, te
         (
             ["launcher=slurm", "cluster=example"],
             "sbatch is not on PATH, so this is no machine of a SLURM cluster",
+        ),
+        (
+            ["launcher=process", "parallel=ddp"],
+            "parallel=ddp is a run of several ranks; use launcher=torchrun",
         ),
         (["hydra/launcher=submitit_slurm"], "launcher=slurm submits arrays"),
     ],
@@ -91,9 +102,25 @@ def test_ranks_are_what_parallel_and_the_nodes_make(manifest, monkeypatch):
         ranks_per_node(launched(manifest, ddp, type="torchrun", nproc_per_node=2))
     open_size = {"strategy": "ddp", "dp": "auto"}
     assert ranks_per_node(launched(manifest, open_size, type="torchrun", nproc_per_node=3)) == 3
+    on_node = {"strategy": "fsdp2_tp", "tp": 2}
+    for gpus in (4, "h100:5"):
+        job = launched(manifest, on_node, {"gpus": gpus}, type="slurm").model_copy(update={"device": "auto"})
+        assert ranks_per_node(job) == 4, "of the node, not of the machine that submits"
+    for gpus in (None, 1, "h100"):
+        with pytest.raises(ConfigError, match=rf"cluster.gpus={gpus} with device=auto does not say how many"):
+            ranks_per_node(
+                launched(manifest, on_node, {"gpus": gpus}, type="slurm").model_copy(
+                    update={"device": "auto"}
+                )
+            )
+    assert ranks_per_node(launched(manifest, open_size, type="slurm", nproc_per_node=3)) == 3
     on_gpus = launched(manifest, ddp, type="torchrun", devices=(0, 1)).model_copy(update={"device": "cuda"})
     with pytest.raises(ConfigError, match=r"8 ranks and 2 GPUs \(0, 1\)"):
         check_torchrun(on_gpus)
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "0")
+        patch.setenv("WORLD_SIZE", "16")
+        check_torchrun(on_gpus)  # 8 of them on this node, the rest on another: who joins them counts
     monkeypatch.setattr(torchrun.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"this PyTorch has no torch.distributed.run"):
         check_torchrun(launched(manifest, type="torchrun"))
@@ -135,6 +162,10 @@ def test_the_script_of_a_job_is_plain_and_asks_for_what_ranks_need(manifest, tmp
     exported = "\n".join(line for line in lines if line.startswith("export NOTE"))
     done = subprocess.run(["bash", "-c", f'{exported}; echo "$NOTE"'], capture_output=True, text=True)
     assert done.stdout == "it's $HOME; rm -rf /\n", "a site's values are data"
+    with pytest.raises(
+        ConfigError, match=r"a\\nrm.* holds a line break, which a line of SLURM's script cannot"
+    ):
+        run_script(tmp_path / "a\nrm", asked, [])
     single = run_script(run_dir, launched(manifest, type="slurm", requeue=False), [])
     assert "scontrol requeue" not in single
     assert "--no-requeue" in single
@@ -169,6 +200,22 @@ def test_a_script_is_written_for_later(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count(" waiting ") == 2
 
 
+def test_an_array_asks_for_the_same_for_every_point(manifest, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["-m", *WORDS, "launcher=slurm_sbatch_only", "cluster.mem=8G,16G"]) == 2
+    assert 'asks for other things than the first (cluster.mem: "8G" -> "16G")' in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    first = launched(manifest, {"strategy": "ddp", "dp": 1}, type="slurm")
+    refuse_unlike(first, first.model_copy(update={"name": "another", "seed": 2}), "seed=2")
+    for other, text in (
+        (launched(manifest, {"strategy": "ddp", "dp": 2}, type="slurm"), r"\(parallel.dp: 1 -> 2\)"),
+        (launched(manifest, {"strategy": "ddp", "dp": 1}), 'launcher.type: "slurm" -> "inline"'),
+        (first.model_copy(update={"device": "cuda"}), 'device: "cpu" -> "cuda"'),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            refuse_unlike(first, other, "a=b")
+
+
 def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(ConfigError, match=r"launcher=slurm: torchrun has started these ranks"):
@@ -181,6 +228,45 @@ def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, 
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match="were not started by torchrun, whose agent keeps"):
         agreed_run(lambda: pytest.fail("only rank 0 composes"))
+
+
+def test_ranks_that_run_a_manifest_again_share_a_directory(manifest, tmp_path, monkeypatch):
+    """Trap: a directory for each rank. The store is torchrun's own, and the worker only says what it was given."""
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    monkeypatch.chdir(tmp_path)
+    original = mint(manifest, WORDS)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    given = []
+    monkeypatch.setattr(run, "run_inline", lambda file, flags: given.append(file) or 0)
+    values = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    for name, value in {**values, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for number in ("0", "1"):
+        monkeypatch.setenv("RANK", number)
+        assert main(["rerun", str(original)]) == 0
+    assert len({*given}) == 1
+    assert given[0].read_bytes() == (original / "manifest.json").read_bytes()
+    assert len(list((tmp_path / "runs").glob("*/*"))) == 2
+
+
+def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
+    """The ranks are told by SIGTERM either way; a system starts again what ends with 75."""
+
+    def ended(*numbers):
+        with subprocess.Popen(["sleep", "60"]) as agent:
+            with torchrun._passed_on(agent) as heard:
+                for number in numbers:
+                    os.kill(os.getpid(), number)
+                status = agent.wait()
+            return torchrun._ending(tmp_path, status, heard)
+
+    assert ended(signal.SIGUSR2) == 75
+    assert ended(signal.SIGTERM) == ended(signal.SIGUSR1, signal.SIGTERM) == 143
 
 
 def test_the_first_failure_is_the_killed_rank_or_the_first_to_say_so(tmp_path):
@@ -196,3 +282,5 @@ def test_the_first_failure_is_the_killed_rank_or_the_first_to_say_so(tmp_path):
     assert first_failure(followed) == {"rank": 1, "exit_status": -9, "ranks_failed": [0, 1, 2]}
     said = {0: failure(3, 1, 100.7), 1: failure(4, 2, 100.3)}
     assert first_failure(said)["rank"] == 1
+    hung = {0: failure(5, -9, noticed=130), 1: failure(6, 2, 100.3), 2: failure(7, 143, noticed=100)}
+    assert first_failure(hung)["exit_status"] == 2, "the agent kills what hangs when another has failed"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -79,6 +82,30 @@ def test_tasks_of_our_own_step_are_ranks():
     assert [variables[name] for name in names] == ["5", "8", "1", "4", "1", "77"]
     assert current_job(variables) == "77"
     assert current_job({**variables, "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}) == "70_3"
+
+
+AGENT_OF_A_RANK = """
+import os, subprocess, sys
+rank = "from caramba.runs.ranks import end_with_agent as e; e(); print('at work', flush=True); import time; time.sleep(60)"
+agent = str(os.getpid() if sys.argv[1] == "ours" else 1)
+subprocess.Popen([sys.executable, "-c", rank], env={**os.environ, "CARAMBA_AGENT": agent}, start_new_session=True).wait()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
+def test_ranks_end_with_their_agent_however_it_ends():
+    """Trap: ranks in sessions of their own go on, with the GPUs and the lock, when the agent is killed."""
+    command = [sys.executable, "-c", AGENT_OF_A_RANK]
+    with subprocess.Popen([*command, "ours"], stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "at work\n"
+        agent.kill()
+        began = time.monotonic()
+        assert agent.stdout.read() == "", "the pipe ends with the last who holds it, which is the rank"
+        assert time.monotonic() - began < 30
+    late = subprocess.run([*command, "another"], capture_output=True, text=True, timeout=60)
+    assert "the agent that started it, process 1, has ended; go on with caramba resume" in late.stderr
+    assert late.stdout == ""
 
 
 def test_a_run_that_a_job_has_is_refused(tmp_path, monkeypatch):
