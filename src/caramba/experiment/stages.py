@@ -40,6 +40,7 @@ from caramba.train import (
     Verification,
     drop_state,
     fit,
+    has_saved_state,
     state_path,
 )
 from caramba.verify import check
@@ -261,7 +262,7 @@ def _fit(
         if phase.batch_size == 1 or attempt == 2:
             break
         phase, decided = reduced(session, run.id, phase, decided, str(failure))
-        has_state = state_path(session.run_dir, decided.phase).exists()
+        has_state = has_saved_state(state_path(session.run_dir, decided.phase))
         if not has_state and not failure.is_clean:
             raise OutOfMemory(
                 f"{failure}; no state was saved before it, so the phase begins again with batch_size="
