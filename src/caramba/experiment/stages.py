@@ -157,6 +157,8 @@ def fit_phase(
 
     flops = _flops_per_token(session, phase, model)
     outcome = _fit(session, run, phase, decided, made, save_final, flops, callbacks)
+    if session.ranks is not None:
+        session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
     if outcome.steps < phase.steps:
         logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
