@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from caramba.checkpoint.sharded import MODEL, latest_sharded_state, save_sharded
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
 from caramba.errors import CheckpointError, ConfigError
+from caramba.experiment.ledger import Ledger
 from caramba.launch.freeze import freeze
 from caramba.model import Model, build_model, load_pretrained, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
@@ -30,7 +32,7 @@ from caramba.parallel import apply_tensor_parallel
 from caramba.runs import mint
 from caramba.runtime import is_main_process, join_ranks
 from caramba.train import state_path
-from tests.integration.commands import SMALL
+from tests.integration.commands import SMALL, SMALL_TEACHER
 
 STEPS, SAVED = 8, 2
 WORDS = (
@@ -39,6 +41,7 @@ WORDS = (
     *("train.max_grad_norm=0.5", f"train.save_every={SAVED}", "train.eval_every=4"),
     *("benchmark=none", "verify=none", "device=cpu", "logger.tensorboard=false", "settings.instrument=none"),
 )
+CONTROLS = "benchmark.benchmarks.0.config"
 SHARDED = ("parallel=fsdp2", "train.batch_size=4")
 RUNS = {
     "one": ("train.batch_size=8",),
@@ -46,6 +49,25 @@ RUNS = {
     "fsdp2": SHARDED,
     "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
     "stopped": (*SHARDED, "train.activation_checkpointing=full"),
+}
+BLOCKS = (
+    "train=blockwise",
+    "train.steps=3",
+    "train.batch_size=2",
+    "train.save_every=2",
+    "train.eval_every=2",
+)
+STUDENT = ("model=tiny_dba", *SMALL_TEACHER)
+DISTILLED = {
+    "blocks_one": (*BLOCKS, "train.gradient_accumulation_steps=2"),
+    "blocks_data": (*BLOCKS, "parallel=ddp"),
+    "controls": (
+        *(*BLOCKS, "parallel=ddp", "benchmark=controls", "~train.phases.drift"),
+        *(
+            f"{CONTROLS}.{key}"
+            for key in ("num_batches=1", "block_size=64", "distil=true", "controls=[random]")
+        ),
+    ),
 }
 
 
@@ -77,7 +99,9 @@ def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
     as_rank(rank, ports[0])
     check_sharded_models(folders["exact"])
     for (name, folder), port in zip(
-        ((name, folders[name]) for name in ("ddp", "fsdp2", "fsdp2_tp", "stopped")), ports[1:], strict=True
+        ((name, folders[name]) for name in ("ddp", "fsdp2", "fsdp2_tp", "blocks_data", "stopped")),
+        ports[1:],
+        strict=True,
     ):
         as_rank(rank, port)
         if name == "stopped" and rank == 0:
@@ -146,7 +170,11 @@ def folders(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     made["exact"] = root / "exact"
     torch.set_num_threads(1)
     assert worker.run(made["one"]) == 0
-    mp.spawn(rank_main, (made, [free_port() for _ in range(5)]), nprocs=2)
+    for name, words in DISTILLED.items():
+        words = [*WORDS, *STUDENT, *words, f"name={name}", f"model.teacher.checkpoint={made['one']}"]
+        made[name] = mint(freeze(words).manifest, words, root)
+    assert worker.run(made["blocks_one"]) == 0
+    mp.spawn(rank_main, (made, [free_port() for _ in range(6)]), nprocs=2)
     return made
 
 
@@ -157,13 +185,13 @@ def rows(run: Path, key: str) -> dict[int, float]:
     return {event["step"]: event["values"][key] for event in found}
 
 
-def weights(run: Path) -> dict[str, Tensor]:
-    return load_tensors(run / "checkpoints" / "pretrain.safetensors")
+def weights(run: Path, phase: str) -> dict[str, Tensor]:
+    return load_tensors(run / "checkpoints" / f"{phase}.safetensors")
 
 
-def same(run: Path, other: Path, within: float = 2e-5) -> None:
+def same(run: Path, other: Path, within: float = 2e-5, phase: str = "pretrain") -> None:
     """AdamW makes a step of about lr out of any gradient: where one is near 0, rounding shows."""
-    ours, theirs = weights(run), weights(other)
+    ours, theirs = weights(run, phase), weights(other, phase)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=within)
 
@@ -181,6 +209,25 @@ def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> 
     plan = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert plan["data_parallel"]["value"] == (1 if name == "fsdp2_tp" else 2)
     assert not state_path(run, "pretrain").exists()
+
+
+def test_two_ranks_that_share_the_data_train_all_blocks_as_one_process(folders: dict[str, Path]) -> None:
+    run, one = folders["blocks_data"], folders["blocks_one"]
+    for phase in ("blockwise", "drift"):
+        same(run, one, phase=phase)
+        blocks, alone = (Ledger(at)[phase].phase.details["blocks"] for at in (run, one))
+        assert {name: ended["steps"] for name, ended in blocks.items()} == dict.fromkeys(alone, 3)
+
+
+def test_a_control_that_fails_within_a_phase_ends_the_run(folders: dict[str, Path]) -> None:
+    """The other ranks could not be told: recorded, the failure would have rank 0 go on without them."""
+    run = folders["controls"]
+    (run / "checkpoints" / "controls.random.blockwise.safetensors").mkdir(parents=True)
+    try:
+        with pytest.raises(OSError, match=r"controls\.random\.blockwise"):
+            worker.run(run)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_sharded_run_goes_on_with_one_rank(folders: dict[str, Path]) -> None:

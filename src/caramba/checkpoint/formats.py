@@ -25,10 +25,18 @@ def write_torch_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: 
 
 
 def write_dcp(folder: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a folder of torch.distributed.checkpoint, from this process alone, and caramba.json with the metadata."""
+    """Write a folder of torch.distributed.checkpoint, from this process alone, and caramba.json with the metadata.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(dict(tensors), checkpoint_id=folder, no_dist=True)
+    try:
+        save(dict(tensors), checkpoint_id=folder, no_dist=True)
+    except CheckpointException as error:
+        raise OSError(f"{folder}: could not write the tensors: {reason_of(error)}") from error
     write_json(folder / DCP_LABELS, dict(metadata))
 
 
@@ -146,6 +154,7 @@ def read_index(path: Path) -> Any:
 
 
 def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -167,7 +176,15 @@ def _read_dcp(folder: Path) -> dict[str, torch.Tensor]:
         load(tensors, storage_reader=reader, no_dist=True)
     except CheckpointError:
         raise
-    except Exception as error:  # torch wraps what its threads meet in errors of several kinds
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"{folder}: cannot be read as a distributed checkpoint: {reason}") from error
+    except (Exception, CheckpointException) as error:  # torch wraps what its threads meet in several kinds
+        raise CheckpointError(
+            f"{folder}: cannot be read as a distributed checkpoint: {reason_of(error)}"
+        ) from error
     return tensors
+
+
+def reason_of(error: BaseException) -> str:
+    """Return one line of what torch.distributed.checkpoint failed with; its own error, a BaseException, holds what each
+    rank met."""
+    met: BaseException = next((cause for cause, _ in getattr(error, "failures", {}).values()), error)
+    return (str(met).splitlines() or [type(met).__name__])[0]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from caramba.checkpoint.formats import DCP_LABELS
+from caramba.checkpoint.formats import DCP_LABELS, reason_of
 from caramba.checkpoint.training_state import load_training_state, save_training_state
 from caramba.errors import CheckpointError
 from caramba.runs.files import write_json
@@ -36,6 +36,7 @@ def save_sharded_state(
         CheckpointError: `loop` holds something that is no plain value.
         OSError: the disk is full or the folder cannot be written; the older state is as it was.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -45,8 +46,11 @@ def save_sharded_state(
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
     dist.barrier()
-    save(get_model_state_dict(model), checkpoint_id=place / MODEL)
-    save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=place / OPTIMIZER)
+    try:
+        save(get_model_state_dict(model), checkpoint_id=place / MODEL)
+        save({OPTIMIZER: get_optimizer_state_dict(model, optimizer)}, checkpoint_id=place / OPTIMIZER)
+    except CheckpointException as error:  # on every rank, whichever met it
+        raise OSError(f"{place}: could not write the sharded state: {reason_of(error)}") from error
     if is_main:
         write_json(place / MODEL / DCP_LABELS, dict(labels))
         save_training_state(place / LOOP, dict(loop))
@@ -73,6 +77,7 @@ def load_sharded_state(
     Raises:
         CheckpointError: the state is of another model, or damaged.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict import (
         get_model_state_dict,
@@ -85,17 +90,17 @@ def load_sharded_state(
     loop = load_training_state(place / LOOP)
     weights: dict[str, Any] = get_model_state_dict(model)
     reader = _reader_of(FileSystemReader)
-    _check_fits(place, reader(place / MODEL), weights)
     try:
+        _check_fits(place, reader(place / MODEL), weights)
         load(weights, storage_reader=reader(place / MODEL))
         states = {OPTIMIZER: get_optimizer_state_dict(model, optimizer)}
         load(states, storage_reader=reader(place / OPTIMIZER))
     except CheckpointError:
         raise
-    except Exception as error:  # torch wraps what its threads meet in errors of several kinds
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+    except (Exception, CheckpointException) as error:  # torch wraps what its threads meet in several kinds
         raise CheckpointError(
-            f"{place}: cannot be read as a sharded state: {reason}; remove the folder to begin the phase again"
+            f"{place}: cannot be read as a sharded state: {reason_of(error)}; remove the folder to begin the phase "
+            "again"
         ) from error
     set_model_state_dict(model, weights)
     set_optimizer_state_dict(model, optimizer, states[OPTIMIZER])

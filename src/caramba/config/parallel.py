@@ -45,7 +45,7 @@ class ParallelConfig(Config):
     )
     blockwise: Literal["data", "blocks"] = Field(
         default="data",
-        description="what ranks share in blockwise and drift: the data of all blocks, or the blocks",
+        description="what ranks share in block phases: the data of all blocks, or, of blockwise alone, the blocks",
     )
 
     @model_validator(mode="after")

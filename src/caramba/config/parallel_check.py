@@ -1,9 +1,10 @@
-"""Which phases can be spread over ranks, and how: refused by name before anything is built."""
+"""Which phases and benchmarks can be spread over ranks, and how: refused by name before anything is built."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
@@ -16,7 +17,7 @@ def check_parallel(manifest: Manifest) -> None:
     """Refuse what the strategy of a manifest cannot train.
 
     Raises:
-        ConfigError: naming the run, the key and what to use.
+        ConfigError: naming the run or the benchmark, the key and what to use.
     """
     parallel = manifest.parallel
     if parallel.strategy == "single":
@@ -25,6 +26,12 @@ def check_parallel(manifest: Manifest) -> None:
         for run in group.runs:
             for problem in () if run.train is None else conflicts(run.train, parallel):
                 raise ConfigError(f"run {run.id!r}: {problem}")
+        for bench in group.benchmarks:
+            if isinstance(bench.config, LadderConfig):
+                raise ConfigError(
+                    f"benchmark {bench.id!r}: the ladder trains its rows in one process, got parallel="
+                    f"{parallel.strategy}; use parallel=single, or remove the benchmark"
+                )
 
 
 def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -34,6 +41,11 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
             yield (
                 "parallel.blockwise=blocks trains other blocks on every rank, which convergence would end at different "
                 "steps; use parallel.blockwise=data, or remove convergence"
+            )
+        if parallel.blockwise == "blocks" and phase.phase == "drift":
+            yield (
+                "phase=drift reads the student's own hidden states, and parallel.blockwise=blocks leaves the blocks of "
+                "other ranks as they were until the phase ends; use parallel.blockwise=data, or remove the phase"
             )
         if parallel.tp > 1:
             yield (

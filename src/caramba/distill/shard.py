@@ -13,10 +13,10 @@ from caramba.runtime import get_rank, get_world_size, is_distributed
 
 
 class BlockShard:
-    """The blocks of one rank: consecutive ones, so that the teacher of an early rank stops early.
+    """The blocks of one rank: consecutive ones, so that the teacher of an early rank stops early; all, of one rank.
 
-    A rank reads its own samples and computes no gradient of another's blocks, so no gradient is ever reduced; `gather`
-    sends every block's weights from its owner to all.
+    Where `is_shared` a rank computes no gradient of another's blocks, so no gradient is ever reduced; `gather` sends
+    every block's weights from its owner to all.
 
     Raises:
         ConfigError: more ranks than blocks.

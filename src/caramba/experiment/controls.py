@@ -47,7 +47,8 @@ class Subject:
 def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
     """Measure teacher, student and every control on the same held-out windows; a finished row is never repeated.
 
-    A control that this teacher and budget do not allow is a row with the reason; another failure is its stage's error.
+    A control that this teacher and budget do not allow is a row with the reason; another failure is its stage's error,
+    and that of the run where several ranks were training.
     """
     config = bench.config
     assert isinstance(config, ControlsBenchmarkConfig)
@@ -60,12 +61,10 @@ def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
         result = BenchmarkResult(stage, config.type)
         try:
             row = _row(session, subject, config)
-        except (ConfigError, DataError) as error:  # widths, parts or data that the control cannot have
-            logger.warning(f"{stage}: skipped, {error}")
-            result = dataclasses.replace(result, rows=({"model": subject.name, "skipped": str(error)},))
-        except Exception as error:  # recorded in report.json and turned into exit status 1 by the worker
-            logger.error(f"{stage}: {type(error).__name__}: {error}")
-            result = dataclasses.replace(result, error=f"{type(error).__name__}: {error}")
+        except Exception as error:
+            if session.ranks is not None and session.ranks.is_training:
+                raise  # the other ranks hang in the phase that failed here, or have ended with it
+            result = dataclasses.replace(result, **_outcome(stage, subject, error))
         else:
             logger.info(
                 f"{stage}: PPL ratio {row['ppl_ratio']:.4f} at {row['kv_bytes_per_token']:g} bytes a token "
@@ -79,6 +78,16 @@ def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
                 benchmarks=(dataclasses.replace(result, seconds=seconds),),
             )
         )
+
+
+def _outcome(stage: str, subject: Subject, error: Exception) -> dict[str, Any]:
+    """Return what a stage records of an error, and say it."""
+    if isinstance(error, ConfigError | DataError):  # widths, parts or data that the control cannot have
+        logger.warning(f"{stage}: skipped, {error}")
+        return {"rows": ({"model": subject.name, "skipped": str(error)},)}
+    said = f"{type(error).__name__}: {error}"
+    logger.error(f"{stage}: {said}")
+    return {"error": said}  # in report.json, and turned into exit status 1 by the worker
 
 
 def _subjects(session: Session, bench_id: str, config: ControlsBenchmarkConfig) -> list[Subject]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -62,7 +63,7 @@ def _blockwise(
 ) -> BlockwiseObjective:
     teacher = frozen_teacher(session, decided)
     pairs = upcycle.pair_attention(teacher, model)
-    shard = BlockShard([name for name, _, _ in pairs])
+    shard = _shard(session, [name for name, _, _ in pairs])
     return BlockwiseObjective(
         model,
         teacher,
@@ -122,7 +123,7 @@ def check_block_schedules(session: Session) -> None:
     for run in session.group.runs:
         if run.train is not None and run.train.phase in BLOCK_PHASES and run.id not in session.ledger:
             blocks = range(len(attention_configs(session.manifest.model.topology)))
-            _block_schedule(run.train, BlockShard([f"block {block}" for block in blocks]))
+            _block_schedule(run.train, _shard(session, [f"block {block}" for block in blocks]))
 
 
 def check_precisions(session: Session) -> None:
@@ -134,6 +135,13 @@ def check_precisions(session: Session) -> None:
     for run in session.group.runs:
         if run.train is not None and run.id not in session.ledger:
             choose_precision(run.train, choose_device(run.train.device or session.manifest.device))
+
+
+def _shard(session: Session, names: Sequence[str]) -> BlockShard:
+    """Return the blocks that this rank trains: its part of them under parallel.blockwise=blocks, else all."""
+    if session.manifest.parallel.blockwise == "blocks":
+        return BlockShard(names)
+    return BlockShard(names, rank=0, world_size=1)
 
 
 def _block_schedule(phase: PhaseConfig, shard: BlockShard) -> BlockSchedule:

@@ -40,6 +40,7 @@ from caramba.train import (
     Verification,
     drop_state,
     fit,
+    has_saved_state,
     state_path,
 )
 from caramba.verify import check
@@ -156,6 +157,8 @@ def fit_phase(
 
     flops = _flops_per_token(session, phase, model)
     outcome = _fit(session, run, phase, decided, made, save_final, flops, callbacks)
+    if session.ranks is not None:
+        session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
     if outcome.steps < phase.steps:
         logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
@@ -261,7 +264,7 @@ def _fit(
         if phase.batch_size == 1 or attempt == 2:
             break
         phase, decided = reduced(session, run.id, phase, decided, str(failure))
-        has_state = state_path(session.run_dir, decided.phase).exists()
+        has_state = has_saved_state(state_path(session.run_dir, decided.phase))
         if not has_state and not failure.is_clean:
             raise OutOfMemory(
                 f"{failure}; no state was saved before it, so the phase begins again with batch_size="

@@ -1,7 +1,12 @@
 """Facts of the machine and the plan that follows from them."""
 
 from caramba.runtime.agreement import Agreement
-from caramba.runtime.determinism import apply_determinism, seed_process
+from caramba.runtime.determinism import (
+    apply_determinism,
+    random_states,
+    restore_random_states,
+    seed_process,
+)
 from caramba.runtime.device import choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
     all_agree,
@@ -64,7 +69,9 @@ __all__ = [
     "merge_over_ranks",
     "plan",
     "plan_path",
+    "random_states",
     "release_memory",
+    "restore_random_states",
     "save_plan",
     "seed_process",
     "send_from_main",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,3 +48,25 @@ def seed_process(seed: int, rank: int = 0) -> None:
     random.seed(own)
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return torch's random state on the host, and on `device` where that is a GPU: other GPUs are other ranks'."""
+    states: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any], device: torch.device) -> None:
+    """Put back what `random_states` returned, on any machine; states of older runs list one for every GPU."""
+    torch.set_rng_state(states["cpu"])
+    if "cuda" not in states or device.type != "cuda":
+        return
+    saved = states["cuda"]
+    if isinstance(saved, list | tuple):
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= len(saved):
+            return  # none was saved for this GPU: it goes on with its own
+        saved = saved[index]
+    torch.cuda.set_rng_state(saved, device)

@@ -37,11 +37,14 @@ class Ranks:
     size: int
     store: Any
     orders: int = 0
+    is_training: bool = False
+    """On rank 0: whether the others are within what was ordered last, so that it cannot go on by itself."""
 
     def order(self, value: object) -> None:
         """Say to all other ranks what comes next; None ends them."""
         self.store.set(f"order/{self.orders}", pickle.dumps(value))
         self.orders += 1
+        self.is_training = value is not None
 
     def next_order(self) -> Any:
         """Wait for what rank 0 says next."""

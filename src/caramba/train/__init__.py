@@ -4,7 +4,7 @@ from caramba.train.callbacks import BenchmarkArtifacts, BlockwiseDistillation, V
 from caramba.train.data import workers_needed
 from caramba.train.module import CarambaModule
 from caramba.train.strategies import SHARDED, way_of
-from caramba.train.trainer import FitOutcome, PhaseData, drop_state, fit, state_path
+from caramba.train.trainer import FitOutcome, PhaseData, drop_state, fit, has_saved_state, state_path
 
 __all__ = [
     "SHARDED",
@@ -16,6 +16,7 @@ __all__ = [
     "Verification",
     "drop_state",
     "fit",
+    "has_saved_state",
     "state_path",
     "way_of",
     "workers_needed",

@@ -38,6 +38,8 @@ from caramba.runtime import (
     get_rank,
     get_world_size,
     mean_over_ranks,
+    random_states,
+    restore_random_states,
 )
 from caramba.train.strategies import AVERAGED, SHARDED, SINGLE, WRAPPED, last_backward
 
@@ -125,7 +127,9 @@ class CarambaModule(pl.LightningModule):
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
             loss, self._loss = self._loss / self.phase.gradient_accumulation_steps, None
-            if not self.shares_blocks:  # so that every rank decides alike
+            if (
+                not self.shares_blocks
+            ):  # so that every rank decides alike, on what steps and on what has converged
                 losses = mean_over_ranks({**losses, STEP_LOSS: loss})
                 loss = losses.pop(STEP_LOSS)
             losses["grad_norm"] = self._step(loss)
@@ -258,10 +262,7 @@ class CarambaModule(pl.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         # Random state is taken at the end of a batch and put back before the next, so that dropout goes on as it was.
-        state: dict[str, Any] = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        checkpoint["rng"] = state
+        checkpoint["rng"] = random_states(self.trainer.strategy.root_device)
         checkpoint["running_loss"] = self.train_loss.state_dict()
         checkpoint["nonfinite"] = self.watch.state_dict()
         for name in KEPT:
@@ -302,9 +303,7 @@ class CarambaModule(pl.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         rng, self._rng = getattr(self, "_rng", None), None
         if rng is not None:
-            torch.set_rng_state(rng["cpu"])
-            if "cuda" in rng and torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(rng["cuda"])
+            restore_random_states(rng, self.trainer.strategy.root_device)
 
 
 def on_host(value: Any) -> Any:

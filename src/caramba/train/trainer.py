@@ -169,7 +169,7 @@ def fit(
                 module,
                 train_dataloaders=loader,
                 val_dataloaders=validation_loader(data.val, phase) if phase.eval_every else None,
-                ckpt_path=str(state) if state.exists() else None,
+                ckpt_path=str(state) if has_saved_state(state) else None,
                 weights_only=True,
             )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
@@ -222,14 +222,17 @@ def state_path(run_dir: Path, phase: str) -> Path:
     return run_dir / "checkpoints" / f"{phase}.state.pt"
 
 
+def has_saved_state(state: Path) -> bool:
+    """Whether a phase can go on from its state: a folder may hold nothing that was written whole."""
+    return state.is_file() or latest_sharded_state(state) is not None
+
+
 def saved_step(state: Path) -> int:
     """Return the optimiser step of a saved training state, a file or a folder, 0 without one."""
-    if state.is_dir():
-        place = latest_sharded_state(state)
-        return 0 if place is None else int(load_training_state(place / LOOP)["global_step"])
-    if not state.is_file():
+    if not has_saved_state(state):
         return 0
-    return int(load_training_state(state)["global_step"])
+    place = latest_sharded_state(state)
+    return int(load_training_state(state if place is None else place / LOOP)["global_step"])
 
 
 def drop_state(run_dir: Path, phase: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
-from caramba.runtime import apply_determinism, seed_process
+from caramba.runtime import apply_determinism, random_states, restore_random_states, seed_process
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,23 @@ def test_every_generator_follows_from_seed_and_rank():
     first = torch.rand(())
     torch.manual_seed(7)
     assert torch.equal(first, torch.rand(())), "rank 0 draws what the seed itself gives"
+
+
+def test_a_random_state_is_put_back_on_fewer_gpus(monkeypatch):
+    put: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: put.append((state, str(device))))
+    torch.manual_seed(5)
+    states = random_states(torch.device("cpu"))
+    assert list(states) == ["cpu"]
+    drawn = torch.rand(())
+    every = [f"of GPU {index}" for index in range(8)]  # as older runs saved them
+    for device in ("cpu", "cuda:1"):
+        restore_random_states({**states, "cuda": every}, torch.device(device))
+        assert torch.equal(torch.rand(()), drawn)
+    restore_random_states({**states, "cuda": every[:1]}, torch.device("cuda:1"))
+    restore_random_states({**states, "cuda": "own"}, torch.device("cuda:0"))
+    restore_random_states(states, torch.device("cuda:0"))
+    assert put == [("of GPU 1", "cuda:1"), ("own", "cuda:0")]
 
 
 class _Draws(torch.utils.data.Dataset):
