@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -101,6 +102,18 @@ class SlurmNode:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        for pid in self._left_behind():  # keepers of steps that were to report to a daemon that is gone
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _left_behind(self) -> list[int]:
+        """Return the processes that still write this node's log."""
+        log, found = str(self.folder / "slurmd.log"), []
+        for files in Path("/proc").glob("[0-9]*/fd"):
+            with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+                if any(os.readlink(file) == log for file in files.iterdir()):
+                    found.append(int(files.parent.name))
+        return found
 
     def run(self, *command: str) -> str:
         """Run a SLURM command and return what it prints."""
