@@ -28,7 +28,7 @@ from caramba.config.train import PhaseConfig
 from caramba.cost import estimate_phase, model_cost
 from caramba.distill import LanguageModelObjective
 from caramba.layer import attention_backends
-from caramba.model import Model, build_model
+from caramba.model import build_model, build_stand_in
 from caramba.model.sharding import fill_sharded, shard_model, sharding_of
 from caramba.planning.trial import RandomWindows
 from caramba.runs.files import write_json
@@ -96,19 +96,6 @@ def manifest_of(words: argparse.Namespace, strategy: str, device: str) -> Manife
     )
 
 
-def fresh(manifest: Manifest, device: torch.device) -> Model:
-    """Build the same model on every rank where it runs: matrices normal(0, 0.02), norms one."""
-    model = build_model(manifest.model, device="meta").to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02, generator=generator)
-            else:
-                parameter.fill_(1.0)
-    return model
-
-
 def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
     """Train a phase on the ranks that are joined; return what it measured, with the loss of every step."""
     phase = manifest.groups[0].runs[0].train
@@ -125,7 +112,7 @@ def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
         attention=attention,
         ranks=ranks,
     )
-    whole = fresh(manifest, device)
+    whole = build_stand_in(manifest.model, device)
     shard = None
     trained = whole
     if way_of(manifest.parallel, phase) == SHARDED:

@@ -25,7 +25,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from training_sides import Side, bare_side, fresh_model, ours_bare, transformers_side
+from training_sides import Side, bare_side, ours_bare, transformers_side
 
 from caramba import kernels
 from caramba.config.surgery import attention_configs
@@ -35,6 +35,7 @@ from caramba.distill import LanguageModelObjective
 from caramba.errors import CarambaError, OutOfMemory
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
+from caramba.model import build_stand_in
 from caramba.monitor import device_peak
 from caramba.monitor.profile import as_text, op_times
 from caramba.planning.trial import RandomWindows
@@ -170,7 +171,7 @@ class Bench:
         flops = estimate_phase(phase, model_cost(self.spec), None).flops_per_token
         with tempfile.TemporaryDirectory() as folder:
             return fit(
-                LanguageModelObjective(fresh_model(self.spec, self.device).train()),
+                LanguageModelObjective(build_stand_in(self.spec, self.device).train()),
                 phase,
                 PhaseData(windows, windows, seed=0, start=0),
                 made,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from caramba.config.model import ModelSpec
 from caramba.distill import LanguageModelObjective
 from caramba.export.llama import llama_config
-from caramba.model import Model, build_model
+from caramba.model import build_stand_in
 from caramba.optim import clip_gradients
 
 
@@ -166,7 +166,7 @@ def bare_side(spec: ModelSpec, x: Tensor, y: Tensor, compiled: bool, **options: 
 
 def ours_bare(spec: ModelSpec, x: Tensor, y: Tensor, compiled: bool, **options: Any) -> Side:
     """Our own model with the objective and the compiled regions that a phase uses, without Lightning around it."""
-    net = fresh_model(spec, x.device).to(torch.bfloat16).train()
+    net = build_stand_in(spec, x.device).to(torch.bfloat16).train()
     objective = LanguageModelObjective(net)
     if compiled:
         for module in objective.compilable():
@@ -176,12 +176,3 @@ def ours_bare(spec: ModelSpec, x: Tensor, y: Tensor, compiled: bool, **options: 
 
 def _step(objective: LanguageModelObjective, x: Tensor, y: Tensor) -> None:
     objective.step((x, y), lambda loss: loss.backward())
-
-
-def fresh_model(spec: ModelSpec, device: torch.device) -> Model:
-    """Build a model where it runs: matrices normal(0, 0.02), the rest one."""
-    model = build_model(spec, device="meta").to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.02) if parameter.dim() > 1 else parameter.fill_(1.0)
-    return model

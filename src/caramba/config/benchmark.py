@@ -152,6 +152,10 @@ class WeightsBenchmarkConfig(Config):
 RungName = Literal["eager_math", "flash", "graphs", "int8", "tp2"]
 
 
+STAGED = (ControlsBenchmarkConfig, LadderConfig)
+"""Benchmarks of a whole group, whose rows are stages of their own."""
+
+
 class InferenceLadderConfig(Config):
     """Latency per token and throughput as each means of speed is added: see `rungs`.
 

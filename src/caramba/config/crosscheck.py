@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from caramba.config.benchmark import (
+    STAGED,
     AccuracyBenchmarkConfig,
     ControlsBenchmarkConfig,
     LatencyBenchmarkConfig,
@@ -52,8 +53,7 @@ def cross_check(manifest: Manifest) -> None:
                     f"benchmark {bench.id!r}: controls are made from a teacher, and the model has none; choose a model "
                     "with a teacher (model=tiny_dba), or remove the benchmark"
                 )
-            is_staged = isinstance(bench.config, ControlsBenchmarkConfig | LadderConfig)
-            if is_staged and not re.match(SLUG, bench.id):
+            if isinstance(bench.config, STAGED) and not re.match(SLUG, bench.id):
                 raise ConfigError(
                     f"benchmark {bench.id!r}: its {bench.config.type} names files after it; use letters, digits, "
                     "'_', '-' and '.'"

@@ -125,10 +125,9 @@ class BlockwiseObjective(Objective):
         return True
 
     def compilable(self) -> list[nn.Module]:
-        # On the student's inputs, layers that do not train run as they are, beside the steps of those that do.
-        layers = [
-            layer for _, source, student in self.pairs for layer in (source, student)[: 1 + self.on_student]
-        ]
+        layers = [source for _, source, _ in self.pairs]
+        if self.on_student:  # layers that do not train run as they are, beside the steps of those that do
+            layers += [student for _, _, student in self.pairs]
         return [*layers, *self.steps.values(), *([self.divergence] if self.attention_weight else [])]
 
     def finish(self) -> None:

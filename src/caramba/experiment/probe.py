@@ -28,7 +28,7 @@ from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
-from caramba.model import Model, build_model
+from caramba.model import Model, build_model, build_stand_in
 from caramba.planning import Candidate, Trial, run_trial
 from caramba.runtime import MemoryMeter, RuntimePlan, apply_determinism, choose_device, is_out_of_memory
 
@@ -106,7 +106,7 @@ def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, Memo
         def objective_of(phase: PhaseConfig, decided: RuntimePlan) -> Objective:
             session.teacher = session.student = None
             session.teacher, session.student = (
-                None if spec is None else _fresh(spec, device)
+                None if spec is None else build_stand_in(spec, device)
                 for spec in (specs["teacher"], specs["student"])
             )
             model = session.model_of("teacher" if trains == "teacher" else "student")
@@ -128,19 +128,6 @@ def _trial(request: dict[str, Any], candidate: Candidate, meters: dict[str, Memo
                 vocab_size=manifest.model.embedder.vocab_size,
                 has_documents=group.data.keeps_documents_apart,
             )
-
-
-def _fresh(spec: ModelSpec, device: torch.device) -> Model:
-    """Build a model where it runs, quickly: matrices normal(0, 0.02), the rest as its modules set it."""
-    model = build_model(spec, device="meta").to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02, generator=generator)
-            else:
-                parameter.fill_(1.0)
-    return model
 
 
 if __name__ == "__main__":

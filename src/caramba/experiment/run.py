@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from caramba import artifact
-from caramba.config.benchmark import ControlsBenchmarkConfig
+from caramba.config.benchmark import STAGED
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
@@ -33,7 +33,6 @@ from caramba.runs.files import write_json
 from caramba.runtime import Ranks, apply_determinism, apply_threads, join_ranks
 
 FINAL, VERIFY = "final", "verify"
-STAGED = (ControlsBenchmarkConfig, LadderConfig)  # benchmarks whose rows are stages of their own
 
 
 def run(manifest: Manifest, run_dir: Path) -> tuple[RunResult, ...]:

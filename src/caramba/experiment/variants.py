@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from caramba.config.benchmark import ControlsBenchmarkConfig
+from caramba.config.benchmark import STAGED
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import RunConfig
 from caramba.console import logger
 from caramba.cost import model_cost, variant
@@ -33,8 +32,7 @@ def train_variant(session: Session, run: RunConfig) -> None:
     shadow = dataclasses.replace(session, student=model)
     record = fit_phase(shadow, run, run.train)
     row = run.id.replace(".", "_")  # a point separates the parts of a metric's key
-    staged = (ControlsBenchmarkConfig, LadderConfig)  # these are of the group, not of a variant
-    suite = [bench for bench in session.group.benchmarks if not isinstance(bench.config, staged)]
+    suite = [bench for bench in session.group.benchmarks if not isinstance(bench.config, STAGED)]
     results = session.measure(suite, {row: model.to(session.device)})
     details = {
         **record.phase.details,

@@ -15,11 +15,11 @@ from pathlib import Path
 from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
+from caramba.runs.signals import ENDING, handled
 
 GRACE_S = 30.0
 TAIL_LINES = 12
 _POLL_S = 0.05
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,8 @@ def termination_as_interrupt() -> Iterator[None]:
     def interrupt(number: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, interrupt) for number in _SIGNALS}
-    try:
+    with handled(ENDING, interrupt):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def last_lines(log: Path, count: int = TAIL_LINES) -> str:

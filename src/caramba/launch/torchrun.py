@@ -20,11 +20,11 @@ from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
 from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, STOPPED, TERMINATED
 from caramba.runs.ranks import is_rank
+from caramba.runs.signals import ENDING, handled
 
 LOGS, FAILURE = "logs", "failure.json"
 STOP_S = 60.0
 _POLL_S = 0.2
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -180,12 +180,8 @@ def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         heard.append(number)
         agent.terminate()
 
-    before = {number: signal.signal(number, terminate) for number in _PASSED_ON}
-    try:
+    with handled(ENDING, terminate):
         yield heard
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -59,6 +59,20 @@ def init_weights(model: nn.Module) -> None:
             reset()
 
 
+def build_stand_in(spec: ModelSpec, device: torch.device) -> Model:
+    """Build a model where it runs, quickly, for what does not depend on its weights: matrices normal(0, 0.02) and the
+    rest one, the same on every device of a kind."""
+    model = build_model(spec, device="meta").to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=INIT_STD, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    return model
+
+
 @contextlib.contextmanager
 def _seeded(seed: int | None) -> Iterator[None]:
     if seed is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from caramba.errors import Preempted
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (*STOPPING, signal.SIGHUP)
+"""What ends a process that does not handle it, a closed terminal among it; Ctrl-C is Python's own."""
 
 
 class _Request:
@@ -28,6 +30,17 @@ _request = _Request()
 def requested() -> int:
     """Return the number of the signal that asked this process to stop, 0 when none did."""
     return _request.number
+
+
+@contextlib.contextmanager
+def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Within, these signals are the handler's; then those that had them before have them again."""
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @contextlib.contextmanager

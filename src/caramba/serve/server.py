@@ -10,6 +10,7 @@ from types import FrameType
 import uvicorn
 
 from caramba.errors import ConfigError
+from caramba.runs.signals import handled
 from caramba.serve.app import build_app
 from caramba.serve.service import Service
 
@@ -69,14 +70,12 @@ class Server(uvicorn.Server):
             EngineClosed: the engine has ended by itself, as it does when its device fails.
         """
         # uvicorn raises the signal again when it is done, for these to take: nothing is left to do then.
-        before = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
-        self.service.engine.start()
-        try:
-            self.run(sockets=[listener])
-        finally:
-            self.service.engine.close()
-            for one, handler in before.items():
-                signal.signal(one, handler)
+        with handled((signal.SIGTERM, signal.SIGINT), self._note):
+            self.service.engine.start()
+            try:
+                self.run(sockets=[listener])
+            finally:
+                self.service.engine.close()
         if self.service.failure is not None:
             raise self.service.failure
 

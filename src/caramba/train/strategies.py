@@ -73,11 +73,11 @@ class JoinedRanks(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        raise NotImplementedError("the ranks have met already")
+        raise RuntimeError("the ranks have met already")
 
     @property
     def main_port(self) -> int:
-        raise NotImplementedError("the ranks have met already")
+        raise RuntimeError("the ranks have met already")
 
     @staticmethod
     def detect() -> bool:
