@@ -57,7 +57,7 @@ WIDTHS = {"5.33x": (60, 12), "6.4x": (50, 10), "10.7x": (30, 6)}
 OWN: dict[str, dict[str, Any]] = {"10.7x": {"global_lr": 6e-4, "map_lr": 1.5}}
 # Single changes of the recipe, tried in this order on top of the best so far, the first ones beside each other.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    HEADLINE: ({"kl_weight": 0.8}, {"kl_weight": 0.5}),
+    HEADLINE: ({"kl_weight": 0.7}, {"kl_weight": 0.4}),
     "10.7x": ({}, {"global_lr": 1e-3, "map_lr": 1.0}),
 }
 TRIAL_SHARE = 0.2  # of distil_tokens
