@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from caramba.monitor import PeakMemory, PhaseMeter, StepNorms
+from caramba.monitor import PeakMemory, PhaseMeter, StepNorms, norms_of_stages
 from caramba.runtime import merge_over_ranks
 from caramba.train.display import Display
 
@@ -60,7 +60,9 @@ class Monitoring(pl.Callback):
             values = merge_over_ranks(values)
         values["running_loss"] = pl_module.running_loss()
         values["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
-        values |= self._norms.read() | self.meter.read(step) | self.memory.read()
+        norms = self._norms.read()
+        values |= norms_of_stages(norms) if pl_module.has_stages else norms
+        values |= self.meter.read(step) | self.memory.read()
         pl_module.record(values)
         self.display.show(step, values)
 
