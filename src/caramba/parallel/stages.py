@@ -70,7 +70,7 @@ def cut(model: Model, index: int, n_stages: int) -> Stage:
         model.embedder.token.register_parameter("weight", None)
         model.embedder.position = None
     if not stage.is_last:
-        model.head = Elsewhere()
+        model.add_module("head", Elsewhere())
     return stage
 
 
