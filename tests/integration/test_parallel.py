@@ -135,7 +135,9 @@ def check_sharded_models(folder: Path) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         check_sharded(spec, parallel, parts=1)  # two nodes, which are replicas of each other
         os.environ["LOCAL_WORLD_SIZE"] = "2"
-        check_sharded(spec, ParallelConfig(strategy="fsdp2_tp", dp=1, tp=2))
+        for by_sequence in (False, True):
+            split = ParallelConfig(strategy="fsdp2_tp", dp=1, tp=2, sequence_parallel=by_sequence)
+            check_sharded(spec, split)
         check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("AttentionLayer", "SwiGLULayer")))
         with pytest.raises(ConfigError, match=r"no such node; it has .*NestedTopology"):
             check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("Block",)))
@@ -185,7 +187,7 @@ def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> 
     whole, shell = build_model(spec, seed=7), build_model(spec, device="meta")
     sharding = sharding_of(parallel, device, "float32")
     if sharding.within is not None:
-        apply_tensor_parallel(shell, sharding.within)
+        apply_tensor_parallel(shell, sharding.within, split_sequence=parallel.sequence_parallel)
     shard_model(shell, sharding)
     fill_sharded(shell, whole if is_main_process() else None, device)
     for model in (whole, shell):

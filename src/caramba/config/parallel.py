@@ -27,6 +27,11 @@ class ParallelConfig(Config):
         description="ranks that share the data; auto: as many as the launcher starts, here one per GPU",
     )
     tp: Positive = Field(default=1, description="of fsdp2_tp: ranks that share the work of every layer")
+    sequence_parallel: bool = Field(
+        default=False,
+        description="of fsdp2_tp: norms, and activations kept between layers, are of a rank's own tokens; tp has to "
+        "divide block_size",
+    )
     pp: Positive = Field(
         default=1, description="of pipeline: ranks that each hold as many blocks of a uniform stack, in turn"
     )
@@ -79,6 +84,10 @@ class ParallelConfig(Config):
         if self.sharding == "NO_SHARD":
             found.append(
                 "sharding=NO_SHARD keeps whole weights on every rank, which is parallel=ddp; use that"
+            )
+        if self.sequence_parallel and self.strategy != "fsdp2_tp":
+            found.append(
+                f"sequence_parallel belongs to parallel=fsdp2_tp, got parallel={self.strategy}; remove it"
             )
         for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
             if not is_sharded and getattr(self, name) != default:

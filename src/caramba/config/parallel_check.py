@@ -76,6 +76,11 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
     if not parallel.is_sharded:
         return
     name = f"parallel={parallel.strategy}"
+    if parallel.sequence_parallel and phase.block_size % parallel.tp:
+        yield (
+            f"parallel.sequence_parallel gives each of tp={parallel.tp} ranks as many tokens, got block_size="
+            f"{phase.block_size}; use a multiple of {parallel.tp}, or sequence_parallel=false"
+        )
     if phase.optimizer not in SHARDED_OPTIMIZERS:
         yield (
             f"optimizer={phase.optimizer} is made for whole weights, and {name} keeps a part of each on every rank; "

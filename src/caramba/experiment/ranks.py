@@ -91,7 +91,8 @@ def assemble(
     def shard() -> None:
         sharding = sharding_of(session.manifest.parallel, device, decided.value("dtype"))
         if sharding.within is not None:
-            apply_tensor_parallel(shell, sharding.within)
+            split_sequence = session.manifest.parallel.sequence_parallel
+            apply_tensor_parallel(shell, sharding.within, split_sequence=split_sequence)
         shard_model(shell, sharding)
         fill_sharded(shell, model, device)
 

@@ -39,6 +39,11 @@ def problems(phase: dict[str, object], **parallel: object) -> str:
         ({"phase": "blockwise"}, {"strategy": "fsdp2_tp", "tp": 2}, "trains attention layers one by one"),
         ({"phase": "drift"}, {"strategy": "fsdp2_tp", "tp": 2}, "trains attention layers one by one"),
         (
+            {"phase": "pretrain", "block_size": 33},
+            {"strategy": "fsdp2_tp", "tp": 2, "sequence_parallel": True},
+            "got block_size=33; use a multiple of 2, or sequence_parallel=false",
+        ),
+        (
             {"phase": "global", "objective": "kl", "hidden_weight": 0.5},
             {"strategy": "fsdp2_tp", "tp": 2},
             "hidden_weight is not made for sharded weights, got parallel=fsdp2_tp",
@@ -81,6 +86,7 @@ def test_a_phase_that_its_ranks_cannot_train_is_refused(
         ({**STAGES, "dp": 2}, "one pipeline, without replicas, got dp=2"),
         ({**STAGES, "tp": 2}, "parallel=pipeline has no tp, got tp=2"),
         ({**STAGES, "pp": 4, "num_micro_batches": 3}, "leaves some of the pp=4 stages without work"),
+        ({"strategy": "ddp", "sequence_parallel": True}, "sequence_parallel belongs to parallel=fsdp2_tp"),
         ({**STAGES, "sharding": "FULL_SHARD"}, "sharding belongs to parallel=fsdp2, got parallel=pipeline"),
     ],
 )
