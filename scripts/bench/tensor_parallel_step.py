@@ -161,14 +161,15 @@ def run(words: argparse.Namespace, device: torch.device) -> None:
         if is_main_process():
             assert made is not None
             found.append(made)
-            print(json.dumps({key: value for key, value in made.items() if key != "all_s"}), flush=True)
+            shown = {key: value for key, value in made.items() if key != "all_s"}
+            print(json.dumps(shown), flush=True)
             write_json(words.out, {**head, "rows": found, "left_out": left_out})
     if is_main_process():
         write_json(words.out, {**head, "rows": found, "left_out": left_out})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", default="8b", choices=tuple(SIZES))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--batch", type=int, default=1)
