@@ -141,10 +141,9 @@ def _check_stages(session: Session) -> None:
     parallel = session.manifest.parallel
     if parallel.strategy != "pipeline":
         return
+    trained = {run.train.trains for run in session.group.runs if run.train is not None}
     for role, model in (("teacher", session.teacher), ("student", session.student)):
-        problem = (
-            None if model is None or not session.trains(role) else pipeline_problem(model.spec, parallel.pp)
-        )
+        problem = pipeline_problem(model.spec, parallel.pp) if model is not None and role in trained else None
         if problem is not None:
             raise ConfigError(f"{role}: {problem}")
 
