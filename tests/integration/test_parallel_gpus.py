@@ -50,7 +50,7 @@ def test_strategies_agree_on_two_gpus(tmp_path: Path, compiled: bool) -> None:
 def test_a_pipeline_of_two_gpus_trains_as_one(tmp_path: Path, cache: Path) -> None:
     """Stages send what the residual stream is in, float32, however narrow the blocks compute."""
     words = (
-        *("launch", "model=tiny", "model.head.tied=false", "train=pretrain", "benchmark=none", "verify=none"),
+        *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none"),
         *("device=cuda", "train.steps=12", "train.eval_every=12", "settings.instrument=none", *SMALL),
     )
     losses = []

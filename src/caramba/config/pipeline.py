@@ -38,11 +38,6 @@ def pipeline_problem(spec: ModelSpec, n_stages: int) -> str | None:
             f"parallel=pipeline gives every stage as many blocks, and pp={n_stages} does not divide the {repeat} of "
             f"the stack; use a pp that does, or {ELSE}"
         )
-    if spec.head.tied:
-        return (
-            "parallel=pipeline has the embedding on the first stage and the head on the last, and head.tied=true "
-            f"makes them one weight; set head.tied=false, or {ELSE}"
-        )
     return None
 
 

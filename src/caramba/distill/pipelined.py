@@ -54,6 +54,13 @@ class PipelinedObjective(LanguageModelObjective):
         total = sum((loss.detach().float() for loss in losses), self._nothing(tokens))
         return self._told(total * self.accumulation)
 
+    def join_gradients(self) -> None:
+        self.stage.join_gradients()
+
+    def copies(self) -> list[Tensor]:
+        tied = self.stage.tied
+        return [] if tied is None or self.stage.is_first else [tied]
+
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> dict[str, Tensor]:
         tokens, targets = batch[0], batch[1]

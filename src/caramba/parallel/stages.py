@@ -14,6 +14,8 @@ from caramba.errors import ConfigError
 from caramba.model import Model
 from caramba.topology import NestedTopology, Topology
 
+TIED = "embedder.token.weight"
+
 
 class Elsewhere(nn.Module):
     """In the place of a node that another stage runs: hands on what it gets, so that names stay as they are."""
@@ -45,6 +47,28 @@ class Stage(nn.Module):
         """What features are sent in."""
         return next(self.model.parameters()).dtype
 
+    @property
+    def tied(self) -> Tensor | None:
+        """The weight that the first stage embeds with and the last one has a copy of for its tied head."""
+        is_tied = self.model.spec.head.tied and (self.is_first or self.is_last)
+        return self.model.embedder.token.weight if is_tied else None
+
+    @torch.no_grad()
+    def join_gradients(self) -> None:
+        """Give the tied weight of the first and the last stage the sum of both gradients, to the same bits."""
+        if self.tied is None:
+            return
+        gradient = self.tied.grad
+        assert gradient is not None
+        if self.is_last:
+            dist.send(gradient.contiguous(), dst=0)
+            dist.recv(gradient, src=0)
+            return
+        other = torch.empty_like(gradient)
+        dist.recv(other, src=self.n_stages - 1)
+        gradient += other
+        dist.send(gradient, dst=self.n_stages - 1)
+
     def forward(self, x: Tensor) -> Tensor:
         features = self.model.embedder(x) if self.is_first else x
         return self.model.topology(features).to(self.dtype)
@@ -53,10 +77,11 @@ class Stage(nn.Module):
 def cut(model: Model, index: int, n_stages: int) -> Stage:
     """Leave in a model the layers of stage `index` of `n_stages`, in place, under the names they had.
 
-    The first stage has the embedder and what comes before the stack, the last one what comes after it and the head.
+    The first stage has the embedder and what comes before the stack, the last one what comes after it and the head,
+    and of a tied head a copy of the embedding.
 
     Raises:
-        ConfigError: the topology is no uniform stack, its blocks do not divide, or the head is tied.
+        ConfigError: the topology is no uniform stack, or its blocks do not divide.
     """
     problem = pipeline_problem(model.spec, n_stages)
     if problem is not None:
@@ -67,8 +92,9 @@ def cut(model: Model, index: int, n_stages: int) -> Stage:
         if stage_of(f"{name}.{place}.", model.spec, n_stages) != index:
             layers[place] = Elsewhere()
     if not stage.is_first:
-        model.embedder.token.register_parameter("weight", None)
         model.embedder.position = None
+        if stage.tied is None:
+            model.embedder.token.register_parameter("weight", None)
     if not stage.is_last:
         model.add_module("head", Elsewhere())
     return stage
@@ -116,8 +142,8 @@ def send_stages(whole: Model | None, stage: Stage, device: torch.device) -> None
         there = stage_of(name, whole.spec, stage.n_stages)
         if there == 0:
             own[name].copy_(value)
-        else:
-            dist.send(value.to(device).contiguous(), dst=there)
+        if there > 0 or (whole.spec.head.tied and name == TIED):
+            dist.send(value.to(device).contiguous(), dst=there or stage.n_stages - 1)
 
 
 @torch.no_grad()
@@ -125,8 +151,9 @@ def gather_stages(stage: Stage, whole: Model | None) -> None:
     """Put the weights of all stages into rank 0's `whole` model."""
     own = stage.model.state_dict()
     if whole is None:
-        for value in own.values():
-            dist.send(value.contiguous(), dst=0)
+        for name, value in own.items():
+            if stage_of(name, stage.model.spec, stage.n_stages) == stage.index:
+                dist.send(value.contiguous(), dst=0)
         return
     device = next(stage.model.parameters()).device
     for name, value in whole.state_dict().items():

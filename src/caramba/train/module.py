@@ -178,6 +178,7 @@ class CarambaModule(pl.LightningModule):
             group["lr"] = rate
         if self.way == AVERAGED and not self.shares_blocks:
             average_gradients(parameter for _, parameter in self.objective.trainable())
+        self.objective.join_gradients()
         scaler = self._scaler
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
@@ -200,8 +201,8 @@ class CarambaModule(pl.LightningModule):
         if self.adagc is not None:
             return self.adagc(groups)
         if self.phase.gradient_clip_algorithm == "value" and limit is not None:
-            return clip_values(groups, limit, has_stages=self.has_stages)
-        return clip_gradients(groups, limit, has_stages=self.has_stages)
+            return clip_values(groups, limit, has_stages=self.has_stages, copies=self.objective.copies())
+        return clip_gradients(groups, limit, has_stages=self.has_stages, copies=self.objective.copies())
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:

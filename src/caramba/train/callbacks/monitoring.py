@@ -35,8 +35,9 @@ class Monitoring(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.meter.peak_flops = self.peak()  # now that the precision of products is set
         self.memory.reset()
+        copies = {id(parameter) for parameter in pl_module.objective.copies()}
         self._norms = StepNorms(
-            pl_module.objective.trainable(),
+            [pair for pair in pl_module.objective.trainable() if id(pair[1]) not in copies],
             is_due=lambda: self._is_due(trainer.global_step + 1, NORMS_EVERY),
             has_room=self.memory.leaves_room_for,
         )
