@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from scaling import SIZES, facts, spec_of_size
+from torch._dynamo import config as dynamo_config
 from torch.distributed.device_mesh import init_device_mesh
 
 from caramba import kernels
@@ -41,6 +42,7 @@ from caramba.runtime import (
     release_memory,
     synchronize,
 )
+from caramba.train.callbacks.compiling import RECOMPILE_LIMIT
 
 CHECKPOINTING = ("none", "selective", "full")
 BFLOAT16 = {"dtype": "bfloat16", "use_amp": False}
@@ -61,6 +63,7 @@ class Step:
         self.objective.is_sharded = row["devices"] > 1
         self.objective.checkpoint(row["checkpointing"])
         if row["form"] == "compiled":
+            dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
             for region in self.objective.compilable():
                 region.forward = torch.compile(region.forward)
         phase = {"phase": "pretrain", "steps": 1, "lr": 1e-4, "block_size": words.block, **BFLOAT16}
