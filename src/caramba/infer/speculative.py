@@ -23,9 +23,10 @@ from caramba.infer.generator import Generated, Generator, eval_mode
 from caramba.infer.prompts import Prompt
 from caramba.infer.ragged import Network, device_of, prefill_rows
 from caramba.infer.row import OnText, Row
-from caramba.infer.sampling import distribution, draw
+from caramba.infer.sampling import next_token
 from caramba.infer.scoring import KINDS
 from caramba.infer.verification import SpeculativeStats, Verifier
+from caramba.layer.joined import joined_weights
 from caramba.model import EarlyExit, Model
 from caramba.runtime import synchronize
 
@@ -124,15 +125,15 @@ class SpeculativeGenerator(Generator):
         if n_steps < 1 or not stats.row_steps:
             return None
         device, seconds = device_of(self.model), []
-        with eval_mode(self.model):
+        with eval_mode(self.model), joined_weights(self.model):
             ctx = self.model.new_context(n_rows, len(text), KVCacheKind(stats.cache_kind), static=True)
             prompts = [text[:-n_steps]] * n_rows
             hidden = prefill_rows(self.model, prompts, ctx, self.config.prefill_chunk)
             for _ in range(n_steps):
                 synchronize(device)
                 began = time.perf_counter()
-                p = distribution(self.model.logits(hidden), self.config)
-                token = draw(p, torch.full((n_rows,), 0.5).to(p))
+                logits = self.model.logits(hidden)
+                token = next_token(logits, self.config, None, torch.full((n_rows,), 0.5, device=device))
                 hidden = self.model.hidden(token[:, None], ctx)[:, -1]
                 synchronize(device)
                 seconds.append(time.perf_counter() - began)

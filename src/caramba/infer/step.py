@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
-from caramba.infer.sampling import distribution, draw, uniforms, wide_dtype
+from caramba.infer.sampling import next_token, uniforms, wide_dtype
 
 
 @dataclass
@@ -84,7 +84,8 @@ class StepState:
         own = self.step - self.delay
         last = self.tokens.shape[1] - 1
         slot = own.clamp(0, last)[:, None]
-        chosen = draw(distribution(logits, config, self.seen), self.uniform.gather(1, slot)[:, 0])[:, None]
+        uniform = self.uniform if config.temperature == 0 else self.uniform.gather(1, slot)
+        chosen = next_token(logits, config, self.seen, uniform[:, 0])[:, None]
         logprob = logits.float().log_softmax(-1).gather(1, chosen)
         counts = ((own >= 0) & (own <= last))[:, None]
         self.tokens.scatter_(1, slot, torch.where(counts, chosen, self.tokens.gather(1, slot)))

@@ -80,6 +80,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None
     """
     if is_fused("rope", x) and not cos.requires_grad:
         return rope(x, cos, sin, dtype=dtype or torch.promote_types(x.dtype, torch.float32))
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        first, second = widened(x).chunk(2, dim=-1)  # the same numbers by fewer calls
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned if dtype is None or dtype == turned.dtype else turned.to(dtype)
     pairs = widened(x).unflatten(-1, (2, -1))
     # Gradients of `unbind` join in one pass, where each of two views would pad its own to a whole tensor.
     real, imaginary = pairs.unbind(-2)
@@ -139,8 +143,11 @@ class RotaryEmbedding(nn.Module):
         An `offset` [B, T] gives every token's own position, and cos and sin of [B, G, T, D/2].
         """
         table = self.table
-        if table is not None and isinstance(offset, int) and offset == 0 and self._serves(n_tokens, device):
-            return table[0][:, :n_tokens], table[1][:, :n_tokens]
+        if table is not None and isinstance(offset, int):
+            if offset == 0 and self._serves(n_tokens, device):
+                return table[0][:, :n_tokens], table[1][:, :n_tokens]
+            if not torch.compiler.is_compiling() and self._serves(offset + n_tokens, device):
+                return table[0].narrow(1, offset, n_tokens), table[1].narrow(1, offset, n_tokens)
         frequencies = self.inv_freq.to(device)
         if isinstance(offset, Tensor):
             self._refuse_documents(n_tokens)
