@@ -69,8 +69,8 @@ def reached(row: dict[str, Any], rows: list[dict[str, Any]], is_full: bool) -> s
         other for other in rows if "tok_s" in other and all(other.get(key) == row.get(key) for key in case)
     ]
     if row["part"] == "short":
-        static = next(other for other in beside if other["side"] == "static loop")
-        if row is static:
+        static = next((other for other in beside if other["side"] == "static loop"), None)
+        if static is None or row is static or row["side"].startswith("static loop"):
             return ""
         ratio = row["tok_s"] / static["tok_s"]
         return f"{ratio:.2f}x the static loop" + (f" (must {MUST['short']}x)" if is_full else "")

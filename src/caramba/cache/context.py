@@ -33,16 +33,13 @@ class Context:
         self.caches = tuple(caches)
         self.position = 0
         self._cursor = 0
-        self._is_open = False
         self._lengths: tuple[tuple[int, int | None], Tensor, Tensor | None] | None = None
 
     def begin(self) -> None:
         """Start a forward: the next cache is the first, and every cache holds exactly `position` tokens."""
         self._cursor = 0
-        if self._is_open:  # a forward ended before its commit
-            for cache in self.caches:
-                cache.truncate(self.position)
-        self._is_open = True
+        for cache in self.caches:
+            cache.truncate(self.position)
 
     def next_cache(self) -> LayerCache:
         """Return the cache of the attention application that runs now, and advance to the following one."""
@@ -67,7 +64,7 @@ class Context:
                 f"{[cache.n_tokens for cache in self.caches]} tokens where {end} were expected; "
                 "make the context with this model's new_context()"
             )
-        self.position, self._is_open = end, False
+        self.position = end
 
     def lengths(self, cache: LayerCache) -> tuple[Tensor, Tensor | None]:
         """Return the tokens that `cache` holds on its device, int32 [B], and those in blocks, int32 [1], if any are.

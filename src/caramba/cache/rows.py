@@ -70,7 +70,7 @@ class RowsContext(StepContext):
                 f"KV cache: {end} tokens do not fit max_tokens={self.limit}; "
                 "make the context with a larger max_tokens, or rewind it"
             )
-        self._cursor = 0
+        self._cursor, self.angles = 0, {}
         self.seqlens = self.held + self.width
         self.offset = self._positions()
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,8 @@ from caramba.ops.backend import REFERENCE
 
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
+SINGLE_ROW_REDUCTIONS = True
+"""Whether compiled CUDA steps of one sequence take products as reductions; the benchmark of decoding times both."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
@@ -143,8 +145,18 @@ def compiled_logits(model: Model, batch_size: int, *form: object) -> NextLogits:
     key = (batch_size, *form)
     if key not in made:
         own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__, next_logits.__name__)
-        made[key] = torch.compile(own, fullgraph=True)
+        made[key] = torch.compile(own, fullgraph=True, options=compile_options(model, batch_size))
     return made[key]
+
+
+def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool | Callable[..., Any]] | None:
+    """Return what Inductor is asked for beside its defaults.
+
+    On CUDA a product with one row becomes a reduction that Inductor writes and tunes: it reads the weights at more of
+    the memory's rate than the library's product, and takes in norms and gates before it and sums behind it.
+    """
+    is_single = batch_size == 1 and model.embedder.token.weight.device.type == "cuda"
+    return {"coordinate_descent_tuning": True} if is_single and SINGLE_ROW_REDUCTIONS else None
 
 
 def form_of(model: Model, ctx: Context) -> tuple[object, ...]:

@@ -73,7 +73,7 @@ def _join(layers: Sequence[nn.Module]) -> Joined | None:
             return None
     # What is made under inference_mode could not be trained later.
     with torch.inference_mode(False), torch.no_grad():
-        biases = [layer.bias for layer in plain if layer.bias is not None]
+        biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
         weight = _side_by_side([layer.weight for layer in plain])
         bias = torch.cat(biases) if biases else None
     return Joined(weight, bias, [layer.out_features for layer in plain])
@@ -90,7 +90,7 @@ def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     )
 
 
-def _side_by_side(weights: Sequence[nn.Parameter]) -> Tensor:
+def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
     """Return weights [N_i, M] as one tensor [sum of N_i, M] in whose memory they lie, moving them where they do not."""
     first = weights[0]
     n_rows, width = sum(weight.shape[0] for weight in weights), first.shape[1]

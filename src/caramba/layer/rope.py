@@ -134,7 +134,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=explicit)
         # What the angles follow from, where nothing can change them: layers of one key share a table.
         is_fixed = not explicit and self.dynamic is None
-        self.key = (width, base, scaling, n_groups) if is_fixed else None
+        self.key = repr((width, base, scaling, n_groups)) if is_fixed else None
         self.table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -226,7 +226,7 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device) -> None
     for rotary in module.modules():
         if not isinstance(rotary, RotaryEmbedding) or rotary.key is None:
             continue
-        key = repr(rotary.key)
+        key = rotary.key
         if key not in tables:
             if not rotary._serves(n_tokens, device):
                 rotary.table = None
