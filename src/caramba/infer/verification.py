@@ -14,6 +14,7 @@ from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
 from caramba.infer.ragged import feed, padded, rewind
 from caramba.infer.row import OnText, Row
+from caramba.infer.row_steps import RowSteps
 from caramba.infer.sampling import distribution, draw, uniforms
 from caramba.model import Model
 
@@ -81,6 +82,8 @@ def verify_drafts(
 class Verifier:
     """The rounds of some rows. `texts` are all of their tokens; the cache holds all but the last of each.
 
+    `steps` run its forwards by themselves on the device, on rows at positions of their own.
+
     A row's numbers come from its own seed: `uniform[b, i]` draws its new token i where no draft has to be judged, and
     its generator, which its drafter shares, gives the others in the order in which its own rounds need them. So a
     row's text does not depend on which rows are beside it. A row that has ended stays in the forwards and in nothing
@@ -97,7 +100,9 @@ class Verifier:
         drafter: Drafter,
         generators: Sequence[torch.Generator],
         stats: SpeculativeStats,
+        steps: RowSteps | None = None,
     ) -> None:
+        self.steps = steps
         self.model, self.rows, self.ctx, self.config = model, rows, ctx, config
         self.speculation, self.drafter, self.generators, self.stats = speculation, drafter, generators, stats
         self.device = model.embedder.token.weight.device
@@ -134,7 +139,7 @@ class Verifier:
         width = 1 + max(map(len, drafts))
         last = [text[-1] for text in self.texts]
         fed = padded([[a, *b] for a, b in zip(last, drafts, strict=True)], width, last, self.device)
-        logits = self.model.logits(feed(self.model, fed, self.ctx))
+        logits = self.model.logits(feed(self.model, fed, self.ctx)) if self.steps is None else self.steps(fed)
         p = distribution(logits, self.config, self._seen_along(fed))
         tokens, accepted = self._equal(p, drafts) if q is None else self._judged(p, q, fed, drafts)
         for index, (row_tokens, draft) in enumerate(zip(tokens, drafts, strict=True)):
