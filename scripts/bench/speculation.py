@@ -65,8 +65,12 @@ def main() -> int:
         f"plain, compiled={form}": Generator(model, None, compiled=FORMS[form], **options)
         for form in words.forms.split(",")
     }
+    given = options | {"spec_k": words.spec_k}
     for method in words.methods.split(","):
-        ways[method] = SpeculativeGenerator(model, None, spec_method=method, spec_k=words.spec_k, **options)
+        for form in words.forms.split(","):
+            ways[f"{method}, compiled={form}"] = SpeculativeGenerator(
+                model, None, spec_method=method, compiled=FORMS[form], **given
+            )
     rows: list[dict[str, Any]] = []
     for batch in (int(word) for word in words.batches.split(",")):
         prompts = prompts_of(texts, encode, batch, words.prompt)
