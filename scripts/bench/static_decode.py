@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from types import FunctionType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ class StaticDecoder:
         # Sizes are constants, as for a loop that is compiled for one cache alone.
         self._forward = self.forward
         if is_compiled:
-            options = {"coordinate_descent_tuning": True} if has_reductions else None
+            options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if has_reductions else None
             own = FunctionType(StaticDecoder.forward.__code__.replace(), globals(), "forward")
             compiled = torch.compile(own, fullgraph=True, dynamic=False, options=options)
             self._forward = functools.partial(compiled, self)

@@ -76,7 +76,7 @@ def _join(layers: Sequence[nn.Module]) -> Joined | None:
         biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
         weight = _side_by_side([layer.weight for layer in plain])
         bias = torch.cat(biases) if biases else None
-    return Joined(weight, bias, [layer.out_features for layer in plain])
+    return Joined(weight, bias, [layer.weight.shape[0] for layer in plain])
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
