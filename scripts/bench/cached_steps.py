@@ -1,9 +1,9 @@
 """Greedy decoding of a tiny preset with its cache, against the same without one. Writes JSON.
 
-Usage: python scripts/bench/cached_steps.py [--models tiny,tiny_dba] [--new 512] [--repeats 5] [--out FILE]
+Usage: python scripts/bench/cached_steps.py [--models tiny,tiny_dba] [--new 512] [--repeats 5] [--compiled] [--out FILE]
 
-Without a cache every token costs a forward over all before it, so the text of both must be the same. Sides take
-turns, one thread; what is printed is the median over the repeats.
+Without a cache every token costs a forward over all before it, with the logits of the last token alone or, as plain
+loops have it, of all. Sides take turns, one thread; what is printed is the median over the repeats.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +38,50 @@ def model_of(preset: str, device: torch.device) -> Model:
 
 
 @torch.inference_mode()
-def uncached(model: Model, tokens: Tensor, new: int) -> Tensor:
-    """Extend a text by its likeliest tokens, each from a forward over all before it; only its last logits are made."""
+def uncached(model: Model, tokens: Tensor, new: int, *, all_logits: bool) -> Tensor:
+    """Extend a text by its likeliest tokens, each from a forward over all before it."""
     for _ in range(new):
-        last = model.logits(model.hidden(tokens)[:, -1:])
-        tokens = torch.cat((tokens, last.argmax(-1)), dim=1)
+        hidden = model.hidden(tokens)
+        logits = model.logits(hidden if all_logits else hidden[:, -1:])
+        tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), dim=1)
     return tokens
 
 
-def measured(preset: str, new: int, prompt: int, repeats: int, device: torch.device) -> dict[str, Any]:
-    """Return seconds of both sides, and how many times as fast the cached one is."""
-    model = model_of(preset, device)
+def measured(preset: str, words: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Return seconds of every side, and how many times as fast as those without a cache the cached ones are."""
+    model, new, prompt = model_of(preset, device), words.new, words.prompt
     source = torch.Generator().manual_seed(0)
     given = torch.randint(model.spec.embedder.vocab_size, (1, prompt), generator=source)
-    generator = Generator(model, None, max_new_tokens=new, temperature=0.0)
-    generator.generate(given, mask=torch.ones_like(given))
-    times: dict[str, list[float]] = {"cached": [], "uncached": []}
-    for _ in range(repeats):
-        began = time.perf_counter()
-        (cached,) = generator.generate(given, mask=torch.ones_like(given))
-        times["cached"].append(time.perf_counter() - began)
-        began = time.perf_counter()
-        plain = uncached(model, given.to(device), new)
-        times["uncached"].append(time.perf_counter() - began)
-    is_same = list(cached.tokens) == plain[0, prompt:].tolist()
-    cached_s, uncached_s = (statistics.median(found) for found in times.values())
-    return {
-        "model": preset,
-        "new_tokens": new,
-        "prompt": prompt,
-        "cached_tok_s": new / cached_s,
-        "uncached_tok_s": new / uncached_s,
-        "speedup": uncached_s / cached_s,
-        "text_is_the_same": is_same,
-        "seconds": times,
+    options: dict[str, Any] = {"max_new_tokens": new, "temperature": 0.0}
+    cached = {"cached": Generator(model, None, **options)}
+    if words.compiled:
+        cached["cached, compiled"] = Generator(model, None, compiled=True, **options)
+    sides: dict[str, Callable[[], list[int]]] = {
+        name: lambda generator=generator: list(generator.generate(given.tolist())[0].tokens)
+        for name, generator in cached.items()
     }
+    for name, all_logits in (("uncached", False), ("uncached, all logits", True)):
+        sides[name] = lambda all_logits=all_logits: uncached(
+            model, given.to(device), new, all_logits=all_logits
+        )[0, prompt:].tolist()
+    for name in cached:  # warms up, and compiles
+        sides[name]()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    texts: dict[str, list[int]] = {}
+    for _ in range(words.repeats):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            texts[name] = run()
+            times[name].append(time.perf_counter() - began)
+    rows = []
+    for name, seconds in times.items():
+        spent = statistics.median(seconds)
+        row = {"model": preset, "side": name, "new_tokens": new, "prompt": prompt, "tok_s": new / spent}
+        row |= {"seconds": seconds, "text_is_that_of_uncached": texts[name] == texts["uncached"]}
+        for other in ("uncached", "uncached, all logits"):
+            row[f"over_{other}"] = statistics.median(times[other]) / spent
+        rows.append(row)
+    return rows
 
 
 def main() -> int:
@@ -80,6 +90,7 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compiled", action="store_true", help="compiled steps too")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/cached_steps.json"))
     words = parser.parse_args()
     torch.set_num_threads(1)
@@ -87,13 +98,14 @@ def main() -> int:
     kernels.load(device)
     rows = []
     for preset in words.models.split(","):
-        rows.append(measured(preset, words.new, words.prompt, words.repeats, device))
-        row = rows[-1]
-        print(
-            f"{preset}: {row['cached_tok_s']:.0f} tokens/s cached, {row['uncached_tok_s']:.0f} without a cache: "
-            f"{row['speedup']:.1f}x, same text: {row['text_is_the_same']}",
-            flush=True,
-        )
+        for row in measured(preset, words, device):
+            rows.append(row)
+            print(
+                f"{preset}, {row['side']}: {row['tok_s']:.0f} tokens/s, {row['over_uncached']:.1f}x uncached, "
+                f"{row['over_uncached, all logits']:.1f}x uncached with all logits, "
+                f"same text: {row['text_is_that_of_uncached']}",
+                flush=True,
+            )
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     machine = {"device": platform.machine(), "torch": torch.__version__, "threads": 1, "commit": commit[:12]}
     data = {"benchmark": "cached_steps", "made_by": "scripts/bench/cached_steps.py", "machine": machine}
