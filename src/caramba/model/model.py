@@ -119,8 +119,8 @@ class Model(nn.Module):
         layers = [layer for _, layer in attention_applications(self)]
         device = self.embedder.token.weight.device
         if max_tokens <= TABLE_TOKENS and device.type != "meta" and not torch.compiler.is_compiling():
-            with torch.inference_mode(False):  # a later training step reads them too
-                share_tables(self, max_tokens, device)
+            with torch.inference_mode(False):  # a forward with gradients may read them too
+                share_tables(self, max_tokens, device, for_steps=True)
         format = {"tail_tokens": tail_tokens, "hadamard": hadamard}
         return context_of(layers, batch_size, max_tokens, kind, device, static, **format)
 
