@@ -99,7 +99,14 @@ def main() -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     shape = {key: getattr(words, key) for key in ("run", "prompt", "new", "temperature", "spec_k")}
     write_json(
-        words.out, {"device": name, "torch": torch.__version__, "commit": commit, **shape, "rows": rows}
+        words.out,
+        {
+            "benchmark": "speculation",
+            "made_by": "scripts/bench/speculation.py",
+            "machine": {"device": name, "torch": torch.__version__, "commit": commit[:12]},
+            "settings": shape,
+            "rows": rows,
+        },
     )
     return 0
 
