@@ -1,6 +1,7 @@
 """Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
 
 Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 256 --chunks 512,2048]
+The file is written after every side, and the same call again measures those that are not in it yet.
 On any machine: python scripts/bench/batching.py --device cpu --model tiny --slots 8 --requests 32 --out /tmp/b.json
 
 Random weights serve, as speed does not depend on what is said; no token ends a request early. Prompts and new tokens
@@ -11,12 +12,14 @@ the last batch has ended as a whole; its prompts all run before its first step. 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import platform
 import random
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ from caramba.model import Model
 from caramba.runs.files import write_json
 
 MUST = {"throughput": 2.5, "batch": 20.0}
+PARTS = ("arrivals", "batch")
 
 
 @dataclass
@@ -136,13 +140,16 @@ def middle(runs: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
 
-def arrivals(model: Model, words: argparse.Namespace, rate: float) -> list[dict[str, Any]]:
-    """Measure both ways at one rate of arrivals, in turns."""
+def arrivals(
+    model: Model, words: argparse.Namespace, rate: float, known: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Measure the ways that are not known yet at one rate of arrivals."""
     whole = words.slots * words.prompt[1]  # all prompts of a batch before its first step
     sides = [("static", whole, static)]
     sides += [(f"continuous, {chunk} prompt tokens a step", chunk, continuous) for chunk in words.chunks]
-    rows = []
     for name, chunk, way in sides:
+        if any(row["way"] == name for row in known):
+            continue
         engine = engine_of(model, words, words.slots, chunk)
         runs = []
         for seed in range(words.repeats):
@@ -151,18 +158,19 @@ def arrivals(model: Model, words: argparse.Namespace, rate: float) -> list[dict[
         stats = engine.stats()
         engine.close()
         del engine
-        rows.append({"way": name, "ran": stats.decode, **middle(runs), "all": runs})
         print(
             f"{name} ({stats.decode}): "
-            + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items())
+            + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items()),
+            flush=True,
         )
-    return rows
+        yield {"way": name, "ran": stats.decode, **middle(runs), "all": runs}
 
 
-def batch(model: Model, words: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure equal requests one at a time and all at once."""
-    rows = []
+def batch(model: Model, words: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Measure equal requests one at a time and all at once, where that is not known yet."""
     for n_slots in (1, words.slots):
+        if any(row["at_once"] == n_slots for row in known):
+            continue
         n = words.slots if n_slots > 1 else max(2, words.slots // 16)
         engine = engine_of(model, words, n_slots, words.slots * words.batch_prompt)
         speeds = []
@@ -172,16 +180,37 @@ def batch(model: Model, words: argparse.Namespace) -> list[dict[str, Any]]:
         stats = engine.stats()
         engine.close()
         del engine
-        rows.append(
-            {
-                "at_once": n_slots,
-                "ran": stats.decode,
-                "tokens_per_s": statistics.median(speeds),
-                "all": speeds,
-            }
-        )
-        print(f"{n_slots} at once ({stats.decode}): {rows[-1]['tokens_per_s']:.1f} tokens/s")
-    return rows
+        speed = statistics.median(speeds)
+        print(f"{n_slots} at once ({stats.decode}): {speed:.1f} tokens/s", flush=True)
+        yield {"at_once": n_slots, "ran": stats.decode, "tokens_per_s": speed, "all": speeds}
+
+
+def ratios(data: dict[str, Any]) -> dict[str, Any]:
+    """Return what the sides that have been measured say."""
+    found: dict[str, Any] = {}
+    base = next((row for row in data["arrivals"] if row["way"] == "static"), None)
+    others = [row for row in data["arrivals"] if row is not base]
+    if base is not None and others:
+        # Those whose tokens come as evenly; the fastest of all where none does, and the page says so.
+        even = [row for row in others if row["itl_p99_ms"] <= base["itl_p99_ms"]]
+        best = max(even or others, key=lambda row: row["tokens_per_s"])
+        found = {
+            "over_static": best["tokens_per_s"] / base["tokens_per_s"],
+            "itl_p99_is_equal": bool(even),
+        }
+    speeds = {row["at_once"]: row["tokens_per_s"] for row in data["batch"]}
+    if len(speeds) == 2:
+        found["over_one_at_a_time"] = speeds[max(speeds)] / speeds[min(speeds)]
+    return found
+
+
+def kept(file: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return what an earlier call with the same settings measured."""
+    if file.is_file():
+        before = json.loads(file.read_text())
+        if before["settings"] == json.loads(json.dumps(settings)):
+            return {part: before[part] for part in PARTS}
+    return {part: [] for part in PARTS}
 
 
 def main() -> int:
@@ -204,33 +233,38 @@ def main() -> int:
     parser.add_argument("--compiled", default="graph", choices=("false", "graph", "true"))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/batching.json"))
+    parser.add_argument("--seconds", type=float, default=420.0, help="no side begins later than this")
+    parser.add_argument("--before", type=Path, help="the file to go on from (default: --out)")
     words = parser.parse_args()
-    device = torch.device(words.device)
+    began, device = time.monotonic(), torch.device(words.device)
     kernels.load(device)
     model = model_of(words.model, words.layout, device)
-    found = {"arrivals": arrivals(model, words, words.rate), "batch": batch(model, words)}
-    base, *others = found["arrivals"]
-    # Those whose tokens come as evenly; the fastest of all where none does, and the page says so.
-    even = [row for row in others if row["itl_p99_ms"] <= base["itl_p99_ms"]]
-    best = max(even or others, key=lambda row: row["tokens_per_s"])
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    settings = {key: value for key, value in vars(words).items() if key not in ("out", "device")}
-    data = {
+    unsaid = ("out", "device", "before", "seconds")
+    settings = {key: value for key, value in vars(words).items() if key not in unsaid}
+    data: dict[str, Any] = {
         "benchmark": "batching",
         "made_by": "scripts/bench/batching.py",
         "machine": {"device": name, "torch": torch.__version__, "commit": commit[:12]},
         "settings": settings,
-        **found,
-        "over_static": best["tokens_per_s"] / base["tokens_per_s"],
-        "itl_p99_is_equal": bool(even),
-        "over_one_at_a_time": found["batch"][1]["tokens_per_s"] / found["batch"][0]["tokens_per_s"],
+        **kept(words.before or words.out, settings),
         "must": MUST,
     }
+    measure = {"arrivals": arrivals(model, words, words.rate, data["arrivals"])}
+    measure["batch"] = batch(model, words, data["batch"])
+    for part, rows in measure.items():
+        while time.monotonic() - began <= words.seconds and (row := next(rows, None)) is not None:
+            data[part].append(row)
+            data |= ratios(data)
+            write_json(words.out, data)
     write_json(words.out, data)
-    print(
-        f"continuous over static {data['over_static']:.2f}x, batch over one {data['over_one_at_a_time']:.1f}x"
-    )
+    if "over_static" in data:
+        print(f"continuous over static {data['over_static']:.2f}x")
+    if "over_one_at_a_time" in data:
+        print(f"batch over one {data['over_one_at_a_time']:.1f}x")
+    n_missing = 1 + len(words.chunks) + 2 - len(data["arrivals"]) - len(data["batch"])
+    print(f"{n_missing} sides left; the same call again measures them")
     return 0
 
 

@@ -1,8 +1,9 @@
 """Tokens per second of whole decodes: short prefixes beside a hand-captured static loop, long ones, batches, and
 speed against context under the memory bound. Writes JSON after every row, and a plot.
 
-Usage on a GPU: python scripts/bench/inference.py [--parts short,long,batch,context] [--seconds 540] [--out FILE]
-(a later call with other parts adds to the file). `--size tiny --device cpu` shows that the script works.
+Usage on a GPU: python scripts/bench/inference.py [--parts short,long,batch,context] [--seconds 420] [--out FILE]
+The file is written after every case. The same call again measures the cases that are not in it yet, `--again` all of
+its parts anew; `--before FILE` goes on from another file. `--size tiny --device cpu` shows that the script works.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from static_decode import StaticDecoder
 from caramba import kernels
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.quantise import WeightFormat
-from caramba.infer import Generator, prefill
+from caramba.infer import Generator, device_steps, prefill
 from caramba.model import Model
 from caramba.quantise import format_refusal, quantise_weights
 from caramba.runs.files import write_json
@@ -86,9 +87,22 @@ def ours(name: str, model: Model, batch: int, prompt: int, new: int, **values: A
     return Side(name, run, facts)
 
 
+def by_library(side: Side) -> Side:
+    """Return a side whose steps compile with the library's products, as `<name>, library products`."""
+
+    def run() -> tuple[float, int]:
+        device_steps.SINGLE_ROW_REDUCTIONS = False
+        try:
+            return side.run()
+        finally:
+            device_steps.SINGLE_ROW_REDUCTIONS = True
+
+    return Side(f"{side.name}, library products", run, side.facts)
+
+
 @torch.inference_mode()
 def peer(
-    model: Model, cache: int, prompt: int, new: int, *, is_compiled: bool
+    model: Model, cache: int, prompt: int, new: int, *, is_compiled: bool, has_reductions: bool = False
 ) -> tuple[Side, dict[str, Any]]:
     """Return the hand-written loop on the same prompt, and how far its first step's logits are from the model's."""
     source = torch.Generator().manual_seed(0)
@@ -98,7 +112,7 @@ def peer(
     ctx = model.new_context(1, prompt + 1, kind, static=True)
     first = prefill(model, tokens, ctx, CHUNK).argmax(-1)
     streams = [tuple(part.clone() for part in held.read().values()) for held in ctx.caches]
-    decoder = StaticDecoder(model, 1, cache, is_compiled=is_compiled)
+    decoder = StaticDecoder(model, 1, cache, is_compiled=is_compiled, has_reductions=has_reductions)
 
     def begin() -> None:
         decoder.fill(streams, first)  # type: ignore[arg-type]
@@ -120,7 +134,8 @@ def peer(
         return time.perf_counter() - began, new - 1
 
     ran = ("compiled " if is_compiled else "") + ("graph" if device.type == "cuda" else "eager")
-    return Side("static loop", run, lambda: {"ran": ran}), {"peer_error": error}
+    name = "static loop, reductions" if has_reductions else "static loop"
+    return Side(name, run, lambda: {"ran": ran}), {"peer_error": error}
 
 
 def timed(sides: list[Side], repeats: int, batch: int) -> Iterator[dict[str, Any]]:
@@ -185,6 +200,13 @@ class Bench:
         sides = [static, ours("captured", model, 1, prompt, new, compiled="graph", **limit)]
         if self.is_compiled:
             sides.append(ours("compiled and captured", model, 1, prompt, new, compiled=True, **limit))
+        if self.is_compiled and (cache, prompt) == self.shapes["short"][0]:
+            # What each gains by products as reductions. A model of its own has graphs of its own.
+            sides.append(peer(model, cache, prompt, new, is_compiled=True, has_reductions=True)[0])
+            other = copy.deepcopy(model)
+            sides.append(
+                by_library(ours("compiled and captured", other, 1, prompt, new, compiled=True, **limit))
+            )
         skipped = []
         if (cache, prompt) == self.shapes["short"][0]:
             for form in (WeightFormat.INT8, WeightFormat.INT4):
@@ -262,7 +284,9 @@ def main() -> int:
     parser.add_argument("--size", default="1b", choices=tuple(SHAPES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--seconds", type=float, default=540.0, help="no case begins later than this")
+    parser.add_argument("--seconds", type=float, default=420.0, help="no case begins later than this")
+    parser.add_argument("--again", action="store_true", help="measure what the file has, too")
+    parser.add_argument("--before", type=Path, help="the file to go on from (default: --out)")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/inference.json"))
     words = parser.parse_args()
@@ -278,16 +302,20 @@ def main() -> int:
         "machine": machine(device),
         "size": words.size,
         "read_bytes_per_s": read_rate(device),
-        "rows": kept_rows(words.out, parts, words.size),
+        "rows": kept_rows(words.before or words.out, parts if words.again else [], words.size),
         "left_out": [],
     }
+    known = {row.get("case") for row in data["rows"]}
     for name, measure in bench.cases(parts):
+        if name in known:
+            continue
         if time.monotonic() - began > words.seconds:
             data["left_out"].append(f"{name}: no time left")
             continue
         try:
-            for row in measure():
-                data["rows"].append(row)
+            rows = [{"case": name} | row for row in measure()]  # a case is there whole or not at all
+            data["rows"] += rows
+            for row in rows:
                 said = row.get("skipped") or f"{row['tok_s']:.1f} tok/s ({row['ran']})"
                 print(f"{name}, {row['side']}: {said}", flush=True)
         except torch.OutOfMemoryError as error:
@@ -297,6 +325,7 @@ def main() -> int:
         if device.type == "cuda":
             torch.cuda.empty_cache()
     write_json(words.out, data)
+    print(f"{len(data['left_out'])} cases left; the same call again measures them", flush=True)
     if any(row["part"] == "context" for row in data["rows"]):
         sections_inference.plot(data, words.out.with_suffix(".png"))
     return 0

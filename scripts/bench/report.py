@@ -169,6 +169,8 @@ def prepare(data: dict[str, Any]) -> list[str]:
 
 
 SECTIONS = {
+    "cached_steps": sections_inference.cached_steps,
+    "speculation": sections_inference.speculation,
     "substrate": substrate,
     "lightning_overhead": lightning_overhead,
     "launch_times": launch_times,

@@ -24,19 +24,23 @@ def batching(data: dict[str, Any]) -> list[str]:
         f" {row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f} |"
         for row in data["arrivals"]
     ]
-    said = (
-        "at no more time between tokens (p99)"
-        if data["itl_p99_is_equal"]
-        else "at a longer time between tokens (p99): none of these came as evenly"
-    )
-    one, many = data["batch"]
-    return [
-        *lines,
-        "",
-        f"Continuous over static: **{data['over_static']:.2f}x** the throughput {said}"
-        f" (must: {must['throughput']:g}x).",
-        "",
-        f"Equal requests of {words['batch_prompt']} and {words['batch_new']} tokens: one at a time"
-        f" {one['tokens_per_s']:.0f} tokens/s, {many['at_once']} at once {many['tokens_per_s']:.0f}:"
-        f" **{data['over_one_at_a_time']:.1f}x** (must: {must['batch']:g}x for 64).",
-    ]
+    if "over_static" in data:
+        said = (
+            "at no more time between tokens (p99)"
+            if data["itl_p99_is_equal"]
+            else "at a longer time between tokens (p99): none of these came as evenly"
+        )
+        lines += [
+            "",
+            f"Continuous over static: **{data['over_static']:.2f}x** the throughput {said}"
+            f" (must: {must['throughput']:g}x).",
+        ]
+    if "over_one_at_a_time" in data:
+        one, many = sorted(data["batch"], key=lambda row: row["at_once"])
+        lines += [
+            "",
+            f"Equal requests of {words['batch_prompt']} and {words['batch_new']} tokens: one at a time"
+            f" {one['tokens_per_s']:.0f} tokens/s, {many['at_once']} at once {many['tokens_per_s']:.0f}:"
+            f" **{data['over_one_at_a_time']:.1f}x** (must: {must['batch']:g}x for 64).",
+        ]
+    return lines

@@ -57,6 +57,47 @@ def inference(data: dict[str, Any]) -> list[str]:
     return lines
 
 
+def cached_steps(data: dict[str, Any]) -> list[str]:
+    """Decoding with a cache and without one."""
+    first = data["rows"][0]
+    lines = [
+        f"## Decoding with and without a cache, {first['new_tokens']} tokens",
+        "",
+        "One thread, eager steps unless said. Without a cache each token costs a forward over all before it.",
+        "",
+        "| model | side | tokens/s | over uncached | over uncached with all logits | same text |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        ratios = (row["over_uncached"], row["over_uncached, all logits"])
+        is_same = "yes" if row["text_is_that_of_uncached"] else "no"
+        lines.append(
+            f"| {row['model']} | {row['side']} | {row['tok_s']:,.0f} | {ratios[0]:.1f}x | {ratios[1]:.1f}x |"
+            f" {is_same} |"
+        )
+    return [*lines, "", f"Must: {data['must']:g}x."]
+
+
+def speculation(data: dict[str, Any]) -> list[str]:
+    """Tokens per second with and without drafts."""
+    words = data["settings"]
+    lines = [
+        f"## Speculation, {words['new']} tokens behind {words['prompt']}, temperature {words['temperature']:g}",
+        "",
+        "| batch | way | ran as | tokens/s | over the best plain | drafts accepted | tokens a step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        drafts = ("", "")
+        if "acceptance_rate" in row:
+            drafts = (f"{100 * row['acceptance_rate']:.0f}%", f"{row['tokens_per_step']:.2f}")
+        lines.append(
+            f"| {row['batch']} | {row['way']} | {row['ran']} | {row['tok_s']:,.1f} | {row['against_best_plain']:.2f}x |"
+            f" {drafts[0]} | {drafts[1]} |"
+        )
+    return [*lines, "", "Must at batch 1: 1.5x the best plain steps."]
+
+
 def bound(row: dict[str, Any], roof: float) -> float:
     """Return the tokens per second at which weights and cache are read once a step at the roof."""
     return row["batch"] * roof / row["bytes_of_step"]
@@ -69,8 +110,8 @@ def reached(row: dict[str, Any], rows: list[dict[str, Any]], is_full: bool) -> s
         other for other in rows if "tok_s" in other and all(other.get(key) == row.get(key) for key in case)
     ]
     if row["part"] == "short":
-        static = next(other for other in beside if other["side"] == "static loop")
-        if row is static:
+        static = next((other for other in beside if other["side"] == "static loop"), None)
+        if static is None or row is static or row["side"].startswith("static loop"):
             return ""
         ratio = row["tok_s"] / static["tok_s"]
         return f"{ratio:.2f}x the static loop" + (f" (must {MUST['short']}x)" if is_full else "")

@@ -65,8 +65,12 @@ def main() -> int:
         f"plain, compiled={form}": Generator(model, None, compiled=FORMS[form], **options)
         for form in words.forms.split(",")
     }
+    given = options | {"spec_k": words.spec_k}
     for method in words.methods.split(","):
-        ways[method] = SpeculativeGenerator(model, None, spec_method=method, spec_k=words.spec_k, **options)
+        for form in words.forms.split(","):
+            ways[f"{method}, compiled={form}"] = SpeculativeGenerator(
+                model, None, spec_method=method, compiled=FORMS[form], **given
+            )
     rows: list[dict[str, Any]] = []
     for batch in (int(word) for word in words.batches.split(",")):
         prompts = prompts_of(texts, encode, batch, words.prompt)
@@ -95,7 +99,14 @@ def main() -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     shape = {key: getattr(words, key) for key in ("run", "prompt", "new", "temperature", "spec_k")}
     write_json(
-        words.out, {"device": name, "torch": torch.__version__, "commit": commit, **shape, "rows": rows}
+        words.out,
+        {
+            "benchmark": "speculation",
+            "made_by": "scripts/bench/speculation.py",
+            "machine": {"device": name, "torch": torch.__version__, "commit": commit[:12]},
+            "settings": shape,
+            "rows": rows,
+        },
     )
     return 0
 

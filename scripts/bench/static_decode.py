@@ -6,6 +6,10 @@ holds the weights of one of our models, so that both loops say the same tokens.
 
 from __future__ import annotations
 
+import functools
+from types import FunctionType
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -63,7 +67,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class StaticDecoder:
     """Greedy decoding of a grouped-query model with `cache` places per sequence, all of which every step reads."""
 
-    def __init__(self, model: Model, batch: int, cache: int, *, is_compiled: bool) -> None:
+    def __init__(
+        self, model: Model, batch: int, cache: int, *, is_compiled: bool, has_reductions: bool = False
+    ) -> None:
         layers = model.attention_layers()
         dims, rope = layers[0][1].dims, layers[0][1].projection.rope
         assert rope is not None
@@ -83,7 +89,10 @@ class StaticDecoder:
         # Sizes are constants, as for a loop that is compiled for one cache alone.
         self._forward = self.forward
         if is_compiled:
-            self._forward = torch.compile(self.forward, fullgraph=True, dynamic=False)
+            options: dict[str, Any] | None = {"coordinate_descent_tuning": True} if has_reductions else None
+            own = FunctionType(StaticDecoder.forward.__code__.replace(), globals(), "forward")
+            compiled = torch.compile(own, fullgraph=True, dynamic=False, options=options)
+            self._forward = functools.partial(compiled, self)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def forward(self, token: Tensor, at: Tensor) -> Tensor:

@@ -27,6 +27,11 @@ def test_a_tiny_bench_measures_both_ways_of_batching(tmp_path: Path) -> None:
         *("--prompt", "4,12", "--new", "2,16", "--batch-prompt", "4", "--batch-new", "8", "--chunks", "16"),
         *("--rate", "1000", "--repeats", "1", "--out", str(out)),
     ]
+    done = subprocess.run(
+        [sys.executable, *command, "--seconds", "0.001"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "4 sides left" in done.stdout
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     data = json.loads(out.read_text())

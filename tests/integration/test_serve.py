@@ -245,6 +245,7 @@ def test_what_cannot_be_served_is_said_with_status_2(
         (("--api-key-env", "EMPTY_KEY"), "--api-key-env EMPTY_KEY: the environment variable is not set"),
         (("--host", "203.0.113.1", "--api-key-env", "PATH"), "cannot listen on 203.0.113.1 port 0"),
         (("--port", "70000"), "argument --port: got 70000, expected 0 to 65535"),
+        (("--compiled", "fast"), "argument --compiled: invalid choice: 'fast'"),
         (("--timeout", "nan"), "argument --timeout: got nan, expected seconds above 0"),
         (
             ("--max-len", "16", "--max-tokens", "16"),

@@ -54,16 +54,17 @@ class TokenBuffer:
 
     def view(self, n_tokens: int) -> Tensor:
         """Return the first tokens, [B, N, n_tokens, W], without a copy."""
-        return self.data[:, :, :n_tokens]
+        return self.data.narrow(2, 0, n_tokens)
 
     def write(self, start: int, values: Tensor) -> None:
         """Put [B, N, T, W] at tokens `start` to `start` + T, in this buffer's type; what is before `start` stays."""
-        end = start + values.shape[2]
-        if end > self.capacity:
+        n_tokens = values.shape[2]
+        end = start + n_tokens
+        if end > self.data.shape[2]:
             old, capacity = self.data, min(self.limit, max(end, GROWTH * self.capacity, FIRST_CAPACITY))
             self.data = _empty((*old.shape[:2], capacity, old.shape[3]), old.dtype, old.device)
             self.data[:, :, :start].copy_(old[:, :, :start])
-        self.data[:, :, start:end].copy_(values)
+        self.data.narrow(2, start, n_tokens).copy_(values)
 
     def row(self, index: int) -> TokenBuffer:
         """Return the buffer of one sequence, in this one's memory."""

@@ -42,7 +42,7 @@ class LayerCache:
             raise ConfigError(
                 f"{type(self).__name__}: got streams {got}, expected {self.names}; use new_layer_cache()"
             )
-        self.streams, self.kind = streams, kind
+        self.streams, self.kind, self._names = streams, kind, set(self.names)
         self._tensors = {
             name: KVCacheTensor(
                 _format(kind, name, tail_tokens, hadamard),
@@ -63,7 +63,7 @@ class LayerCache:
     @property
     def n_tokens(self) -> int:
         """Tokens stored per sequence. Inside a forward, those of the streams appended so far."""
-        return min(tensor.n_tokens for tensor in self._tensors.values())
+        return min([tensor.n_tokens for tensor in self._tensors.values()])
 
     @property
     def allocated_bytes(self) -> int:
@@ -121,7 +121,7 @@ class LayerCache:
             CacheFull: more tokens than fit; the cache is unchanged.
             ConfigError: streams of another layer, or that autograd follows.
         """
-        if set(streams) != set(self.names):
+        if streams.keys() != self._names:
             raise ConfigError(
                 f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self.names)}; "
                 "make the context with this model's new_context()"

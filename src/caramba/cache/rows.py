@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +39,7 @@ class RowsContext(StepContext):
     def __init__(self, ctx: Context, lengths: Sequence[int], last: int | None = None) -> None:
         super().__init__(ctx)
         self.last = self.limit - 1 if last is None else last
+        self._is_counted = False
         self.rewind(lengths)
 
     @classmethod
@@ -64,13 +66,9 @@ class RowsContext(StepContext):
         Raises:
             CacheFull: a row has no place for them; nothing is changed.
         """
-        end = max(self.lengths) + self.width
-        if end > self.limit:
-            raise CacheFull(
-                f"KV cache: {end} tokens do not fit max_tokens={self.limit}; "
-                "make the context with a larger max_tokens, or rewind it"
-            )
-        self._cursor = 0
+        if not self._is_counted:
+            self._refuse_full()
+        self._cursor, self.angles = 0, {}
         self.seqlens = self.held + self.width
         self.offset = self._positions()
 
@@ -85,8 +83,34 @@ class RowsContext(StepContext):
                 f"context: {n_tokens} tokens in {self._cursor} of {len(self.ctx.caches)} caches, expected "
                 f"{self.width} in all; set width to the tokens per row, with a context of this model"
             )
+        self.angles = {}
         self.held.add_(self.width)
-        self.lengths = [n + self.width for n in self.lengths]
+        if not self._is_counted:
+            self.lengths = [n + self.width for n in self.lengths]
+
+    @contextlib.contextmanager
+    def counted_by_host(self) -> Iterator[None]:
+        """Run a block with one forward over `width` tokens per row, counted here: inside it a forward is a function of
+        tensors alone, which can be compiled, captured, or run several times at the same places.
+
+        Raises:
+            CacheFull: a row has no place for them; nothing is changed.
+        """
+        self._refuse_full()
+        self._is_counted = True
+        try:
+            yield
+            self.lengths = [n + self.width for n in self.lengths]
+        finally:
+            self._is_counted = False
+
+    def _refuse_full(self) -> None:
+        end = max(self.lengths) + self.width
+        if end > self.limit:
+            raise CacheFull(
+                f"KV cache: {end} tokens do not fit max_tokens={self.limit}; "
+                "make the context with a larger max_tokens, or rewind it"
+            )
 
     def _positions(self) -> Tensor:
         steps = torch.arange(self.width, dtype=torch.int32, device=self.held.device)

@@ -36,6 +36,7 @@ class StepContext:
         seqlens: those with this step's, int32 [B], once a forward has begun.
         offset: position of this step's token, once a forward has begun, int32 [B, 1].
         width: tokens per sequence that a forward takes.
+        angles: cosines and sines of this step's positions, which layers of equal frequencies share.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.
@@ -56,6 +57,7 @@ class StepContext:
         self.seqlens, self.offset, self.places = self.held, self.held.clone()[:, None], self.held
         self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
         self._cursor = 0
+        self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
     def refusal(cls, ctx: Context) -> str | None:
@@ -93,7 +95,7 @@ class StepContext:
 
     def begin(self) -> None:
         """Start a forward."""
-        self._cursor = 0
+        self._cursor, self.angles = 0, {}
         self.seqlens = self.held + 1
         # No view of `held`: a compiled graph that changes it takes no second name for it beside quantised weights.
         self.offset = self.held.clone()[:, None]
@@ -124,6 +126,7 @@ class StepContext:
                 f"context: {n_tokens} tokens in {self._cursor} of {len(self.ctx.caches)} caches, expected 1 token in "
                 "all; feed a decode step one token per sequence, with a context of this model"
             )
+        self.angles = {}
         self._count()
 
     def _count(self) -> None:

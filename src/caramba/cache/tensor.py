@@ -130,11 +130,7 @@ class KVCacheTensor:
         self.max_tokens = max_tokens
         self.n_tokens = 0
         self.store = open_store(config, batch_size, n_heads, width, max_tokens, device, static)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the buffers are."""
-        return next(iter(self.store.buffers.values())).data.device
+        self.device = next(iter(self.store.buffers.values())).data.device
 
     @property
     def capacity(self) -> int:
@@ -172,7 +168,10 @@ class KVCacheTensor:
             ConfigError: a shape or device that does not fit, or tracked gradients.
         """
         self._check(values)
-        with torch.no_grad():
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                self.store.append(values, self.n_tokens)
+        else:  # a decode step: entering the block takes as long as the write
             self.store.append(values, self.n_tokens)
         self.n_tokens += values.shape[2]
 
@@ -306,10 +305,10 @@ class KVCacheTensor:
         return sum(self.store.buffers[name].used_bytes(n_tokens) for name, n_tokens in tokens.items())
 
     def _check(self, values: Tensor) -> None:
-        expected = (self.batch_size, self.n_heads, self.width)
-        if values.dim() != 4 or (values.shape[0], values.shape[1], values.shape[3]) != expected:
+        shape = values.shape
+        if len(shape) != 4 or shape != (self.batch_size, self.n_heads, shape[2], self.width):
             raise ConfigError(
-                f"KV cache: got shape {tuple(values.shape)}, expected [{self.batch_size}, {self.n_heads}, T, "
+                f"KV cache: got shape {tuple(shape)}, expected [{self.batch_size}, {self.n_heads}, T, "
                 f"{self.width}]; make the context with this model's new_context() and the same batch size"
             )
         if values.device != self.device:
@@ -322,7 +321,7 @@ class KVCacheTensor:
                 "KV cache: cannot store a tensor that autograd follows; "
                 "run a forward with a context under torch.no_grad() or torch.inference_mode()"
             )
-        end = self.n_tokens + values.shape[2]
+        end = self.n_tokens + shape[2]
         if end > self.max_tokens:
             raise CacheFull(
                 f"KV cache: {end} tokens do not fit max_tokens={self.max_tokens}; "

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,10 +23,14 @@ from caramba.ops.backend import REFERENCE
 
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
+SINGLE_ROW_REDUCTIONS = True
+"""Whether compiled CUDA steps of one sequence take products as reductions; the benchmark of decoding times both."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
-NextLogits = Callable[[Model, Tensor, StepContext], Tensor]
+NextLogits = Callable[[Model, Tensor, Any], Tensor]
+Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
+"""A graph with its own input and output."""
 
 
 class Steps(Protocol):
@@ -132,19 +136,34 @@ def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
 _compiled: WeakKeyDictionary[Model, dict[tuple[object, ...], NextLogits]] = WeakKeyDictionary()
 
 
-def compiled_logits(model: Model, batch_size: int, *form: object) -> NextLogits:
-    """Return `next_logits` compiled whole for a model and batch size, made once: a second generation compiles nothing.
-    `form` is what else a graph depends on, the cache's format and windows among it.
+def compiled_logits(
+    model: Model, batch_size: int, *form: object, run: NextLogits | None = None
+) -> NextLogits:
+    """Return `run`, `next_logits` unless given, compiled whole for a model and batch size, made once: a second
+    generation compiles nothing. `form` is what else a graph depends on, the cache's format and windows among it.
 
     Each has a code object of its own: torch.compile counts recompilations, and guesses which sizes vary, by code
     object, and other models or batches are no recompilations of this one.
     """
     made = _compiled.setdefault(model, {})
-    key = (batch_size, *form)
+    plain = run or next_logits
+    key = (plain.__name__, batch_size, *form)
     if key not in made:
-        own = FunctionType(next_logits.__code__.replace(), next_logits.__globals__, next_logits.__name__)
-        made[key] = torch.compile(own, fullgraph=True)
+        own = FunctionType(plain.__code__.replace(), plain.__globals__, plain.__name__)
+        # Rows of several tokens are no single row.
+        options = compile_options(model, batch_size) if run is None else None
+        made[key] = torch.compile(own, fullgraph=True, options=options)
     return made[key]
+
+
+def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool | Callable[..., Any]] | None:
+    """Return what Inductor is asked for beside its defaults.
+
+    On CUDA a product with one row becomes a reduction that Inductor writes and tunes: it reads the weights at more of
+    the memory's rate than the library's product, and takes in norms and gates before it and sums behind it.
+    """
+    is_single = batch_size == 1 and model.embedder.token.weight.device.type == "cuda"
+    return {"coordinate_descent_tuning": True} if is_single and SINGLE_ROW_REDUCTIONS else None
 
 
 def form_of(model: Model, ctx: Context) -> tuple[object, ...]:
@@ -153,9 +172,9 @@ def form_of(model: Model, ctx: Context) -> tuple[object, ...]:
     return (*kinds, *(layer.score.window for layer in model.modules() if isinstance(layer, AttentionLayer)))
 
 
-def captures_of(steps: Steps) -> int:
+def captures_of(steps: object) -> int:
     """Return how many CUDA graphs steps have captured."""
-    return steps.captures if isinstance(steps, DeviceSteps) else 0
+    return getattr(steps, "captures", 0)
 
 
 def compilations() -> int:
@@ -164,9 +183,7 @@ def compilations() -> int:
     return 0 if loaded is None else loaded.counters["stats"]["unique_graphs"]
 
 
-def captured(
-    given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor]
-) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+def captured(given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor]) -> Captured:
     """Capture `run` in a CUDA graph after some runs of `trial`; return it with its own input and output."""
     fixed = given.clone()
     side = torch.cuda.Stream(given.device)
@@ -181,7 +198,7 @@ def captured(
     return graph, fixed, out
 
 
-def replayed(graph: tuple[torch.cuda.CUDAGraph, Tensor, Tensor], given: Tensor) -> Tensor:
+def replayed(graph: Captured, given: Tensor) -> Tensor:
     """Replay a graph on an input and return its output, which the next replay overwrites."""
     graph[1].copy_(given)
     graph[0].replay()

@@ -12,7 +12,7 @@ from torch import Tensor
 from caramba.cache import Context, RowsContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.ragged import Network, device_of, feed, padded, rewind
-from caramba.infer.sampling import distribution, draw
+from caramba.infer.sampling import distribution, draw, next_token, wide_dtype
 
 Drafts = tuple[list[list[int]], Tensor | None]
 
@@ -96,17 +96,21 @@ class ModelDrafter:
         for row, count in enumerate(counts):
             if count:
                 uniform[row, :count] = torch.rand(count, generator=self.generators[row], dtype=torch.float64)
-        uniform = uniform.to(device)
+        uniform = uniform.to(device, wide_dtype(device))
         hidden = self._catch_up(texts, counts)
+        is_greedy = self.config.temperature == 0  # the likeliest tokens are certain drafts
         tokens: list[Tensor] = []
         found: list[Tensor] = []
         for step in range(n):
-            q = distribution(self.network.logits(hidden), self.config, known)
-            token = draw(q, uniform[:, step].to(q))[:, None]
+            logits = self.network.logits(hidden)
+            if is_greedy:
+                token = next_token(logits, self.config, known, uniform[:, step])[:, None]
+            else:
+                found.append(distribution(logits, self.config, known))
+                token = draw(found[-1], uniform[:, step].to(found[-1]))[:, None]
             if known is not None:
                 known.scatter_(1, token, True)
             tokens.append(token)
-            found.append(q)
             if step + 1 < n:
                 hidden = feed(self.network, token, self.ctx)[:, -1]
         drawn = torch.cat(tokens, dim=1)
@@ -114,6 +118,8 @@ class ModelDrafter:
         for row, draft in enumerate(drafts):
             if draft:
                 self._kept[row], self._drafted[row] = len(texts[row]), draft[:-1]
+        if is_greedy:
+            return drafts, None
         own = torch.tensor(counts, device=device)[:, None] > torch.arange(n, device=device)
         return drafts, torch.stack(found, dim=1) * own[..., None]
 

@@ -35,6 +35,7 @@ from caramba.infer.row import OnText, Row
 from caramba.infer.scoring import KINDS
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import StepPool
+from caramba.layer.joined import joined_weights
 from caramba.model import Model
 from caramba.runtime import synchronize
 
@@ -161,7 +162,11 @@ class Generator:
         )
         rows = Row.of(found, config, self.eos_ids, self.tokenizer, seeds)
         self.stats = self._new_stats()
-        with eval_mode(self.model), planned(self.model, config, max(map(len, found))):
+        with (
+            eval_mode(self.model),
+            planned(self.model, config, max(map(len, found))),
+            joined_weights(self.model),
+        ):
             for group in grouped([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)
         self.stats.new_tokens = sum(len(row.tokens) for row in rows)

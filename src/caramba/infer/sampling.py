@@ -20,10 +20,7 @@ def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = N
     Reference: Fan et al., 2018, arXiv:1805.04833 (top-k); Holtzman et al., 2019, arXiv:1904.09751 (top-p); Nguyen et
     al., 2024, arXiv:2407.01082 (min-p); Keskar et al., 2019, arXiv:1909.05858 (penalty).
     """
-    scores = logits.to(wide_dtype(logits.device))
-    if seen is not None and config.repetition_penalty != 1.0:
-        penalty = config.repetition_penalty
-        scores = torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
+    scores = _penalised(logits.to(wide_dtype(logits.device)), config, seen)
     if config.temperature == 0:
         likeliest = scores.argmax(-1, keepdim=True)
         return torch.zeros_like(scores).scatter_(-1, likeliest, 1.0)
@@ -35,6 +32,27 @@ def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = N
     if config.min_p > 0:
         probs = torch.where(probs >= config.min_p * probs.amax(-1, keepdim=True), probs, 0.0)
     return probs / probs.sum(-1, keepdim=True)
+
+
+def next_token(logits: Tensor, config: GenerateConfig, seen: Tensor | None, uniform: Tensor) -> Tensor:
+    """Return what `draw` takes from `distribution`; at temperature 0 the likeliest token, whatever the number is,
+    without passes over probabilities of which all but one are 0.
+
+    Shape: logits [..., V], seen [..., V] bool and uniform [...] to [...] int64.
+    """
+    if config.temperature > 0:
+        return draw(distribution(logits, config, seen), uniform)
+    if seen is None or config.repetition_penalty == 1.0:
+        return logits.argmax(-1)
+    return _penalised(logits.to(wide_dtype(logits.device)), config, seen).argmax(-1)
+
+
+def _penalised(scores: Tensor, config: GenerateConfig, seen: Tensor | None) -> Tensor:
+    """Make seen tokens less likely."""
+    penalty = config.repetition_penalty
+    if seen is None or penalty == 1.0:
+        return scores
+    return torch.where(seen, torch.where(scores > 0, scores / penalty, scores * penalty), scores)
 
 
 def _ranked(probs: Tensor, config: GenerateConfig) -> Tensor:

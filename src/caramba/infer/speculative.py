@@ -6,31 +6,46 @@ import contextlib
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from caramba.cache import Context, RowsContext
+from caramba.config.cache_policy import step_capacity
 from caramba.config.generate import SpeculativeConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
-from caramba.infer.device_steps import step_refusal
+from caramba.infer.device_steps import DecodeForm, captures_of, compilations, step_refusal
 from caramba.infer.drafting import Drafter, LookupDrafter, ModelDrafter
 from caramba.infer.generator import Generated, Generator, eval_mode
 from caramba.infer.prompts import Prompt
 from caramba.infer.ragged import Network, device_of, prefill_rows
 from caramba.infer.row import OnText, Row
-from caramba.infer.sampling import distribution, draw
+from caramba.infer.row_steps import RowSteps
+from caramba.infer.sampling import next_token
 from caramba.infer.scoring import KINDS
+from caramba.infer.step_pool import identity_of
 from caramba.infer.verification import SpeculativeStats, Verifier
+from caramba.layer.joined import joined_weights
 from caramba.model import EarlyExit, Model
+from caramba.ops import MAX_QUERIES
 from caramba.runtime import synchronize
 
 DRAFT_SEED = 0x5BEC  # a row's draft and verification draw from a stream of their own
 TIMED_STEPS = 16
+
+
+@dataclass
+class Kept:
+    """The context of the last call, and what was captured on it."""
+
+    key: tuple[Any, ...]
+    ctx: Context
+    steps: RowSteps | None = None
 
 
 class SpeculativeGenerator(Generator):
@@ -84,6 +99,7 @@ class SpeculativeGenerator(Generator):
             EarlyExit(model, self.speculation.spec_draft_layers) if method == "early_exit" else None
         )
         self.stats = SpeculativeStats()
+        self._kept: Kept | None = None
         self._last: list[int] = []
 
     @property
@@ -124,15 +140,15 @@ class SpeculativeGenerator(Generator):
         if n_steps < 1 or not stats.row_steps:
             return None
         device, seconds = device_of(self.model), []
-        with eval_mode(self.model):
+        with eval_mode(self.model), joined_weights(self.model):
             ctx = self.model.new_context(n_rows, len(text), KVCacheKind(stats.cache_kind), static=True)
             prompts = [text[:-n_steps]] * n_rows
             hidden = prefill_rows(self.model, prompts, ctx, self.config.prefill_chunk)
             for _ in range(n_steps):
                 synchronize(device)
                 began = time.perf_counter()
-                p = distribution(self.model.logits(hidden), self.config)
-                token = draw(p, torch.full((n_rows,), 0.5).to(p))
+                logits = self.model.logits(hidden)
+                token = next_token(logits, self.config, None, torch.full((n_rows,), 0.5, device=device))
                 hidden = self.model.hidden(token[:, None], ctx)[:, -1]
                 synchronize(device)
                 seconds.append(time.perf_counter() - began)
@@ -149,9 +165,9 @@ class SpeculativeGenerator(Generator):
         stats, config = self.stats, self.config
         assert isinstance(stats, SpeculativeStats)
         n_tokens = max(len(row.prompt) for row in rows) + config.max_new_tokens
-        # Rows that draft nothing any more are still fed as many tokens as the others.
+        # Rows that draft nothing any more are still fed as many tokens as the others, and graphs are filled up.
         slack = self.speculation.spec_k if len(rows) > 1 else 0
-        ctx = self._context(len(rows), n_tokens + slack)
+        ctx = self._opened(len(rows), n_tokens, slack)
         draft_ctx = self._draft_context(ctx, len(rows), n_tokens + slack)
         reason = None if len(rows) == 1 else self._rows_refusal(ctx, draft_ctx)
         if reason is not None:
@@ -161,6 +177,36 @@ class SpeculativeGenerator(Generator):
                 self._run([row], on_text)
             return
         self._speculate(rows, ctx, draft_ctx, on_text)
+
+    def _opened(self, n_rows: int, n_tokens: int, slack: int) -> Context:
+        """Return an empty context; where forwards may run on the device, that of the last call if it fits as well."""
+        kind = self._kind(n_rows, n_tokens)
+        runs_alone = self.config.compiled is True or (
+            self.config.compiled and device_of(self.model).type == "cuda"
+        )
+        if not runs_alone or kind not in EXACT_KINDS:
+            return self.model.new_context(n_rows, n_tokens + slack, kind, static=True)
+        capacity = step_capacity(n_tokens + slack + MAX_QUERIES, None)
+        key = (identity_of(self.model), n_rows, capacity, kind)
+        if self._kept is not None and self._kept.key == key:
+            self._kept.ctx.truncate(0)
+        else:
+            self._kept = None  # its memory first
+            self._kept = Kept(key, self.model.new_context(n_rows, capacity, kind, static=True))
+        return self._kept.ctx
+
+    def _row_steps(self, ctx: Context, lengths: Sequence[int], form: DecodeForm) -> RowSteps:
+        """Return the forwards on a context that has seen the rows' prompts, with what the last call captured."""
+        kept = self._kept
+        if kept is not None and kept.ctx is ctx and kept.steps is not None:
+            kept.steps.ctx.rewind(lengths)
+            return kept.steps
+        rows_ctx = RowsContext(ctx, lengths)
+        rows_ctx.last = min([rows_ctx.limit, *self._position_limits()]) - 1
+        steps = RowSteps(self.model, rows_ctx, is_compiled="compiled" in form, is_captured="graph" in form)
+        if kept is not None and kept.ctx is ctx:
+            kept.steps = steps
+        return steps
 
     def _speculate(
         self, rows: Sequence[Row], ctx: Context, draft_ctx: Context | None, on_text: OnText | None
@@ -173,17 +219,25 @@ class SpeculativeGenerator(Generator):
         synchronize(device)
         prefilled = time.perf_counter()
         last = max(map(len, prompts)) + config.max_new_tokens - 1
-        rows_ctx = RowsContext(ctx, [len(ids) for ids in prompts], last) if len(rows) > 1 else ctx
+        form, stats.not_compiled = self._form(ctx, draft_ctx)
+        has_rows = len(rows) > 1 or form != "eager"
+        lengths = [len(ids) for ids in prompts]
+        steps = None if form == "eager" else self._row_steps(ctx, lengths, form)
+        rows_ctx = steps.ctx if steps is not None else RowsContext(ctx, lengths, last) if has_rows else ctx
+        stats.decode = form
+        captures, compiled = captures_of(steps), compilations() if form.startswith("compiled") else 0
         generators = [torch.Generator().manual_seed(row.seed ^ DRAFT_SEED) for row in rows]
-        drafter = self._drafter(rows, ctx, draft_ctx, last, generators)
-        verifier = Verifier(self.model, rows, rows_ctx, config, self.speculation, drafter, generators, stats)
+        drafter = self._drafter(rows, ctx, draft_ctx, last, generators, has_rows)
+        verifier = Verifier(
+            self.model, rows, rows_ctx, config, self.speculation, drafter, generators, stats, steps
+        )
         verifier.take_first(self.model.logits(hidden), on_text)
         while not verifier.is_done:
             verifier.round(on_text)
         for row in rows:
             row.close(on_text)
-        if config.compiled:
-            stats.not_compiled = "speculation verifies a changing number of tokens"
+        stats.captures += captures_of(steps) - captures
+        stats.compilations += compilations() - compiled if form.startswith("compiled") else 0
         stats.most_rows = max(stats.most_rows, len(rows))
         stats.prefill_s += prefilled - began
         stats.decode_s += time.perf_counter() - prefilled
@@ -197,6 +251,7 @@ class SpeculativeGenerator(Generator):
         draft_ctx: Context | None,
         last: int,
         generators: Sequence[torch.Generator],
+        has_rows: bool,
     ) -> Drafter:
         network = self._network()
         if network is None or draft_ctx is None:
@@ -205,7 +260,7 @@ class SpeculativeGenerator(Generator):
         lengths, is_shared = [len(ids) for ids in prompts], self._shares(ctx)
         if not is_shared:
             prefill_rows(network, prompts, draft_ctx, self.config.prefill_chunk)
-        many = RowsContext(draft_ctx, lengths, last) if len(rows) > 1 else None
+        many = RowsContext(draft_ctx, lengths, last) if has_rows else None
         return ModelDrafter(
             network,
             many or draft_ctx,
@@ -236,6 +291,19 @@ class SpeculativeGenerator(Generator):
             return self.first_blocks.shared(ctx)
         dtype = next(network.embedder.parameters()).dtype
         return network.new_context(batch_size, n_tokens, KINDS.get(dtype, KVCacheKind.FP32), static=True)
+
+    def _form(self, ctx: Context, draft_ctx: Context | None) -> tuple[DecodeForm, str | None]:
+        """Return how verifying forwards run, and why not as asked, if so."""
+        if not self.config.compiled:
+            return "eager", None
+        device = device_of(self.model)
+        is_compiled, is_captured = self.config.compiled is True, device.type == "cuda"
+        if not (is_compiled or is_captured):
+            return "eager", f"CUDA graphs need a CUDA device, the model is on {device.type}"
+        reason = self._rows_refusal(ctx, draft_ctx)
+        if reason is not None:
+            return "eager", reason
+        return ("compiled graph" if is_captured else "compiled") if is_compiled else "graph", None
 
     def _rows_refusal(self, ctx: Context, draft_ctx: Context | None) -> str | None:
         """Return why rows cannot stand at positions of their own in the caches, None where they can."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
-from caramba.infer.sampling import distribution, draw, uniforms, wide_dtype
+from caramba.infer.sampling import next_token, uniforms, wide_dtype
 
 
 @dataclass
@@ -81,10 +81,13 @@ class StepState:
 
         Shape: logits [B, V] to [B].
         """
-        own = self.step - self.delay
         last = self.tokens.shape[1] - 1
+        if len(self.delay) == 1:  # no other row to wait for, so every draw counts: a third of the launches
+            return self._choose_alone(logits, config, last)
+        own = self.step - self.delay
         slot = own.clamp(0, last)[:, None]
-        chosen = draw(distribution(logits, config, self.seen), self.uniform.gather(1, slot)[:, 0])[:, None]
+        uniform = self.uniform if config.temperature == 0 else self.uniform.gather(1, slot)
+        chosen = next_token(logits, config, self.seen, uniform[:, 0])[:, None]
         logprob = logits.float().log_softmax(-1).gather(1, chosen)
         counts = ((own >= 0) & (own <= last))[:, None]
         self.tokens.scatter_(1, slot, torch.where(counts, chosen, self.tokens.gather(1, slot)))
@@ -95,6 +98,17 @@ class StepState:
             self.seen.scatter_(1, fed, True)
         self.step += 1
         return fed[:, 0]
+
+    def _choose_alone(self, logits: Tensor, config: GenerateConfig, last: int) -> Tensor:
+        slot = self.step.clamp(max=last)[None]
+        uniform = self.uniform[:, 0] if config.temperature == 0 else self.uniform.index_select(1, slot)[:, 0]
+        chosen = next_token(logits, config, self.seen, uniform)[:, None]
+        self.tokens.index_copy_(1, slot, chosen)
+        self.logprobs.index_copy_(1, slot, logits.float().log_softmax(-1).gather(1, chosen))
+        if self.seen is not None:
+            self.seen.scatter_(1, chosen, True)
+        self.step += 1
+        return chosen[:, 0]
 
     def read(self, rows: Sequence[Row], position: int, on_text: OnText | None) -> bool:
         """Give every row what it has drawn by `position`, the one wait of these steps; return whether all ended."""

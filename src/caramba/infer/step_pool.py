@@ -69,7 +69,7 @@ class StepPool:
         ):
             return _made(model, rows, config, kind, n_tokens, 0)
         capacity = step_capacity(n_tokens, limit)
-        key = (_identity(model), len(rows), capacity, kind, *(getattr(config, name) for name in BAKED))
+        key = (identity_of(model), len(rows), capacity, kind, *(getattr(config, name) for name in BAKED))
         found = self._kept.pop(key, None)
         if found is None:
             while len(self._kept) >= KEPT:
@@ -94,7 +94,7 @@ def _made(
     return Prepared(ctx, state, *choose_steps(HostSteps(model, state, ctx, config)))
 
 
-def _identity(model: Model) -> tuple[Any, ...]:
+def identity_of(model: Model) -> tuple[Any, ...]:
     """Return what changes when the weights that a graph reads move to other memory."""
     plain = (torch.Tensor, torch.nn.Parameter)
     return tuple(

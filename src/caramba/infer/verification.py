@@ -14,7 +14,8 @@ from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
 from caramba.infer.ragged import feed, padded, rewind
 from caramba.infer.row import OnText, Row
-from caramba.infer.sampling import distribution, draw, uniforms
+from caramba.infer.row_steps import RowSteps
+from caramba.infer.sampling import distribution, draw, next_token, uniforms, wide_dtype
 from caramba.model import Model
 
 
@@ -81,6 +82,8 @@ def verify_drafts(
 class Verifier:
     """The rounds of some rows. `texts` are all of their tokens; the cache holds all but the last of each.
 
+    `steps` run its forwards by themselves on the device, on rows at positions of their own.
+
     A row's numbers come from its own seed: `uniform[b, i]` draws its new token i where no draft has to be judged, and
     its generator, which its drafter shares, gives the others in the order in which its own rounds need them. So a
     row's text does not depend on which rows are beside it. A row that has ended stays in the forwards and in nothing
@@ -97,7 +100,9 @@ class Verifier:
         drafter: Drafter,
         generators: Sequence[torch.Generator],
         stats: SpeculativeStats,
+        steps: RowSteps | None = None,
     ) -> None:
+        self.steps = steps
         self.model, self.rows, self.ctx, self.config = model, rows, ctx, config
         self.speculation, self.drafter, self.generators, self.stats = speculation, drafter, generators, stats
         self.device = model.embedder.token.weight.device
@@ -118,8 +123,9 @@ class Verifier:
 
     def take_first(self, logits: Tensor, on_text: OnText | None) -> None:
         """Draw the token after each prompt. Shape: logits [B, V]."""
-        p = distribution(logits, self.config, self.seen)
-        tokens = draw(p, self.uniform[:, 0].to(p))
+        tokens = next_token(
+            logits, self.config, self.seen, self.uniform[:, 0].to(self.device, wide_dtype(self.device))
+        )
         self._take([[token] for token in tokens.tolist()], logits[:, None], on_text)
 
     def round(self, on_text: OnText | None) -> None:
@@ -134,9 +140,12 @@ class Verifier:
         width = 1 + max(map(len, drafts))
         last = [text[-1] for text in self.texts]
         fed = padded([[a, *b] for a, b in zip(last, drafts, strict=True)], width, last, self.device)
-        logits = self.model.logits(feed(self.model, fed, self.ctx))
-        p = distribution(logits, self.config, self._seen_along(fed))
-        tokens, accepted = self._equal(p, drafts) if q is None else self._judged(p, q, fed, drafts)
+        logits = self.model.logits(feed(self.model, fed, self.ctx)) if self.steps is None else self.steps(fed)
+        seen = self._seen_along(fed)
+        if q is None:
+            tokens, accepted = self._equal(logits, seen, drafts)
+        else:
+            tokens, accepted = self._judged(distribution(logits, self.config, seen), q, fed, drafts)
         for index, (row_tokens, draft) in enumerate(zip(tokens, drafts, strict=True)):
             if not live[index]:
                 row_tokens.clear()
@@ -153,13 +162,16 @@ class Verifier:
             return [[] for _ in counts], None
         return self.drafter.propose(self.texts, counts, self.seen)
 
-    def _equal(self, p: Tensor, drafts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-        """Draw every token from p as without drafts, and keep each row's up to the first that is not its draft."""
+    def _equal(
+        self, logits: Tensor, seen: Tensor | None, drafts: Sequence[Sequence[int]]
+    ) -> tuple[list[list[int]], list[int]]:
+        """Draw every token as without drafts, and keep each row's up to the first that is not its draft."""
         made = torch.tensor([len(row.tokens) for row in self.rows])[:, None]
-        slots = (made + torch.arange(p.shape[1])).clamp(max=self.uniform.shape[1] - 1)
+        slots = (made + torch.arange(logits.shape[1])).clamp(max=self.uniform.shape[1] - 1)
         tokens: list[list[int]] = []
         accepted: list[int] = []
-        drawn = draw(p, self.uniform.gather(1, slots).to(p)).tolist()
+        uniform = self.uniform.gather(1, slots).to(self.device, wide_dtype(self.device))
+        drawn = next_token(logits, self.config, seen, uniform).tolist()
         for row, draft in zip(drawn, drafts, strict=True):
             n = next((i for i, (a, b) in enumerate(zip(draft, row, strict=False)) if a != b), len(draft))
             accepted.append(n)

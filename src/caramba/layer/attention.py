@@ -122,7 +122,12 @@ class AttentionLayer(nn.Module):
             reason = f"got {x.shape[1]} tokens per sequence, expected {ctx.width}"
         if reason is not None:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
-        angles = projection.angles(ctx.offset, x.shape[1], x.device)
+        key = None if projection.rope is None else projection.rope.key
+        angles = None if key is None else ctx.angles.get(key)
+        if angles is None:
+            angles = projection.angles(ctx.offset, x.shape[1], x.device)
+            if key is not None and angles is not None:
+                ctx.angles[key] = angles
         q, streams = projection(x, ctx.offset, angles=angles)
         rotated = -1 if angles is None else cache.names.index(projection.turned)
         cos, sin = (None, None) if angles is None else angles

@@ -37,11 +37,11 @@ class RMSNorm(nn.Module):
         if is_fused("rms_norm", x):
             return rms_norm(x, self.weight, self.eps)
         weight = self.weight
-        wide = x
-        if weight is not None and weight.dtype != x.dtype:
-            wide = x.to(torch.promote_types(x.dtype, weight.dtype))
-        weight = None if weight is None else weight.to(wide.dtype)
-        return F.rms_norm(wide, (self.width,), weight, self.eps).to(x.dtype)
+        if weight is None or weight.dtype == x.dtype:
+            normed = F.rms_norm(x, (self.width,), weight, self.eps)
+            return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast widens it
+        wide = torch.promote_types(x.dtype, weight.dtype)
+        return F.rms_norm(x.to(wide), (self.width,), weight.to(wide), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}, affine={self.weight is not None}"

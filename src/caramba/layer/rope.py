@@ -80,6 +80,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None
     """
     if is_fused("rope", x) and not cos.requires_grad:
         return rope(x, cos, sin, dtype=dtype or torch.promote_types(x.dtype, torch.float32))
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        first, second = widened(x).chunk(2, dim=-1)  # the same numbers by fewer calls
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return turned if dtype is None or dtype == turned.dtype else turned.to(dtype)
     pairs = widened(x).unflatten(-1, (2, -1))
     # Gradients of `unbind` join in one pass, where each of two views would pad its own to a whole tensor.
     real, imaginary = pairs.unbind(-2)
@@ -130,17 +134,22 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", frequencies, persistent=explicit)
         # What the angles follow from, where nothing can change them: layers of one key share a table.
         is_fixed = not explicit and self.dynamic is None
-        self.key = (width, base, scaling, n_groups) if is_fixed else None
+        self.key = repr((width, base, scaling, n_groups)) if is_fixed else None
         self.table: tuple[Tensor, Tensor] | None = None
+        self.step_table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2] float32.
 
         An `offset` [B, T] gives every token's own position, and cos and sin of [B, G, T, D/2].
         """
-        table = self.table
-        if table is not None and isinstance(offset, int) and offset == 0 and self._serves(n_tokens, device):
-            return table[0][:, :n_tokens], table[1][:, :n_tokens]
+        if isinstance(offset, int):
+            if offset == 0 and (table := _reaching(self.table, n_tokens, device)) is not None:
+                return table[0][:, :n_tokens], table[1][:, :n_tokens]
+            if offset > 0 and not torch.compiler.is_compiling():
+                table = _reaching(self.step_table, offset + n_tokens, device)
+                if table is not None:
+                    return table[0].narrow(1, offset, n_tokens), table[1].narrow(1, offset, n_tokens)
         frequencies = self.inv_freq.to(device)
         if isinstance(offset, Tensor):
             self._refuse_documents(n_tokens)
@@ -162,11 +171,6 @@ class RotaryEmbedding(nn.Module):
         if self.attention_factor == 1.0:
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
-
-    def _serves(self, n_tokens: int, device: torch.device) -> bool:
-        return (
-            self.table is not None and self.table[0].shape[1] >= n_tokens and self.table[0].device == device
-        )
 
     def _refuse_documents(self, n_tokens: int) -> None:
         if self.dynamic is None or n_tokens <= self.dynamic.original_max_position_embeddings:
@@ -208,22 +212,32 @@ class RotaryEmbedding(nn.Module):
         return f"{groups} x {pairs} frequencies"
 
 
+def _reaching(
+    table: tuple[Tensor, Tensor] | None, n_tokens: int, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """Return a table that holds so many positions on a device, else None."""
+    if table is None or table[0].shape[1] < n_tokens or table[0].device != device:
+        return None
+    return table
+
+
 @torch.no_grad()
-def share_tables(module: nn.Module, n_tokens: int, device: torch.device) -> None:
+def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_steps: bool = False) -> None:
     """Give all rotary embeddings of a module whose angles nothing can change a table of positions 0 to T - 1.
 
     A compiler would otherwise compute both functions anew in every layer, for every element of every head and batch,
-    forward and backward, which takes longer than reading the element; eager layers save the launches.
+    forward and backward, which takes longer than reading the element; eager layers save the launches. A table
+    `for_steps` is one of its own, which forwards behind cached tokens read: its length changes no compiled forward.
     """
-    tables: dict[object, tuple[Tensor, Tensor]] = {}
+    name = "step_table" if for_steps else "table"
+    tables: dict[str, tuple[Tensor, Tensor]] = {}
     for rotary in module.modules():
         if not isinstance(rotary, RotaryEmbedding) or rotary.key is None:
             continue
-        key = repr(rotary.key)
-        if key not in tables:
-            if not rotary._serves(n_tokens, device):
-                rotary.table = None
-                rotary.table = rotary(0, n_tokens, device)
-            assert rotary.table is not None
-            tables[key] = rotary.table
-        rotary.table = tables[key]
+        if rotary.key not in tables:
+            table = _reaching(getattr(rotary, name), n_tokens, device)
+            if table is None:
+                rotary.table = None if name == "table" else rotary.table
+                table = rotary(0, n_tokens, device)
+            tables[rotary.key] = table
+        setattr(rotary, name, tables[rotary.key])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
+from caramba.layer.joined import Joined, usable
 from caramba.layer.products import products
 from caramba.ops import is_fused, swiglu
 
@@ -22,13 +23,16 @@ class SwiGLULayer(nn.Module):
     """
 
     residual_outputs: ClassVar[tuple[str, ...]] = ("down",)
+    joins: ClassVar[tuple[str, ...]] = ("gate", "up")
 
     def __init__(self, config: SwiGLULayerConfig) -> None:
         super().__init__()
+        self.joined: Joined | None = None
         self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
-        gate, up = products(x, (self.gate, self.up))
+        joined = self.joined
+        gate, up = joined(x) if usable(joined, x) else products(x, (self.gate, self.up))
         return self.down(swiglu(gate, up) if is_fused("swiglu", gate) else F.silu(gate) * up)

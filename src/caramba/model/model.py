@@ -20,6 +20,9 @@ from caramba.model.head import build_head
 from caramba.topology.base import attention_applications
 from caramba.topology.build import build_node
 
+TABLE_TOKENS = 65536
+"""Tokens up to which a context comes with a table of its angles: 16 MB at 64 features per head."""
+
 
 class Model(nn.Module):
     """A causal language model built from its spec.
@@ -115,6 +118,9 @@ class Model(nn.Module):
         """
         layers = [layer for _, layer in attention_applications(self)]
         device = self.embedder.token.weight.device
+        if max_tokens <= TABLE_TOKENS and device.type != "meta" and not torch.compiler.is_compiling():
+            with torch.inference_mode(False):  # a forward with gradients may read them too
+                share_tables(self, max_tokens, device, for_steps=True)
         format = {"tail_tokens": tail_tokens, "hadamard": hadamard}
         return context_of(layers, batch_size, max_tokens, kind, device, static, **format)
 

@@ -93,7 +93,7 @@ def is_fused(op: str, x: torch.Tensor) -> bool:
 
 def has_kernel(op: str, x: torch.Tensor) -> bool:
     """Whether a kernel is attached for an op on x's device: what to ask where Inductor fuses less than the kernel."""
-    return (op, x.device.type) in _attached
+    return bool(_attached) and (op, x.device.type) in _attached
 
 
 def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
@@ -150,6 +150,6 @@ def fused_decode_available(cache: _Cache, device: torch.device | str) -> bool:
     Hadamard-rotated (the tail beside them is not, and one query cannot serve both) or first tokens are kept exact
     (their keys are of another shape).
     """
-    is_attached = ("dba_decode", torch.device(device).type) in _attached
-    is_plain = not (cache.is_rotated or cache.keeps_first_tokens)
-    return is_attached and is_plain and cache.names in DECOUPLED
+    if not _attached or ("dba_decode", torch.device(device).type) not in _attached:
+        return False
+    return cache.names in DECOUPLED and not (cache.is_rotated or cache.keeps_first_tokens)

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 OPTIONS = (
     "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
     "[--max-queue 256] [--max-request-bytes 1048576] [--timeout 300] [--api-key-env NAME] [--prefix-cache-mb 0] "
-    "[--plain]" + WEIGHTS_OPTIONS
+    "[--prefill-chunk 512] [--compiled graph|true|false] [--plain]" + WEIGHTS_OPTIONS
 )
 MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
+COMPILED: dict[str, bool | str] = {"graph": "graph", "true": True, "false": False}
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
@@ -90,7 +91,8 @@ def _announce(service: Service, name: tuple[Any, ...], *, has_key: bool) -> None
     stats = service.engine.stats()
     logger.info(
         f"{service.name} at http://{host}:{name[1]}/v1: {stats.n_slots} slots of {service.context} tokens, "
-        f"{stats.cache_kind} cache {stats.cache_bytes / 1e6:.2f} MB, at most {service.limits.max_tokens} new tokens, "
+        f"{stats.cache_kind} cache {stats.cache_bytes / 1e6:.2f} MB, {stats.decode} steps, "
+        f"at most {service.limits.max_tokens} new tokens, "
         f"{'with a key' if has_key else 'no key'}"
     )
 
@@ -116,6 +118,8 @@ def _words(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--timeout", type=_seconds, default=300.0)
     parser.add_argument("--api-key-env")
     parser.add_argument("--prefix-cache-mb", type=_megabytes, default=0.0)
+    parser.add_argument("--prefill-chunk", type=_whole(1))
+    parser.add_argument("--compiled", choices=tuple(COMPILED))
     parser.add_argument("--plain", action="store_true")
     words = parser.parse_args(argv)
     words.command = "serve"
@@ -129,6 +133,8 @@ def _engine_config(words: argparse.Namespace, max_len: int | None) -> EngineConf
         "cache_kind": words.cache_kind,
         "max_queue": words.max_queue,
         "prefix_cache_bytes": int(words.prefix_cache_mb * 1e6),
+        "prefill_chunk": words.prefill_chunk,
+        "compiled": None if words.compiled is None else COMPILED[words.compiled],
     }
     return parse_as(EngineConfig, {key: value for key, value in given.items() if value is not None})
 

@@ -103,3 +103,29 @@ def test_memory_stays_flat_from_call_to_call() -> None:
         torch.cuda.synchronize()
         used.append(torch.cuda.memory_allocated())
     assert len(set(used[1:])) == 1
+
+
+@pytest.mark.parametrize("method", ["lookup", "early_exit"])
+@pytest.mark.parametrize("name", ["gqa_scaled", "latent_gate"])
+def test_verifying_forwards_are_captured_by_width_once(name: str, method: str) -> None:
+    model = build_model(transformer(name), seed=0).cuda()
+    values: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0, "spec_k": 7}
+    eager = SpeculativeGenerator(model, spec_method=method, **values)
+    stepped = SpeculativeGenerator(model, spec_method=method, compiled="graph", **values)
+    captures = []
+    for prompts in (PROMPTS, [[1, 2, 3, 4] * 3, [5], [6, 7] * 4], PROMPTS):
+        wanted = eager.generate(prompts)
+        assert [row.tokens for row in stepped.generate(prompts)] == [row.tokens for row in wanted]
+        assert (stepped.stats.decode, stepped.stats.not_compiled) == ("graph", None)
+        captures.append(stepped.stats.captures)
+    assert 0 < captures[0] <= sum(captures) <= 4
+    assert captures[2] == 0
+
+
+def test_one_row_is_drawn_by_a_graph_as_by_the_host() -> None:
+    model = build_model(transformer("gqa_scaled"), seed=0).cuda()
+    for values in (VALUES, {"max_new_tokens": 2, "temperature": 0.0}):
+        wanted = Generator(model, **values).generate(PROMPTS[:1])
+        for compiled in ("graph", True):
+            found = Generator(model, compiled=compiled, **values).generate(PROMPTS[:1])
+            assert [row.tokens for row in found] == [row.tokens for row in wanted]

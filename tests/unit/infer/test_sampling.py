@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from caramba.config.generate import GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
-from caramba.infer.sampling import distribution, draw, uniforms
+from caramba.infer.sampling import distribution, draw, next_token, uniforms
 
 
 def reference(logits: np.ndarray, config: GenerateConfig, seen: np.ndarray) -> np.ndarray:
@@ -115,3 +115,13 @@ def test_a_small_temperature_stays_finite_and_tiny_top_p_keeps_one() -> None:
 def test_values_out_of_range_are_named(values: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         parse_as(GenerateConfig, values)
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.7])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_next_token_is_a_draw_from_the_distribution(temperature: float, penalty: float) -> None:
+    logits = torch.randn(64, 11, generator=torch.Generator().manual_seed(1)).round(decimals=1)  # with equals
+    seen, uniform = logits > 0.5, uniforms(3, 64)
+    config = GenerateConfig(temperature=temperature, repetition_penalty=penalty)
+    expected = draw(distribution(logits, config, seen), uniform)
+    assert torch.equal(next_token(logits, config, seen, uniform), expected)

@@ -11,7 +11,7 @@ import torch
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.errors import ConfigError
-from caramba.infer import Generator, SpeculativeGenerator
+from caramba.infer import Generator, SpeculativeGenerator, row_steps
 from caramba.infer.drafting import DraftLength, LookupDrafter
 from caramba.infer.sampling import distribution, draw
 from caramba.infer.verification import verify_drafts
@@ -243,6 +243,27 @@ def test_rows_of_a_batch_are_the_rows_alone(other: Model, name: str, method: str
     if method == "lookup" or not temperature:
         plain = Generator(model, **values).generate(PROMPTS)
         assert [row.tokens for row in rows] == [row.tokens for row in plain]
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("gqa_scaled", "lookup"), ("latent_gate", "early_exit"), ("decoupled_tie", "lookup")]
+)
+def test_verifying_steps_on_the_device_write_the_same(
+    name: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+    values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 16, "cache_kind": "fp32", "spec_k": 9}
+    model = sharp(name)
+    plain = SpeculativeGenerator(model, spec_method=method, **values)
+    stepped = SpeculativeGenerator(model, spec_method=method, compiled=True, **values)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        wanted = [row.tokens for row in plain.generate(prompts)]
+        assert [row.tokens for row in stepped.generate(prompts)] == wanted
+        assert (stepped.stats.decode, stepped.stats.not_compiled) == ("compiled", None)
+        assert (stepped.stats.steps, stepped.acceptance_rate) == (plain.stats.steps, plain.acceptance_rate)
+    graph = SpeculativeGenerator(model, spec_method=method, compiled="graph", **values)
+    graph.generate(PROMPTS[:1])
+    assert graph.stats.not_compiled == "CUDA graphs need a CUDA device, the model is on cpu"
 
 
 def test_first_blocks_draft_on_the_models_own_cache() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from caramba.data import ByteTokenizer
 from caramba.infer import generate
 from caramba.infer.dialogue import Dialogue
 from caramba.model import Model
-from caramba.serve import schema
+from caramba.serve import reply, schema
+from caramba.serve.app import build_app
 from caramba.serve.service import Service
 from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
 
@@ -230,6 +232,38 @@ def test_a_client_that_leaves_frees_its_slot_and_all_is_counted(
     )
     assert n_tokens - n_first == found["caramba_inter_token_latency_seconds_count"] > 0
     assert found['caramba_requests_total{path="/v1/completions",status="200"}'] > 0
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_holds_no_slot(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reply, "LAST_WORD_SECONDS", 0.02)
+    service = service_of(model, timeout_s=0.2)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    body = json.dumps(LONG | {"stream": True}).encode()
+    sent: list[str] = []
+
+    async def ask() -> None:
+        given = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            return given.pop() if given else await asyncio.Event().wait()  # type: ignore[return-value]
+
+        async def send(message: Any) -> None:
+            sent.append(message["type"])
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()  # the socket's buffer is full for good
+
+        await asyncio.wait_for(build_app(service)(scope | {"headers": headers}, receive, send), 10)
+
+    with service.engine:
+        asyncio.run(ask())
+        assert eventually(lambda: service.engine.stats().active == 0)
+        assert service.engine.stats().cancelled == 1
+        ticket = service.engine.submit([1, 2], max_new_tokens=2, temperature=0.0, seed=0)
+        assert (ticket.wait(10), len(ticket.tokens)) == ("length", 2)
+    assert sent[:2] == ["http.response.start", "http.response.body"]
 
 
 def test_a_failing_model_is_told_and_the_next_request_is_answered(

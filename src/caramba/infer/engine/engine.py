@@ -21,6 +21,7 @@ from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import FinishReason, OnEvent, Ticket
 from caramba.infer.prompts import refuse_prompts
 from caramba.infer.row import Row
+from caramba.layer.joined import joined_weights
 from caramba.model import Model
 
 OF_THE_ENGINE = (*CacheKeys.model_fields, "prefill_chunk", "read_every", "compiled")
@@ -235,6 +236,10 @@ class Engine:
             self._news.notify_all()
 
     def _run(self) -> None:
+        with joined_weights(self.batch.slots.model):
+            self._work()
+
+    def _work(self) -> None:
         while True:
             with self._news:
                 self._news.wait_for(lambda: self._is_closed or self._is_draining or not self._is_idle())

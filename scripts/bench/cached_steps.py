@@ -1,0 +1,117 @@
+"""Greedy decoding of a tiny preset with its cache, against the same without one. Writes JSON.
+
+Usage: python scripts/bench/cached_steps.py [--models tiny,tiny_dba] [--new 512] [--repeats 5] [--compiled] [--out FILE]
+
+Without a cache every token costs a forward over all before it, with the logits of the last token alone or, as plain
+loops have it, of all. Sides take turns, one thread; what is printed is the median over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba import kernels
+from caramba.config.model import ModelSpec
+from caramba.infer import Generator
+from caramba.launch.compose import compose
+from caramba.model import Model, build_model
+from caramba.runs.files import write_json
+
+MUST = 10.0
+
+
+def model_of(preset: str, device: torch.device) -> Model:
+    """Return a preset's network with random weights: speed does not depend on what it says."""
+    tree = compose([f"model={preset}", "train=none", "benchmark=none", "verify=none"]).tree["model"]
+    spec = ModelSpec.model_validate({key: tree[key] for key in ("embedder", "topology", "head")})
+    return build_model(spec, seed=0, device=device).eval()
+
+
+@torch.inference_mode()
+def uncached(model: Model, tokens: Tensor, new: int, *, all_logits: bool) -> Tensor:
+    """Extend a text by its likeliest tokens, each from a forward over all before it."""
+    for _ in range(new):
+        hidden = model.hidden(tokens)
+        logits = model.logits(hidden if all_logits else hidden[:, -1:])
+        tokens = torch.cat((tokens, logits[:, -1:].argmax(-1)), dim=1)
+    return tokens
+
+
+def measured(preset: str, words: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
+    """Return seconds of every side, and how many times as fast as those without a cache the cached ones are."""
+    model, new, prompt = model_of(preset, device), words.new, words.prompt
+    source = torch.Generator().manual_seed(0)
+    given = torch.randint(model.spec.embedder.vocab_size, (1, prompt), generator=source)
+    options: dict[str, Any] = {"max_new_tokens": new, "temperature": 0.0}
+    cached = {"cached": Generator(model, None, **options)}
+    if words.compiled:
+        cached["cached, compiled"] = Generator(model, None, compiled=True, **options)
+    sides: dict[str, Callable[[], list[int]]] = {
+        name: lambda generator=generator: list(generator.generate(given.tolist())[0].tokens)
+        for name, generator in cached.items()
+    }
+    for name, all_logits in (("uncached", False), ("uncached, all logits", True)):
+        sides[name] = lambda all_logits=all_logits: uncached(
+            model, given.to(device), new, all_logits=all_logits
+        )[0, prompt:].tolist()
+    for name in cached:  # warms up, and compiles
+        sides[name]()
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    texts: dict[str, list[int]] = {}
+    for _ in range(words.repeats):
+        for name, run in sides.items():
+            began = time.perf_counter()
+            texts[name] = run()
+            times[name].append(time.perf_counter() - began)
+    rows = []
+    for name, seconds in times.items():
+        spent = statistics.median(seconds)
+        row = {"model": preset, "side": name, "new_tokens": new, "prompt": prompt, "tok_s": new / spent}
+        row |= {"seconds": seconds, "text_is_that_of_uncached": texts[name] == texts["uncached"]}
+        for other in ("uncached", "uncached, all logits"):
+            row[f"over_{other}"] = statistics.median(times[other]) / spent
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", default="tiny,tiny_dba")
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compiled", action="store_true", help="compiled steps too")
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/cached_steps.json"))
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    kernels.load(device)
+    rows = []
+    for preset in words.models.split(","):
+        for row in measured(preset, words, device):
+            rows.append(row)
+            print(
+                f"{preset}, {row['side']}: {row['tok_s']:.0f} tokens/s, {row['over_uncached']:.1f}x uncached, "
+                f"{row['over_uncached, all logits']:.1f}x uncached with all logits, "
+                f"same text: {row['text_is_that_of_uncached']}",
+                flush=True,
+            )
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    machine = {"device": platform.machine(), "torch": torch.__version__, "threads": 1, "commit": commit[:12]}
+    data = {"benchmark": "cached_steps", "made_by": "scripts/bench/cached_steps.py", "machine": machine}
+    write_json(words.out, data | {"rows": rows, "must": MUST})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

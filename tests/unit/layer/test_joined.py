@@ -1,0 +1,66 @@
+"""Weights side by side: the same numbers by one product, the same parameters, nothing left behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from caramba.config.layer import SwiGLULayerConfig
+from caramba.layer import SwiGLULayer
+from caramba.layer.joined import joined_weights, usable
+
+
+def swiglu(bias: bool = False) -> SwiGLULayer:
+    torch.manual_seed(0)
+    return SwiGLULayer(SwiGLULayerConfig(d_model=8, d_ff=24, bias=bias)).double()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_gives_what_the_layers_give(bias: bool) -> None:
+    layer, x = swiglu(bias), torch.randn(2, 3, 8, dtype=torch.float64)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    expected = layer(x)
+    with torch.no_grad(), joined_weights(layer):
+        assert usable(layer.joined, x)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-13, atol=1e-13)
+    assert layer.joined is None
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_the_parameters_are_parts_of_the_joined_weight_and_move_once() -> None:
+    layer = swiglu()
+    gate = layer.gate.weight
+    with joined_weights(layer):
+        assert layer.joined is not None
+        first = layer.joined.weight
+        assert layer.gate.weight is gate
+        assert first.data_ptr() == gate.data_ptr()
+    with torch.no_grad():
+        gate.mul_(2)
+    with joined_weights(layer):
+        assert layer.joined is not None
+        assert layer.joined.weight.data_ptr() == first.data_ptr()
+        assert torch.equal(layer.joined.weight[:24], gate)
+    x = torch.randn(2, 8, dtype=torch.float64)
+    layer(x).sum().backward()  # and they can still be trained
+    assert gate.grad is not None
+
+
+def test_layers_that_are_not_plain_or_unlike_stay_apart() -> None:
+    hooked, changed, unlike = swiglu(), swiglu(), swiglu()
+    hooked.up.register_forward_hook(lambda *_: None)
+    changed.up = nn.Sequential(changed.up)  # type: ignore[assignment]
+    unlike.up.float()
+    for layer in (hooked, changed, unlike):
+        with joined_weights(layer):
+            assert layer.joined is None
+
+
+def test_training_and_gradients_never_take_the_joined_product() -> None:
+    layer, x = swiglu(), torch.randn(2, 8, dtype=torch.float64)
+    with joined_weights(layer):
+        assert not usable(layer.joined, x)
+        layer(x).sum().backward()
+    assert layer.gate.weight.grad is not None
+    assert layer.up.weight.grad is not None
