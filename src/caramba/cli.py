@@ -12,6 +12,7 @@ from caramba.launch.argv import NATIVE, Request, parse_argv
 from caramba.launch.argv import main as launch_main
 from caramba.launch.help import COMMANDS
 from caramba.runs.ending import end
+from caramba.runs.starting import heavy_imports
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -129,31 +130,36 @@ def _compare(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    from caramba.export.command import export
+    with heavy_imports():
+        from caramba.export.command import export
 
     return export(argv)
 
 
 def _eval(argv: list[str]) -> int:
-    from caramba.benchmark.evaluate import evaluate
+    with heavy_imports():
+        from caramba.benchmark.evaluate import evaluate
 
     return evaluate(argv)
 
 
 def _generate(argv: list[str]) -> int:
-    from caramba.infer.generate_command import generate
+    with heavy_imports():
+        from caramba.infer.generate_command import generate
 
     return generate(argv)
 
 
 def _chat(argv: list[str]) -> int:
-    from caramba.infer.chat_command import chat
+    with heavy_imports():
+        from caramba.infer.chat_command import chat
 
     return chat(argv)
 
 
 def _serve(argv: list[str]) -> int:
-    from caramba.serve.command import serve
+    with heavy_imports():
+        from caramba.serve.command import serve
 
     return serve(argv)
 
