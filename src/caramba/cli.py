@@ -10,7 +10,7 @@ from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.launch.argv import NATIVE, Request, parse_argv
 from caramba.launch.argv import main as launch_main
-from caramba.launch.help import COMMANDS
+from caramba.launch.help import COMMANDS, command_help
 from caramba.runs.ending import end
 from caramba.runs.starting import heavy_imports
 
@@ -35,8 +35,7 @@ def _dispatch(argv: list[str]) -> int:
             f"caramba: unknown command {command!r}{nearest(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}"
         )
     if command not in ("launch", "prepare") and ("--help" in rest or "-h" in rest):
-        arguments, text = COMMANDS[command]
-        print(f"usage: caramba {command} {arguments}\n\n{text}")
+        print(command_help(command))
         return 0
     return {
         "launch": launch_main,

@@ -239,3 +239,19 @@ def test_the_worker_refuses_what_is_no_run(caramba, tmp_path):
     )
     assert "expected one manifest" in caramba(module="caramba.worker", status=2).stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_of_a_command_is_wrapped_and_names_every_option(called):
+    from caramba.infer.arguments import KEYS, SPECULATION
+
+    text = called("generate", "--help").out
+    assert max(len(line) for line in text.splitlines()) <= 102
+    for key in (*KEYS, *SPECULATION):
+        assert f"[--{key.replace('_', '-')} " in text
+
+
+def test_a_misspelt_option_of_generate_gets_its_nearest_name(called):
+    error = called("generate", "latest", "--promt=x", status=2).err
+    assert "unrecognized arguments: --promt=x; did you mean '--prompt'? caramba generate RUN|DIR" in error
+    assert "(all options: caramba generate --help)" in error
+    assert len(error) < 250
