@@ -255,3 +255,8 @@ def test_a_misspelt_option_of_generate_gets_its_nearest_name(called):
     assert "unrecognized arguments: --promt=x; did you mean '--prompt'? caramba generate RUN|DIR" in error
     assert "(all options: caramba generate --help)" in error
     assert len(error) < 250
+
+
+def test_what_a_manifest_file_lacks_is_said_with_the_file(called, tmp_path):
+    (tmp_path / "lacking.yaml").write_text("name: lacking\n")
+    assert "model: required, and not given (lacking.yaml)" in called("run", "lacking.yaml", status=2).err
