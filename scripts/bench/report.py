@@ -50,7 +50,7 @@ def launch_times(data: dict[str, Any]) -> list[str]:
     """Seconds from a command to its effect."""
     rows = [
         f"| `{item['command']}` | {item['what']} | {item['median_s']:.2f} | {min(item['all_s']):.2f} to"
-        f" {max(item['all_s']):.2f} | {item['median_cpu_s']:.2f} | {item['limit_s']} |"
+        f" {max(item['all_s']):.2f} | {_seconds(item.get('median_cpu_s'))} | {item['limit_s']} |"
         for item in data["commands"]
     ]
     return [
@@ -60,6 +60,10 @@ def launch_times(data: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|",
         *rows,
     ]
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f}"
 
 
 def first_light(data: dict[str, Any]) -> list[str]:

@@ -93,7 +93,8 @@ class ModelArguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         wrong = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
-        near = nearest(wrong, self._option_string_actions) if wrong.startswith("--") else ""
+        names = [option.removeprefix("--") for option in self._option_string_actions]
+        near = nearest(wrong[2:], names).replace("mean '", "mean '--") if wrong.startswith("--") else ""
         raise ConfigError(
             f"{self.command}: {message}{near or ';'} caramba {self.command} RUN|DIR {self.own} "
             f"(all options: caramba {self.command} --help)"
