@@ -51,16 +51,20 @@ def launch_times(data: dict[str, Any]) -> list[str]:
     """Seconds from a command to its effect."""
     rows = [
         f"| `{item['command']}` | {item['what']} | {item['median_s']:.2f} | {min(item['all_s']):.2f} to"
-        f" {max(item['all_s']):.2f} | {item['limit_s']} |"
+        f" {max(item['all_s']):.2f} | {_seconds(item.get('median_cpu_s'))} | {item['limit_s']} |"
         for item in data["commands"]
     ]
     return [
         "## How long commands take",
         "",
-        "| command | until | seconds (median) | range | must |",
-        "|---|---|---|---|---|",
+        "| command | until | seconds (median) | range | CPU seconds of the command | must |",
+        "|---|---|---|---|---|---|",
         *rows,
     ]
+
+
+def _seconds(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.2f}"
 
 
 def first_light(data: dict[str, Any]) -> list[str]:

@@ -10,8 +10,9 @@ from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.launch.argv import NATIVE, Request, parse_argv
 from caramba.launch.argv import main as launch_main
-from caramba.launch.help import COMMANDS
+from caramba.launch.help import COMMANDS, command_help
 from caramba.runs.ending import end
+from caramba.runs.starting import heavy_imports
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,8 +35,7 @@ def _dispatch(argv: list[str]) -> int:
             f"caramba: unknown command {command!r}{nearest(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}"
         )
     if command not in ("launch", "prepare") and ("--help" in rest or "-h" in rest):
-        arguments, text = COMMANDS[command]
-        print(f"usage: caramba {command} {arguments}\n\n{text}")
+        print(command_help(command))
         return 0
     return {
         "launch": launch_main,
@@ -129,31 +129,36 @@ def _compare(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    from caramba.export.command import export
+    with heavy_imports():
+        from caramba.export.command import export
 
     return export(argv)
 
 
 def _eval(argv: list[str]) -> int:
-    from caramba.benchmark.evaluate import evaluate
+    with heavy_imports():
+        from caramba.benchmark.evaluate import evaluate
 
     return evaluate(argv)
 
 
 def _generate(argv: list[str]) -> int:
-    from caramba.infer.generate_command import generate
+    with heavy_imports():
+        from caramba.infer.generate_command import generate
 
     return generate(argv)
 
 
 def _chat(argv: list[str]) -> int:
-    from caramba.infer.chat_command import chat
+    with heavy_imports():
+        from caramba.infer.chat_command import chat
 
     return chat(argv)
 
 
 def _serve(argv: list[str]) -> int:
-    from caramba.serve.command import serve
+    with heavy_imports():
+        from caramba.serve.command import serve
 
     return serve(argv)
 

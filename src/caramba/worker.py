@@ -18,6 +18,7 @@ from caramba.errors import CarambaError, ConfigError, Preempted
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, status_of
 from caramba.runs.ranks import adopt_slurm_ranks, end_with_agent, rank
 from caramba.runs.signals import stop_on_signals
+from caramba.runs.starting import heavy_imports
 
 if TYPE_CHECKING:
     from caramba.config.manifest import Manifest
@@ -66,7 +67,8 @@ def run(run_dir: Path) -> int:
                 rewrite_machine(run_dir)
         append_event(run_dir, STARTED)
         try:
-            from caramba.experiment import run as run_experiment
+            with heavy_imports():
+                from caramba.experiment import run as run_experiment
 
             results = run_experiment(manifest, run_dir)
         except CarambaError as error:
@@ -105,7 +107,8 @@ def _follow(manifest: Manifest, run_dir: Path) -> int:
     """Train with rank 0, which holds the directory and writes in it."""
     with stop_on_signals(follows=True):
         try:
-            from caramba.experiment import run as run_experiment
+            with heavy_imports():
+                from caramba.experiment import run as run_experiment
 
             run_experiment(manifest, run_dir)
         except Preempted:

@@ -117,4 +117,5 @@ def test_resuming_a_finished_run_repeats_nothing(whole: Path, cache: Path) -> No
     before = {file: file.stat().st_mtime_ns for file in whole.glob("checkpoints/*")}
     done = caramba(["resume", str(whole)], whole, cache)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "has finished: nothing is left to do but its artifacts" in done.stderr
     assert {file: file.stat().st_mtime_ns for file in whole.glob("checkpoints/*")} == before

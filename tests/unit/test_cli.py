@@ -239,3 +239,24 @@ def test_the_worker_refuses_what_is_no_run(caramba, tmp_path):
     )
     assert "expected one manifest" in caramba(module="caramba.worker", status=2).stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_help_of_a_command_is_wrapped_and_names_every_option(called):
+    from caramba.infer.arguments import KEYS, SPECULATION
+
+    text = called("generate", "--help").out
+    assert max(len(line) for line in text.splitlines()) <= 102
+    for key in (*KEYS, *SPECULATION):
+        assert f"[--{key.replace('_', '-')} " in text
+
+
+def test_a_misspelt_option_of_generate_gets_its_nearest_name(called):
+    error = called("generate", "latest", "--promt=x", status=2).err
+    assert "unrecognized arguments: --promt=x; did you mean '--prompt'? caramba generate RUN|DIR" in error
+    assert "(all options: caramba generate --help)" in error
+    assert len(error) < 250
+
+
+def test_what_a_manifest_file_lacks_is_said_with_the_file(called, tmp_path):
+    (tmp_path / "lacking.yaml").write_text("name: lacking\n")
+    assert "model: required, and not given (lacking.yaml)" in called("run", "lacking.yaml", status=2).err

@@ -101,7 +101,8 @@ def _age(seconds: float) -> str:
 
 def _sweep_line(sweep: Sweep) -> str:
     counts = ", ".join(f"{count} {state}" for state, count in sweep.counts().items())
-    return f"sweep {sweep.folder.parents[1].name}/sweeps/{sweep.folder.name}: {len(sweep.points)} points, {counts}"
+    points = f"{len(sweep.points)} {'point' if len(sweep.points) == 1 else 'points'}"
+    return f"sweep {sweep.folder.parents[1].name}/sweeps/{sweep.folder.name}: {points}, {counts}"
 
 
 def _plain_sweep(sweep: Sweep) -> dict[str, object]:

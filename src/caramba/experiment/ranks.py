@@ -22,7 +22,7 @@ from caramba.experiment.objectives import build_objective
 from caramba.experiment.session import Session
 from caramba.experiment.text import open_text
 from caramba.layer import attention_backends
-from caramba.model import Model, build_model, spec_of
+from caramba.model import Model, build_empty, build_model, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
 from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages, tensor_parallel_plan
 from caramba.runtime import (
@@ -78,7 +78,7 @@ def assemble(
     if way == STAGED:
         return _staged(session, phase, model, spec)
     if way != SHARDED:
-        whole = model if model is not None else empty_model(spec, device)
+        whole = model if model is not None else build_empty(spec, device)
         objective = build_objective(session, phase, decided, whole)
         send_from_main([*whole.parameters(), *whole.buffers()])
         return Assembled(objective, None, lambda: None)
@@ -148,11 +148,6 @@ def _check_stages(session: Session) -> None:
             raise ConfigError(f"{role}: {problem}")
 
 
-def empty_model(spec: ModelSpec, device: torch.device) -> Model:
-    """Return a model with memory and no values yet."""
-    return build_model(spec, device="meta").to_empty(device=device)
-
-
 def give_order(
     session: Session,
     ranks: Ranks,
@@ -208,7 +203,7 @@ def _train(session: Session, order: Order) -> None:
     session.device = torch.device(order.plan.value("device"))
     kernels.load(session.device, session.manifest.kernels)
     seed_process(order.seed, data_share(session.manifest.parallel.shares_batch)[0])
-    session.teacher = None if order.teacher is None else empty_model(order.teacher, session.device)
+    session.teacher = None if order.teacher is None else build_empty(order.teacher, session.device)
     with attention_backends(session.device, order.attention):
         made = assemble(session, order.phase, order.plan, None, order.model)
         objective = made.objective

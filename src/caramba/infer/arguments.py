@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
+from caramba.config.names import nearest
 from caramba.config.parse import parse_as
 from caramba.console import logger
 from caramba.data import Tokenizer
@@ -22,7 +23,6 @@ from caramba.infer.dialogue import read_template
 from caramba.infer.generator import Generator
 from caramba.infer.held_out import held_out_of
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
-from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
 from caramba.infer.quantised import add_weights, calibration_config, quantise_opened
 from caramba.infer.shared import refuse_ranks, share_layers
 from caramba.infer.speculative import SpeculativeGenerator
@@ -74,10 +74,6 @@ SPECULATION: dict[str, Callable[[str], Any]] = {
     "spec_draft_layers": int,
     "max_ngram": int,
 }
-OPTIONS = "".join(f" [--{key.replace('_', '-')} {key[0].upper()}]" for key in KEYS) + (
-    " [--spec-method lookup | --spec-method early_exit [--spec-draft-layers N] | --spec-method draft --draft RUN|DIR]"
-    " [--spec-k N]" + WEIGHTS_OPTIONS
-)
 
 
 class ModelArguments(argparse.ArgumentParser):
@@ -96,14 +92,20 @@ class ModelArguments(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true")
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{self.command}: {message}; caramba {self.command} RUN|DIR {self.own}")
+        wrong = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        names = [option.removeprefix("--") for option in self._option_string_actions]
+        near = nearest(wrong[2:], names).replace("mean '", "mean '--") if wrong.startswith("--") else ""
+        raise ConfigError(
+            f"{self.command}: {message}{near or ';'} caramba {self.command} RUN|DIR {self.own} "
+            f"(all options: caramba {self.command} --help)"
+        )
 
 
 class Arguments(ModelArguments):
     """A command's parser, with the words of a generation."""
 
     def __init__(self, command: str, own: str) -> None:
-        super().__init__(command, f"{own}{OPTIONS}")
+        super().__init__(command, own)
         for key, kind in KEYS.items():
             self.add_argument(f"--{key.replace('_', '-')}", type=kind)
         for key, kind in SPECULATION.items():

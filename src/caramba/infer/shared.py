@@ -6,17 +6,19 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.model import Model
-from caramba.parallel import apply_tensor_parallel, keep_local
 from caramba.runtime import choose_device, get_world_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -45,6 +47,8 @@ def joined_ranks(words: argparse.Namespace, config: GenerateConfig) -> Iterator[
                 f"--nproc-per-node {n_devices} or fewer"
             )
         torch.cuda.set_device(place)
+    from torch.distributed.device_mesh import init_device_mesh
+
     dist.init_process_group(BACKENDS[device.type])
     try:
         yield init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("tp",))
@@ -58,6 +62,8 @@ def share_layers(model: Model, mesh: DeviceMesh) -> None:
     Raises:
         ConfigError: a layer that the ranks cannot share.
     """
+    from caramba.parallel import apply_tensor_parallel, keep_local  # slow to import, and rare
+
     apply_tensor_parallel(model, mesh, split_vocabulary=True)
     keep_local(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,8 @@ usage: caramba launch [GROUP=OPTION | KEY=VALUE]... [flags]      (or: python -m 
        caramba COMMAND …
 
 Without arguments: model=tiny_dba train=upcycle data=stdlib benchmark=quick"""
+
+BRIEF = 240  # characters
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "launch": ("[overrides]", "compose, validate, freeze and run an experiment"),
@@ -49,9 +52,14 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "generate": (
         "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] "
-        "[--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--cache-kind KIND|auto] "
-        "[--cache-budget-mb MB] [--cache-quality-text FILE] [--cache-plan reuse|refresh] [--dtype float32|bf16|fp16] "
-        "[--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] [--spec-compare] "
+        "[--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--max-seq-len N] [--prefill-chunk N] "
+        "[--cache-kind KIND|auto] [--cache-budget-mb MB] [--cache-quality-text FILE] "
+        "[--cache-quality-max-delta-nll X] [--cache-quality-max-ppl-ratio X] [--cache-quality-max-mean-kl X] "
+        "[--cache-auto-benchmark true|false] [--cache-auto-bench-steps N] [--cache-plan reuse|refresh] "
+        "[--cache-plan-path FILE] [--cache-plan-probe true|false] [--cache-plan-probe-interval-sec S] "
+        "[--decode-plan PLAN] [--decode-q-chunk N] [--decode-local-window N] [--dtype float32|bf16|fp16] "
+        "[--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] [--spec-k-adaptive true|false] "
+        "[--spec-extra-token true|false] [--spec-disable-below-accept X] [--max-ngram N] [--spec-compare] "
         "[--spec-draft-layers N] [--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
         "[--compiled true|graph] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]",
         "continue prompts with a run, an export or a Hugging Face folder",
@@ -100,7 +108,7 @@ FLAGS = (
 def help_text(config_dirs: Iterable[Path] = ()) -> str:
     """Return the help, with every group on the search path."""
     lines = [USAGE, "", "commands:"]
-    lines += [_row(f"{name} {arguments}".strip(), text, 44) for name, (arguments, text) in COMMANDS.items()]
+    lines += [_row(_brief(name, arguments), text, 44) for name, (arguments, text) in COMMANDS.items()]
     lines += ["", "flags:", *(_row(flag, text, 33) for flag, text in FLAGS), "", "groups and options:"]
     for group, options in sorted(groups(config_dirs).items()):
         lines.append(f"  {group}")
@@ -115,6 +123,31 @@ def help_text(config_dirs: Iterable[Path] = ()) -> str:
     return "\n".join(lines)
 
 
+def command_help(command: str) -> str:
+    """Return the help of one command."""
+    arguments, text = COMMANDS[command]
+    usage = f"usage: caramba {command} {arguments}".rstrip()
+    return f"{_wrapped(usage, ' ' * 7)}\n\n{text}"
+
+
+def _brief(name: str, arguments: str) -> str:
+    """Return a command with its first options: the page is of all commands."""
+    shown = f"{name} {arguments}".strip()
+    if len(shown) <= BRIEF:
+        return shown
+    return f"{shown[:BRIEF].rpartition(' [')[0]} … (all: caramba {name} --help)"
+
+
+def _wrapped(words: str, indent: str) -> str:
+    """Break a line of options between them, under one another."""
+    whole = re.sub(r"\[[^][]*\]", lambda option: option[0].replace(" ", "\0"), words)
+    lines = textwrap.fill(
+        whole, 102, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return lines.replace("\0", " ")
+
+
 def _row(name: str, text: str, width: int) -> str:
-    head = f"  {name:<{width}}" if len(name) < width else f"  {name}\n{'':{width + 2}}"
+    shown = _wrapped(f"  {name}", " " * 6)
+    head = f"  {name:<{width}}" if len(name) < width else f"{shown}\n{'':{width + 2}}"
     return head + ("\n" + " " * (width + 2)).join(textwrap.wrap(text, 100 - width) or [""])

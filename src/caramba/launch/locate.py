@@ -49,7 +49,8 @@ class Origin:
         ]
 
     def place(self, path: Path) -> str:
-        """Return the place where the value at `path` was written, or an empty string."""
+        """Return the place where the value at `path` was written, the file alone where only one could hold it, or an
+        empty string."""
         for given in reversed(self.given):
             if path[: len(given.path)] == given.path:
                 return f"command line: {given.text}"
@@ -61,6 +62,8 @@ class Origin:
             depth, line = _match(node, layer.package, path)
             if depth > best[0]:
                 best = (depth, f"{show_file(layer.file)}:{line}")
+        if not best[1] and len(self.layers) == 1:
+            return show_file(self.layers[0][0].file)  # a single-file manifest: what is missing belongs there
         return best[1]
 
 

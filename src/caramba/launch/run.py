@@ -103,6 +103,11 @@ def resume(text: str, flags: list[str]) -> int:
     run_dir = resolve_run(text)
     manifest = read_manifest(run_dir)
     check_launcher(manifest)
+    if run_state(run_dir).state == FINISHED and not manifest.launcher.is_slurm:
+        print(
+            f"{run_dir} has finished: nothing is left to do but its artifacts; caramba rerun does all of it again",
+            file=sys.stderr,
+        )
     return work(run_dir, manifest, flags)
 
 

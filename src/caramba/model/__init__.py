@@ -1,6 +1,6 @@
 """Models: embedder, topology and head built from a spec, and a way to look inside a forward."""
 
-from caramba.model.build import build_model, build_stand_in, init_weights
+from caramba.model.build import build_empty, build_model, build_stand_in, init_weights
 from caramba.model.early_exit import EarlyExit
 from caramba.model.embedder import Embedder
 from caramba.model.head import Head, TiedHead
@@ -18,6 +18,7 @@ __all__ = [
     "TiedHead",
     "Trace",
     "TraceRecord",
+    "build_empty",
     "build_model",
     "build_stand_in",
     "find_checkpoint",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from caramba.config.model import ModelSpec
 from caramba.model.model import Model
@@ -31,7 +33,7 @@ def build_model(spec: ModelSpec, *, seed: int | None = None, device: torch.devic
     Reference: Radford et al., 2019 (GPT-2), section 2.3, for the residual scale.
     """
     if torch.device(device).type == "meta":
-        with torch.device("meta"):
+        with torch.device("meta"), _Undrawn():
             return Model(spec)
     with _seeded(seed), torch.device("cpu"):
         model = Model(spec)
@@ -59,10 +61,17 @@ def init_weights(model: nn.Module) -> None:
             reset()
 
 
+def build_empty(spec: ModelSpec, device: torch.device | str) -> Model:
+    """Build a model where it runs, in float32, with memory for weights that are still to be read into it."""
+    with torch.device(device), _Undrawn():
+        model = Model(spec)
+    return model.to(device)
+
+
 def build_stand_in(spec: ModelSpec, device: torch.device) -> Model:
     """Build a model where it runs, quickly, for what does not depend on its weights: matrices normal(0, 0.02) and the
     rest one, the same on every device of a kind."""
-    model = build_model(spec, device="meta").to_empty(device=device)
+    model = build_empty(spec, device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,6 +80,15 @@ def build_stand_in(spec: ModelSpec, device: torch.device) -> Model:
             else:
                 parameter.fill_(1.0)
     return model
+
+
+class _Undrawn(TorchFunctionMode):
+    """Leaves `torch.nn.init` out, for weights that something else gives; on "meta" it would load the compiler."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return args[0] if args else (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

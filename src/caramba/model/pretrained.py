@@ -13,7 +13,7 @@ from caramba.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_folder
 from caramba.config.model import ModelSpec
 from caramba.errors import CheckpointError, DataError
-from caramba.model.build import build_model
+from caramba.model.build import build_empty
 from caramba.model.hf_folder import load_hf_folder, loaded_folder
 from caramba.model.model import Model
 from caramba.model.remote_folder import load_remote_folder
@@ -86,7 +86,7 @@ def load_pretrained(
             f"the data has {tokenizer_hash[:12]}; "
             "use the data that it was trained on, or train a new model"
         )
-    model = build_model(spec, device="meta").to_empty(device=device)
+    model = build_empty(spec, device)
     if is_own_format(path):
         load_into(model, read_model_tensors(path), where=str(path))
     else:

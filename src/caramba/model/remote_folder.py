@@ -8,7 +8,7 @@ import torch
 
 from caramba.checkpoint import stored_tensors, stream_into, weight_files
 from caramba.config.hf import spec_of_folder
-from caramba.model.build import build_model
+from caramba.model.build import build_empty
 from caramba.model.model import Model
 
 PREFIX = "model."  # of every tensor: the exported class holds the network under this name
@@ -21,7 +21,7 @@ def load_remote_folder(folder: Path, *, device: torch.device | str = "cpu", wher
         CheckpointError: the folder is incomplete, damaged, or was written before exports described themselves.
     """
     spec = spec_of_folder(folder)
-    model = build_model(spec, device="meta").to_empty(device=device)
+    model = build_empty(spec, device)
     kept = {name: PREFIX + name for name in model.state_dict()}
     # The folder also holds what a network computes when it is built, which transformers would otherwise leave empty.
     stored = {

@@ -13,7 +13,7 @@ from caramba.config.kvcache import EXACT_KINDS
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec
 from caramba.cost import model_cost
-from caramba.model import build_model, init_weights
+from caramba.model import build_empty, build_model, init_weights
 from caramba.topology import attention_applications
 
 TOKENS = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
@@ -142,6 +142,20 @@ def test_meta_has_shapes_only_and_materialises_with_right_frequencies() -> None:
     init_weights(fresh)
     assert fresh.embedder.token.weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert torch.isfinite(fresh(TOKENS)).all()
+
+
+def test_empty_is_where_it_runs_draws_nothing_and_becomes_what_is_read_into_it() -> None:
+    model_spec = spec(block("gqa_scaled"), block("decoupled"))
+    before = torch.get_rng_state()
+    empty = build_empty(model_spec, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    real = build_model(model_spec, seed=7)
+    names = {name: (value.shape, value.dtype, value.device) for name, value in real.state_dict().items()}
+    assert {
+        name: (value.shape, value.dtype, value.device) for name, value in empty.state_dict().items()
+    } == names
+    empty.load_state_dict(real.state_dict(), strict=True)
+    assert torch.equal(empty(TOKENS), real(TOKENS))
 
 
 def test_casting_the_model_keeps_the_frequencies() -> None:
