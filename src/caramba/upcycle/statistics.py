@@ -86,6 +86,7 @@ def unpack(tensors: dict[str, Tensor]) -> list[LayerStatistics]:
     found = []
     for index in layers:
         values = {name: tensors[f"{index}.{name}"] for name in names}
-        values["rotation"] = torch.view_as_complex(values["rotation"].contiguous())
+        # A tensor in a mapped file begins at any multiple of 8 bytes, and complex128 arithmetic reads 16 at a time.
+        values["rotation"] = torch.view_as_complex(values["rotation"].clone())
         found.append(LayerStatistics(**values))
     return found
