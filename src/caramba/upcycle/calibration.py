@@ -46,9 +46,10 @@ class Calibration:
     n_tokens: int
 
     def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, HeldOut]:
-        """Return the statistics and the held-out activations of a teacher layer."""
+        """Return the statistics and the held-out activations of a teacher layer, on its device."""
         index = next(index for index, (_, known) in enumerate(self.layers) if known is layer)
-        return self.statistics[index], self.held_out[index]
+        device = layer.out.weight.device
+        return self.statistics[index].to(device), self.held_out[index].to(device)
 
 
 def choose_windows(n_windows: int, block_size: int, tokens: int | None) -> tuple[list[int], list[int]]:
@@ -91,10 +92,9 @@ def calibrate(
         CarambaError: a layer gave a value that is not finite.
     """
     layers = tuple(teacher.attention_layers())
-    device = teacher.embedder.token.weight.device
     path = None if cache is None else cache / f"{calibration_key(teacher, text, first_tokens)}.safetensors"
     if path is not None and path.is_file():
-        statistics = unpack(load_tensors(path, device))
+        statistics = unpack(load_tensors(path))
         if progress is not None:
             progress(f"calibration: read from {path}")
     else:

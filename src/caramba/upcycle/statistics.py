@@ -36,6 +36,10 @@ class LayerStatistics:
         """E[(y - E y)(y - E y)^T]."""
         return self.moment - torch.outer(self.mean, self.mean)
 
+    def to(self, device: torch.device | str) -> LayerStatistics:
+        """Return the same on `device`."""
+        return LayerStatistics(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 def standard_projection(layer: AttentionLayer) -> StandardProjection:
     """Return a teacher layer's projection, which the checks before any work have found to be a standard one."""

@@ -26,13 +26,14 @@ from caramba.upcycle import (
     transplant,
 )
 from caramba.upcycle import collect as collect_module
+from caramba.upcycle import held_out as held_out_module
 from caramba.upcycle.algebra import key_moments, select_geometry
 from caramba.upcycle.collect import collect_statistics, mean_rotation
 from caramba.upcycle.dba import split_keys
 from caramba.upcycle.held_out import capture, latent_output, per_head_output
 from caramba.upcycle.latent import latent_maps
 from caramba.upcycle.per_head import per_head_maps
-from caramba.upcycle.statistics import unrotated
+from caramba.upcycle.statistics import pack, unpack, unrotated
 from tests.unit.upcycle.models import (
     DIM,
     KV,
@@ -237,6 +238,8 @@ def test_damaged_weights_are_named_with_layer_and_batch() -> None:
         CarambaError, match=rf"calibration of {name}: batch 0 gave values that are not finite"
     ):
         calibrate(teacher, CalibrationText(tokens(2, 8, 1), tokens(1, 8, 2)))
+    with pytest.raises(CarambaError, match=rf"held-out text gave values in {name} that are not finite"):
+        capture(teacher, teacher.attention_layers(), tokens(1, 8, 2))
 
 
 def test_a_second_surgery_reads_the_first_ones_statistics(teacher: Model, tmp_path: Path) -> None:
@@ -251,6 +254,36 @@ def test_a_second_surgery_reads_the_first_ones_statistics(teacher: Model, tmp_pa
         assert torch.equal(one.moment, two.moment)
         assert torch.equal(one.rotation, two.rotation)
     assert not torch.equal(first.statistics[0].moment, other.statistics[0].moment)
+
+
+def test_statistics_in_a_mapped_file_are_read_at_whole_complex_numbers(teacher: Model) -> None:
+    state = collect_statistics(teacher, teacher.attention_layers(), tokens(2, 9, 1))
+    shifted = {}
+    for name, tensor in pack(state).items():
+        memory = torch.zeros(tensor.numel() + 2, dtype=torch.float64)
+        start = 1 if memory.data_ptr() % 16 == 0 else 2
+        shifted[name] = memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+    assert shifted["0.rotation"].data_ptr() % 16 == 8
+    for read, written in zip(unpack(shifted), state, strict=True):
+        assert read.rotation.data_ptr() % 16 == 0
+        assert torch.equal(read.rotation, written.rotation)
+
+
+def test_what_does_not_fit_is_measured_layer_by_layer(
+    teacher: Model, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect_module, "ACCUMULATOR_BYTES", 1)
+    monkeypatch.setattr(held_out_module, "KEPT_BYTES", 0)
+    said: list[str] = []
+    text = CalibrationText(tokens(24, 24, 1), tokens(6, 24, 2))
+    apart = calibrate(teacher, text, progress=said.append)
+    assert said == ["calibration: layers 0 to 0 of 2", "calibration: layers 1 to 1 of 2"]
+    for one, two in zip(apart.statistics, calibration.statistics, strict=True):
+        assert torch.equal(one.moment, two.moment)
+        assert torch.equal(one.rotation, two.rotation)
+    for mine, other in zip(apart.held_out, calibration.held_out, strict=True):
+        assert torch.equal(mine.k, other.k)
+        assert torch.equal(mine.output, other.output)
 
 
 @pytest.mark.parametrize(
