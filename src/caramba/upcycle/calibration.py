@@ -89,7 +89,7 @@ def calibrate(
     Statistics leave out the `first_tokens` that the student's layers keep exact; held-out windows have all.
 
     Raises:
-        CarambaError: a layer gave a value that is not finite.
+        CheckpointError: a layer gave a value that is not finite.
     """
     layers = tuple(teacher.attention_layers())
     path = None if cache is None else cache / f"{calibration_key(teacher, text, first_tokens)}.safetensors"

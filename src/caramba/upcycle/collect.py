@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import CheckpointError, ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.rope import rotate
 from caramba.model import Model
@@ -131,7 +131,7 @@ class _Accumulator:
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if not self.add(inputs[0], rotates, documents):
-                raise CarambaError(
+                raise CheckpointError(
                     f"surgery: calibration of {where} gave values that are not finite; look at the teacher's weights "
                     "(a damaged or half-precision checkpoint), or use other calibration data"
                 )
@@ -220,7 +220,7 @@ def collect_statistics(
     what is measured waits in the host's memory.
 
     Raises:
-        CarambaError: a layer gave a value that is not finite; the message names layer and batch.
+        CheckpointError: a layer gave a value that is not finite; the message names layer and batch.
         ConfigError: windows or documents no longer than the first tokens.
     """
     refuse_short_windows(windows.shape[1], first_tokens)

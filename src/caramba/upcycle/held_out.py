@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from caramba.errors import CarambaError
+from caramba.errors import CheckpointError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.first_tokens import attend_beside, read_first
 from caramba.layer.rope import rotate
@@ -77,7 +77,7 @@ def capture(
     waits in the host's memory.
 
     Raises:
-        CarambaError: a layer gave a value that is not finite; the message names it.
+        CheckpointError: a layer gave a value that is not finite; the message names it.
     """
     device = teacher.embedder.token.weight.device
     place = device if _kept_bytes(layers, windows) <= KEPT_BYTES else torch.device("cpu")
@@ -90,7 +90,7 @@ def capture(
         def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             assert isinstance(layer, AttentionLayer)
             if not torch.isfinite(output).all():
-                raise CarambaError(
+                raise CheckpointError(
                     f"surgery: held-out text gave values in {name} that are not finite; look at the teacher's weights "
                     "(a damaged or half-precision checkpoint), or use other calibration data"
                 )

@@ -14,7 +14,7 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs, check_pair
 from caramba.distill import block_errors
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import CheckpointError, ConfigError
 from caramba.layer.rope import rotate
 from caramba.model import Model, build_model
 from caramba.upcycle import (
@@ -105,6 +105,8 @@ def test_full_width_is_the_teacher_in_float64(layout: str, options: dict[str, ob
     for _, source, target in pair_attention(teacher, student):
         found, wanted = target(x), source(x)
         assert float((found - wanted).norm() / wanted.norm()) < 1e-12
+    logits, wanted = student.float()(text), teacher.float()(text)
+    assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("layout", ["latent", "per_head"])
@@ -235,10 +237,10 @@ def test_damaged_weights_are_named_with_layer_and_batch() -> None:
     with torch.no_grad():
         layer.projection.k.weight[0, 0] = float("nan")
     with pytest.raises(
-        CarambaError, match=rf"calibration of {name}: batch 0 gave values that are not finite"
+        CheckpointError, match=rf"calibration of {name}: batch 0 gave values that are not finite"
     ):
         calibrate(teacher, CalibrationText(tokens(2, 8, 1), tokens(1, 8, 2)))
-    with pytest.raises(CarambaError, match=rf"held-out text gave values in {name} that are not finite"):
+    with pytest.raises(CheckpointError, match=rf"held-out text gave values in {name} that are not finite"):
         capture(teacher, teacher.attention_layers(), tokens(1, 8, 2))
 
 
