@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -256,6 +256,25 @@ def test_a_second_surgery_reads_the_first_ones_statistics(teacher: Model, tmp_pa
         assert torch.equal(one.moment, two.moment)
         assert torch.equal(one.rotation, two.rotation)
     assert not torch.equal(first.statistics[0].moment, other.statistics[0].moment)
+    calibrate(teacher, CalibrationText(tokens(4, 16, 7), text.held_out), cache=tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3, "other text is measured"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda body: body[: len(body) // 2], lambda body: body[:-9] + b"x" + body[-8:]]
+)
+def test_damaged_statistics_are_measured_again(
+    damage: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher, text = make_teacher(), CalibrationText(tokens(2, 9, 1), tokens(1, 9, 2))
+    first = calibrate(teacher, text, cache=tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    again = calibrate(teacher, text, cache=tmp_path)
+    assert "is damaged; measuring again" in "".join(capsys.readouterr()).replace("\n", " ")
+    assert file.read_bytes() == whole
+    assert torch.equal(again.statistics[1].queries, first.statistics[1].queries)
 
 
 def test_statistics_in_a_mapped_file_are_read_at_whole_complex_numbers(teacher: Model) -> None:
