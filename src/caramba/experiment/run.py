@@ -109,6 +109,8 @@ def run_group(
     except VerificationFailed as error:
         failure = error
     result = collect(session, run_dir)
+    if proxy := result.labels.get("proxy"):
+        logger.info(f"proxy: the teacher of these numbers was {proxy}")
     index = artifact.write(result, folder)
     write_json(folder / "result.json", {"status": "failed" if failure else "finished", **to_plain(result)})
     append_event(folder, "group_finished", group=group.name, artifacts=len(index.entries))
