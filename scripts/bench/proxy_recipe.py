@@ -43,7 +43,7 @@ class Recipe:
     block_lr: float = 1e-3
     global_lr: float = 3e-4
     map_lr: float = 2.0
-    kl_weight: float = 1.0
+    kl_weight: float = 0.7
     attention_weight: float = 0.0
     corrupt: float = 0.0
     muon: bool = False

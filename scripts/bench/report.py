@@ -17,6 +17,7 @@ import sections_inference
 import sections_kernels
 import sections_loss
 import sections_scaling
+import sections_study
 import sections_sweeps
 import sections_training
 import sections_upcycle
@@ -186,7 +187,7 @@ SECTIONS = {
     "collect_runs": sections_sweeps.collect_runs,
     "scaling": sections_scaling.scaling,
     "training": sections_training.training,
-    "upcycle_proxy": sections_upcycle.upcycle_proxy,
+    "upcycle_proxy": sections_study.upcycle_proxy,
 }
 
 

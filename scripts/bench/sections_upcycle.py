@@ -1,4 +1,4 @@
-"""Sections of the benchmarks page about surgery and distillation."""
+"""Sections of the benchmarks page about what surgery and blockwise steps cost."""
 
 from __future__ import annotations
 
@@ -103,113 +103,8 @@ def blockwise_cost(data: dict[str, Any]) -> list[str]:
     return [
         *lines,
         "",
-        f"Setting: {', '.join(setting) or 'fp32, eager'}; ratios are taken repeat by repeat. `maps` leaves W_q and W_o"
-        " as surgery copied them; `attention KL` adds 0.1 of it on 64 queries. Must: concurrent 2.0x a headless"
+        f"Setting: {', '.join(setting) or 'fp32, eager'}; ratios are taken repeat by repeat. `maps`, which the model's"
+        " presets run (`trainable=auto`), leaves W_q and W_o as surgery copied them; `attention KL` adds 0.1 of it on 64 queries. Must: concurrent 2.0x a headless"
         " forward; sequential 4x (with truncated forwards) and 12x (with full forwards, 'naive') a concurrent step.",
         *(["", f"Left out: {data['left_out']}."] if "left_out" in data else []),
     ]
-
-
-def upcycle_proxy(data: dict[str, Any]) -> list[str]:
-    """The proxy study: untrained students by method and budget, and what distillation makes of them."""
-    teacher, corpus = data["teacher"], data["corpus"]
-    fresh = corpus.get("fresh_tokens")
-    lines = [
-        "## Upcycling study (proxy)",
-        "",
-        f"{data['label']}. Teacher: {teacher['parameters'] / 1e6:.0f}M parameters, {teacher['tokens'] / 1e6:.0f}M"
-        f" training tokens ({teacher['epochs']:.1f} epochs), held-out perplexity {teacher['perplexity']:.3f}"
-        f" ({teacher['bits_per_byte']:.3f} bits per byte), recall {teacher['recall']:.3f}."
-        + (f" Students learn from {fresh / 1e6:.0f}M tokens of files that it never saw." if fresh else "")
-        + " Ratios are student to"
-        f" teacher over the same disjoint held-out windows, with {data.get('intervals', 'bootstrap')} 95% intervals"
-        " over windows; bytes are"
-        " counted from cache tensors.",
-        "",
-        "![Perplexity ratio against KV ratio](benchmarks/upcycle_proxy.png)",
-        "",
-        "| untrained: KV ratio | method | PPL ratio (95%) | KL, nats | top-1 agreement | recall of the teacher's |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row['kv_ratio']:.2f}x | {row['method']}{_spread(row)} | {_ratio(row)} | {row['kl']:.4f} |"
-        f" {row['top1_agreement']:.3f} | {row['recall_share']:.3f} |"
-        for row in data["untrained"]
-    ]
-    lines += [
-        "",
-        "| distilled: KV ratio | from | widths | seed | tokens | GPU s | blockwise | drift | at the end (95%) | KL |"
-        " recall |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for run in data["distilled"]:
-        after = {name: span["after"] for name, span in run["phases"].items()}
-        last = after["global"]
-        before = " | ".join(
-            f"{after[name]['ppl_ratio']:.4f}" if name in after else "-" for name in ("blockwise", "drift")
-        )
-        lines.append(
-            f"| {last['kv_ratio']:.2f}x | {run['method']} | {_widths(run, data)} | {run['seed']} |"
-            f" {run['tokens'] / 1e6:.1f}M |"
-            f" {run['seconds']:.0f} | {before} |"
-            f" **{_ratio(last)}** | {last['kl']:.4f} | {last['recall_share']:.3f} |"
-        )
-    return [*lines, *_recipes(data)]
-
-
-def _recipes(data: dict[str, Any]) -> list[str]:
-    """The recipe of the distillations, and the short trials on other windows that led to it."""
-    recipes: dict[str, list[str]] = {}
-    for run in data["distilled"]:
-        known = recipes.setdefault(_words(run["recipe"]), [])
-        if run["method"] == "dba" and run["budget"] not in known:
-            known.append(run["budget"])
-    trials = sorted(
-        (data["search"] or {"trials": []})["trials"],
-        key=lambda trial: (trial["budget"], trial["phases"]["global"]["after"]["ppl_ratio"]),
-    )
-    lines = [
-        "",
-        "`teacher` is the control: the teacher itself trained further by cross-entropy on the students' text. Widths"
-        " are latent + geometric elements. Recipes: "
-        + "; ".join(f"{', '.join(budgets)}: {words}" for words, budgets in recipes.items() if budgets)
-        + ".",
-    ]
-    if not trials:
-        return lines
-    lines += [
-        "",
-        f"Trials of {trials[0]['tokens'] / 1e6:.1f}M tokens, one seed, measured on other validation windows:",
-        "",
-        "| from | latent + geometric | recipe | PPL ratio | KL | recall |",
-        "|---|---|---|---|---|---|",
-    ]
-    for trial in trials:
-        last = trial["phases"]["global"]["after"]
-        lines.append(
-            f"| {trial['method']} | {_widths(trial, data)} | {_words(trial['recipe'])} | {last['ppl_ratio']:.4f} |"
-            f" {last['kl']:.4f} | {last['recall_share']:.3f} |"
-        )
-    return lines
-
-
-def _widths(run: dict[str, Any], data: dict[str, Any]) -> str:
-    widths = run.get("widths") or data["budgets"].get(run["budget"])
-    return f"{widths[0]} + {widths[1]}" if widths else "-"
-
-
-def _spread(row: dict[str, Any]) -> str:
-    return f", rotations under {row['spread']:.0%} uniform attention" if row.get("spread") else ""
-
-
-def _words(recipe: dict[str, Any]) -> str:
-    shown = {
-        name: value
-        for name, value in recipe.items()
-        if value not in (0.0, False) and (name, value) != ("map_lr", 1.0)
-    }
-    return ", ".join(f"{name} {value:g}" if value is not True else name for name, value in shown.items())
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    return f"{row['ppl_ratio']:.4f} ({row['ppl_ratio_low']:.4f} to {row['ppl_ratio_high']:.4f})"

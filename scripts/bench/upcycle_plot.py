@@ -46,7 +46,11 @@ def main() -> None:
     budgets = [
         round(data["teacher"]["cache_elements"] / sum(widths), 2) for widths in data["budgets"].values()
     ]
-    axis.set(xscale="log", yscale="log", xlabel="KV ratio at 16 bits, counted from tensors")
+    axis.set(xscale="log", xlabel="KV ratio at 16 bits, counted from tensors")
+    # Linear around 0, since a student trained on may be as good as its teacher or better.
+    axis.set_yscale("symlog", linthresh=0.01)
+    axis.set_ylim(bottom=min(-0.005, 1.5 * min(y for values in points.values() for _, y in values)))
+    axis.axhline(0.0, lw=0.8, color="0.4")
     axis.set_ylabel("perplexity over the teacher's, minus 1")
     axis.set_xticks(budgets, [f"{budget:g}x" for budget in budgets])
     axis.minorticks_off()

@@ -54,11 +54,11 @@ HEADLINE = "5.33x"
 # Widths that students are distilled with: as many elements as the budget's own, fewer of them geometric.
 WIDTHS = {"5.33x": (60, 12), "6.4x": (50, 10), "10.7x": (30, 6)}
 # What a budget's recipe has otherwise than the one before it, before any trial.
-OWN: dict[str, dict[str, Any]] = {"10.7x": {"global_lr": 6e-4, "map_lr": 1.5}}
+OWN: dict[str, dict[str, Any]] = {"10.7x": {"global_lr": 1e-3, "map_lr": 1.0}}
 # Single changes of the recipe, tried in this order on top of the best so far, the first ones beside each other.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    HEADLINE: ({"kl_weight": 0.7}, {"kl_weight": 0.4}),
-    "10.7x": ({}, {"global_lr": 1e-3, "map_lr": 1.0}),
+    HEADLINE: ({}, {"kl_weight": 0.85}),
+    "10.7x": ({}, {"global_lr": 1.5e-3}),
 }
 TRIAL_SHARE = 0.2  # of distil_tokens
 

@@ -95,7 +95,7 @@ def _reason(result: RunResult, kind: str) -> str:
 def _title(name: str, bars: Bars, metrics: dict[str, Metric]) -> str:
     ratio = metrics.get(ratio_key(parse_key(bars[0][1].key).field, bars[0][1]))
     first = name[0].upper() + name[1:]
-    return f"{first}: student/teacher = {ratio.value:.3g}" if ratio and len(bars) > 1 else first
+    return f"{first}: student/teacher = {ratio.value:.4g}" if ratio and len(bars) > 1 else first
 
 
 def ratio_key(field: str, metric: Metric) -> str:

@@ -8,6 +8,7 @@ from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionMode
 from caramba.config.model import ModelConfig, SurgeryConfig
 from caramba.config.topology import NestedTopologyConfig, TopologyConfig
+from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError
 
 BYTES_PER_ELEMENT = 2  # budgets are stated at 16 bits
@@ -27,6 +28,18 @@ def attention_configs(node: Any) -> list[AttentionLayerConfig]:
         return []
     found = [config for child in node.layers for config in attention_configs(child)]
     return found * node.repeat if isinstance(node, NestedTopologyConfig) else found
+
+
+def keeps_copied(phase: PhaseConfig, model: ModelConfig) -> bool:
+    """Return whether a phase leaves the weights of latent layers as they are that surgery copies, W_q and W_o."""
+    if phase.trainable != "auto":
+        return phase.trainable == "maps"
+    copies = model.surgery is not None and model.surgery.method != "random"
+    return (
+        phase.phase in BLOCK_PHASES
+        and copies
+        and any(layer.is_latent for layer in attention_configs(model.topology))
+    )
 
 
 def check_surgery(model: ModelConfig) -> None:

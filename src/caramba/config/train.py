@@ -156,9 +156,10 @@ class PhaseConfig(Config):
     eval_every: Positive | None = None
     schedule: Literal["concurrent", "sequential"] = "concurrent"
     convergence: ConvergenceConfig | None = None
-    trainable: Literal["all", "maps"] = Field(
-        default="all",
-        description="maps: a latent student's W_q and W_o, which surgery copies, stay as they are",
+    trainable: Literal["auto", "all", "maps"] = Field(
+        default="auto",
+        description="maps: a latent student's W_q and W_o, which surgery copies, stay as they are; auto: maps where "
+        "surgery has copied them, else all",
     )
     attention_kl: NonNegative = Field(
         default=0.0, description="weight of KL(teacher || student) of attention probabilities"

@@ -52,15 +52,20 @@ class PhaseEstimate:
     memory: MemoryEstimate
 
 
-def estimate_phase(phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None) -> PhaseEstimate:
-    """Estimate a phase that trains `trained`; `teacher` may run beside it, None when there is none."""
+def estimate_phase(
+    phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None, *, keeps_copied: bool = False
+) -> PhaseEstimate:
+    """Estimate a phase that trains `trained`; `teacher` may run beside it, None when there is none.
+
+    With `keeps_copied` the weights that surgery copied stay as they are, and take no gradient.
+    """
     blockwise = phase.phase in ("blockwise", "drift")
     context = phase.block_size
     if blockwise:
         params = trained.attention_params
         kept = trained.attention_activation_elements + 2 * trained.d_model
         flops = 3.0 * trained.attention_flops_per_token(context)
-        if phase.trainable == "maps":
+        if keeps_copied:
             params -= trained.copied_params
             flops -= trained.copied_flops_per_token()
     else:

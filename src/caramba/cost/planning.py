@@ -9,6 +9,7 @@ from caramba.config.benchmark import BenchmarkKind, MemoryBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import ExperimentName, GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec
+from caramba.config.surgery import keeps_copied
 from caramba.config.train import PhaseConfig
 from caramba.cost.fit import FitResult
 from caramba.cost.memory import PhaseEstimate, estimate_phase, runs_teacher
@@ -176,7 +177,14 @@ def _stage(
     if manifest.debug.max_steps is not None:
         steps = min(steps, manifest.debug.max_steps)
     estimate = (
-        None if trained is None else estimate_phase(phase, trained, teacher if trains == "student" else None)
+        None
+        if trained is None
+        else estimate_phase(
+            phase,
+            trained,
+            teacher if trains == "student" else None,
+            keeps_copied=keeps_copied(phase, manifest.model),
+        )
     )
     tokens = None
     if isinstance(phase.batch_size, int):

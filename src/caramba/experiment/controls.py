@@ -18,6 +18,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.manifest import RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs
+from caramba.config.train import BLOCK_PHASES
 from caramba.console import logger
 from caramba.errors import ConfigError, DataError
 from caramba.experiment.ledger import StageRecord
@@ -215,6 +216,8 @@ def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
         stage = f"{bench_id}.{name}.{run.id}"
         phase = run.train
         assert phase is not None
+        if name == "random" and phase.phase in BLOCK_PHASES:  # W_q and W_o are random too
+            phase = phase.model_copy(update={"trainable": "all"})
         if stage not in session.ledger:
             session.ledger.add(fit_phase(shadow, run, phase, stage=stage))
             drop_state(session.run_dir, stage)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from caramba import upcycle
-from caramba.config.surgery import attention_configs
+from caramba.config.surgery import attention_configs, keeps_copied
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
 from caramba.distill import (
     BlockSchedule,
@@ -70,7 +70,7 @@ def _blockwise(
         on_student=phase.phase == "drift",
         attention_weight=phase.attention_kl,
         n_queries=phase.attention_queries,
-        keeps_copied=phase.trainable == "maps",
+        keeps_copied=keeps_copied(phase, session.manifest.model),
         cache=_cache(session, phase, decided),
         shard=shard,
     )

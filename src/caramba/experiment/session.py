@@ -18,8 +18,8 @@ from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
-from caramba.config.surgery import attention_configs, check_surgery
-from caramba.config.train import AUTO_LR_WIDTH, PhaseConfig
+from caramba.config.surgery import attention_configs, check_surgery, keeps_copied
+from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.distill import Batch
@@ -298,13 +298,26 @@ class Session:
             measured=self.measured.get(run_id or name),
             ranks=self.data_ranks,
         )
-        if not self.group.data.keeps_documents_apart:
-            return made
+        own: dict[str, Decision] = {}
+        if phase.phase in BLOCK_PHASES:
+            own["trainable"] = self._trainable(phase)
+        if self.group.data.keeps_documents_apart:
+            own["documents"] = self._documents(made)
+        return dataclasses.replace(made, decisions=made.decisions | own)
+
+    def _trainable(self, phase: PhaseConfig) -> Decision:
+        """What a phase of blocks trains of a student's attention."""
+        is_kept = keeps_copied(phase, self.manifest.model)
+        auto = f"auto: surgery copied {'' if is_kept else 'no '}W_q and W_o"
+        return Decision("maps" if is_kept else "all", auto if phase.trainable == "auto" else "the manifest")
+
+    def _documents(self, made: RuntimePlan) -> Decision:
+        """What keeps the documents of a row apart."""
         device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
         path = documents_path(
             device, dtype, self._layers(), self.attention, is_compiled=bool(made.value("compile_model"))
         )
-        return dataclasses.replace(made, decisions=made.decisions | {"documents": Decision(*path)})
+        return Decision(*path)
 
     @property
     def data_ranks(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from caramba.config.manifest import RunConfig
+from caramba.config.surgery import keeps_copied
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.cost import estimate_phase, model_cost
@@ -189,7 +190,10 @@ def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> floa
     """Return the work of a position in a phase, as the plan counts it, with the teacher's where the phase runs it."""
     teacher = session.teacher if session.teacher is not model and phase.trains == "student" else None
     return estimate_phase(
-        phase, model_cost(model.spec), None if teacher is None else model_cost(teacher.spec)
+        phase,
+        model_cost(model.spec),
+        None if teacher is None else model_cost(teacher.spec),
+        keeps_copied=keeps_copied(phase, session.manifest.model),
     ).flops_per_token
 
 

@@ -6,6 +6,8 @@ import pytest
 
 from caramba.config.crosscheck import cross_check
 from caramba.config.manifest import Manifest
+from caramba.config.surgery import keeps_copied
+from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 
 POSITIONS = 32
@@ -137,3 +139,15 @@ def test_maps_alone_train_where_surgery_copied_the_rest() -> None:
     per_head = {"layout": "per_head", "sem_dim": 4, "geo_dim": 4, "v_dim": 8}
     with pytest.raises(ConfigError, match="layer 0 is decoupled, layout=per_head; use trainable=all"):
         cross_check(latent_manifest({"method": "dba"}, **per_head))
+
+
+def test_auto_leaves_copied_weights_as_they_are_where_surgery_copied_any() -> None:
+    auto, told = PhaseConfig(phase="blockwise", steps=1), PhaseConfig(phase="drift", steps=1, trainable="all")
+    latent = {"layout": "latent", "sem_dim": 6, "geo_dim": 2}
+    copied = latent_manifest({"method": "dba"}, **latent).model
+    assert keeps_copied(auto, copied)
+    assert not keeps_copied(told, copied)
+    assert not keeps_copied(PhaseConfig(phase="global", objective="kl", steps=1), copied)
+    assert not keeps_copied(auto, latent_manifest({"method": "random"}, **latent).model)
+    per_head = {"layout": "per_head", "sem_dim": 4, "geo_dim": 4, "v_dim": 8}
+    assert not keeps_copied(auto, latent_manifest({"method": "dba"}, **per_head).model)

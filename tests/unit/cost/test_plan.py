@@ -16,7 +16,7 @@ from tests.unit.cost.presets import compose_model, manifest, phase
 
 UPCYCLE = (
     phase("pretrain", trains="teacher"),
-    phase("blockwise"),
+    phase("blockwise", trainable="all"),
     phase("global", objective="kl", block_size=128),
 )
 
@@ -100,7 +100,7 @@ class TestStages:
         assert blockwise.memory.activations_bytes < pretrain.memory.activations_bytes / 10
 
     def test_blockwise_work_is_one_teacher_pass_and_attention(self):
-        made = plan(manifest("tiny_dba", phase("blockwise")))
+        made = plan(manifest("tiny_dba", phase("blockwise", trainable="all")))
         [stage] = made.stages
         work = 3 * made.student.attention_flops_per_token(64) + made.teacher.topology.flops_per_token(64)
         assert stage.estimate.flops_per_token == pytest.approx(work)
@@ -108,8 +108,9 @@ class TestStages:
         assert stage.total_flops == pytest.approx(work * stage.tokens)
 
     def test_copied_weights_that_stay_take_neither_gradients_nor_work(self):
-        choices = (phase("blockwise", trainable=name) for name in ("all", "maps"))
-        everything, maps = (plan(manifest("tiny_dba", one)).stages[0].estimate for one in choices)
+        choices = (phase("blockwise", trainable=name) for name in ("all", "maps", "auto"))
+        everything, maps, auto = (plan(manifest("tiny_dba", one)).stages[0].estimate for one in choices)
+        assert auto == maps
         copied = 4 * (128 * 4 * 32 + 4 * 32 * 128)  # W_q and W_o of four layers
         assert everything.trained_params - maps.trained_params == copied
         assert everything.memory.optimizer_bytes - maps.memory.optimizer_bytes == 8 * copied
