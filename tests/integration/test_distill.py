@@ -83,7 +83,7 @@ def test_sequential_blocks_change_one_after_another(teacher: Path, tmp_path: Pat
     before = load_tensors(run / "checkpoints/transplant.safetensors")
     after = load_tensors(run / "checkpoints/blockwise.safetensors")
     for block in blocks:
-        key = f"{block}.out.weight"
+        key = f"{block}.projection.c.weight"
         assert not torch.equal(before[key], after[key])
 
 
