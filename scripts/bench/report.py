@@ -186,6 +186,7 @@ SECTIONS = {
     "sweep_overhead": sections_sweeps.sweep_overhead,
     "collect_runs": sections_sweeps.collect_runs,
     "scaling": sections_scaling.scaling,
+    "tensor_parallel_step": sections_scaling.tensor_parallel_step,
     "training": sections_training.training,
     "upcycle_proxy": sections_study.upcycle_proxy,
 }

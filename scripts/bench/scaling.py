@@ -35,8 +35,12 @@ from caramba.runs.files import write_json
 from caramba.runtime import choose_attention, choose_device, get_world_size, join_ranks, plan
 from caramba.train import SHARDED, PhaseData, fit, way_of
 
-# d_model, layers, heads, key/value heads, d_ff, vocabulary: the second is Llama 3.2 1B's.
-SIZES = {"tiny": (64, 2, 4, 2, 128, 256), "1b": (2048, 16, 32, 8, 8192, 128256)}
+# d_model, layers, heads, key/value heads, d_ff, vocabulary: the others are Llama 3.2 1B's and Llama 3.1 8B's.
+SIZES = {
+    "tiny": (64, 2, 4, 2, 128, 256),
+    "1b": (2048, 16, 32, 8, 8192, 128256),
+    "8b": (4096, 32, 32, 8, 14336, 128256),
+}
 MUST = {"ddp": 0.93, "fsdp2": 0.90}
 
 
@@ -62,7 +66,7 @@ def spec_of_size(size: str) -> dict[str, Any]:
         "type": "TransformerModel",
         "embedder": {"vocab_size": vocab, "d_model": d_model},
         "topology": {"type": "StackedTopology", "layers": [nested, norm]},
-        "head": {"tied": True},
+        "head": {"tied": size != "8b"},
     }
 
 

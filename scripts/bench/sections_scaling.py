@@ -32,6 +32,39 @@ def scaling(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def tensor_parallel_step(data: dict[str, Any]) -> list[str]:
+    """Seconds of a training step on one device and split over several, and how far their losses are apart."""
+    lines = [
+        f"## A training step split over devices ({data['size']}, {data['batch']} x {data['block']:,} tokens, weights "
+        f"and states in bfloat16, {data['machine']['device']})",
+        "",
+        "| | devices | activations kept | step, s | tokens/s | of one device | peak, GB a device | loss, last step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    alone = {row["form"]: row for row in data["rows"] if row["devices"] == 1}
+    for row in data["rows"]:
+        one = alone[row["form"]]
+        name = row["form"] + (", sequence parallel" if row["sequence_parallel"] else "")
+        kept = {"none": "all", "selective": "products and attention", "full": "inputs of blocks"}[
+            row["checkpointing"]
+        ]
+        peak = f"{row['peak_allocated_bytes'] / 1e9:.1f}" if "peak_allocated_bytes" in row else ""
+        lines.append(
+            f"| {name} | {row['devices']} | {kept} | {row['step_s']:.3f} | {row['tokens_per_s']:,.0f} "
+            f"| {one['step_s'] / row['step_s']:.2f}x | {peak} | {row['losses'][-1]:.5f} |"
+        )
+    apart = max(
+        abs(ours - theirs)
+        for row in data["rows"]
+        for ours, theirs in zip(row["losses"], alone[row["form"]]["losses"], strict=True)
+    )
+    return [
+        *lines,
+        "",
+        f"Largest difference of a step's loss from one device's: {apart:.1e}. Must: faster than one device.",
+    ]
+
+
 def _apart(data: dict[str, Any]) -> float:
     """Return how far the losses of equal steps are apart at most, among rows of as many devices."""
     curves: dict[int, list[list[float]]] = {}

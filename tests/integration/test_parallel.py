@@ -22,16 +22,18 @@ from caramba.checkpoint import load_tensors
 from caramba.checkpoint.sharded import MODEL, latest_sharded_state, save_sharded_state
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
+from caramba.data import IGNORED
+from caramba.distill import LanguageModelObjective, PipelinedObjective
 from caramba.errors import CheckpointError, ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.launch.freeze import freeze
 from caramba.model import Model, build_model, load_pretrained, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
 from caramba.optim import clip_gradients, local
-from caramba.parallel import apply_tensor_parallel
+from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages
 from caramba.runs import mint
-from caramba.runtime import is_main_process, join_ranks
-from caramba.train import state_path
+from caramba.runtime import get_rank, is_main_process, join_ranks
+from caramba.train import has_saved_state, state_path
 from tests.integration.commands import SMALL, SMALL_TEACHER
 
 STEPS, SAVED = 8, 2
@@ -49,6 +51,10 @@ RUNS = {
     "fsdp2": SHARDED,
     "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
     "stopped": (*SHARDED, "train.activation_checkpointing=full"),
+    "pipeline": (
+        *("parallel=pipeline", "parallel.num_micro_batches=4", "train.batch_size=4"),
+        *("train.gradient_accumulation_steps=2", "train.activation_checkpointing=full"),
+    ),
 }
 BLOCKS = (
     "train=blockwise",
@@ -71,6 +77,10 @@ DISTILLED = {
 }
 
 
+RANKED = ("ddp", "fsdp2", "fsdp2_tp", "blocks_data", "stopped", "pipeline", "pipeline")
+"""What two ranks run, in this order: what was stopped the first time goes on the second."""
+
+
 def as_rank(rank: int, port: int) -> None:
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
     os.environ.update({key: str(value) for key, value in {**here, "MASTER_PORT": port}.items()})
@@ -87,7 +97,7 @@ def end_when_saved(run_dir: Path) -> None:
     """Ask this process to stop once a state is there, as SLURM does before a time limit."""
 
     def watch() -> None:
-        while latest_sharded_state(state_path(run_dir, "pretrain")) is None:
+        while not has_saved_state(state_path(run_dir, "pretrain")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -98,17 +108,22 @@ def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
     torch.set_num_threads(1)
     as_rank(rank, ports[0])
     check_sharded_models(folders["exact"])
-    for (name, folder), port in zip(
-        ((name, folders[name]) for name in ("ddp", "fsdp2", "fsdp2_tp", "blocks_data", "stopped")),
-        ports[1:],
-        strict=True,
-    ):
+    as_rank(rank, ports[1])
+    for is_tied in (False, True):
+        check_stages(is_tied)
+    stopped, ended = set(), ("pipeline", "stopped")
+    for name, port in zip(RANKED, ports[2:], strict=True):
         as_rank(rank, port)
-        if name == "stopped" and rank == 0:
-            end_when_saved(folder)
-        status = worker.run(folder)
+        is_stopped = name in ended and name not in stopped
+        if is_stopped:
+            stopped.add(name)
+            if rank == 0:
+                end_when_saved(folders[name])
+        status = worker.run(folders[name])
         if rank == 0:
-            assert (status == 0) == (name != "stopped"), (name, status)
+            assert (status == 0) != is_stopped, (name, status)
+        if dist.is_initialized():  # a process that was stopped ends, and does not part from the others
+            dist.destroy_process_group()
 
 
 def check_sharded_models(folder: Path) -> None:
@@ -120,7 +135,9 @@ def check_sharded_models(folder: Path) -> None:
         os.environ["LOCAL_WORLD_SIZE"] = "1"
         check_sharded(spec, parallel, parts=1)  # two nodes, which are replicas of each other
         os.environ["LOCAL_WORLD_SIZE"] = "2"
-        check_sharded(spec, ParallelConfig(strategy="fsdp2_tp", dp=1, tp=2))
+        for by_sequence in (False, True):
+            split = ParallelConfig(strategy="fsdp2_tp", dp=1, tp=2, sequence_parallel=by_sequence)
+            check_sharded(spec, split)
         check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("AttentionLayer", "SwiGLULayer")))
         with pytest.raises(ConfigError, match=r"no such node; it has .*NestedTopology"):
             check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("Block",)))
@@ -130,12 +147,46 @@ def check_sharded_models(folder: Path) -> None:
         save_sharded_state(folder, shell, optimizer, {"global_step": 5}, step=5, labels=labels)
 
 
+def check_stages(is_tied: bool) -> None:
+    """The loss and the gradients of two stages are those of the whole model, whatever counts in which part."""
+    spec = freeze([*WORDS, f"model.head.tied={is_tied}"]).manifest.model
+    whole = build_model(spec, seed=7).double()
+    tokens = torch.arange(6 * 16).view(6, 16)
+    targets = tokens.roll(-1, 1)
+    targets[:2, 3:] = IGNORED
+    with join_ranks(ParallelConfig(strategy="pipeline", pp=2), "cpu"):
+        stage = cut(build_model(spec, device="meta").double(), get_rank(), 2)
+        send_stages(whole if is_main_process() else None, stage, torch.device("cpu"))
+        alone, staged = (
+            LanguageModelObjective(whole),
+            PipelinedObjective(stage, micro_batches=3, accumulation=2),
+        )
+        for _ in range(2):
+            expected = alone.step((tokens, targets), lambda loss: (loss / 2).backward())
+            found = staged.step((tokens, targets), lambda _: None)
+            torch.testing.assert_close(found["loss"].double(), expected["loss"], rtol=1e-6, atol=0)
+        held = staged.evaluate((tokens[:5], targets[:5]))
+        torch.testing.assert_close(held["loss"].double(), alone.evaluate((tokens[:5], targets[:5]))["loss"])
+        staged.join_gradients()
+        norm = clip_gradients([list(whole.parameters())], 1e-3)
+        own = clip_gradients(staged.clip_groups(), 1e-3, has_stages=True, copies=staged.copies())
+        torch.testing.assert_close(own, norm, rtol=1e-12, atol=0)
+        gradients = {name: p.grad for name, p in whole.named_parameters()}
+        for name, p in stage.model.named_parameters():
+            torch.testing.assert_close(p.grad, gradients[name], rtol=1e-9, atol=1e-15)
+        gathered = build_model(spec, seed=8).double() if is_main_process() else None
+        gather_stages(stage, gathered)
+        if gathered is not None:
+            for name, value in whole.state_dict().items():
+                assert torch.equal(gathered.state_dict()[name], value), name
+
+
 def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> Model:
     device, tokens = torch.device("cpu"), torch.arange(64).view(2, 32)
     whole, shell = build_model(spec, seed=7), build_model(spec, device="meta")
     sharding = sharding_of(parallel, device, "float32")
     if sharding.within is not None:
-        apply_tensor_parallel(shell, sharding.within)
+        apply_tensor_parallel(shell, sharding.within, split_sequence=parallel.sequence_parallel)
     shard_model(shell, sharding)
     fill_sharded(shell, whole if is_main_process() else None, device)
     for model in (whole, shell):
@@ -174,7 +225,7 @@ def folders(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         words = [*WORDS, *STUDENT, *words, f"name={name}", f"model.teacher.checkpoint={made['one']}"]
         made[name] = mint(freeze(words).manifest, words, root)
     assert worker.run(made["blocks_one"]) == 0
-    mp.spawn(rank_main, (made, [free_port() for _ in range(6)]), nprocs=2)
+    mp.spawn(rank_main, (made, [free_port() for _ in range(2 + len(RANKED))]), nprocs=2)
     return made
 
 
@@ -209,6 +260,15 @@ def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> 
     plan = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert plan["data_parallel"]["value"] == (1 if name == "fsdp2_tp" else 2)
     assert not state_path(run, "pretrain").exists()
+
+
+def test_a_pipeline_that_was_stopped_trains_as_one_process(folders: dict[str, Path]) -> None:
+    run, one = folders["pipeline"], folders["one"]
+    events = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
+    assert events.count("run_started") == 2
+    same(run, one, within=2e-4)
+    for key in ("val_loss", "grad_norm", "update_norm", "layer_grad_norm/embedder"):
+        assert rows(run, key) == pytest.approx(rows(one, key), rel=2e-4), key
 
 
 def test_two_ranks_that_share_the_data_train_all_blocks_as_one_process(folders: dict[str, Path]) -> None:

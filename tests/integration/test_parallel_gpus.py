@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.commands import SMALL, caramba, only_run
+
 BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "scaling.py"
 WITHIN = 2e-2  # bfloat16 products, whose order differs between strategies
 
@@ -41,3 +43,22 @@ def test_strategies_agree_on_two_gpus(tmp_path: Path, compiled: bool) -> None:
     ddp, fsdp2 = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert (ddp["strategy"], fsdp2["strategy"]) == ("ddp", "fsdp2")
     assert ddp["losses"] == pytest.approx(fsdp2["losses"], abs=WITHIN)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_pipeline_of_two_gpus_trains_as_one(tmp_path: Path, cache: Path) -> None:
+    """Stages send what the residual stream is in, float32, however narrow the blocks compute."""
+    words = (
+        *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none"),
+        *("device=cuda", "train.steps=12", "train.eval_every=12", "settings.instrument=none", *SMALL),
+    )
+    losses = []
+    for name, more in (("one", ()), ("two", ("parallel=pipeline", "launcher=torchrun"))):
+        folder = tmp_path / name
+        folder.mkdir()
+        done = caramba([*words, *more], folder, cache)
+        assert done.returncode == 0, done.stdout + done.stderr
+        events = [json.loads(line) for line in (only_run(folder) / "events.jsonl").read_text().splitlines()]
+        losses += [event["values"]["val_loss"] for event in events if "val_loss" in event.get("values", {})]
+    assert losses[0] == pytest.approx(losses[1], abs=WITHIN)

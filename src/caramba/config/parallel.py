@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config
 from caramba.config.layer import Positive
 
-StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp"]
+StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp", "pipeline"]
 SHARDED = ("fsdp2", "fsdp2_tp")
 
 
 class ParallelConfig(Config):
-    """How a run is spread over devices: dp * tp ranks, each a process that reads the same manifest.
+    """How a run is spread over devices: dp * tp * pp ranks, each a process that reads the same manifest.
 
     A rank reads `batch_size` sequences of its own, so that a step sees batch_size * gradient_accumulation_steps * dp of
     them. A run that goes on with another number of ranks keeps that product, by accumulating more or less.
@@ -26,7 +27,18 @@ class ParallelConfig(Config):
         description="ranks that share the data; auto: as many as the launcher starts, here one per GPU",
     )
     tp: Positive = Field(default=1, description="of fsdp2_tp: ranks that share the work of every layer")
-    pp: Annotated[Positive, Later("the pipeline work")] = 1
+    sequence_parallel: bool = Field(
+        default=False,
+        description="of fsdp2_tp: norms, and activations kept between layers, are of a rank's own tokens; tp has to "
+        "divide block_size",
+    )
+    pp: Positive = Field(
+        default=1, description="of pipeline: ranks that each hold as many blocks of a uniform stack, in turn"
+    )
+    num_micro_batches: Positive | None = Field(
+        default=None,
+        description="of pipeline: parts of a batch that follow each other through the ranks (1F1B); else pp",
+    )
     sharding: Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None = Field(
         default=None,
         description="of fsdp2: HYBRID_SHARD within a node and replicas between nodes, as where there are several; "
@@ -56,12 +68,12 @@ class ParallelConfig(Config):
 
     def _problems(self) -> list[str]:
         is_sharded = self.strategy in SHARDED
-        found: list[str] = []
+        found: list[str] = list(self._pipeline_problems())
         if self.strategy == "single" and (self.dp not in ("auto", 1) or self.tp > 1):
             found.append(
                 f"parallel=single is one process, got dp={self.dp}, tp={self.tp}; use parallel=ddp or fsdp2"
             )
-        if self.strategy in ("ddp", "fsdp2") and self.tp > 1:
+        if self.strategy in ("ddp", "fsdp2", "pipeline") and self.tp > 1:
             found.append(f"parallel={self.strategy} has no tp, got tp={self.tp}; use parallel=fsdp2_tp")
         if self.strategy == "fsdp2_tp" and self.tp == 1:
             found.append("parallel=fsdp2_tp needs parallel.tp of 2 or more, got 1; set it, or use fsdp2")
@@ -72,6 +84,10 @@ class ParallelConfig(Config):
         if self.sharding == "NO_SHARD":
             found.append(
                 "sharding=NO_SHARD keeps whole weights on every rank, which is parallel=ddp; use that"
+            )
+        if self.sequence_parallel and self.strategy != "fsdp2_tp":
+            found.append(
+                f"sequence_parallel belongs to parallel=fsdp2_tp, got parallel={self.strategy}; remove it"
             )
         for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
             if not is_sharded and getattr(self, name) != default:
@@ -86,6 +102,44 @@ class ParallelConfig(Config):
             )
         return found
 
+    def _pipeline_problems(self) -> Iterator[str]:
+        """Yield what contradicts a pipeline, which is of one dimension: pp ranks and nothing beside them."""
+        if self.strategy != "pipeline":
+            for name, default in (("pp", 1), ("num_micro_batches", None)):
+                if getattr(self, name) != default:
+                    yield (
+                        f"{name}={getattr(self, name)} belongs to parallel=pipeline, got parallel={self.strategy}, "
+                        "which has no stages; use parallel=pipeline, or remove it"
+                    )
+            return
+        if self.pp == 1:
+            yield "parallel=pipeline needs parallel.pp of 2 or more, got 1; set it, or use parallel=single"
+        if self.dp not in ("auto", 1):
+            yield (
+                f"parallel=pipeline is one pipeline, without replicas, got dp={self.dp}; leave dp out, or use "
+                "parallel=fsdp2"
+            )
+        if self.micro_batches < self.pp:
+            yield (
+                f"num_micro_batches={self.num_micro_batches} leaves some of the pp={self.pp} stages without work at "
+                f"any time, which 1F1B cannot order; use {self.pp} or more"
+            )
+
+    @property
+    def micro_batches(self) -> int:
+        """Parts of a batch that follow each other through a pipeline."""
+        return self.num_micro_batches or self.pp
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that make the number of ranks, as a user writes them."""
+        return f"pp={self.pp}" if self.strategy == "pipeline" else f"dp={self.dp} x tp={self.tp}"
+
+    @property
+    def shares_batch(self) -> int:
+        """Ranks that work on the same batch."""
+        return self.tp * self.pp
+
     @property
     def is_sharded(self) -> bool:
         """Whether weights, gradients and the optimiser's state are spread over ranks."""
@@ -94,4 +148,6 @@ class ParallelConfig(Config):
     @property
     def ranks(self) -> int | None:
         """Processes of the run, None where the launcher decides."""
+        if self.strategy == "pipeline":
+            return self.pp
         return None if self.dp == "auto" else self.dp * self.tp

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import ParallelConfig
+from caramba.config.pipeline import pipeline_conflicts, pipeline_problem
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError
 
@@ -26,6 +27,13 @@ def check_parallel(manifest: Manifest) -> None:
         for run in group.runs:
             for problem in () if run.train is None else conflicts(run.train, parallel):
                 raise ConfigError(f"run {run.id!r}: {problem}")
+            if run.train is not None and parallel.strategy == "pipeline":
+                _check_stages(manifest, run.id, run.train)
+        if parallel.strategy == "pipeline" and group.runs and group.data.keeps_documents_apart:
+            raise ConfigError(
+                f"group {group.name!r}: documents kept apart (data.packing, data.document_mask) are known to the "
+                "first stage of parallel=pipeline alone; use parallel=fsdp2, or leave them joined"
+            )
         for bench in group.benchmarks:
             if isinstance(bench.config, LadderConfig):
                 raise ConfigError(
@@ -34,8 +42,20 @@ def check_parallel(manifest: Manifest) -> None:
                 )
 
 
+def _check_stages(manifest: Manifest, run_id: str, phase: PhaseConfig) -> None:
+    """Refuse a model of the manifest that a run would have to cut into stages and cannot."""
+    teacher = manifest.model.teacher
+    spec = manifest.model if phase.trains != "teacher" else teacher and teacher.manifest
+    problem = None if spec is None else pipeline_problem(spec, manifest.parallel.pp)
+    if problem is not None:
+        raise ConfigError(f"run {run_id!r}: {problem}")
+
+
 def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
     """Yield what a phase asks for that its strategy does not have."""
+    if parallel.strategy == "pipeline":
+        yield from pipeline_conflicts(phase, parallel)
+        return
     if phase.phase in BLOCK_PHASES:
         if parallel.blockwise == "blocks" and phase.convergence is not None:
             yield (
@@ -56,6 +76,11 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
     if not parallel.is_sharded:
         return
     name = f"parallel={parallel.strategy}"
+    if parallel.sequence_parallel and phase.block_size % parallel.tp:
+        yield (
+            f"parallel.sequence_parallel gives each of tp={parallel.tp} ranks as many tokens, got block_size="
+            f"{phase.block_size}; use a multiple of {parallel.tp}, or sequence_parallel=false"
+        )
     if phase.optimizer not in SHARDED_OPTIMIZERS:
         yield (
             f"optimizer={phase.optimizer} is made for whole weights, and {name} keeps a part of each on every rank; "

@@ -6,6 +6,7 @@ from caramba.distill.blockwise import BlockwiseObjective, block_errors
 from caramba.distill.language_model import LanguageModelObjective, TeacherLogitsObjective
 from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, Objective
+from caramba.distill.pipelined import PipelinedObjective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard
 from caramba.distill.tap import replace_attention, tap_attention
@@ -22,6 +23,7 @@ __all__ = [
     "LanguageModelObjective",
     "Lora",
     "Objective",
+    "PipelinedObjective",
     "TeacherCache",
     "TeacherLogitsObjective",
     "TeacherRows",

@@ -54,11 +54,14 @@ class LanguageModelObjective(Objective):
 
     def losses(self, batch: Batch) -> VocabularyLosses:
         """Return the losses on a batch, with gradients unless they are off."""
-        hidden = self.model.hidden(batch[0], documents=documents_of(batch))
+        return self.losses_of(self.model.hidden(batch[0], documents=documents_of(batch)), batch[1])
+
+    def losses_of(self, hidden: Tensor, targets: Tensor) -> VocabularyLosses:
+        """Return the losses of the head on features [B, T, M], means over the targets that count."""
         if self.dense:
-            loss = cross_entropy(self.model.logits(hidden), batch[1])
+            loss = cross_entropy(self.model.logits(hidden), targets)
             return VocabularyLosses(loss, loss.detach())
-        return vocabulary_losses(self.model, hidden, batch[1], chunk=self.chunk)
+        return vocabulary_losses(self.model, hidden, targets, chunk=self.chunk)
 
     def step(self, batch: Batch, backward: Backward) -> dict[str, Tensor]:
         losses = self.losses(batch)

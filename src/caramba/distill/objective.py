@@ -39,6 +39,13 @@ class Objective(ABC):
         """Return sets of parameters; each set's gradients are clipped by the norm of that set."""
         return [[parameter for _, parameter in self.trainable()]]
 
+    def join_gradients(self) -> None:  # noqa: B027 - most objectives have all gradients of a weight in one place
+        """Bring together, before clipping, what several ranks have for one weight. Called once a step on every rank."""
+
+    def copies(self) -> list[Tensor]:
+        """Return parameters here that are another rank's too, which counts them in norms."""
+        return []
+
     def schedule_span(self, step: int, steps: int) -> tuple[int, int]:
         """Return (step, steps) of the learning-rate schedule at optimiser step `step` of `steps`."""
         return step, steps

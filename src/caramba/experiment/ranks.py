@@ -12,9 +12,11 @@ import torch
 from caramba import kernels
 from caramba.config.manifest import Manifest
 from caramba.config.model import ModelSpec
+from caramba.config.pipeline import pipeline_problem
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.distill import BlockwiseObjective, Objective
+from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
+from caramba.errors import ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.session import Session
@@ -22,17 +24,18 @@ from caramba.experiment.text import open_text
 from caramba.layer import attention_backends
 from caramba.model import Model, build_model, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
-from caramba.parallel import apply_tensor_parallel, tensor_parallel_plan
+from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages, tensor_parallel_plan
 from caramba.runtime import (
     AttentionChoice,
     Ranks,
     RuntimePlan,
     data_share,
+    get_rank,
     is_main_process,
     seed_process,
     send_from_main,
 )
-from caramba.train import SHARDED, BlockwiseDistillation, PhaseData, fit, way_of
+from caramba.train import SHARDED, STAGED, BlockwiseDistillation, PhaseData, fit, way_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,10 @@ def assemble(
     device = session.device
     if session.teacher is not None:
         send_from_main([*session.teacher.parameters(), *session.teacher.buffers()])
-    if way_of(session.manifest.parallel, phase) != SHARDED:
+    way = way_of(session.manifest.parallel, phase)
+    if way == STAGED:
+        return _staged(session, phase, model, spec)
+    if way != SHARDED:
         whole = model if model is not None else empty_model(spec, device)
         objective = build_objective(session, phase, decided, whole)
         send_from_main([*whole.parameters(), *whole.buffers()])
@@ -85,7 +91,8 @@ def assemble(
     def shard() -> None:
         sharding = sharding_of(session.manifest.parallel, device, decided.value("dtype"))
         if sharding.within is not None:
-            apply_tensor_parallel(shell, sharding.within)
+            split_sequence = session.manifest.parallel.sequence_parallel
+            apply_tensor_parallel(shell, sharding.within, split_sequence=split_sequence)
         shard_model(shell, sharding)
         fill_sharded(shell, model, device)
 
@@ -97,17 +104,48 @@ def assemble(
     return Assembled(objective, shard, gather)
 
 
+def _staged(session: Session, phase: PhaseConfig, model: Model | None, spec: ModelSpec) -> Assembled:
+    """Give every rank its stage of a model, which waits on the host of rank 0 meanwhile."""
+    parallel = session.manifest.parallel
+    stage = cut(build_model(spec, device="meta"), get_rank(), parallel.pp)
+    send_stages(model, stage, session.device)
+    if model is not None:
+        model.to("cpu")
+    objective = PipelinedObjective(
+        stage,
+        micro_batches=parallel.micro_batches,
+        accumulation=phase.gradient_accumulation_steps,
+        chunk=phase.vocab_chunk,
+        dense=phase.cross_entropy == "dense",
+    )
+    return Assembled(objective, None, lambda: gather_stages(stage, model))
+
+
 def check_split(session: Session) -> None:
-    """Refuse layers that the ranks of parallel.tp cannot share, before anything is trained.
+    """Refuse layers that the ranks of parallel.tp cannot share, before anything is trained, and stacks that those of
+    parallel.pp cannot.
 
     Raises:
-        ConfigError: naming the heads or features, or a layer that has no plan.
+        ConfigError: naming the heads or features, a layer that has no plan, or what is no uniform stack.
     """
+    _check_stages(session)
     if session.manifest.parallel.tp == 1:
         return
     specs = [model.spec for model in (session.teacher, session.student) if model is not None]
     for spec in (session.manifest.model, *specs):
         tensor_parallel_plan(build_model(spec, device="meta"), session.manifest.parallel.tp)
+
+
+def _check_stages(session: Session) -> None:
+    """Refuse models read from files that a run would have to cut; those of the manifest have been looked at."""
+    parallel = session.manifest.parallel
+    if parallel.strategy != "pipeline":
+        return
+    trained = {run.train.trains for run in session.group.runs if run.train is not None}
+    for role, model in (("teacher", session.teacher), ("student", session.student)):
+        problem = pipeline_problem(model.spec, parallel.pp) if model is not None and role in trained else None
+        if problem is not None:
+            raise ConfigError(f"{role}: {problem}")
 
 
 def empty_model(spec: ModelSpec, device: torch.device) -> Model:
@@ -169,7 +207,7 @@ def _train(session: Session, order: Order) -> None:
     assert not is_main_process()
     session.device = torch.device(order.plan.value("device"))
     kernels.load(session.device, session.manifest.kernels)
-    seed_process(order.seed, data_share(session.manifest.parallel.tp)[0])
+    seed_process(order.seed, data_share(session.manifest.parallel.shares_batch)[0])
     session.teacher = None if order.teacher is None else empty_model(order.teacher, session.device)
     with attention_backends(session.device, order.attention):
         made = assemble(session, order.phase, order.plan, None, order.model)

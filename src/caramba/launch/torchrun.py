@@ -74,7 +74,7 @@ def ranks_per_node(manifest: Manifest) -> int:
         return max(1, count // parallel.tp) * parallel.tp
     if total % nodes or (asked is not None and asked * nodes != total):
         raise ConfigError(
-            f"launcher: parallel.dp={parallel.dp} x tp={parallel.tp} are {total} ranks, and launcher.nodes={nodes} x "
+            f"launcher: parallel.{parallel.sizes} are {total} ranks, and launcher.nodes={nodes} x "
             f"launcher.nproc_per_node={asked or 'auto'} do not make them; change one so that both are the same number"
         )
     return total // nodes

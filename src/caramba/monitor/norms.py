@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from caramba.optim.clip import tensor_norms
 from caramba.optim.shards import complete_squares, is_sharded, local
-from caramba.runtime import all_agree
+from caramba.runtime import all_agree, gather_objects
 
 LAYER_GRAD_NORM, UPDATE_NORM = "layer_grad_norm", "update_norm"
 _LAYER = re.compile(r"(.*\.\d+)\.")
@@ -102,6 +103,15 @@ class StepNorms:
             f"{LAYER_GRAD_NORM}/{layer}": torch.linalg.vector_norm(torch.stack(own))
             for layer, own in by_layer.items()
         }
+
+
+def norms_of_stages(own: dict[str, float]) -> dict[str, float]:
+    """Return the norms of a step from those of ranks that train other layers each; all ranks call this, or none."""
+    parts = gather_objects(own)
+    joined = {name: value for part in parts for name, value in part.items() if name != UPDATE_NORM}
+    if all(UPDATE_NORM in part for part in parts):  # which is not measured where there is no room for a copy
+        joined[UPDATE_NORM] = math.hypot(*(part[UPDATE_NORM] for part in parts))
+    return joined
 
 
 def layers_of(parameters: dict[str, nn.Parameter]) -> dict[str, list[str]]:

@@ -7,26 +7,38 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from caramba.optim.shards import complete_squares, is_sharded, local
+from caramba.optim.shards import complete_squares, is_sharded, local, sum_over_ranks
 
 EPSILON = 1e-6  # torch's own
 
 
 @torch.no_grad()
-def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | None) -> Tensor:
+def clip_gradients(
+    groups: Iterable[Sequence[nn.Parameter]],
+    max_norm: float | None,
+    *,
+    has_stages: bool = False,
+    copies: Sequence[Tensor] = (),
+) -> Tensor:
     """Scale each group's gradients in place by min(1, max_norm / (|g| + 1e-6)), |g| the 2-norm of the whole group, and
     return the norm of all groups before that, [].
 
     As `torch.nn.utils.clip_grad_norm_` on every group, without a dozen launches and a pass of its own for each.
     Groups without gradients count nothing; with `max_norm` None nothing is scaled. Gradients are on one device, or each
-    rank holds a part of them, and norms are of the whole.
+    rank holds a part of them, and norms are of the whole. With `has_stages` every rank has other parameters, in as many
+    groups, and norms are of those of all ranks; `copies` are parameters here that another rank counts.
     """
-    gradients = [[p.grad for p in group if p.grad is not None] for group in groups]
-    gradients = [group for group in gradients if group]
-    if not gradients:
+    listed = [[p for p in group if p.grad is not None] for group in groups]
+    listed = [group for group in listed if group]
+    if not listed:
         return torch.zeros(())
+    gradients = [[p.grad for p in group if p.grad is not None] for group in listed]
     every = [grad for group in gradients for grad in group]
     norms = tensor_norms(every)
+    if copies:
+        elsewhere = {id(copy) for copy in copies}
+        counted = [id(p) not in elsewhere for group in listed for p in group]
+        norms = norms * torch.tensor(counted, device=norms.device)
     sizes = [len(group) for group in gradients]
     if len(set(sizes)) == 1:  # blocks of one kind: no launch for each of them
         rows = norms.view(len(sizes), sizes[0])
@@ -34,6 +46,8 @@ def clip_gradients(groups: Iterable[Sequence[nn.Parameter]], max_norm: float | N
         # Groups of fewer gradients are filled up with zeros, which no norm sees.
         rows = nn.utils.rnn.pad_sequence(list(norms.split(sizes)), batch_first=True)
     totals = torch.linalg.vector_norm(rows, dim=1)
+    if has_stages:
+        totals = sum_over_ranks(totals.square()).sqrt()
     if max_norm is not None:
         scales = (max_norm / (totals + EPSILON)).clamp(max=1.0)
         for group, scale in zip(gradients, scales.unbind(), strict=True):
@@ -52,10 +66,16 @@ def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def clip_values(groups: Iterable[Sequence[nn.Parameter]], limit: float) -> Tensor:
+def clip_values(
+    groups: Iterable[Sequence[nn.Parameter]],
+    limit: float,
+    *,
+    has_stages: bool = False,
+    copies: Sequence[Tensor] = (),
+) -> Tensor:
     """Clamp every element of the gradients in place to [-limit, limit], and return the norm of all before that, []."""
     listed = [list(group) for group in groups]
-    norm = clip_gradients(listed, None)
+    norm = clip_gradients(listed, None, has_stages=has_stages, copies=copies)
     gradients = [local(p.grad) for group in listed for p in group if p.grad is not None]
     if gradients:
         torch._foreach_clamp_max_(gradients, limit)  # pyright: ignore[reportPrivateImportUsage]

@@ -39,3 +39,9 @@ def complete_squares(squares: Tensor, tensors: Sequence[Any]) -> Tensor:
         dist.all_reduce(part, group=mesh.get_group(dim))
         squares = squares.index_copy(0, index, part)
     return squares
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Return the sum of every rank's values, on all ranks, in place."""
+    dist.all_reduce(values)
+    return values

@@ -1,6 +1,16 @@
-"""Splits a model's layers over ranks: tensor parallelism of one dimension."""
+"""Splits a model over ranks: its layers (tensor parallelism of one dimension), or its stack (stages)."""
 
 from caramba.parallel.local import full_state_dict, keep_local
 from caramba.parallel.plan import apply_tensor_parallel, tensor_parallel_plan
+from caramba.parallel.stages import Stage, cut, gather_stages, send_stages
 
-__all__ = ["apply_tensor_parallel", "full_state_dict", "keep_local", "tensor_parallel_plan"]
+__all__ = [
+    "Stage",
+    "apply_tensor_parallel",
+    "cut",
+    "full_state_dict",
+    "gather_stages",
+    "keep_local",
+    "send_stages",
+    "tensor_parallel_plan",
+]

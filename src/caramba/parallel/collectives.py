@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# By its name since torch 2.13; the older one warns there, and is all there is before.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class _Entering(torch.autograd.Function):
     @staticmethod
@@ -87,9 +90,9 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=1)]
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, parts, group=group)
+    parts = torch.cat(x.chunk(dist.get_world_size(group), dim=1))  # what a compiler knows as one collective
+    own = parts.new_empty((x.shape[0], x.shape[1] // dist.get_world_size(group), *x.shape[2:]))
+    _reduce_scatter(own, parts, group=group)
     return own
 
 

@@ -115,8 +115,8 @@ def check_world(parallel: ParallelConfig, world: int) -> None:
     """
     if parallel.ranks not in (None, world):
         raise ConfigError(
-            f"parallel: dp={parallel.dp} x tp={parallel.tp} are {parallel.ranks} ranks, and the launcher started "
-            f"{world} (WORLD_SIZE); start {parallel.ranks}, or leave parallel.dp to auto"
+            f"parallel: {parallel.sizes} are {parallel.ranks} ranks, and the launcher started {world} (WORLD_SIZE); "
+            f"start {parallel.ranks}, or " + ("change pp" if parallel.pp > 1 else "leave parallel.dp to auto")
         )
     if world % parallel.tp:
         raise ConfigError(

@@ -3,11 +3,12 @@
 from caramba.train.callbacks import BenchmarkArtifacts, BlockwiseDistillation, Verification
 from caramba.train.data import workers_needed
 from caramba.train.module import CarambaModule
-from caramba.train.strategies import SHARDED, way_of
+from caramba.train.strategies import SHARDED, STAGED, way_of
 from caramba.train.trainer import FitOutcome, PhaseData, drop_state, fit, has_saved_state, state_path
 
 __all__ = [
     "SHARDED",
+    "STAGED",
     "BenchmarkArtifacts",
     "BlockwiseDistillation",
     "CarambaModule",

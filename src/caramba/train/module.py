@@ -41,12 +41,13 @@ from caramba.runtime import (
     random_states,
     restore_random_states,
 )
-from caramba.train.strategies import AVERAGED, SHARDED, SINGLE, WRAPPED, last_backward
+from caramba.train.strategies import AVERAGED, SHARDED, SINGLE, STAGED, WRAPPED, last_backward
 
 KEPT = ("average", "adagc")
 """What the module makes with its optimiser and keeps with the training state."""
 OF_RANK, OF_BLOCKS = ("rng", "running_loss"), ("optimizer_states", "callbacks", "adagc", "average")
-"""What every rank has of its own: always, and where each trains its own blocks."""
+OF_STAGE = ("state_dict", *OF_BLOCKS)
+"""What every rank has of its own: always, where each trains its own blocks, and where each is a stage."""
 STEP_LOSS = "step_loss"
 
 
@@ -143,6 +144,20 @@ class CarambaModule(pl.LightningModule):
         """Whether every rank trains blocks of its own, and has gradients and losses of these alone."""
         return isinstance(self.objective, BlockwiseObjective) and self.objective.shard.is_shared
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether every rank is a stage of the model, and has weights and gradients of its own blocks alone."""
+        return self.way == STAGED
+
+    @property
+    def _own_keys(self) -> tuple[str, ...]:
+        """Entries of a state that every rank has of its own."""
+        return (
+            *OF_RANK,
+            *(OF_STAGE if self.has_stages else ()),
+            *(OF_BLOCKS if self.shares_blocks else ()),
+        )
+
     def _sharing(self) -> contextlib.AbstractContextManager[Any]:
         is_last = self.micro_steps + 1 == self.phase.gradient_accumulation_steps
         return last_backward(self.trainer, is_last) if self.way == WRAPPED else contextlib.nullcontext()
@@ -163,6 +178,7 @@ class CarambaModule(pl.LightningModule):
             group["lr"] = rate
         if self.way == AVERAGED and not self.shares_blocks:
             average_gradients(parameter for _, parameter in self.objective.trainable())
+        self.objective.join_gradients()
         scaler = self._scaler
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
@@ -185,8 +201,8 @@ class CarambaModule(pl.LightningModule):
         if self.adagc is not None:
             return self.adagc(groups)
         if self.phase.gradient_clip_algorithm == "value" and limit is not None:
-            return clip_values(groups, limit)
-        return clip_gradients(groups, limit)
+            return clip_values(groups, limit, has_stages=self.has_stages, copies=self.objective.copies())
+        return clip_gradients(groups, limit, has_stages=self.has_stages, copies=self.objective.copies())
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:
@@ -268,10 +284,8 @@ class CarambaModule(pl.LightningModule):
         for name in KEPT:
             if (kept := getattr(self, name)) is not None:
                 checkpoint[name] = kept.state_dict()
-        own = OF_RANK if not self.shares_blocks else (*OF_RANK, *OF_BLOCKS)
-        checkpoint["ranks"] = gather_objects(
-            on_host({key: checkpoint[key] for key in own if key in checkpoint})
-        )
+        own = {key: checkpoint[key] for key in self._own_keys if key in checkpoint}
+        checkpoint["ranks"] = gather_objects(on_host(own))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._take_own(checkpoint)
@@ -284,9 +298,10 @@ class CarambaModule(pl.LightningModule):
     def _take_own(self, checkpoint: dict[str, Any]) -> None:
         """Put what this rank had in place of what rank 0 had; a rank that is new goes on with its own random state."""
         ranks = checkpoint.get("ranks", [{}])
-        if self.shares_blocks and len(ranks) != get_world_size():
+        if (self.shares_blocks or self.has_stages) and len(ranks) != get_world_size():
+            what = "parallel=pipeline" if self.has_stages else "parallel.blockwise=blocks"
             raise CheckpointError(
-                f"{self.phase.phase}: parallel.blockwise=blocks was saved by {len(ranks)} ranks, and there are "
+                f"{self.phase.phase}: {what} was saved by {len(ranks)} ranks, and there are "
                 f"{get_world_size()}: other ranks would own other blocks; start {len(ranks)}"
             )
         if get_rank() < len(ranks):

@@ -19,9 +19,9 @@ from caramba.errors import CheckpointError
 from caramba.model import spec_of
 from caramba.runtime import get_local_world_size, get_rank, get_world_size, is_joined
 
-SINGLE, WRAPPED, AVERAGED, SHARDED = "single", "wrapped", "averaged", "sharded"
+SINGLE, WRAPPED, AVERAGED, SHARDED, STAGED = "single", "wrapped", "averaged", "sharded", "staged"
 """How gradients of a phase come together: on one rank; by torch's DDP, while backward goes on; by the module, after it;
-or by FSDP2, each rank its part."""
+by FSDP2, each rank its part; or not at all, where every rank is a stage of the model."""
 
 
 def way_of(parallel: ParallelConfig, phase: PhaseConfig) -> str:
@@ -37,6 +37,8 @@ def way_of(parallel: ParallelConfig, phase: PhaseConfig) -> str:
         return SHARDED
     if get_world_size() == 1:
         return SINGLE
+    if parallel.strategy == "pipeline":
+        return STAGED
     is_own = phase.phase in BLOCK_PHASES or phase.has_16_bit_weights
     return AVERAGED if is_own else WRAPPED
 
@@ -55,8 +57,8 @@ def _strategy(parallel: ParallelConfig, way: str) -> Any:
         return ShardedStrategy(
             data_parallel_size=get_world_size() // parallel.tp, tensor_parallel_size=parallel.tp
         )
-    if way == AVERAGED:
-        return AveragedStrategy()
+    if way in (AVERAGED, STAGED):
+        return BareStrategy()
     return DDPStrategy(
         find_unused_parameters=parallel.find_unused_parameters,
         gradient_as_bucket_view=True,
@@ -102,8 +104,8 @@ class JoinedRanks(ClusterEnvironment):
         return get_rank() // get_local_world_size()
 
 
-class AveragedStrategy(DDPStrategy):
-    """Data parallel without a wrapper: the module averages gradients itself, once a step."""
+class BareStrategy(DDPStrategy):
+    """Several ranks without a wrapper: the module averages gradients itself, once a step, or is a stage alone."""
 
     def configure_ddp(self) -> None:
         """Leave the module as it is."""

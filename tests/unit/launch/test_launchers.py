@@ -100,6 +100,10 @@ def test_ranks_are_what_parallel_and_the_nodes_make(manifest, monkeypatch):
         ranks_per_node(launched(manifest, ddp, type="slurm", nodes=3))
     with pytest.raises(ConfigError, match=r"nproc_per_node=2 do not make them"):
         ranks_per_node(launched(manifest, ddp, type="torchrun", nproc_per_node=2))
+    stages = {"strategy": "pipeline", "pp": 4}
+    assert ranks_per_node(launched(manifest, stages, type="slurm", nodes=2)) == 2
+    with pytest.raises(ConfigError, match=r"parallel.pp=4 are 4 ranks, and launcher.nodes=3"):
+        ranks_per_node(launched(manifest, stages, type="slurm", nodes=3))
     open_size = {"strategy": "ddp", "dp": "auto"}
     assert ranks_per_node(launched(manifest, open_size, type="torchrun", nproc_per_node=3)) == 3
     on_node = {"strategy": "fsdp2_tp", "tp": 2}

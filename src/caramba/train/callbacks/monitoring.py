@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from caramba.monitor import PeakMemory, PhaseMeter, StepNorms
+from caramba.monitor import PeakMemory, PhaseMeter, StepNorms, norms_of_stages
 from caramba.runtime import merge_over_ranks
 from caramba.train.display import Display
 
@@ -35,8 +35,9 @@ class Monitoring(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.meter.peak_flops = self.peak()  # now that the precision of products is set
         self.memory.reset()
+        copies = {id(parameter) for parameter in pl_module.objective.copies()}
         self._norms = StepNorms(
-            pl_module.objective.trainable(),
+            [pair for pair in pl_module.objective.trainable() if id(pair[1]) not in copies],
             is_due=lambda: self._is_due(trainer.global_step + 1, NORMS_EVERY),
             has_room=self.memory.leaves_room_for,
         )
@@ -60,7 +61,9 @@ class Monitoring(pl.Callback):
             values = merge_over_ranks(values)
         values["running_loss"] = pl_module.running_loss()
         values["lr"] = trainer.optimizers[0].param_groups[0]["lr"]
-        values |= self._norms.read() | self.meter.read(step) | self.memory.read()
+        norms = self._norms.read()
+        values |= norms_of_stages(norms) if pl_module.has_stages else norms
+        values |= self.meter.read(step) | self.memory.read()
         pl_module.record(values)
         self.display.show(step, values)
 
