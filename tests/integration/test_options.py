@@ -30,6 +30,7 @@ def test_every_option_composes_and_validates_and_costs(
         ("train", "finetune"): ["model=tiny"],
         ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
         ("parallel", "fsdp2_tp"): ["train=pretrain"],  # blocks are not split
+        ("parallel", "pipeline"): ["train=pretrain", "model=tiny"],  # nor is a teacher
     }
     checked = {Path("config.yaml")}  # the composition itself
     options = [path for path in found if len(path.parts) > 1]
