@@ -83,7 +83,7 @@ def test_sequential_blocks_change_one_after_another(teacher: Path, tmp_path: Pat
     before = load_tensors(run / "checkpoints/transplant.safetensors")
     after = load_tensors(run / "checkpoints/blockwise.safetensors")
     for block in blocks:
-        key = f"{block}.out.weight"
+        key = f"{block}.projection.c.weight"
         assert not torch.equal(before[key], after[key])
 
 
@@ -98,6 +98,7 @@ def test_sequential_blocks_change_one_after_another(teacher: Path, tmp_path: Pat
             ("model.surgery.exact_first_tokens=64",),
             "calibration windows have 64 tokens, and exact_first_tokens=64 leaves none to measure",
         ),
+        (("+train.phases.global.lora={targets: [k_sem]}",), "lora.targets: 'k_sem' names no linear layer"),
     ],
 )
 def test_what_a_later_phase_cannot_do_is_refused_before_the_teacher_trains(

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,10 +20,15 @@ import transformers
 from caramba.checkpoint.hub import cached_folder
 from caramba.config.hf import spec_of_folder
 from caramba.config.manifest import Manifest
+from caramba.config.model import SurgeryConfig
+from caramba.config.surgery import attention_configs
 from caramba.errors import CheckpointError, ConfigError
 from caramba.infer.opened import open_model
 from caramba.launch.freeze import freeze
 from caramba.launch.preflight import check_weights
+from caramba.model import build_model, load_pretrained
+from caramba.upcycle import check_models
+from tests.integration.commands import caramba, only_run
 from tests.unit.hf.folders import write
 
 LOAD_ONLY = ("train=none", "benchmark=none")
@@ -124,6 +130,68 @@ def test_a_teacher_folder_describes_the_teacher(teacher_folder: Path, written: P
             "model.embedder.vocab_size=61",
             "train=finetune",
         )
+
+
+@pytest.mark.parametrize(
+    "name", ["llama2_mha", "llama32_3b_mqa", "llama_biases", "mistral_window", "qwen2_window"]
+)
+def test_a_student_follows_from_its_teachers_folder(name: str, tmp_path: Path) -> None:
+    write(tmp_path / name, name)
+    words = ["model=hf_dba", f"model.teacher.checkpoint={tmp_path / name}", "train=blockwise"]
+    model = check_weights(manifest_of(*words)).model
+    teacher = spec_of_folder(tmp_path / name)
+    assert model.name == f"{name}_dba"
+    assert (model.embedder, model.head) == (teacher.embedder, teacher.head)
+    pairs = list(zip(attention_configs(teacher.topology), attention_configs(model.topology), strict=True))
+    for theirs, ours in pairs:
+        assert (ours.mode, ours.layout) == ("decoupled", "latent")
+        assert (ours.bias, ours.local_window) == (theirs.bias, theirs.local_window)
+        cached = theirs.dims().cached
+        assert (ours.sem_dim, ours.geo_dim) == (cached // 8, cached // 16 // 2 * 2)
+    check_models(
+        build_model(teacher, device="meta"), build_model(model, device="meta"), SurgeryConfig(method="dba")
+    )
+    widths = ("model.surgery.sem_dim=4", "model.surgery.geo_dim=2")
+    fewer = manifest_of(*words, *widths).model
+    assert {(layer.sem_dim, layer.geo_dim) for layer in attention_configs(fewer.topology)} == {(4, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "text"),
+    [
+        ("qwen3", [], "the teacher's qk_norm cannot be transplanted: it normalises each key by its own length"),
+        ("llama_dynamic", [], "rope_scaling type=dynamic changes its frequencies with the length"),
+        ("llama31_gqa", ["model.surgery.geo_dim=3"], "even width per head, got 3; set geo_dim to 2 or 4"),
+        ("llama31_gqa", ["+model.head.tied=true"], "model.head: follows from the teacher, as model.topology does"),
+        ("llama31_gqa", ["model.surgery.kv_budget_bytes=5"], "the nearest possible is 12"),
+    ],
+)  # fmt: skip
+def test_a_student_that_cannot_follow_is_refused_before_any_work(
+    name: str, words: list[str], text: str, tmp_path: Path
+) -> None:
+    write(tmp_path / name, name)
+    with pytest.raises(ConfigError, match=text):
+        manifest_of("model=hf_dba", f"model.teacher.checkpoint={tmp_path / name}", "train=blockwise", *words)
+
+
+def test_a_qwen_folder_becomes_a_student_that_distils_and_decodes(tmp_path: Path, cache: Path) -> None:
+    write(tmp_path / "qwen2", "qwen2")
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 61, 20_000).astype(np.int32))
+    words = ["launch", "model=hf_dba", "model.teacher.checkpoint=qwen2", "train=blockwise", "train.steps=2"]
+    words += ["train.batch_size=2", "train.block_size=32", "data=tokens", "data.path=ids.npy", "device=cpu"]
+    words += ["benchmark=none", "verify=none", "model.surgery.sem_dim=32", "model.surgery.geo_dim=16"]
+    done = caramba(words, tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = only_run(tmp_path)
+    report = json.loads((run / "artifacts" / "report.json").read_text())["transplant"]
+    assert [(layer["cached"], layer["teacher_cached"]) for layer in report["layers"]] == [(48, 32)] * 2
+    assert report["unmapped_teacher"] == []
+    assert max(layer["error"] for layer in report["layers"]) < 1e-5, "whole width: biases are mapped"
+    tokens = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "qwen2", dtype=torch.float32)
+    with torch.no_grad():
+        student = load_pretrained(run / "checkpoints" / "transplant.safetensors")[0]
+        torch.testing.assert_close(student(tokens), theirs(tokens).logits, rtol=0, atol=1e-3)
 
 
 def test_a_cached_hub_id_is_found_without_the_network(snapshot: Path, teacher_folder: Path) -> None:

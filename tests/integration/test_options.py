@@ -25,10 +25,12 @@ def test_every_option_composes_and_validates_and_costs(
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 2048, **sizes}))
     extra = {
         ("model", "hf"): [f"model.path={folder}"],
+        ("model", "hf_dba"): [f"model.teacher.checkpoint={folder}"],
         ("data", "tokens"): ["data.path=x.npy"],
         ("train", "finetune"): ["model=tiny"],
         ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
         ("parallel", "fsdp2_tp"): ["train=pretrain"],  # blocks are not split
+        ("parallel", "pipeline"): ["train=pretrain", "model=tiny"],  # nor is a teacher
     }
     checked = {Path("config.yaml")}  # the composition itself
     options = [path for path in found if len(path.parts) > 1]

@@ -72,8 +72,9 @@ def _headline(found: Gathered) -> str:
     rest = ", ".join(
         f"{states.count(state)} {state}" for state in dict.fromkeys(states) if state != "finished"
     )
+    proxy = f"; proxy teacher: {found.labels['proxy']}" if found.labels else ""
     return f"{found.title}: {len(found.finished)} of {len(states)} runs finished" + (
-        f" ({rest})" if rest else ""
+        f" ({rest}){proxy}" if rest else proxy
     )
 
 
@@ -82,7 +83,9 @@ def _figure(
 ) -> bytes:
     if not metrics:
         raise ConfigError("collect: --plot: the runs measured nothing; benchmark=quick measures")
-    drawn = draw_sweep(groups, keys, metrics[0], found.title, is_higher=higher[metrics[0]])
+    drawn = draw_sweep(
+        groups, keys, metrics[0], found.title, is_higher=higher[metrics[0]], labels=found.labels
+    )
     if drawn is None:
         raise ConfigError(
             "collect: --plot: the runs differ in no key but seeds; name one with --by, or leave out --plot"

@@ -7,6 +7,7 @@ from pathlib import Path
 from caramba.artifact.tables import number
 from caramba.collect.arguments import Arguments
 from caramba.collect.compare import draw_curves, interval_text, manifest_differences, metric_differences
+from caramba.collect.gather import read_labels
 from caramba.errors import ConfigError
 from caramba.runs import resolve_run
 from caramba.runs.files import write_whole
@@ -34,7 +35,10 @@ def compare(argv: list[str]) -> int:
     for letter, run in (("A", first), ("B", second)):
         state = run_state(run)
         where = f", {state.phase} step {state.step}/{state.steps}" if state.phase else ""
-        print(f"{letter}  {state.name}  {state.state}{where}")
+        proxy = read_labels(run).get("proxy")
+        print(
+            f"{letter}  {state.name}  {state.state}{where}" + (f"; proxy teacher: {proxy}" if proxy else "")
+        )
     changed = manifest_differences(first, second)
     print(f"\nmanifest, A -> B: {len(changed) or 'no'} differences")
     for line in changed:

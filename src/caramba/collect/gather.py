@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Row:
-    """One run, or a point of a sweep that has none yet, with its words on the command line and its metrics."""
+    """One run, or a point of a sweep that has none yet, with its words on the command line and its metrics.
+
+    `proxy` says where the teacher of its numbers comes from, if it was trained here.
+    """
 
     run: Path | None
     state: str
     words: dict[str, str]
     metrics: dict[str, Measured] = field(default_factory=dict)
+    proxy: str = ""
 
     @property
     def name(self) -> str:
@@ -52,6 +56,12 @@ class Gathered:
     @property
     def finished(self) -> list[Row]:
         return [row for row in self.rows if row.state == FINISHED]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What figures and tables of all runs say beside their numbers."""
+        proxies = dict.fromkeys(row.proxy for row in self.finished if row.proxy)
+        return {"proxy": "; ".join(proxies)} if proxies else {}
 
 
 def gather(text: str) -> Gathered:
@@ -79,7 +89,9 @@ def gather(text: str) -> Gathered:
 def read_row(run: Path, words: dict[str, str]) -> Row:
     """Read one run; its metrics are those of report.json once it has finished."""
     state = run_state(run).state
-    return Row(run, state, words, read_metrics(run) if state == FINISHED else {})
+    if state != FINISHED:
+        return Row(run, state, words)
+    return Row(run, state, words, read_metrics(run), read_labels(run).get("proxy", ""))
 
 
 def read_metrics(run: Path) -> dict[str, Measured]:
@@ -87,16 +99,26 @@ def read_metrics(run: Path) -> dict[str, Measured]:
 
     Of a run of several groups every key begins with `GROUP/`. No report, no metrics.
     """
-    files = [run / "artifacts" / "report.json"]
     found: dict[str, Measured] = {}
+    for prefix, report in _reports(run):
+        found |= {f"{prefix}{key}": value for key, value in _measured(report).items()}
+    return found
+
+
+def read_labels(run: Path) -> dict[str, str]:
+    """Return what a run's reports say of where its numbers come from."""
+    return {key: value for _, report in _reports(run) for key, value in report["labels"].items()}
+
+
+def _reports(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the reports of a run that has them, each with what its keys begin with."""
+    files = [run / "artifacts" / "report.json"]
     for file in [*files, *sorted(run.glob("groups/*/artifacts/report.json"))]:
         try:
             report = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
-        prefix = "" if file in files else f"{file.parents[1].name}/"
-        found |= {f"{prefix}{key}": value for key, value in _measured(report).items()}
-    return found
+        yield "" if file in files else f"{file.parents[1].name}/", report
 
 
 def swept_keys(rows: Iterable[Row]) -> list[str]:

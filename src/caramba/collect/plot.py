@@ -17,7 +17,13 @@ _LABEL = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5}
 
 
 def draw_sweep(
-    groups: Sequence[Group], keys: Sequence[str], metric: str, title: str, *, is_higher: bool
+    groups: Sequence[Group],
+    keys: Sequence[str],
+    metric: str,
+    title: str,
+    *,
+    is_higher: bool,
+    labels: dict[str, str] | None = None,
 ) -> bytes | None:
     """Return the figure as PNG, or None when no group has the metric or no key varies; bars are one deviation."""
     shown = [group for group in groups if group.spread(metric) is not None]
@@ -34,7 +40,7 @@ def draw_sweep(
         else:
             _lines(axes, shown, along, lines, keys, metric)
         axes.set_title(title, fontsize=11)
-        return to_png(figure, {})
+        return to_png(figure, labels or {})
 
 
 def _roles(groups: Sequence[Group], keys: Sequence[str]) -> tuple[int | None, int | None]:

@@ -85,6 +85,7 @@ def latex_table(
     best = {metric: best_group(groups, metric, is_higher=higher[metric]) for metric in metrics}
     is_unfinished = len(found.finished) < len(found.rows)
     note = f" {len(found.finished)} of {len(found.rows)} runs have finished." if is_unfinished else ""
+    note += f" Proxy teacher: {escape(found.labels['proxy'])}." if found.labels else ""
     signs = {True: r" $\uparrow$", False: r" $\downarrow$"}
     heads = [escape(metric) + signs[higher[metric]] for metric in metrics]
     lines = [

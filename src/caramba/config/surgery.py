@@ -123,7 +123,10 @@ def _check_parts(where: str, teacher: AttentionLayerConfig, student: AttentionLa
         )
     for name, reason in _TEACHER_PARTS.items():
         if getattr(teacher, name):
-            raise ConfigError(f"{where}: the teacher's {name} cannot be transplanted: {reason}")
+            raise ConfigError(
+                f"{where}: the teacher's {name} cannot be transplanted: {reason}; use a teacher without it, or "
+                "method: copy with fewer key/value heads (method: random starts attention anew)"
+            )
     for name in _STUDENT_PARTS:
         if getattr(student, name):
             raise ConfigError(

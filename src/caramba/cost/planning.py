@@ -114,6 +114,12 @@ def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) ->
     notes = ("cache kind auto is chosen by measurement when the run reaches it",) if measured else ()
     if kept := student.first_bytes(KVCacheKind.FP16):
         notes += (f"first tokens at full precision take {kept:,} bytes a sequence besides in fp16",)
+    surgery = manifest.model.surgery
+    if surgery is not None and surgery.kv_budget_bytes is not None:
+        notes += (
+            f"surgery.kv_budget_bytes={surgery.kv_budget_bytes}: surgery chooses the widths of each layer under "
+            f"{surgery.kv_budget_bytes:,} bytes a token in fp16; the student above has those that it starts from",
+        )
     return ExperimentPlan(
         name=manifest.name,
         command=command,

@@ -55,6 +55,7 @@ class Corpus:
         paths: the files of train and val, for messages.
         packing: how windows are made of it, `concat` or `best_fit`.
         documents: first token of each document of train and of val, int64; None unless they are kept apart.
+        index: the same, kept apart or not; None where the files do not say.
     """
 
     train: Tokens
@@ -69,6 +70,7 @@ class Corpus:
     paths: tuple[Path, Path]
     packing: str = "concat"
     documents: tuple[np.ndarray, np.ndarray] | None = None
+    index: tuple[np.ndarray, np.ndarray] | None = None
 
     def check(self, vocab_size: int, block_size: int) -> None:
         """Check that a model of `vocab_size` can read the tokens and that each split holds a window.
@@ -283,6 +285,7 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         train, held_out = _hold_out(opened.train, config.val_frac, train_path)
         val_path, val_max = train_path, train_max
         parts.append(held_out.size)
+    index = _documents(opened, int(train.size)) if val is None else None
     fingerprint = parts[0] if len(parts) == 1 else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return Corpus(
         train=train,
@@ -296,7 +299,8 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         max_ids=(train_max, val_max),
         paths=(train_path, val_path),
         packing=config.packing,
-        documents=_documents(opened, int(train.size)) if config.keeps_documents_apart else None,
+        documents=index if config.keeps_documents_apart else None,
+        index=index,
     )
 
 

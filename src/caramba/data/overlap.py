@@ -9,7 +9,7 @@ import numpy as np
 
 from caramba.data.corpus import Corpus
 from caramba.data.dataset import TokenDataset
-from caramba.data.packing import DocumentDataset, PackedDataset
+from caramba.data.packing import DocumentDataset, PackedDataset, documents_read
 from caramba.data.stream import Tokens
 from caramba.errors import DataError
 
@@ -19,16 +19,18 @@ LEAST_TOKENS = 64  # shorter documents are equal by chance, or boilerplate
 def refuse_overlap(corpus: Corpus, windows: TokenDataset, indices: Sequence[int], *, what: str) -> None:
     """Check that no document which windows of the train split read is in the evaluation split too.
 
-    Documents of fewer than 64 tokens do not count. Where the corpus keeps no documents apart there is nothing to
-    compare: its splits share no position.
+    Documents of fewer than 64 tokens do not count, and it makes no difference whether documents are kept apart. A flat
+    file names no documents, so there is nothing to compare: its splits share no position.
 
     Raises:
         DataError: a document is in both; the message says where.
     """
-    if corpus.documents is None or not isinstance(windows, DocumentDataset | PackedDataset):
+    if corpus.index is None:
         return
-    starts, held_out = corpus.documents
-    chosen = np.searchsorted(starts, windows.documents_of(indices))
+    starts, held_out = corpus.index
+    packs = isinstance(windows, DocumentDataset | PackedDataset)
+    firsts = windows.documents_of(indices) if packs else documents_read(starts, indices, windows.block_size)
+    chosen = np.searchsorted(starts, firsts)
     lengths = np.diff(starts, append=corpus.train.size)
     chosen = chosen[lengths[chosen] >= LEAST_TOKENS]
     read = {_hash(corpus.train, int(starts[each]), int(lengths[each])): int(starts[each]) for each in chosen}

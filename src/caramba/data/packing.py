@@ -61,6 +61,14 @@ def pack_best_fit(lengths: np.ndarray, block_size: int) -> list[list[tuple[int, 
     return windows
 
 
+def documents_read(starts: np.ndarray, indices: Sequence[int], block_size: int) -> np.ndarray:
+    """Return which of the documents that begin at `starts` the windows `indices` of a stream read, ascending, int64."""
+    begins = np.asarray(indices, dtype=np.int64) * block_size
+    lowest = np.searchsorted(starts, begins, side="right") - 1
+    highest = np.searchsorted(starts, begins + block_size)
+    return np.unique(np.concatenate([starts[low:high] for low, high in zip(lowest, highest, strict=True)]))
+
+
 class DocumentDataset(TokenDataset):
     """`TokenDataset` whose windows keep the documents in them apart.
 
@@ -84,11 +92,7 @@ class DocumentDataset(TokenDataset):
 
     def documents_of(self, indices: Sequence[int]) -> np.ndarray:
         """Return the first tokens of the documents that windows read, ascending, int64."""
-        begins = np.asarray(indices, dtype=np.int64) * self.block_size
-        lowest = np.searchsorted(self.starts, begins, side="right") - 1
-        highest = np.searchsorted(self.starts, begins + self.block_size)
-        found = [self.starts[low:high] for low, high in zip(lowest, highest, strict=True)]
-        return np.unique(np.concatenate(found))
+        return documents_read(self.starts, indices, self.block_size)
 
     @property
     def window_targets(self) -> np.ndarray:

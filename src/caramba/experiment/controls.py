@@ -53,7 +53,8 @@ def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
     """
     config = bench.config
     assert isinstance(config, ControlsBenchmarkConfig)
-    logger.subheader(f"controls: {bench.id}")
+    proxy = session.labels.get("proxy")
+    logger.subheader(f"controls: {bench.id}" + (f" (proxy: teacher {proxy})" if proxy else ""))
     for subject in _subjects(session, bench.id, config):
         stage = f"{bench.id}.{subject.name}"
         if stage in session.ledger:

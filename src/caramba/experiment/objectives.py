@@ -11,7 +11,7 @@ from torch import nn
 
 from caramba import upcycle
 from caramba.config.surgery import attention_configs, keeps_copied
-from caramba.config.train import BLOCK_PHASES, PhaseConfig
+from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
 from caramba.distill import (
     BlockSchedule,
     BlockShard,
@@ -24,7 +24,7 @@ from caramba.distill import (
     refuse_over_cap,
 )
 from caramba.experiment.session import Session
-from caramba.model import Model, model_hash
+from caramba.model import Model, build_model, model_hash
 from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
 
 
@@ -32,13 +32,7 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
     """Return what a phase minimises on `model`."""
     if phase.phase in BLOCK_PHASES:
         return _blockwise(session, phase, decided, model)
-    lora = phase.lora and Lora(
-        model,
-        rank=phase.lora.rank,
-        alpha=phase.lora.alpha,
-        targets=phase.lora.targets,
-        dropout=phase.lora.dropout,
-    )
+    lora = phase.lora and _lora(model, phase.lora)
     if phase.objective == "ce":
         return LanguageModelObjective(
             model, chunk=phase.vocab_chunk, lora=lora, dense=phase.cross_entropy == "dense"
@@ -56,6 +50,10 @@ def build_objective(session: Session, phase: PhaseConfig, decided: RuntimePlan, 
         top_k=top_k,
         hidden_weight=phase.hidden_weight,
     )
+
+
+def _lora(model: Model, config: LoraConfig) -> Lora:
+    return Lora(model, rank=config.rank, alpha=config.alpha, targets=config.targets, dropout=config.dropout)
 
 
 def _blockwise(
@@ -124,6 +122,19 @@ def check_block_schedules(session: Session) -> None:
         if run.train is not None and run.train.phase in BLOCK_PHASES and run.id not in session.ledger:
             blocks = range(len(attention_configs(session.manifest.model.topology)))
             _block_schedule(run.train, _shard(session, [f"block {block}" for block in blocks]))
+
+
+def check_lora_targets(session: Session) -> None:
+    """Refuse low-rank updates of layers that the student does not have, before anything is trained.
+
+    Raises:
+        ConfigError: naming the linear layers that there are.
+    """
+    for run in session.group.runs:
+        phase = run.train
+        if phase is None or phase.lora is None or phase.trains != "student" or run.id in session.ledger:
+            continue
+        _lora(build_model(session.manifest.model, device="meta"), phase.lora)
 
 
 def check_precisions(session: Session) -> None:

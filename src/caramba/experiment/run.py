@@ -16,7 +16,12 @@ from caramba.experiment.chats import check_chats, hold_chat
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.ladder import climb_ladder
 from caramba.experiment.ledger import StageRecord
-from caramba.experiment.objectives import check_block_schedules, check_precisions, check_teacher_caches
+from caramba.experiment.objectives import (
+    check_block_schedules,
+    check_lora_targets,
+    check_precisions,
+    check_teacher_caches,
+)
 from caramba.experiment.planning import settle_plans
 from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.samples import check_samples, write_samples
@@ -82,6 +87,7 @@ def run_group(
     group = session.group
     check_calibration(session)
     check_block_schedules(session)
+    check_lora_targets(session)
     check_teacher_caches(session)
     check_samples(session)
     check_chats(session)
@@ -103,6 +109,8 @@ def run_group(
     except VerificationFailed as error:
         failure = error
     result = collect(session, run_dir)
+    if proxy := result.labels.get("proxy"):
+        logger.info(f"proxy: the teacher of these numbers was {proxy}")
     index = artifact.write(result, folder)
     write_json(folder / "result.json", {"status": "failed" if failure else "finished", **to_plain(result)})
     append_event(folder, "group_finished", group=group.name, artifacts=len(index.entries))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
+from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.groups import conf_root, config_file, groups
 from caramba.launch.locate import Given, Layer, Origin
@@ -63,15 +64,31 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
         lambda: _layers(words, folders), [Given(path, word.typed) for word in words for path in word.paths]
     )
     tree = {str(key): value for key, value in raw.items()}
+    given = frozenset(path for word in words for path in word.paths)
+    _drop_other_names(tree, given)
     return Composed(
         raw=tree,
         tree=resolve(tree, origin),
         choices=choices,
         overrides=tuple(overrides),
-        given=frozenset(path for word in words for path in word.paths),
+        given=given,
         chosen=frozenset(word.group for word in words if word.group is not None),
         source=origin,
     )
+
+
+def _drop_other_names(tree: dict[str, Any], given: Collection[Path]) -> None:
+    """Remove from phases what a file set under another name of a key that the command line gives."""
+    for path in given:
+        if "train" not in path[:-1]:
+            continue
+        node: Any = tree
+        for part in path[:-1]:
+            node = node[part] if isinstance(node, dict) and part in node else None
+        name = PhaseConfig.aliases.get(str(path[-1]), str(path[-1]))
+        for other in (name, *(alias for alias, target in PhaseConfig.aliases.items() if target == name)):
+            if isinstance(node, dict) and (*path[:-1], other) not in given:
+                node.pop(other, None)
 
 
 def default_groups() -> list[str]:

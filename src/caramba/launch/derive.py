@@ -1,7 +1,11 @@
-"""Networks that a Hugging Face folder describes, put into the composed tree before it is validated."""
+"""Networks that a Hugging Face folder describes, put into the composed tree before it is validated.
+
+A student without a topology has its teacher's, with decoupled attention of the widths that `model.surgery` states.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,22 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.preflight import from_hub
 from caramba.runs import MANIFEST
 
+_OF_RUNS = {
+    "model.path": "go on from it with the model that it trained and model.checkpoint={}",
+    "model.teacher.checkpoint": "model=hf_dba reads a Hugging Face folder, so take the student's own preset, or export "
+    "the run with `caramba export {} --format hf`",
+}
+
 
 def derive_models(tree: dict[str, Any], source: Source | None) -> dict[str, Any]:
     """Return `tree` with embedder, topology and head of `model.path`, and the manifest of a teacher's folder.
 
     A teacher is described here when its folder or snapshot is on this machine; a hub id that is not waits for the
-    launch, so that a plan uses no network. `model.path` needs its config.json at once, and a hub id fetches that alone.
+    launch, so that a plan uses no network. `model.path` needs its config.json at once, and a hub id fetches that alone;
+    so does a teacher whose student has no topology of its own.
 
     Raises:
-        ConfigError: `model.path` beside keys that follow from it.
+        ConfigError: `model.path` beside keys that follow from it, or a student that follows from a teacher beside some.
         CheckpointError: the folder is missing, damaged or of an architecture that is not read.
     """
     model = tree.get("model")
@@ -35,36 +46,82 @@ def derive_models(tree: dict[str, Any], source: Source | None) -> dict[str, Any]
                     f"model.{key}: follows from {CONFIG} of model.path={model['path']} and cannot be set beside it"
                     f"{placed(('model', key), source)}; remove it (with model=hf nothing else describes the network)"
                 )
-        folder = _path_folder(model["path"])
+        folder = _path_folder(model["path"], "model.path")
         model |= _described(folder)
         model["name"] = model.get("name") or hf_name(folder)
     teacher = model.get("teacher")
     if is_mapping(teacher) and isinstance(teacher.get("checkpoint"), str) and teacher.get("manifest") is None:
-        found = _teacher_folder(teacher["checkpoint"])
+        follows = is_mapping(model.get("surgery")) and "topology" not in model
+        text = teacher["checkpoint"]
+        found = _path_folder(text, "model.teacher.checkpoint") if follows else _teacher_folder(text)
         if found is not None:
-            model["teacher"] = {**teacher, "manifest": {"name": hf_name(found), **_described(found)}}
+            described = _described(found)
+            model["teacher"] = {**teacher, "manifest": {"name": hf_name(found), **described}}
+            if follows:
+                model = _student(model, described, hf_name(found), source)
     return {**tree, "model": model}
+
+
+def _student(
+    model: dict[str, Any], teacher: dict[str, Any], name: str, source: Source | None
+) -> dict[str, Any]:
+    """Return `model` with the network of its teacher, its attention decoupled as `model.surgery` says."""
+    for key in DERIVED:
+        if key in model:
+            raise ConfigError(
+                f"model.{key}: follows from the teacher, as model.topology does, and cannot be set without it"
+                f"{placed(('model', key), source)}; remove it, or write the whole network"
+            )
+    surgery = dict(model["surgery"])
+    surgery["layout"] = surgery.get("layout") or "latent"
+    attention = next(node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer")
+    if surgery["layout"] == "latent":  # 5.33 times fewer elements, two thirds of them in the latent
+        elements = 2 * attention["n_kv_heads"] * attention["head_dim"]
+        surgery["sem_dim"] = surgery.get("sem_dim") or max(1, elements // 8)
+        surgery["geo_dim"] = surgery.get("geo_dim") or max(2, elements // 16 // 2 * 2)
+    own = {key: surgery.get(key) for key in ("layout", "sem_dim", "geo_dim", "v_dim")}
+    own |= {"mode": "decoupled", "exact_first_tokens": surgery.get("exact_first_tokens") or 0}
+    return {
+        **model,
+        **teacher,
+        "topology": _decoupled(teacher["topology"], own),
+        "surgery": surgery,
+        "name": model.get("name") or f"{name}_dba",
+    }
+
+
+def _nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield node
+    for child in node.get("layers", ()):
+        yield from _nodes(child)
+
+
+def _decoupled(node: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with `own` in each attention layer, without a norm of queries and keys: no surgery maps one."""
+    if node["type"] == "AttentionLayer":
+        return {key: value for key, value in node.items() if not key.startswith("qk_norm")} | own
+    if "layers" not in node:
+        return node
+    return {**node, "layers": [_decoupled(child, own) for child in node["layers"]]}
 
 
 def _described(folder: Path) -> dict[str, Any]:
     return describe_hf(read_hf_config(folder), str(folder / CONFIG))
 
 
-def _path_folder(text: str) -> Path:
+def _path_folder(text: str, key: str) -> Path:
+    """Return the Hugging Face folder that `key` names; of a hub id its config.json is fetched where it is missing."""
     path = Path(text).expanduser()
     if path.is_dir():
         if (path / MANIFEST).is_file() and not is_hf_folder(path):
-            raise CheckpointError(
-                f"model.path={text}: this is a run; go on from it with the model that it trained and "
-                f"model.checkpoint={text}"
-            )
+            raise CheckpointError(f"{key}={text}: this is a run; {_OF_RUNS[key].format(text)}")
         return path
     if path.exists() or not HUB_ID.match(text):
         raise CheckpointError(
-            f"model.path={text}: no such folder; give a Hugging Face folder, or a hub id such as "
+            f"{key}={text}: no such folder; give a Hugging Face folder, or a hub id such as "
             "HuggingFaceTB/SmolLM-135M"
         )
-    return from_hub(text, "model.path", needs_weights=False)
+    return from_hub(text, key, needs_weights=False)
 
 
 def _teacher_folder(text: str) -> Path | None:

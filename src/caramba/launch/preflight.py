@@ -180,7 +180,9 @@ def _run_with_weights(text: str, key: str) -> Path:
     try:
         run = resolve_run(text)
     except ConfigError as error:
-        raise CheckpointError(f"{key}={error}") from None
+        raise CheckpointError(
+            f"{key}={error}; a Hugging Face folder or a .safetensors file will do too"
+        ) from None
     folders = [run / "checkpoints", *run.glob("groups/*/checkpoints")]
     if not any(any(folder.glob("*.safetensors")) or (folder / LOADED).is_file() for folder in folders):
         raise CheckpointError(

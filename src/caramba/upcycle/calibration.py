@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from caramba.checkpoint import load_tensors, save_tensors
-from caramba.errors import ConfigError
+from caramba.checkpoint import load_tensors, read_metadata, save_tensors
+from caramba.console import logger
+from caramba.errors import CheckpointError, ConfigError
 from caramba.layer import AttentionLayer
 from caramba.model import Model, model_hash
 from caramba.upcycle.collect import collect_statistics
@@ -22,7 +24,8 @@ CALIBRATION_TOKENS = 262_144
 LONGEST_WINDOW = 2048
 HELD_OUT_TOKENS = 4096
 ROTATION_WINDOWS = 32
-_VERSION = "3"  # raise when the same inputs start to give other statistics
+_VERSION = "4"  # raise when the same inputs start to give other statistics
+_CHECKSUM = "crc32"
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,10 @@ class Calibration:
     n_tokens: int
 
     def of(self, layer: AttentionLayer) -> tuple[LayerStatistics, HeldOut]:
-        """Return the statistics and the held-out activations of a teacher layer."""
+        """Return the statistics and the held-out activations of a teacher layer, on its device."""
         index = next(index for index, (_, known) in enumerate(self.layers) if known is layer)
-        return self.statistics[index], self.held_out[index]
+        device = layer.out.weight.device
+        return self.statistics[index].to(device), self.held_out[index].to(device)
 
 
 def choose_windows(n_windows: int, block_size: int, tokens: int | None) -> tuple[list[int], list[int]]:
@@ -88,16 +92,14 @@ def calibrate(
     Statistics leave out the `first_tokens` that the student's layers keep exact; held-out windows have all.
 
     Raises:
-        CarambaError: a layer gave a value that is not finite.
+        CheckpointError: a layer gave a value that is not finite.
     """
     layers = tuple(teacher.attention_layers())
-    device = teacher.embedder.token.weight.device
     path = None if cache is None else cache / f"{calibration_key(teacher, text, first_tokens)}.safetensors"
-    if path is not None and path.is_file():
-        statistics = unpack(load_tensors(path, device))
-        if progress is not None:
-            progress(f"calibration: read from {path}")
-    else:
+    statistics = None if path is None else _read(path)
+    if statistics is not None and progress is not None:
+        progress(f"calibration: read from {path}")
+    if statistics is None:
         statistics = collect_statistics(
             teacher,
             layers,
@@ -108,10 +110,34 @@ def calibrate(
             progress=progress,
         )
         if path is not None:
-            save_tensors(path, {name: tensor.cpu() for name, tensor in pack(statistics).items()})
+            tensors = {name: tensor.cpu() for name, tensor in pack(statistics).items()}
+            save_tensors(path, tensors, {_CHECKSUM: _checksum(tensors)})
     held_out = capture(teacher, layers, text.held_out, text.held_out_documents)
     counted = text.windows.numel() if text.documents is None else int((text.documents >= 0).sum())
     return Calibration(layers, tuple(statistics), tuple(held_out), counted)
+
+
+def _read(path: Path) -> list[LayerStatistics] | None:
+    """Return the statistics in a file; None where there is none, or one that does not hold what was written."""
+    if not path.is_file():
+        return None
+    try:
+        tensors = load_tensors(path)
+        is_whole = read_metadata(path).get(_CHECKSUM) == _checksum(tensors)
+    except CheckpointError:
+        is_whole, tensors = False, {}
+    if not is_whole:
+        logger.warning(f"calibration: {path} is damaged; measuring again")
+        return None
+    return unpack(tensors)
+
+
+def _checksum(tensors: Mapping[str, Tensor]) -> str:
+    """Return the CRC-32 of the tensors' bytes, in the order of their names."""
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data, value)
+    return f"{value:08x}"
 
 
 def calibration_key(teacher: Model, text: CalibrationText, first_tokens: int = 0) -> str:

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import CheckpointError, ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.rope import rotate
 from caramba.model import Model
@@ -24,6 +24,7 @@ from caramba.upcycle.statistics import LayerStatistics, standard_projection, unr
 
 QUERY_CHUNK = 256
 BATCH_TOKENS = 8192
+ACCUMULATOR_BYTES = 4 * 2**30  # of the layers that one pass measures; a model with more takes more passes
 
 
 @torch.no_grad()
@@ -130,7 +131,7 @@ class _Accumulator:
 
         def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             if not self.add(inputs[0], rotates, documents):
-                raise CarambaError(
+                raise CheckpointError(
                     f"surgery: calibration of {where} gave values that are not finite; look at the teacher's weights "
                     "(a damaged or half-precision checkpoint), or use other calibration data"
                 )
@@ -149,6 +150,24 @@ class _Accumulator:
         rotation = self.rotation.unflatten(0, (kv_heads, -1)).sum(1) / mass[:, None]
         n = self.n_tokens
         return LayerStatistics(self.moment / n, self.sum / n, self.queries / n, rotation)
+
+
+def in_groups(
+    layers: Sequence[tuple[str, AttentionLayer]], most_bytes: int
+) -> list[list[tuple[str, AttentionLayer]]]:
+    """Return the layers in runs whose accumulators take at most `most_bytes` together, or that are one layer."""
+    groups: list[list[tuple[str, AttentionLayer]]] = []
+    taken = 0
+    for name, layer in layers:
+        dims = layer.dims
+        joint = dims.n_kv_heads * (dims.qk + dims.v)
+        size = 8 * (joint**2 + dims.n_heads * dims.qk**2)
+        if not groups or taken + size > most_bytes:
+            groups.append([])
+            taken = 0
+        groups[-1].append((name, layer))
+        taken += size
+    return groups
 
 
 def batch_size(windows: Tensor) -> int:
@@ -196,26 +215,48 @@ def collect_statistics(
     `first_tokens` of each.
 
     The mean rotation comes from about `rotation_windows` of them, spread evenly: text changes along a corpus. Memory is
-    one batch's activations and the accumulators: 8 (K (D + Dv))^2 bytes a layer, and as much again for the batch's
-    joint vector.
+    one batch's activations, a batch's joint vector and the accumulators, 8 (K (D + Dv))^2 + 8 H D^2 bytes a layer.
+    Layers whose accumulators exceed ACCUMULATOR_BYTES together are measured in several passes over the windows, and
+    what is measured waits in the host's memory.
 
     Raises:
-        CarambaError: a layer gave a value that is not finite; the message names layer and batch.
+        CheckpointError: a layer gave a value that is not finite; the message names layer and batch.
         ConfigError: windows or documents no longer than the first tokens.
     """
     refuse_short_windows(windows.shape[1], first_tokens)
-    sums = [_Accumulator(layer, first_tokens) for _, layer in layers]
+    groups = in_groups(layers, ACCUMULATOR_BYTES)
+    found: list[LayerStatistics] = []
+    for group in groups:
+        if progress is not None and len(groups) > 1:
+            progress(f"calibration: layers {len(found)} to {len(found) + len(group) - 1} of {len(layers)}")
+        sums = [_Accumulator(layer, first_tokens) for _, layer in group]
+        names = [name for name, _ in group]
+        _add_windows(teacher, names, sums, windows, documents, rotation_windows, progress)
+        measured = [total.finish() for total in sums]
+        found += measured if len(groups) == 1 else [item.to("cpu") for item in measured]
+    return found
+
+
+def _add_windows(
+    teacher: Model,
+    names: Sequence[str],
+    sums: Sequence[_Accumulator],
+    windows: Tensor,
+    documents: Tensor | None,
+    rotation_windows: int,
+    progress: Callable[[str], None] | None,
+) -> None:
+    """Run the teacher once over the windows and add what the layers of `sums` are given."""
     seen, size = 0, batch_size(windows)
     n_batches, wanted = -(-len(windows) // size), -(-rotation_windows // size)
     device = teacher.embedder.token.weight.device
     for index, (batch, ids) in enumerate(batches(windows, documents, device)):
         rotates = index * wanted % n_batches < wanted
         with ExitStack() as stack:
-            for (name, layer), total in zip(layers, sums, strict=True):
+            for name, total in zip(names, sums, strict=True):
                 hook = total.hook(f"{name}: batch {index}", rotates=rotates, documents=ids)
-                stack.callback(layer.register_forward_pre_hook(hook).remove)
+                stack.callback(total.layer.register_forward_pre_hook(hook).remove)
             teacher.hidden(batch, documents=ids)
         seen += batch.shape[0]
         if progress is not None and (index + 1) % 8 == 0:
             progress(f"calibration: {seen} of {len(windows)} windows")
-    return [total.finish() for total in sums]

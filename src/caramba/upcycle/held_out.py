@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from caramba.errors import CheckpointError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.first_tokens import attend_beside, read_first
 from caramba.layer.rope import rotate
@@ -19,6 +21,8 @@ from caramba.upcycle.collect import batches
 from caramba.upcycle.latent import LatentMaps
 from caramba.upcycle.per_head import PerHeadMaps
 from caramba.upcycle.statistics import standard_projection, unrotated
+
+KEPT_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,14 @@ class HeldOut:
         """Attend with the layer's window, within documents. Shape: [N, H, T, D], [N, K, T, D] and [N, K, T, Dv]."""
         return CausalScore(self.layer.config.local_window)(q, k, v, None, self.first)
 
+    def to(self, device: torch.device | str) -> HeldOut:
+        """Return the same on `device`; the layer stays where it is."""
+        moved = {
+            name: None if (value := getattr(self, name)) is None else value.to(device)
+            for name in ("q", "k", "v", "output", "documents")
+        }
+        return dataclasses.replace(self, **moved)
+
     @property
     def first(self) -> Tensor | None:
         """The place in its row where each token's document begins, [N, T], None where a row is one sequence."""
@@ -61,8 +73,14 @@ def capture(
 ) -> list[HeldOut]:
     """Run the teacher on token windows [N, T] and keep what each named layer saw, in at least fp32.
 
-    Memory: about 4 N T (2 M + H D + 2 K D) bytes a layer.
+    Memory: about 4 N T (2 M + H D + 2 K D) bytes a layer. Where all layers take more than KEPT_BYTES, what they saw
+    waits in the host's memory.
+
+    Raises:
+        CheckpointError: a layer gave a value that is not finite; the message names it.
     """
+    device = teacher.embedder.token.weight.device
+    place = device if _kept_bytes(layers, windows) <= KEPT_BYTES else torch.device("cpu")
     inputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
     outputs: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
     kept_apart: dict[str, list[Tensor]] = {name: [] for name, _ in layers}
@@ -71,14 +89,19 @@ def capture(
     def at(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def hook(layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
             assert isinstance(layer, AttentionLayer)
-            inputs[name].append(args[0])
+            if not torch.isfinite(output).all():
+                raise CheckpointError(
+                    f"surgery: held-out text gave values in {name} that are not finite; look at the teacher's weights "
+                    "(a damaged or half-precision checkpoint), or use other calibration data"
+                )
+            inputs[name].append(args[0].to(place))
             if ids is not None:
                 kept_apart[name].append(ids)
-            outputs[name].append(widened(output) - (0 if layer.out.bias is None else layer.out.bias))
+            plain = widened(output) - (0 if layer.out.bias is None else layer.out.bias)
+            outputs[name].append(plain.to(place))
 
         return hook
 
-    device = teacher.embedder.token.weight.device
     with ExitStack() as stack:
         for name, layer in layers:
             stack.callback(layer.register_forward_hook(at(name)).remove)
@@ -86,11 +109,21 @@ def capture(
             teacher.hidden(batch, documents=ids)
     found = []
     for name, layer in layers:
-        q, k, v = unrotated(layer, torch.cat(inputs.pop(name)))
+        q, k, v = unrotated(layer, torch.cat(inputs.pop(name)).to(device))
         output = torch.cat(outputs.pop(name))
         seen = torch.cat(kept_apart[name]) if documents is not None else None
-        found.append(HeldOut(layer, widened(q), widened(k), widened(v), output, seen))
+        found.append(HeldOut(layer, widened(q), widened(k), widened(v), output, seen).to(place))
     return found
+
+
+def _kept_bytes(layers: Sequence[tuple[str, AttentionLayer]], windows: Tensor) -> int:
+    widths = (
+        2 * layer.config.d_model
+        + layer.dims.n_heads * layer.dims.qk
+        + layer.dims.n_kv_heads * (layer.dims.qk + layer.dims.v)
+        for _, layer in layers
+    )
+    return 4 * windows.numel() * sum(widths)
 
 
 @torch.no_grad()

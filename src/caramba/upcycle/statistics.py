@@ -36,6 +36,10 @@ class LayerStatistics:
         """E[(y - E y)(y - E y)^T]."""
         return self.moment - torch.outer(self.mean, self.mean)
 
+    def to(self, device: torch.device | str) -> LayerStatistics:
+        """Return the same on `device`."""
+        return LayerStatistics(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
 
 def standard_projection(layer: AttentionLayer) -> StandardProjection:
     """Return a teacher layer's projection, which the checks before any work have found to be a standard one."""
@@ -86,6 +90,7 @@ def unpack(tensors: dict[str, Tensor]) -> list[LayerStatistics]:
     found = []
     for index in layers:
         values = {name: tensors[f"{index}.{name}"] for name in names}
-        values["rotation"] = torch.view_as_complex(values["rotation"].contiguous())
+        # A tensor in a mapped file begins at any multiple of 8 bytes, and complex128 arithmetic reads 16 at a time.
+        values["rotation"] = torch.view_as_complex(values["rotation"].clone())
         found.append(LayerStatistics(**values))
     return found

@@ -41,7 +41,8 @@ def finish(run, value, std=0.5):
     )
     phases = (PhaseResult("pre", "pretrain", "student", 40, 400, 2.0, "", math.log(value)),)
     bench = BenchmarkResult("ppl", "perplexity", metrics)
-    result = RunResult("demo", run.name, "ab" * 32, None, {}, {}, phases, benchmarks=(bench,))
+    labels = {"proxy": "trained from scratch on text"}
+    result = RunResult("demo", run.name, "ab" * 32, None, {}, {}, phases, benchmarks=(bench,), labels=labels)
     for step in (20, 40):
         append_event(
             run, "metrics", phase="pre", step=step, values={"loss": value, "running_loss": value + 40 - step}
@@ -86,7 +87,8 @@ def _called(tmp_path, monkeypatch, capsys):
 
 def test_a_sweep_becomes_a_table_with_mean_deviation_and_n(called, sweep, tmp_path):
     out = called("collect", sweep, "--csv", "--tex", "--plot", "--out", tmp_path / "o").out
-    assert "5 of 6 runs finished (1 waiting)" in out
+    assert "5 of 6 runs finished (1 waiting); proxy teacher: trained from scratch on text" in out
+    assert "Proxy teacher: trained from scratch on text.}" in (tmp_path / "o" / "table.tex").read_text()
     assert out.splitlines()[1].split() == ["model.d_model", PERPLEXITY, "n"]
     assert out.splitlines()[2].split() == ["8", "32", "±", "1", "3"]
     assert out.splitlines()[3].split() == ["16", "13", "±", "1", "*", "2"], (
@@ -135,7 +137,7 @@ def test_mistakes_of_collect_are_named(called, sweep, words, text):
 
 def test_a_folder_of_runs_collects_as_its_sweep_does(called, sweep, tmp_path):
     out = called("collect", sweep.parents[1]).out
-    assert out.splitlines()[0] == "demo: 5 of 5 runs finished"
+    assert out.splitlines()[0] == "demo: 5 of 5 runs finished; proxy teacher: trained from scratch on text"
     assert out.splitlines()[3].split()[:4] == ["16", "13", "±", "1"]
     assert "neither a sweep nor a run is there" in called("collect", tmp_path, status=2).err
     assert "no sweep there" in called("collect", "nowhere", status=2).err
@@ -158,6 +160,7 @@ def test_two_runs_compare_with_intervals_and_curves(called, sweep, tmp_path):
         key=lambda run: run.stat().st_mtime,
     )[:2]
     out = called("compare", first, second, "--out", tmp_path / "c.png").out
+    assert out.splitlines()[0].endswith("; proxy teacher: trained from scratch on text")
     assert "seed: 1 -> 2" in out
     assert (tmp_path / "c.png").stat().st_size > 10_000
     found = {item.key: item for item in metric_differences(first, second)}

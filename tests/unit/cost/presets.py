@@ -14,8 +14,10 @@ from caramba.config.manifest import Manifest
 from caramba.config.model import ModelConfig
 
 CONF = Path(__file__).parents[3] / "conf"
-# hf is described by a folder, not by its YAML: tests/unit/hf and tests/unit/launch have it.
-PRESETS = tuple(sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem != "hf"))
+# hf and hf_dba are described by a folder, not by their YAML: tests/integration/test_launch_hf.py has them.
+PRESETS = tuple(
+    sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem not in ("hf", "hf_dba"))
+)
 
 SMALL_WIDTH, SMALL_VOCAB, SMALL_DEPTH = 64, 512, 2
 

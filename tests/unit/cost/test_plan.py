@@ -146,6 +146,13 @@ class TestStages:
         assert made.stages[1].tokens is None
         assert "memory is for a batch of 1" in made.stages[1].note
 
+    def test_a_budget_is_said_to_choose_other_widths(self):
+        experiment = manifest("tiny_dba", phase("blockwise"))
+        surgery = experiment.model.surgery.model_copy(update={"kv_budget_bytes": 1200})
+        model = experiment.model.model_copy(update={"surgery": surgery})
+        (note,) = plan(experiment.model_copy(update={"model": model})).notes
+        assert "chooses the widths of each layer under 1,200 bytes a token" in note
+
     def test_a_teacher_without_description_is_said_not_to_count(self):
         experiment = manifest("tiny_dba", phase("blockwise"))
         teacher = experiment.model.teacher.model_copy(update={"manifest": None, "checkpoint": "runs/x"})

@@ -37,8 +37,13 @@ def test_a_document_in_both_splits_is_refused(packing: str, tmp_path: Path) -> N
         DataError, match=rf"surgery: the document of \d+ tokens at token {fifth} .* at token {last} "
     ):
         refuse_overlap(corpus, windows, [others[0], reading[-1]], what="surgery")
-    plain = dataclasses.replace(corpus, documents=None)
-    refuse_overlap(plain, open_windows(plain, "train", 50), reading, what="surgery")
+    if packing == "concat":  # and so it is where documents are read as one stream, the default
+        plain = dataclasses.replace(corpus, documents=None)
+        refuse_overlap(plain, open_windows(plain, "train", 50), others, what="surgery")
+        with pytest.raises(DataError, match=f"at token {fifth} of "):
+            refuse_overlap(plain, open_windows(plain, "train", 50), reading[:1], what="surgery")
+    flat = dataclasses.replace(corpus, documents=None, index=None)
+    refuse_overlap(flat, open_windows(flat, "train", 50), reading, what="surgery")
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])

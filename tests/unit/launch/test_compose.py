@@ -77,6 +77,14 @@ def test_aliases_replace_the_canonical_key_of_a_preset():
     assert {run.train.gradient_accumulation_steps for run in runs} == {2}
 
 
+def test_either_name_replaces_the_alias_of_a_preset():
+    words = ("model=llama32_1b", "+train.phases.global.objective=ce", "data.vocab_size=128256")
+    for name in ("accumulate", "gradient_accumulation_steps"):
+        found = manifest_of("train=upcycle_1b", *words, "~train.phases.blockwise", "~train.phases.drift",
+            "~train.phases.teacher_continued", f"train.{name}=3").groups[0].runs  # fmt: skip
+        assert {run.train.gradient_accumulation_steps for run in found} == {3}
+
+
 def test_a_shorter_run_takes_its_preset_warm_up_along_and_a_typed_one_is_kept():
     assert {run.train.warmup_steps for run in manifest_of("train.steps=3").groups[0].runs} == {0}
     with pytest.raises(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
 from caramba.config.surgery import attention_configs, check_pair
 from caramba.distill import block_errors
-from caramba.errors import CarambaError, ConfigError
+from caramba.errors import CheckpointError, ConfigError
 from caramba.layer.rope import rotate
 from caramba.model import Model, build_model
 from caramba.upcycle import (
@@ -26,13 +26,14 @@ from caramba.upcycle import (
     transplant,
 )
 from caramba.upcycle import collect as collect_module
+from caramba.upcycle import held_out as held_out_module
 from caramba.upcycle.algebra import key_moments, select_geometry
 from caramba.upcycle.collect import collect_statistics, mean_rotation
 from caramba.upcycle.dba import split_keys
 from caramba.upcycle.held_out import capture, latent_output, per_head_output
 from caramba.upcycle.latent import latent_maps
 from caramba.upcycle.per_head import per_head_maps
-from caramba.upcycle.statistics import unrotated
+from caramba.upcycle.statistics import pack, unpack, unrotated
 from tests.unit.upcycle.models import (
     DIM,
     KV,
@@ -104,6 +105,8 @@ def test_full_width_is_the_teacher_in_float64(layout: str, options: dict[str, ob
     for _, source, target in pair_attention(teacher, student):
         found, wanted = target(x), source(x)
         assert float((found - wanted).norm() / wanted.norm()) < 1e-12
+    logits, wanted = student.float()(text), teacher.float()(text)
+    assert float((logits - wanted).abs().max() / wanted.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("layout", ["latent", "per_head"])
@@ -234,9 +237,11 @@ def test_damaged_weights_are_named_with_layer_and_batch() -> None:
     with torch.no_grad():
         layer.projection.k.weight[0, 0] = float("nan")
     with pytest.raises(
-        CarambaError, match=rf"calibration of {name}: batch 0 gave values that are not finite"
+        CheckpointError, match=rf"calibration of {name}: batch 0 gave values that are not finite"
     ):
         calibrate(teacher, CalibrationText(tokens(2, 8, 1), tokens(1, 8, 2)))
+    with pytest.raises(CheckpointError, match=rf"held-out text gave values in {name} that are not finite"):
+        capture(teacher, teacher.attention_layers(), tokens(1, 8, 2))
 
 
 def test_a_second_surgery_reads_the_first_ones_statistics(teacher: Model, tmp_path: Path) -> None:
@@ -251,6 +256,55 @@ def test_a_second_surgery_reads_the_first_ones_statistics(teacher: Model, tmp_pa
         assert torch.equal(one.moment, two.moment)
         assert torch.equal(one.rotation, two.rotation)
     assert not torch.equal(first.statistics[0].moment, other.statistics[0].moment)
+    calibrate(teacher, CalibrationText(tokens(4, 16, 7), text.held_out), cache=tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3, "other text is measured"
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda body: body[: len(body) // 2], lambda body: body[:-9] + b"x" + body[-8:]]
+)
+def test_damaged_statistics_are_measured_again(
+    damage: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    teacher, text = make_teacher(), CalibrationText(tokens(2, 9, 1), tokens(1, 9, 2))
+    first = calibrate(teacher, text, cache=tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    again = calibrate(teacher, text, cache=tmp_path)
+    assert "is damaged; measuring again" in "".join(capsys.readouterr()).replace("\n", " ")
+    assert file.read_bytes() == whole
+    assert torch.equal(again.statistics[1].queries, first.statistics[1].queries)
+
+
+def test_statistics_in_a_mapped_file_are_read_at_whole_complex_numbers(teacher: Model) -> None:
+    state = collect_statistics(teacher, teacher.attention_layers(), tokens(2, 9, 1))
+    shifted = {}
+    for name, tensor in pack(state).items():
+        memory = torch.zeros(tensor.numel() + 2, dtype=torch.float64)
+        start = 1 if memory.data_ptr() % 16 == 0 else 2
+        shifted[name] = memory[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+    assert shifted["0.rotation"].data_ptr() % 16 == 8
+    for read, written in zip(unpack(shifted), state, strict=True):
+        assert read.rotation.data_ptr() % 16 == 0
+        assert torch.equal(read.rotation, written.rotation)
+
+
+def test_what_does_not_fit_is_measured_layer_by_layer(
+    teacher: Model, calibration: Calibration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collect_module, "ACCUMULATOR_BYTES", 1)
+    monkeypatch.setattr(held_out_module, "KEPT_BYTES", 0)
+    said: list[str] = []
+    text = CalibrationText(tokens(24, 24, 1), tokens(6, 24, 2))
+    apart = calibrate(teacher, text, progress=said.append)
+    assert said == ["calibration: layers 0 to 0 of 2", "calibration: layers 1 to 1 of 2"]
+    for one, two in zip(apart.statistics, calibration.statistics, strict=True):
+        assert torch.equal(one.moment, two.moment)
+        assert torch.equal(one.rotation, two.rotation)
+    for mine, other in zip(apart.held_out, calibration.held_out, strict=True):
+        assert torch.equal(mine.k, other.k)
+        assert torch.equal(mine.output, other.output)
 
 
 @pytest.mark.parametrize(
