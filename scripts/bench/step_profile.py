@@ -1,0 +1,361 @@
+"""A training step's trace as a table of its work beside the roofs, and the largest gaps between the two.
+
+A trace of torch's profiler with shapes becomes calls: an op with all the kernels it launched. A matrix product or
+attention call has FLOPs from the shapes of its op, anything else bytes: each tensor argument once, which is the least
+that it moves unless it gathers. What a call takes beyond max(FLOPs / FLOP roof, bytes / byte roof) is its gap, and so
+is the time in which the device runs nothing. Calls are summed by name and shapes, and the sums by class. Without a GPU
+in the trace the ops themselves are calls, each without those it called.
+
+Usage: python scripts/bench/step_profile.py TRACE.json[.gz] --steps 3 --params 1236000000 [--out FILE.json]
+training.py --parts profile makes a trace of the 8 x 2048 step and calls this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from caramba.runs.files import write_json, write_whole
+
+GAPS = 5
+H200_FLOPS, H200_BYTES = 790e12, 4.26e12  # dense bf16 products as measured; a copy's read and write
+ADAMW_BYTES = 14  # a parameter: weight, two states and gradient of 2 bytes are read, the first three written
+DEVICE_CATS = ("kernel", "gpu_memcpy", "gpu_memset")
+SIZES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "bool": 1}
+ATTENTION_FLOPS = 2  # 4 B H T S D, half of it causal, per forward; a backward is 2.5 forwards
+CLASSES = (
+    ("attention backward", r"(attention|sdpa|flash|fmha).*(backward|bwd)"),
+    ("attention", r"attention|sdpa|flash_fwd|fmha"),
+    ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)$|gemm|nvjet|cutlass"),
+    ("optimiser", r"adamw?_|lion|foreach|multi_tensor"),
+    ("compiled elementwise", r"^triton_"),
+    ("copies and fills", r"memcpy|memset|aten::(copy_|fill_|zero_|clone|contiguous)"),
+)
+OTHER, IDLE = "other", "device idle"
+
+
+@dataclass(frozen=True)
+class Roofs:
+    """FLOP/s of matrix products, bytes/s of memory, and the bytes an optimiser step has to move."""
+
+    flops: float
+    bytes: float
+    optimizer_bytes: float = 0.0
+
+
+@dataclass
+class Work:
+    """Calls of one name and shapes, summed over the traced steps: microseconds, FLOPs, bytes."""
+
+    kind: str
+    calls: int = 0
+    us: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: set[str] = field(default_factory=set)
+
+    def add(self, us: float, flops: float, moved: float, kernels: Iterable[str]) -> None:
+        """Add a call."""
+        self.calls, self.us = self.calls + 1, self.us + us
+        self.flops, self.bytes = self.flops + flops, self.bytes + moved
+        self.kernels.update(kernels)
+
+    def roof_us(self, roofs: Roofs) -> float:
+        """Microseconds at the roof; what was faster gathered, and did not read its arguments whole."""
+        return min(self.us, 1e6 * max(self.flops / roofs.flops, self.bytes / roofs.bytes))
+
+
+def load_trace(path: Path) -> list[dict[str, Any]]:
+    """Return the complete events of a trace file, plain or gzipped."""
+    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [event for event in json.loads(raw)["traceEvents"] if event.get("ph") == "X" and "dur" in event]
+
+
+def analyse(events: list[dict[str, Any]], steps: int, roofs: Roofs) -> dict[str, Any]:
+    """Return classes, calls and gaps of a step in milliseconds.
+
+    Args:
+        events: the complete events of a trace of `steps` steps.
+    """
+    on_device = [event for event in events if event.get("cat") in DEVICE_CATS]
+    works: dict[str, Work] = {}
+    for name, kind, us, flops, moved, kernels in (
+        _device_calls(events, on_device) if on_device else _cpu_calls(events)
+    ):
+        works.setdefault(name, Work(kind)).add(us, flops, moved, kernels)
+    stepping = [work for work in works.values() if work.kind == "optimiser"]
+    total_us = sum(work.us for work in stepping)
+    for work in stepping:  # whose lists of tensors have no shapes in a trace
+        work.bytes, work.flops = roofs.optimizer_bytes * steps * work.us / max(total_us, 1e-9), 0.0
+    idle = list(_idle(on_device))
+    busy_us = _union(on_device) if on_device else sum(work.us for work in works.values())
+    rows = [_row(name, work, steps, roofs) for name, work in works.items()]
+    by_class: dict[str, dict[str, float]] = defaultdict(lambda: {"ms": 0.0, "roof_ms": 0.0, "calls": 0.0})
+    for row in rows:
+        for key in ("ms", "roof_ms", "calls"):
+            by_class[row["class"]][key] += row[key]
+    gaps = sorted(rows, key=lambda row: row["roof_ms"] - row["ms"])
+    idle_ms = sum(us for us, _ in idle) / 1e3 / steps
+    found = [{"what": row["name"], **_gap(row)} for row in gaps[:GAPS]]
+    found.append({"what": IDLE, "class": IDLE, "ms": idle_ms, "roof_ms": 0.0, "gap_ms": idle_ms})
+    return {
+        "steps": steps,
+        "is_device": bool(on_device),
+        "roof_tflops": roofs.flops / 1e12,
+        "roof_tb_s": roofs.bytes / 1e12,
+        "busy_ms": busy_us / 1e3 / steps,
+        "idle_ms": idle_ms,
+        "roof_ms": sum(row["roof_ms"] for row in rows),
+        "classes": dict(sorted(by_class.items(), key=lambda item: -item[1]["ms"])),
+        "gaps": sorted(found, key=lambda gap: -gap["gap_ms"])[:GAPS],
+        "idle_between": _places(idle, steps),
+        "calls": sorted(rows, key=lambda row: -row["ms"])[:60],
+    }
+
+
+Call = tuple[str, str, float, float, float, list[str]]
+
+
+def _device_calls(events: list[dict[str, Any]], on_device: list[dict[str, Any]]) -> Iterator[Call]:
+    """The ops that launched the kernels, by the id that both carry; a kernel of no op is a call of its own."""
+    ops = {event["args"]["External id"]: event for event in events if _is_op(event)}
+    launched: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    alone: list[dict[str, Any]] = []
+    for event in on_device:
+        key = event.get("args", {}).get("External id")
+        (launched[key] if key in ops else alone).append(event)
+    for key, kernels in launched.items():
+        yield _call(
+            ops[key], sum(kernel["dur"] for kernel in kernels), [kernel["name"] for kernel in kernels]
+        )
+    for kernel in alone:
+        moved = float(kernel.get("args", {}).get("bytes", 0))
+        name = _short(kernel["name"])
+        yield name, _class(name, []), kernel["dur"], 0.0, moved, [name]
+
+
+def _cpu_calls(events: list[dict[str, Any]]) -> Iterator[Call]:
+    """Every op of a thread with its own time, without that of the ops it called."""
+    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if _is_op(event):
+            threads[event.get("tid")].append(event)
+    for ops in threads.values():
+        inner: dict[int, float] = defaultdict(float)
+        open_ops: list[dict[str, Any]] = []
+        for op in sorted(ops, key=lambda op: (op["ts"], -op["dur"])):
+            while open_ops and open_ops[-1]["ts"] + open_ops[-1]["dur"] <= op["ts"]:
+                open_ops.pop()
+            if open_ops:
+                inner[id(open_ops[-1])] += op["dur"]
+            open_ops.append(op)
+        for op in ops:
+            if op["dur"] - inner[id(op)] > 0:
+                yield _call(op, op["dur"] - inner[id(op)], [])
+
+
+def _is_op(event: dict[str, Any]) -> bool:
+    return event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
+
+
+def _call(op: dict[str, Any], us: float, kernels: list[str]) -> Call:
+    dims = op["args"].get("Input Dims", [])
+    kind = _class(op["name"], kernels)
+    flops = _flops(op["name"], kind, dims)
+    moved = _bytes(dims, op["args"].get("Input type", []))
+    shapes = " x ".join(str(item) for item in dims if _is_shape(item) and len(item) > 1)
+    name = op["name"] if op["name"].startswith("triton_") else f"{op['name']} {shapes}".strip()
+    return name, kind, us, flops, moved, [_short(kernel) for kernel in kernels]
+
+
+def _class(name: str, kernels: list[str]) -> str:
+    for text in (name, *kernels):
+        for kind, pattern in CLASSES:
+            if re.search(pattern, text, re.IGNORECASE):
+                return kind
+    return OTHER
+
+
+def _flops(name: str, kind: str, dims: list[Any]) -> float:
+    """FLOPs by the shapes of an op's arguments, 0 where they do not say."""
+    shapes = [item for item in dims if _is_shape(item)]
+    if kind == "matrix products":
+        pair = [item for item in shapes if len(item) > 1][-2:] if "add" in name else shapes[:2]
+        if len(pair) < 2 or len(pair[1]) < 2 or len(pair[0]) < 2:
+            return 0.0
+        if pair[0][-1] == pair[1][-2]:
+            return 2.0 * math.prod(pair[0]) * pair[1][-1]
+        return 2.0 * math.prod(pair[0]) * pair[1][-2] if pair[0][-1] == pair[1][-1] else 0.0
+    if kind.startswith("attention"):
+        whole = [item for item in shapes if len(item) == 4]
+        if len(whole) < 3:
+            return 0.0
+        after_gradient = 1 if kind == "attention backward" and len(whole) > 3 else 0
+        q, k, v = whole[after_gradient : after_gradient + 3]
+        forward = ATTENTION_FLOPS * math.prod(q[:3]) * k[2] * (q[3] + v[3]) / 2
+        return forward * (1.0 if kind == "attention" else 2.5)
+    return 0.0
+
+
+def _bytes(dims: list[Any], types: list[Any]) -> float:
+    total = 0.0
+    for shape, kind in zip(dims, types, strict=False):
+        if _is_shape(shape) and isinstance(kind, str):
+            size = SIZES.get(kind.split("::")[-1].lower(), 1 if "float8" in kind.lower() else 0)
+            total += size * math.prod(shape)
+    return total
+
+
+def _is_shape(item: Any) -> bool:
+    return isinstance(item, list) and bool(item) and all(isinstance(size, int) for size in item)
+
+
+def _row(name: str, work: Work, steps: int, roofs: Roofs) -> dict[str, Any]:
+    seconds = work.us / 1e6
+    return {
+        "name": name,
+        "class": work.kind,
+        "calls": work.calls / steps,
+        "ms": work.us / 1e3 / steps,
+        "roof_ms": work.roof_us(roofs) / 1e3 / steps,
+        "tflops": work.flops / seconds / 1e12 if seconds else 0.0,
+        "tb_s": work.bytes / seconds / 1e12 if seconds else 0.0,
+        "kernels": sorted(work.kernels)[:4],
+    }
+
+
+def _gap(row: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **{key: row[key] for key in ("class", "ms", "roof_ms", "calls")},
+        "gap_ms": row["ms"] - row["roof_ms"],
+    }
+
+
+def _spans(on_device: list[dict[str, Any]]) -> list[tuple[float, float, str]]:
+    return sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in on_device)
+
+
+def _union(on_device: list[dict[str, Any]]) -> float:
+    """Microseconds in which at least one kernel runs."""
+    busy, until = 0.0, -math.inf
+    for start, end, _ in _spans(on_device):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
+
+
+def _idle(on_device: list[dict[str, Any]]) -> Iterator[tuple[float, str]]:
+    """The times between kernels in which none runs, and the two kernels."""
+    until, before = math.inf, ""
+    for start, end, name in _spans(on_device):
+        if start > until:
+            yield start - until, f"{_short(before)} -> {_short(name)}"
+        if end > until or until == math.inf:
+            until, before = end, name
+
+
+def _places(idle: list[tuple[float, str]], steps: int) -> list[dict[str, Any]]:
+    places: dict[str, float] = defaultdict(float)
+    for us, where in idle:
+        places[where] += us
+    largest = sorted(places.items(), key=lambda item: -item[1])[:10]
+    return [{"between": where, "ms": us / 1e3 / steps} for where, us in largest]
+
+
+def _short(name: str) -> str:
+    return re.sub(r"\s+", " ", re.split(r"[<(]", name.removeprefix("void "))[0]).strip()[:80]
+
+
+def roofs_of(device: torch.device, params: int) -> Roofs:
+    """Return the roofs of an H200 as measured before, or on a CPU what one product and one copy take now."""
+    if device.type == "cuda":
+        return Roofs(H200_FLOPS, H200_BYTES, float(ADAMW_BYTES * params))
+    a, x = torch.randn(512, 512), torch.randn(2**23)
+    taken = []
+    for call in (lambda: a @ a, lambda: x.clone()):
+        call()
+        seconds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - began)
+        taken.append(min(seconds))
+    return Roofs(2 * 512**3 / taken[0], 2 * 4 * 2**23 / taken[1], float(ADAMW_BYTES * params))
+
+
+def as_markdown(found: dict[str, Any]) -> list[str]:
+    """Return the classes, the largest gaps and the calls that take the most as lines of Markdown."""
+    unit = "kernels" if found["is_device"] else "ops (no GPU in the trace)"
+    whole = found["busy_ms"] + found["idle_ms"]
+    lines = [
+        f"{unit}: {whole:.2f} ms a step, {found['busy_ms']:.2f} busy and {found['idle_ms']:.2f} idle; at the roofs "
+        f"({found['roof_tflops']:.3g} TFLOP/s, {found['roof_tb_s']:.3g} TB/s) {found['roof_ms']:.2f} ms",
+        "",
+        "| class | ms a step | share | at the roof, ms | calls |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, row in found["classes"].items():
+        share = row["ms"] / max(whole, 1e-9)
+        lines.append(
+            f"| {kind} | {row['ms']:.2f} | {share:.1%} | {row['roof_ms']:.2f} | {row['calls']:.0f} |"
+        )
+    lines += ["", "| largest gaps | class | ms a step | at the roof, ms | gap, ms |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{gap['what'][:90]}` | {gap['class']} | {gap['ms']:.2f} | {gap['roof_ms']:.2f} | **{gap['gap_ms']:.2f}** |"
+        for gap in found["gaps"]
+    ]
+    return lines
+
+
+def report(trace: Path, steps: int, roofs: Roofs, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+    """Analyse a trace, write it as JSON and Markdown beside each other, and return where they are and what they say."""
+    found = analyse(load_trace(trace), steps, roofs)
+    lines = as_markdown(found)
+    write_json(out, {"benchmark": "step_profile", **about, **found})
+    calls = [
+        f"| `{row['name'][:90]}` | {row['class']} | {row['calls']:.0f} | {row['ms']:.2f} | {row['roof_ms']:.2f} | "
+        f"{row['tflops']:.0f} | {row['tb_s']:.2f} |"
+        for row in found["calls"]
+    ]
+    head = [
+        "",
+        "| call | class | calls | ms | at the roof, ms | TFLOP/s | TB/s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    write_whole(out.with_suffix(".md"), "\n".join([*lines, *head, *calls]) + "\n")
+    return {"file": out.name, "trace": str(trace), "lines": lines}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--steps", type=int, default=3, help="that the trace holds")
+    parser.add_argument(
+        "--params", type=int, default=1_235_814_400, help="of the model, for the optimiser's bytes"
+    )
+    parser.add_argument("--flops-roof", type=float, default=H200_FLOPS)
+    parser.add_argument("--bytes-roof", type=float, default=H200_BYTES)
+    parser.add_argument("--out", type=Path, default=Path("step_profile.json"))
+    words = parser.parse_args()
+    roofs = Roofs(words.flops_roof, words.bytes_roof, float(ADAMW_BYTES * words.params))
+    about = {
+        "made_by": f"python scripts/bench/step_profile.py {words.trace}",
+        "machine": {"trace": str(words.trace)},
+    }
+    print("\n".join(report(words.trace, words.steps, roofs, words.out, about)["lines"]))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
