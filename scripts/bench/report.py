@@ -186,6 +186,9 @@ SECTIONS = {
     "collect_runs": sections_sweeps.collect_runs,
     "scaling": sections_scaling.scaling,
     "training": sections_training.training,
+    "step_profile": sections_training.step_profile,
+    "ladder": sections_training.ladder,
+    "planned": sections_training.planned,
     "upcycle_proxy": sections_upcycle.upcycle_proxy,
 }
 

@@ -307,9 +307,9 @@ def todo_of(bench: Bench, words: Any, deadline: float) -> list[tuple[str, str, C
             batch, length = shapes[0]
             todo.append((f"profile {batch}x{length}", part, functools.partial(bench.profile, batch, length)))
         elif part in KEYS:
-            for shape in shapes[:1] if part == "fp8" else shapes:
-                name = f"{part} {shape[0]}x{shape[1]}"
-                todo.append((name, part, lambda a=(part, *shape): bench.beside(*a, deadline)))
+            for batch, length in shapes[:1] if part == "fp8" else shapes:
+                run = functools.partial(bench.beside, part, batch, length, deadline)
+                todo.append((f"{part} {batch}x{length}", part, run))
         else:
             raise SystemExit(f"--parts: got {part!r}, expected some of {', '.join(PART_S)}")
     return todo
