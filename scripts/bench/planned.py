@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -230,8 +231,9 @@ def musts_of(parts: dict[str, Any]) -> list[dict[str, Any]]:
         got = parts["replay"]["planned_s"]
         add("second run: seconds of planning", got, 0.0, got == 0.0 and parts["replay"]["is_same"])
     rates = [row["tokens_per_s"] or 0.0 for row in parts.get("hand", {}).values() if not row["out_of_memory"]]
-    if rates and parts["plan"]["tokens_per_s"]:
-        ratio = parts["plan"]["tokens_per_s"] / max(rates)
+    own = [parts[part]["tokens_per_s"] for part in ("plan", "replay") if part in parts]
+    if rates and any(rates) and own and None not in own:
+        ratio = statistics.mean(own) / max(rates)
         add("batch: auto over the best by hand", ratio, MUST_SPEED, ratio >= MUST_SPEED)
     if "runs" in parts:
         run = parts["runs"]
