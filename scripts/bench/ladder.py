@@ -59,6 +59,19 @@ SIZES = {
 SPEED, MEMORY, LOSS = 8.0, 1 / 3, 0.01
 
 
+def ended(child: subprocess.Popen[bytes], seconds: float = 6.0) -> int:
+    """Ask a run to stop, and end it where it does not within `seconds`, as while it compiles: what is on record stays.
+
+    Returns its exit status.
+    """
+    child.send_signal(signal.SIGTERM)
+    try:
+        return child.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
 def climb(words: list[str], work: Path, seconds: float) -> tuple[Path | None, int]:
     """Run or go on with the ladder for so long, and return its run directory and exit status."""
     folders = sorted(work.glob("runs/*/*"))
@@ -70,8 +83,7 @@ def climb(words: list[str], work: Path, seconds: float) -> tuple[Path | None, in
     try:
         status = child.wait(timeout=seconds)
     except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGTERM)
-        status = child.wait()
+        status = ended(child)
     folders = sorted(work.glob("runs/*/*"))
     return (folders[-1] if folders else None), status
 

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ladder import ended
 from training import head_commit
 
 from caramba.runs.events import read_events
@@ -205,8 +205,7 @@ class Bench:
                 time.sleep(0.2)
                 is_late = time.monotonic() > self.deadline
                 if is_late or (until is not None and _has_said(folder, until)):
-                    child.send_signal(signal.SIGTERM)
-                    child.wait()
+                    ended(child)
         if is_late:
             raise OutOfTimeError
         return child.returncode, log.read_text(errors="replace")[-500:]
