@@ -158,8 +158,7 @@ class Bench:
         status, said = self._call([*self.base, *more], folder, until)
         (run,) = folder.glob("runs/*/*")
         events = list(read_events(run))
-        plan_file = run / "plan.json"
-        decisions = json.loads(plan_file.read_text())["pretrain"]["decisions"] if plan_file.is_file() else {}
+        decisions = self._decisions(run)
         speed = next((event for event in events if event["event"] == "speed"), {})
         planning = decisions.get("planning", {})
         found = {
@@ -181,6 +180,12 @@ class Bench:
         }
         shutil.rmtree(folder)
         return found
+
+    def _decisions(self, run: Path) -> dict[str, Any]:
+        """Return what the run's plan decided; of one that was stopped before its first step, what the cache keeps."""
+        cached = sorted(self.work.glob("cache/runtime_plans/*.json"), key=lambda path: path.stat().st_mtime)
+        found = next((path for path in (run / "plan.json", *cached[-1:]) if path.is_file()), None)
+        return {} if found is None else json.loads(found.read_text())["pretrain"]["decisions"]
 
     def _call(self, words: list[str], folder: Path, until: str | None = None) -> tuple[int, str]:
         """Run caramba; it is asked to stop when it has said the event `until`, and when the time is up.

@@ -32,6 +32,7 @@ GAPS = 5
 H200_FLOPS, H200_BYTES = 790e12, 4.26e12  # dense bf16 products as measured; a copy's read and write
 ADAMW_BYTES = 14  # a parameter: weight, two states and gradient of 2 bytes are read, the first three written
 DEVICE_CATS = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCH_CATS = ("cuda_runtime", "cuda_driver")
 SIZES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "bool": 1}
 ATTENTION_FLOPS = 2  # 4 B H T S D, half of it causal, per forward; a backward is 2.5 forwards
 CLASSES = (
@@ -117,6 +118,7 @@ def analyse(events: list[dict[str, Any]], steps: int, roofs: Roofs) -> dict[str,
         "busy_ms": busy_us / 1e3 / steps,
         "idle_ms": idle_ms,
         "roof_ms": sum(row["roof_ms"] for row in rows),
+        "without_roof_ms": sum(row["ms"] for row in rows if not row["roof_ms"]),
         "classes": dict(sorted(by_class.items(), key=lambda item: -item[1]["ms"])),
         "gaps": sorted(found, key=lambda gap: -gap["gap_ms"])[:GAPS],
         "idle_between": _places(idle, steps),
@@ -128,13 +130,19 @@ Call = tuple[str, str, float, float, float, list[str]]
 
 
 def _device_calls(events: list[dict[str, Any]], on_device: list[dict[str, Any]]) -> Iterator[Call]:
-    """The ops that launched the kernels, by the id that both carry; a kernel of no op is a call of its own."""
+    """The ops that launched the kernels, by the id that both carry or the launch that one of them was running.
+
+    A kernel of no op is a call of its own.
+    """
     ops = {event["args"]["External id"]: event for event in events if _is_op(event)}
     launched: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     alone: list[dict[str, Any]] = []
+    launches = _launching_ops(events)
     for event in on_device:
-        key = event.get("args", {}).get("External id")
-        (launched[key] if key in ops else alone).append(event)
+        args = event.get("args", {})
+        key = args.get("External id")
+        key = key if key in ops else launches.get(args.get("correlation"))
+        (alone if key is None else launched[key]).append(event)
     for key, kernels in launched.items():
         yield _call(
             ops[key], sum(kernel["dur"] for kernel in kernels), [kernel["name"] for kernel in kernels]
@@ -143,6 +151,25 @@ def _device_calls(events: list[dict[str, Any]], on_device: list[dict[str, Any]])
         moved = float(kernel.get("args", {}).get("bytes", 0))
         name = _short(kernel["name"])
         yield name, _class(name, []), kernel["dur"], 0.0, moved, [name]
+
+
+def _launching_ops(events: list[dict[str, Any]]) -> dict[Any, Any]:
+    """Correlation of a launch -> id of the innermost op that was running in its thread."""
+    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if _is_op(event) or event.get("cat") in LAUNCH_CATS:
+            threads[event.get("tid")].append(event)
+    found: dict[Any, Any] = {}
+    for here in threads.values():
+        open_ops: list[dict[str, Any]] = []
+        for event in sorted(here, key=lambda event: (event["ts"], -event["dur"])):
+            while open_ops and open_ops[-1]["ts"] + open_ops[-1]["dur"] <= event["ts"]:
+                open_ops.pop()
+            if _is_op(event):
+                open_ops.append(event)
+            elif open_ops and "correlation" in event.get("args", {}):
+                found[event["args"]["correlation"]] = open_ops[-1]["args"]["External id"]
+    return found
 
 
 def _cpu_calls(events: list[dict[str, Any]]) -> Iterator[Call]:
@@ -300,7 +327,8 @@ def as_markdown(found: dict[str, Any]) -> list[str]:
     whole = found["busy_ms"] + found["idle_ms"]
     lines = [
         f"{unit}: {whole:.2f} ms a step, {found['busy_ms']:.2f} busy and {found['idle_ms']:.2f} idle; at the roofs "
-        f"({found['roof_tflops']:.3g} TFLOP/s, {found['roof_tb_s']:.3g} TB/s) {found['roof_ms']:.2f} ms",
+        f"({found['roof_tflops']:.3g} TFLOP/s, {found['roof_tb_s']:.3g} TB/s) {found['roof_ms']:.2f} ms; "
+        f"of what takes {found['without_roof_ms']:.2f} ms no shapes are known",
         "",
         "| class | ms a step | share | at the roof, ms | calls |",
         "|---|---|---|---|---|",

@@ -142,7 +142,6 @@ class Bench:
 
     def beside(self, part: str, batch: int, length: int, deadline: float) -> dict[str, Any]:
         """Measure our step and its peers at one shape."""
-        torch.compiler.reset()
         turns = Turns(
             self.sides(part, batch, length),
             self.device,
@@ -173,7 +172,6 @@ class Bench:
 
     def long(self, length: int) -> dict[str, Any]:
         """Peak memory of a step on one long sequence, with all of a block computed again in backward."""
-        torch.compiler.reset()
         stop = Turns({}, self.device, steps=2, turns=1, deadline=0.0, tokens=length)
         with attention_backends(self.device, self.choice):
             outcome = self.train(self.phase(1, length, activation_checkpointing="full"), stop)
@@ -194,7 +192,6 @@ class Bench:
 
     def profile(self, batch: int, length: int) -> dict[str, Any]:
         """Trace steps of ours and hold their kernels against the roofs; the report lies beside the JSON."""
-        torch.compiler.reset()
         trace = self.words.trace or Path(tempfile.gettempdir()) / f"training_{batch}x{length}.trace.json.gz"
         with attention_backends(self.device, self.choice):
             self.train(self.phase(batch, length), Traced(trace, self.device))
@@ -288,6 +285,7 @@ def main() -> int:
         }
         result["parts"][name] = found | {"seconds": time.monotonic() - began} | about
         write_json(words.out, result)
+        torch.compiler.reset()  # whose graphs hold the sides
         release_memory()
         print(f"{name} ({result['parts'][name]['seconds']:.0f} s): {said(found)}", flush=True)
     return 1 if failed else 0
