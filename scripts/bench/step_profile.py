@@ -13,10 +13,7 @@ training.py --parts profile makes a trace of the 8 x 2048 step and calls this.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 import math
-import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -25,25 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trace_calls import DEVICE_CATS, cpu_calls, device_calls, load_trace, short_name
 
 from caramba.runs.files import write_json, write_whole
 
 GAPS = 5
 H200_FLOPS, H200_BYTES = 790e12, 4.26e12  # dense bf16 products as measured; a copy's read and write
 ADAMW_BYTES = 14  # a parameter: weight, two states and gradient of 2 bytes are read, the first three written
-DEVICE_CATS = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH_CATS = ("cuda_runtime", "cuda_driver")
-SIZES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "bool": 1}
-ATTENTION_FLOPS = 2  # 4 B H T S D, half of it causal, per forward; a backward is 2.5 forwards
-CLASSES = (
-    ("attention backward", r"(attention|sdpa|flash|fmha).*(backward|bwd)"),
-    ("attention", r"attention|sdpa|flash_fwd|fmha"),
-    ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)$|gemm|nvjet|cutlass"),
-    ("optimiser", r"adamw?_|lion|foreach|multi_tensor"),
-    ("compiled elementwise", r"^triton_"),
-    ("copies and fills", r"memcpy|memset|aten::(copy_|fill_|zero_|clone|contiguous)"),
-)
-OTHER, IDLE = "other", "device idle"
+IDLE = "device idle"
 
 
 @dataclass(frozen=True)
@@ -77,22 +63,20 @@ class Work:
         return min(self.us, 1e6 * max(self.flops / roofs.flops, self.bytes / roofs.bytes))
 
 
-def load_trace(path: Path) -> list[dict[str, Any]]:
-    """Return the complete events of a trace file, plain or gzipped."""
-    raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    return [event for event in json.loads(raw)["traceEvents"] if event.get("ph") == "X" and "dur" in event]
-
-
-def analyse(events: list[dict[str, Any]], steps: int, roofs: Roofs) -> dict[str, Any]:
+def analyse(
+    events: list[dict[str, Any]], steps: int, roofs: Roofs, step_ms: float | None = None
+) -> dict[str, Any]:
     """Return classes, calls and gaps of a step in milliseconds.
 
     Args:
         events: the complete events of a trace of `steps` steps.
+        step_ms: what a step takes without the profiler, which slows the host: the device is idle for what it is not
+            busy of that. Without it, for what the trace says.
     """
     on_device = [event for event in events if event.get("cat") in DEVICE_CATS]
     works: dict[str, Work] = {}
     for name, kind, us, flops, moved, kernels in (
-        _device_calls(events, on_device) if on_device else _cpu_calls(events)
+        device_calls(events, on_device) if on_device else cpu_calls(events)
     ):
         works.setdefault(name, Work(kind)).add(us, flops, moved, kernels)
     stepping = [work for work in works.values() if work.kind == "optimiser"]
@@ -107,7 +91,9 @@ def analyse(events: list[dict[str, Any]], steps: int, roofs: Roofs) -> dict[str,
         for key in ("ms", "roof_ms", "calls"):
             by_class[row["class"]][key] += row[key]
     gaps = sorted(rows, key=lambda row: row["roof_ms"] - row["ms"])
-    idle_ms = sum(us for us, _ in idle) / 1e3 / steps
+    traced_idle_ms = sum(us for us, _ in idle) / 1e3 / steps
+    is_known = step_ms is not None and bool(on_device)
+    idle_ms = max(0.0, (step_ms or 0.0) - busy_us / 1e3 / steps) if is_known else traced_idle_ms
     found = [{"what": row["name"], **_gap(row)} for row in gaps[:GAPS]]
     found.append({"what": IDLE, "class": IDLE, "ms": idle_ms, "roof_ms": 0.0, "gap_ms": idle_ms})
     return {
@@ -117,6 +103,8 @@ def analyse(events: list[dict[str, Any]], steps: int, roofs: Roofs) -> dict[str,
         "roof_tb_s": roofs.bytes / 1e12,
         "busy_ms": busy_us / 1e3 / steps,
         "idle_ms": idle_ms,
+        "traced_idle_ms": traced_idle_ms,
+        "step_ms": step_ms,
         "roof_ms": sum(row["roof_ms"] for row in rows),
         "without_roof_ms": sum(row["ms"] for row in rows if not row["roof_ms"]),
         "classes": dict(sorted(by_class.items(), key=lambda item: -item[1]["ms"])),
@@ -124,128 +112,6 @@ def analyse(events: list[dict[str, Any]], steps: int, roofs: Roofs) -> dict[str,
         "idle_between": _places(idle, steps),
         "calls": sorted(rows, key=lambda row: -row["ms"])[:60],
     }
-
-
-Call = tuple[str, str, float, float, float, list[str]]
-
-
-def _device_calls(events: list[dict[str, Any]], on_device: list[dict[str, Any]]) -> Iterator[Call]:
-    """The ops that launched the kernels, by the id that both carry or the launch that one of them was running.
-
-    A kernel of no op is a call of its own.
-    """
-    ops = {event["args"]["External id"]: event for event in events if _is_op(event)}
-    launched: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    alone: list[dict[str, Any]] = []
-    launches = _launching_ops(events)
-    for event in on_device:
-        args = event.get("args", {})
-        key = args.get("External id")
-        key = key if key in ops else launches.get(args.get("correlation"))
-        (alone if key is None else launched[key]).append(event)
-    for key, kernels in launched.items():
-        yield _call(
-            ops[key], sum(kernel["dur"] for kernel in kernels), [kernel["name"] for kernel in kernels]
-        )
-    for kernel in alone:
-        moved = float(kernel.get("args", {}).get("bytes", 0))
-        name = _short(kernel["name"])
-        yield name, _class(name, []), kernel["dur"], 0.0, moved, [name]
-
-
-def _launching_ops(events: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Correlation of a launch -> id of the innermost op that was running in its thread."""
-    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if _is_op(event) or event.get("cat") in LAUNCH_CATS:
-            threads[event.get("tid")].append(event)
-    found: dict[Any, Any] = {}
-    for here in threads.values():
-        open_ops: list[dict[str, Any]] = []
-        for event in sorted(here, key=lambda event: (event["ts"], -event["dur"])):
-            while open_ops and open_ops[-1]["ts"] + open_ops[-1]["dur"] <= event["ts"]:
-                open_ops.pop()
-            if _is_op(event):
-                open_ops.append(event)
-            elif open_ops and "correlation" in event.get("args", {}):
-                found[event["args"]["correlation"]] = open_ops[-1]["args"]["External id"]
-    return found
-
-
-def _cpu_calls(events: list[dict[str, Any]]) -> Iterator[Call]:
-    """Every op of a thread with its own time, without that of the ops it called."""
-    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
-    for event in events:
-        if _is_op(event):
-            threads[event.get("tid")].append(event)
-    for ops in threads.values():
-        inner: dict[int, float] = defaultdict(float)
-        open_ops: list[dict[str, Any]] = []
-        for op in sorted(ops, key=lambda op: (op["ts"], -op["dur"])):
-            while open_ops and open_ops[-1]["ts"] + open_ops[-1]["dur"] <= op["ts"]:
-                open_ops.pop()
-            if open_ops:
-                inner[id(open_ops[-1])] += op["dur"]
-            open_ops.append(op)
-        for op in ops:
-            if op["dur"] - inner[id(op)] > 0:
-                yield _call(op, op["dur"] - inner[id(op)], [])
-
-
-def _is_op(event: dict[str, Any]) -> bool:
-    return event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
-
-
-def _call(op: dict[str, Any], us: float, kernels: list[str]) -> Call:
-    dims = op["args"].get("Input Dims", [])
-    kind = _class(op["name"], kernels)
-    flops = _flops(op["name"], kind, dims)
-    moved = _bytes(dims, op["args"].get("Input type", []))
-    shapes = " x ".join(str(item) for item in dims if _is_shape(item) and len(item) > 1)
-    name = op["name"] if op["name"].startswith("triton_") else f"{op['name']} {shapes}".strip()
-    return name, kind, us, flops, moved, [_short(kernel) for kernel in kernels]
-
-
-def _class(name: str, kernels: list[str]) -> str:
-    for text in (name, *kernels):
-        for kind, pattern in CLASSES:
-            if re.search(pattern, text, re.IGNORECASE):
-                return kind
-    return OTHER
-
-
-def _flops(name: str, kind: str, dims: list[Any]) -> float:
-    """FLOPs by the shapes of an op's arguments, 0 where they do not say."""
-    shapes = [item for item in dims if _is_shape(item)]
-    if kind == "matrix products":
-        pair = [item for item in shapes if len(item) > 1][-2:] if "add" in name else shapes[:2]
-        if len(pair) < 2 or len(pair[1]) < 2 or len(pair[0]) < 2:
-            return 0.0
-        if pair[0][-1] == pair[1][-2]:
-            return 2.0 * math.prod(pair[0]) * pair[1][-1]
-        return 2.0 * math.prod(pair[0]) * pair[1][-2] if pair[0][-1] == pair[1][-1] else 0.0
-    if kind.startswith("attention"):
-        whole = [item for item in shapes if len(item) == 4]
-        if len(whole) < 3:
-            return 0.0
-        after_gradient = 1 if kind == "attention backward" and len(whole) > 3 else 0
-        q, k, v = whole[after_gradient : after_gradient + 3]
-        forward = ATTENTION_FLOPS * math.prod(q[:3]) * k[2] * (q[3] + v[3]) / 2
-        return forward * (1.0 if kind == "attention" else 2.5)
-    return 0.0
-
-
-def _bytes(dims: list[Any], types: list[Any]) -> float:
-    total = 0.0
-    for shape, kind in zip(dims, types, strict=False):
-        if _is_shape(shape) and isinstance(kind, str):
-            size = SIZES.get(kind.split("::")[-1].lower(), 1 if "float8" in kind.lower() else 0)
-            total += size * math.prod(shape)
-    return total
-
-
-def _is_shape(item: Any) -> bool:
-    return isinstance(item, list) and bool(item) and all(isinstance(size, int) for size in item)
 
 
 def _row(name: str, work: Work, steps: int, roofs: Roofs) -> dict[str, Any]:
@@ -287,7 +153,7 @@ def _idle(on_device: list[dict[str, Any]]) -> Iterator[tuple[float, str]]:
     until, before = math.inf, ""
     for start, end, name in _spans(on_device):
         if start > until:
-            yield start - until, f"{_short(before)} -> {_short(name)}"
+            yield start - until, f"{short_name(before)} -> {short_name(name)}"
         if end > until or until == math.inf:
             until, before = end, name
 
@@ -298,10 +164,6 @@ def _places(idle: list[tuple[float, str]], steps: int) -> list[dict[str, Any]]:
         places[where] += us
     largest = sorted(places.items(), key=lambda item: -item[1])[:10]
     return [{"between": where, "ms": us / 1e3 / steps} for where, us in largest]
-
-
-def _short(name: str) -> str:
-    return re.sub(r"\s+", " ", re.split(r"[<(]", name.removeprefix("void "))[0]).strip()[:80]
 
 
 def roofs_of(device: torch.device, params: int) -> Roofs:
@@ -346,9 +208,11 @@ def as_markdown(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def report(trace: Path, steps: int, roofs: Roofs, out: Path, about: dict[str, Any]) -> dict[str, Any]:
+def report(
+    trace: Path, steps: int, step_ms: float | None, roofs: Roofs, out: Path, about: dict[str, Any]
+) -> dict[str, Any]:
     """Analyse a trace, write it as JSON and Markdown beside each other, and return where they are and what they say."""
-    found = analyse(load_trace(trace), steps, roofs)
+    found = analyse(load_trace(trace), steps, roofs, step_ms)
     lines = as_markdown(found)
     write_json(out, {"benchmark": "step_profile", **about, **found})
     calls = [
@@ -369,6 +233,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("trace", type=Path)
     parser.add_argument("--steps", type=int, default=3, help="that the trace holds")
+    parser.add_argument("--step-ms", type=float, help="of a step without the profiler")
     parser.add_argument(
         "--params", type=int, default=1_235_814_400, help="of the model, for the optimiser's bytes"
     )
@@ -381,7 +246,7 @@ def main() -> int:
         "made_by": f"python scripts/bench/step_profile.py {words.trace}",
         "machine": {"trace": str(words.trace)},
     }
-    print("\n".join(report(words.trace, words.steps, roofs, words.out, about)["lines"]))
+    print("\n".join(report(words.trace, words.steps, words.step_ms, roofs, words.out, about)["lines"]))
     return 0
 
 

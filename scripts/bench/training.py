@@ -194,10 +194,11 @@ class Bench:
         """Trace steps of ours and hold their kernels against the roofs; the report lies beside the JSON."""
         trace = self.words.trace or Path(tempfile.gettempdir()) / f"training_{batch}x{length}.trace.json.gz"
         with attention_backends(self.device, self.choice):
-            self.train(self.phase(batch, length), Traced(trace, self.device))
+            self.train(self.phase(batch, length), traced := Traced(trace, self.device))
         found = step_profile.report(
             trace,
             Traced.STEPS,
+            traced.step_ms,
             step_profile.roofs_of(self.device, model_cost(self.spec).params),
             self.words.out.with_name(f"{self.words.out.stem}_profile.json"),
             {

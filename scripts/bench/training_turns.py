@@ -137,23 +137,28 @@ def ratios_of(turns: Turns) -> dict[str, float]:
 
 
 class Traced(pl.Callback):
-    """Traces three steps of ours with the shapes of every op, and writes the trace for step_profile.py."""
+    """Times a few steps of ours, traces three more with the shapes of every op, and writes the trace."""
 
-    STEPS = 3
+    TIMED, STEPS = 8, 3
 
     def __init__(self, path: Path, device: torch.device) -> None:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self.profiler = torch.profiler.profile(activities=kinds, record_shapes=True)
-        self.path, self.device, self.step = path, device, 0
+        self.path, self.device, self.taken = path, device, 0
+        self.step_ms, self.clock = 0.0, 0.0
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.step += 1
-        if self.step == WARM_UP:
+        self.taken += 1
+        if self.taken == WARM_UP:
             synchronize(self.device)
+            self.clock = time.perf_counter()
+        if self.taken == WARM_UP + self.TIMED:
+            synchronize(self.device)
+            self.step_ms = 1e3 * (time.perf_counter() - self.clock) / self.TIMED
             self.profiler.start()
-        if self.step == WARM_UP + self.STEPS:
+        if self.taken == WARM_UP + self.TIMED + self.STEPS:
             synchronize(self.device)
             self.profiler.stop()
             self.path.parent.mkdir(parents=True, exist_ok=True)

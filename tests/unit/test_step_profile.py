@@ -57,7 +57,7 @@ def test_calls_stand_beside_the_roofs_of_their_shapes(profile: ModuleType, tmp_p
     out = tmp_path / "p.json"
     trace = tmp_path / "t.json.gz"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": [{"ph": "M"}, *EVENTS]}).encode()))
-    said = profile.report(trace, 2, roofs, out, {"made_by": "x", "machine": {}})
+    said = profile.report(trace, 2, None, roofs, out, {"made_by": "x", "machine": {}})
     found = json.loads(out.read_text())
     calls = {row["name"]: row for row in found["calls"]}
     mm = calls["aten::mm [64, 32] x [32, 128]"]
@@ -79,6 +79,9 @@ def test_calls_stand_beside_the_roofs_of_their_shapes(profile: ModuleType, tmp_p
     assert found["idle_between"] == [
         {"between": "cudnn_generated_sdpa_bprop -> triton_poi_fused_silu_mul_3", "ms": 0.005}
     ]
+    timed = profile.analyse(EVENTS, 2, roofs, step_ms=0.2)
+    assert timed["idle_ms"] == pytest.approx(0.12), "of a step that the profiler did not slow"
+    assert (timed["gaps"][0]["what"], timed["traced_idle_ms"]) == ("device idle", pytest.approx(0.005))
     gaps = found["gaps"]
     assert [gap["gap_ms"] for gap in gaps] == sorted((gap["gap_ms"] for gap in gaps), reverse=True)
     assert len(gaps) == 5
