@@ -238,7 +238,7 @@ def musts_of(parts: dict[str, Any]) -> list[dict[str, Any]]:
     own = [parts[part]["tokens_per_s"] for part in ("plan", "replay") if part in parts]
     if rates and any(rates) and own and None not in own:
         ratio = statistics.mean(own) / max(rates)
-        add("batch: auto over the best by hand", ratio, MUST_SPEED, ratio >= MUST_SPEED)
+        add(f"batch: auto over the best of {len(rates)} by hand", ratio, MUST_SPEED, ratio >= MUST_SPEED)
     if "runs" in parts:
         run = parts["runs"]
         is_met = run["out_of_memory"] == 0 and run["status"] == 0

@@ -47,3 +47,37 @@ def test_parts_are_measured_once_and_said(
     assert training.musts_of("fp8", 2048, {"our model bare": 1.2}) == [
         {"over": "our model bare", "limit": 1.15, "got": 1.2}
     ]
+
+
+def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    planned, ladder = (importlib.import_module(name) for name in ("planned", "ladder"))
+    parts = {
+        "plan": {"planned_s": 90.0, "allowed_s": 120.0, "tokens_per_s": 95.0},
+        "replay": {"planned_s": 0.0, "is_same": True, "tokens_per_s": 97.0},
+        "hand": {
+            "8": {"tokens_per_s": 100.0, "out_of_memory": 0},
+            "9": {"tokens_per_s": 200.0, "out_of_memory": 1},
+        },
+        "runs": {"finished": 20, "out_of_memory": 1, "status": 0},
+    }
+    met = {must["what"]: (must["got"], must["is_met"]) for must in planned.musts_of(parts)}
+    assert met == {
+        "plan: seconds of planning": (90.0, True),
+        "second run: seconds of planning": (0.0, True),
+        "batch: auto over the best of 1 by hand": (pytest.approx(0.96), True),
+        "out of memory in 20 runs": (1, False),
+    }
+    figures = {"skipped": None, "val_loss": 1.0}
+    rows = [
+        {"row": "baseline", **figures, "speed_up": 1.0, "memory_ratio": 1.0, "val_loss_delta": 0.0},
+        {"row": "compile", **figures, "speed_up": 9.0, "memory_ratio": 0.4, "val_loss_delta": -0.02},
+        {"row": "full", **figures, "speed_up": 7.0, "memory_ratio": 0.2, "val_loss_delta": 0.0},
+        {"row": "without_compile", "skipped": None, "speed_up": 3.0, "memory_ratio": 0.5},
+    ]
+    assert [(must["row"], must["is_met"]) for must in ladder.musts_of(rows)] == [
+        ("compile", True),
+        ("compile", False),
+        ("compile", False),
+    ]
+    assert ladder.musts_of(rows[:1]) == []
