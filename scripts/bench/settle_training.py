@@ -19,8 +19,9 @@ from pathlib import Path
 HERE = Path(__file__).parent
 SCRIPTS = ("training", "planned", "ladder")
 TRAINING = ("--parts", "bf16,profile,fp8,masters,long")
-CLOSING_S = 12.0  # what a script takes to end and write after its seconds
-LEAST_S = 45.0  # with less left the next script would only load its libraries
+LOADING_S = 20.0  # what a script takes to load its libraries, before its seconds begin
+CLOSING_S = 12.0  # what it takes to end and write after them
+LEAST_S = 45.0  # with less left the next script would do nothing else
 
 
 def command_of(script: str, size: str, folder: Path, seconds: float) -> list[str]:
@@ -52,7 +53,9 @@ def main() -> int:
             continue
         print(f"== {script}: {left:.0f} s", flush=True)
         try:
-            done = subprocess.run(command_of(script, given.size, folder, left), timeout=left + CLOSING_S / 2)
+            done = subprocess.run(
+                command_of(script, given.size, folder, left - LOADING_S), timeout=left + CLOSING_S / 2
+            )
             statuses.append(done.returncode)
         except (
             subprocess.TimeoutExpired
