@@ -143,19 +143,6 @@ def main() -> int:
     if not rows:
         print(f"no row was finished in {time.monotonic() - began:.0f} s; exit status {status}")
         return 1
-    write_json(
-        given.out,
-        {
-            "benchmark": "ladder",
-            "made_by": "python scripts/bench/ladder.py",
-            "machine": device_facts(choose_device("auto")),
-            "commit": head_commit(),
-            "command": " ".join(["caramba launch", *words]),
-            "is_whole": status == 0,
-            "musts": musts_of(rows),
-            "rows": rows,
-        },
-    )
     result = RunResult(
         "ladder",
         "bench",
@@ -168,6 +155,20 @@ def main() -> int:
     image, _ = draw_training_ladder(result)
     if image is not None:
         write_whole(given.out.with_suffix(".png"), image)
+    write_json(
+        given.out,
+        {
+            "benchmark": "ladder",
+            "plot": None if image is None else given.out.with_suffix(".png").name,
+            "made_by": "python scripts/bench/ladder.py",
+            "machine": device_facts(choose_device("auto")),
+            "commit": head_commit(),
+            "command": " ".join(["caramba launch", *words]),
+            "is_whole": status == 0,
+            "musts": musts_of(rows),
+            "rows": rows,
+        },
+    )
     for row in rows:
         print(f"{row['what']}: {row['skipped'] or _figures(row)}")
     for must in musts_of(rows):

@@ -14,6 +14,7 @@ TITLES = {
 def training(data: dict[str, Any]) -> list[str]:
     """Speed, MFU and memory of every side at every shape, and what one long sequence takes."""
     lines = [f"## Training steps of {data['model']} through the Trainer, beside bare loops, in turns"]
+    lines += _plot(data, "Tokens/s of every side")
     for name, part in data["parts"].items():
         if "skipped" in part:
             lines += ["", f"{name}: {part['skipped']}"]
@@ -105,6 +106,7 @@ def ladder(data: dict[str, Any]) -> list[str]:
         f"## The training ladder{whole}",
         "",
         f"`{data['command']}`",
+        *_plot(data, "Speed and memory row by row"),
         "",
         "| row | batch | tokens/s | speed-up | MFU | peak, GB | of row 0 | loss change | largest | tokens/s |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -142,6 +144,10 @@ def planned(data: dict[str, Any]) -> list[str]:
         for size, row in data["parts"].get("hand", {}).items()
     ]
     return lines + _held(data.get("musts", []))
+
+
+def _plot(data: dict[str, Any], words: str) -> list[str]:
+    return ["", f"![{words}](benchmarks/{data['plot']})"] if data.get("plot") else []
 
 
 def _held(musts: list[dict[str, Any]]) -> list[str]:

@@ -30,6 +30,7 @@ from typing import Any
 import lightning.pytorch as pl
 import step_profile
 import torch
+from training_plot import draw_training
 from training_sides import (
     Side,
     as_it_comes,
@@ -52,7 +53,7 @@ from caramba.layer import attention_backends
 from caramba.model import build_stand_in
 from caramba.monitor import device_peak
 from caramba.planning.trial import RandomWindows
-from caramba.runs.files import write_json
+from caramba.runs.files import write_json, write_whole
 from caramba.runtime import choose_attention, device_facts, families_of, plan, release_memory
 from caramba.train import PhaseData, fit
 
@@ -285,6 +286,9 @@ def main() -> int:
             "gpu": machine["name"],
         }
         result["parts"][name] = found | {"seconds": time.monotonic() - began} | about
+        if (image := draw_training(result)) is not None:
+            write_whole(words.out.with_suffix(".png"), image)
+            result["plot"] = words.out.with_suffix(".png").name
         write_json(words.out, result)
         torch.compiler.reset()  # whose graphs hold the sides
         release_memory()

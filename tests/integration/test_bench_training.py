@@ -33,6 +33,7 @@ def test_parts_are_measured_once_and_said(
     profile = json.loads((tmp_path / "training_profile.json").read_text())
     assert profile["classes"]["matrix products"]["ms"] > 0
     assert len(profile["gaps"]) == 5
+    assert out.with_suffix(".png").stat().st_size > 10_000
     page = "\n".join([*sections.training(first), *sections.step_profile(profile)])
     assert "| transformers, our attention backend |" in page
     assert "| `aten::mm [" in (tmp_path / "training_profile.md").read_text()
