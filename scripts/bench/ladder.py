@@ -97,7 +97,12 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
                 found += [{**row, "seconds": bench.seconds} for row in bench.rows]
                 if bench.error is not None:
                     found.append(
-                        {"row": bench.id, "what": bench.id, "skipped": bench.error, "seconds": bench.seconds}
+                        {
+                            "row": bench.id,
+                            "what": bench.id,
+                            "skipped": bench.error[:300],
+                            "seconds": bench.seconds,
+                        }
                     )
     return found
 
@@ -140,6 +145,7 @@ def main() -> int:
     words = [*SIZES[given.size], *COMMON, f"{CONFIG}.batch_size={given.batch}", *given.overrides]
     run, status = climb(words, work, given.seconds)
     rows = [] if run is None else rows_of(run)
+    is_whole = run is not None and (run / "result.json").is_file()
     if not rows:
         print(f"no row was finished in {time.monotonic() - began:.0f} s; exit status {status}")
         return 1
@@ -164,7 +170,7 @@ def main() -> int:
             "machine": device_facts(choose_device("auto")),
             "commit": head_commit(),
             "command": " ".join(["caramba launch", *words]),
-            "is_whole": status == 0,
+            "is_whole": is_whole,
             "musts": musts_of(rows),
             "rows": rows,
         },
@@ -174,7 +180,11 @@ def main() -> int:
     for must in musts_of(rows):
         verdict = "met" if must["is_met"] else "MISSED"
         print(f"{must['row']}: {must['what']} {must['got']:.4g} (must {must['limit']:.4g}): {verdict}")
-    print("whole" if status == 0 else f"exit status {status}; call this again to go on with it")
+    print(
+        f"whole, exit status {status}"
+        if is_whole
+        else f"exit status {status}; call this again to go on with it"
+    )
     return 0
 
 
