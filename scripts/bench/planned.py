@@ -1,7 +1,14 @@
 """What `auto` chooses beside batches set by hand: speed, memory, the time of planning, runs that fit. Writes JSON.
 
-Usage on a GPU: python scripts/bench/planned.py [--repeats 20] [--out docs/benchmarks/planned.json] [-- OVERRIDES]
-`--repeats 1 --steps 30 -- model=tiny train.block_size=32` shows on a CPU that the script works.
+Parts, each a launch or several of the real command: `plan` measures batch and checkpointing and trains; `replay` is the
+same command again, which plans in 0 s; `hand` fixes batches around the chosen one; `runs` takes a few steps of many
+more runs, none of which may run out of memory; `modes` leaves compilation and workers open too, and ends when it is
+planned. The JSON is written after every launch. Called again, it does what is missing: what was measured at another
+commit or on another machine is measured anew.
+
+Usage on a GPU: python scripts/bench/planned.py [--parts plan,replay,hand,runs,modes] [--seconds 580] [--runs 20]
+    [--work runs/bench_planned] [--out docs/benchmarks/planned.json] [-- OVERRIDES]
+`--runs 2 --out FILE -- model=tiny train.block_size=64 train.memory_utilization=0.02` shows on a CPU that it works.
 """
 
 from __future__ import annotations
@@ -9,106 +16,263 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import shutil
+import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from ladder import ended
+from training import head_commit
 
 from caramba.runs.events import read_events
 from caramba.runs.files import write_json
+from caramba.runtime import choose_device, device_facts
 
 WORDS = [
-    *("model=llama32_1b", "model.embedder.vocab_size=2048", "data.vocab_size=2048", "train.block_size=2048"),
+    *("model=llama32_1b", "model.topology.layers.0.repeat=4"),  # widths of 1B; a run of it saves 1 GB
+    *("model.embedder.vocab_size=2048", "data.vocab_size=2048", "train.block_size=2048"),
     *("train=pretrain", "benchmark=none", "verify=none", "resume=never", "logger.tensorboard=false"),
 ]
-AUTO = ["train.batch_size=auto", "train.activation_checkpointing=auto", "train.compile_model=auto"]
-SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.1)  # of the chosen batch: what a hand would try
+AUTO = ["train.batch_size=auto", "train.activation_checkpointing=auto"]
+MODES = ["train.compile_model=auto", "train.num_workers=auto", "train.steps=5000"]
+STEPS, FEW = (
+    24,
+    6,
+)  # the speed of a run is that of its 4th to 23rd step; memory is at its peak in the first few
+SHARES = (
+    0.125,
+    0.25,
+    0.5,
+    0.75,
+    0.9,
+    1.1,
+)  # of the chosen batch: what a hand would try, and one more than fits
+PARTS = ("plan", "replay", "hand", "runs", "modes")
+MUST_SPEED = 0.95
 
 
-def launch(words: list[str], folder: Path, cache: Path) -> dict[str, Any]:
-    """Run a launch in a folder of its own and return what it left behind."""
-    folder.mkdir()
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-m", "caramba", *words],
-        cwd=folder,
-        env={**os.environ, "CARAMBA_HOME": str(cache)},
-        capture_output=True,
-        text=True,
-    )
-    seconds = time.perf_counter() - began
-    (run,) = folder.glob("runs/*/*")
-    events = list(read_events(run))
-    plan = (
-        json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
-        if (run / "plan.json").is_file()
-        else {}
-    )
-    speed = next((event for event in events if event["event"] == "speed"), {})
-    return {
-        "status": done.returncode,
-        "seconds": seconds,
-        "said": done.stderr[-500:],
-        "planned_s": next((event["seconds"] for event in events if event["event"] == "planned"), 0.0),
-        "out_of_memory": sum(event["event"] == "out_of_memory" for event in events),
-        "tokens_per_s": speed.get("tokens_per_s"),
-        "peak_bytes": speed.get("peak_bytes"),
-        "plan": plan,
-    }
+class OutOfTimeError(Exception):
+    """The seconds of the call are over."""
+
+
+class Bench:
+    """The launches of one bench, in a folder that stays: the cached plan and an unfinished sweep are found again."""
+
+    def __init__(self, words: Any) -> None:
+        self.words, self.work = words, words.work.absolute()
+        self.deadline = time.monotonic() + words.seconds
+        compiled = f"train.compile_model={str(torch.cuda.is_available()).lower()}"
+        self.base = [*WORDS, compiled, *words.overrides]
+        self.machine = device_facts(choose_device("auto"))
+        about = {"commit": head_commit(), "gpu": self.machine["name"], "words": self.base}
+        known = json.loads(words.out.read_text()) if words.out.is_file() else {}
+        is_same = all(known.get(key) == value for key, value in about.items()) and not words.again
+        self.parts: dict[str, Any] = known["parts"] if is_same else {}
+        self.result: dict[str, Any] = {
+            "benchmark": "planned",
+            "made_by": "python scripts/bench/planned.py",
+            "machine": self.machine,
+            **about,
+            "command": " ".join(["caramba launch", *self.base, *AUTO]),
+            "parts": self.parts,
+        }
+        self.work.mkdir(parents=True, exist_ok=True)
+
+    def run(self, part: str) -> None:
+        """Measure what is missing of a part."""
+        getattr(self, f"_{part}")()
+
+    def _plan(self) -> None:
+        if "plan" not in self.parts:
+            found = self._launch([*AUTO, f"train.steps={STEPS}", "plan=refresh"])
+            self._keep("plan", found)
+
+    def _replay(self) -> None:
+        if "replay" not in self.parts and self._chosen():
+            found = self._launch([*AUTO, f"train.steps={STEPS}"])
+            found["is_same"] = found.pop("chosen") == self._chosen()
+            self._keep("replay", found)
+
+    def _hand(self) -> None:
+        chosen = self._chosen()
+        rows = self.parts.get("hand", {})
+        for size in sorted(
+            {max(1, round(share * chosen["batch_size"])) for share in SHARES} if chosen else ()
+        ):
+            if str(size) not in rows:
+                keys = {**chosen, "batch_size": size}
+                found = self._launch(
+                    [*(f"train.{key}={value}" for key, value in keys.items()), f"train.steps={STEPS}"]
+                )
+                rows[str(size)] = {
+                    key: found[key] for key in ("tokens_per_s", "out_of_memory", "status", "seconds")
+                }
+                self._keep("hand", rows, rows[str(size)] | {"batch_size": size})
+
+    def _runs(self) -> None:
+        """A sweep over seeds, in turn in one process; what it has finished before is not repeated."""
+        if self.parts.get("runs", {}).get("finished") == self.words.runs or not self._chosen():
+            return
+        folder = self.work / "runs"
+        folder.mkdir(exist_ok=True)
+        seeds = ",".join(str(seed) for seed in range(1, self.words.runs + 1))
+        began = time.monotonic()
+        # Of a sweep only points that are not finished run again, and `resume=never` is about whole runs.
+        status, said = self._call(["-m", f"seed={seeds}", *self.base, *AUTO, f"train.steps={FEW}"], folder)
+        runs = [path for path in folder.glob("runs/*/*") if (path / "events.jsonl").is_file()]
+        events = [event["event"] for path in runs for event in read_events(path)]
+        found = {
+            "status": status,
+            "said": said,
+            "seconds": time.monotonic() - began,
+            "finished": sum((path / "result.json").is_file() for path in runs),
+            "out_of_memory": events.count("out_of_memory"),
+            "planned": events.count("planned"),
+        }
+        self._keep("runs", found)
+
+    def _modes(self) -> None:
+        if "modes" not in self.parts:
+            self._keep("modes", self._launch([*AUTO, *MODES, "plan=refresh"], until="planned"))
+
+    def _chosen(self) -> dict[str, Any]:
+        return self.parts.get("plan", {}).get("chosen", {})
+
+    def _keep(self, part: str, found: dict[str, Any], said: dict[str, Any] | None = None) -> None:
+        self.parts[part] = found
+        self.result["musts"] = musts_of(self.parts)
+        write_json(self.words.out, self.result)
+        shown = {key: value for key, value in (said or found).items() if key not in ("plan", "said")}
+        print(f"{part}: {json.dumps(shown)}", flush=True)
+
+    def _launch(self, more: list[str], until: str | None = None) -> dict[str, Any]:
+        """Run one launch in an empty folder and return what it left behind, which is removed."""
+        folder = self.work / "one"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        began = time.monotonic()
+        status, said = self._call([*self.base, *more], folder, until)
+        (run,) = folder.glob("runs/*/*")
+        events = list(read_events(run))
+        decisions = self._decisions(run)
+        speed = next((event for event in events if event["event"] == "speed"), {})
+        planning = decisions.get("planning", {})
+        found = {
+            "status": status,
+            "said": said,
+            "seconds": time.monotonic() - began,
+            "planned_s": next((event["seconds"] for event in events if event["event"] == "planned"), 0.0),
+            "allowed_s": (planning.get("measured") or {}).get("allowed_seconds"),
+            "planning": planning.get("reason"),
+            "out_of_memory": sum(event["event"] == "out_of_memory" for event in events),
+            "tokens_per_s": speed.get("tokens_per_s"),
+            "peak_bytes": speed.get("peak_bytes"),
+            "chosen": {
+                key: decisions[key]["value"]
+                for key in ("batch_size", "activation_checkpointing", "compile_model")
+                if key in decisions
+            },
+            "plan": {key: decisions[key] for key in ("batch_size", "compile_model") if key in decisions},
+        }
+        shutil.rmtree(folder)
+        return found
+
+    def _decisions(self, run: Path) -> dict[str, Any]:
+        """Return what the run's plan decided; of one that was stopped before its first step, what the cache keeps."""
+        cached = sorted(self.work.glob("cache/runtime_plans/*.json"), key=lambda path: path.stat().st_mtime)
+        found = next((path for path in (run / "plan.json", *cached[-1:]) if path.is_file()), None)
+        return {} if found is None else json.loads(found.read_text())["pretrain"]["decisions"]
+
+    def _call(self, words: list[str], folder: Path, until: str | None = None) -> tuple[int, str]:
+        """Run caramba; it is asked to stop when it has said the event `until`, and when the time is up.
+
+        Raises:
+            OutOfTimeError: it was stopped for the time.
+        """
+        if time.monotonic() > self.deadline:
+            raise OutOfTimeError
+        environment = {**os.environ, "CARAMBA_HOME": str(self.work / "cache")}
+        log = self.work / "said.txt"
+        with log.open("w") as errors:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "caramba", *words],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+            )
+            is_late = False
+            while child.poll() is None:
+                time.sleep(0.2)
+                is_late = time.monotonic() > self.deadline
+                if is_late or (until is not None and _has_said(folder, until)):
+                    ended(child)
+        if is_late:
+            raise OutOfTimeError
+        return child.returncode, log.read_text(errors="replace")[-500:]
+
+
+def _has_said(folder: Path, kind: str) -> bool:
+    return any(event["event"] == kind for run in folder.glob("runs/*/*") for event in read_events(run))
+
+
+def musts_of(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what is asked of planning, what it was held against, and whether that is met."""
+    found: list[dict[str, Any]] = []
+
+    def add(what: str, got: Any, limit: Any, is_met: bool) -> None:
+        found.append({"what": what, "got": got, "limit": limit, "is_met": is_met})
+
+    for part in ("plan", "modes"):
+        if part in parts and parts[part]["allowed_s"] is not None:
+            got, limit = parts[part]["planned_s"], parts[part]["allowed_s"]
+            add(f"{part}: seconds of planning", got, limit, got <= limit)
+    if "replay" in parts:
+        got = parts["replay"]["planned_s"]
+        add("second run: seconds of planning", got, 0.0, got == 0.0 and parts["replay"]["is_same"])
+    rates = [row["tokens_per_s"] or 0.0 for row in parts.get("hand", {}).values() if not row["out_of_memory"]]
+    own = [parts[part]["tokens_per_s"] for part in ("plan", "replay") if part in parts]
+    if rates and any(rates) and own and None not in own:
+        ratio = statistics.mean(own) / max(rates)
+        add(f"batch: auto over the best of {len(rates)} by hand", ratio, MUST_SPEED, ratio >= MUST_SPEED)
+    if "runs" in parts:
+        run = parts["runs"]
+        is_met = run["out_of_memory"] == 0 and run["status"] == 0
+        add(f"out of memory in {run['finished']} runs", run["out_of_memory"], 0, is_met)
+    return found
 
 
 def main() -> int:
-    """Plan, repeat, compare."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=40)
+    """Do what is missing of the parts that were asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument(
+        "--seconds", type=float, default=580.0, help="after which what runs is stopped, to be done again"
+    )
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--again", action="store_true", help="measure what is in the file already, too")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench_planned"))
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/planned.json"))
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
-    words = [*WORDS, f"train.steps={given.steps}", *given.overrides]
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        cache = root / "cache"
-        first = launch([*words, *AUTO], root / "first", cache)
-        print(f"planned in {first['planned_s']:.1f} s: {first['tokens_per_s']} tokens/s {first['said']}")
-        again = [launch([*words, *AUTO], root / f"again{index}", cache) for index in range(given.repeats)]
-        chosen = {
-            key: first["plan"][key]["value"]
-            for key in ("batch_size", "activation_checkpointing", "compile_model")
-        }
-        by_hand = []
-        for size in sorted({max(1, round(share * chosen["batch_size"])) for share in SHARES}):
-            fixed = [f"train.{key}={value}" for key, value in (chosen | {"batch_size": size}).items()]
-            row = launch([*words, *fixed], root / f"hand{size}", cache)
-            by_hand.append(
-                {"batch_size": size} | {key: row[key] for key in ("tokens_per_s", "out_of_memory")}
-            )
-            print(f"by hand: {by_hand[-1]}")
-    best = max(row["tokens_per_s"] or 0.0 for row in by_hand if not row["out_of_memory"])
-    write_json(
-        given.out,
-        {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-            "torch": torch.__version__,
-            "commit": subprocess.run(
-                ["git", "rev-parse", "HEAD"], capture_output=True, text=True
-            ).stdout.strip(),
-            "command": " ".join(["caramba launch", *words, *AUTO]),
-            "chosen": chosen,
-            "plan": first["plan"],
-            "planning_s": first["planned_s"],
-            "planning_again_s": [run["planned_s"] for run in again],
-            "tokens_per_s": [run["tokens_per_s"] for run in (first, *again)],
-            "out_of_memory": sum(run["out_of_memory"] + (run["status"] != 0) for run in again),
-            "by_hand": by_hand,
-            "over_best_by_hand": (first["tokens_per_s"] or 0.0) / best if best else None,
-        },
-    )
+    unknown = set(given.parts.split(",")) - set(PARTS)
+    if unknown:
+        parser.error(f"--parts: got {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+    bench = Bench(given)
+    for part in given.parts.split(","):
+        try:
+            bench.run(part)
+        except OutOfTimeError:
+            print(f"{part}: the time is up; call this again", flush=True)
+            break
+    for must in bench.result.get("musts", []):
+        print(
+            f"{must['what']}: {must['got']} (must {must['limit']}): {'met' if must['is_met'] else 'MISSED'}"
+        )
     return 0
 
 

@@ -194,6 +194,9 @@ SECTIONS = {
     "scaling": sections_scaling.scaling,
     "tensor_parallel_step": sections_scaling.tensor_parallel_step,
     "training": sections_training.training,
+    "step_profile": sections_training.step_profile,
+    "ladder": sections_training.ladder,
+    "planned": sections_training.planned,
     "upcycle_proxy": sections_study.upcycle_proxy,
 }
 

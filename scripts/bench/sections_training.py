@@ -14,11 +14,19 @@ TITLES = {
 def training(data: dict[str, Any]) -> list[str]:
     """Speed, MFU and memory of every side at every shape, and what one long sequence takes."""
     lines = [f"## Training steps of {data['model']} through the Trainer, beside bare loops, in turns"]
+    lines += _plot(data, "Tokens/s of every side")
     for name, part in data["parts"].items():
         if "skipped" in part:
             lines += ["", f"{name}: {part['skipped']}"]
         elif "rows" in part:
             lines += ["", *_beside(part)]
+        elif "lines" in part:
+            lines += [
+                "",
+                f"Kernels of {name.removeprefix('profile ')}, all of them in {part['file']}:",
+                "",
+                *part["lines"],
+            ]
         else:
             lines += ["", *_long(part)]
     return lines
@@ -41,7 +49,23 @@ def _beside(part: dict[str, Any]) -> list[str]:
             f"| {name} | {row['tokens_per_s']:,.0f} ({row['p20']:,.0f} to {row['p80']:,.0f}) | {mfu} | "
             f"{row['step_ms']:.1f} | {peak} | {ratio} |"
         )
-    return lines
+    order = part.get("transformers_attention")
+    if order and "transformers" in part["rows"]:
+        lines += [
+            "",
+            f"As transformers comes, torch tries {', '.join(order).lower()}, with the mask that it makes.",
+        ]
+    return lines + _verdicts(part.get("musts", []))
+
+
+def _verdicts(musts: list[dict[str, Any]]) -> list[str]:
+    """Say of every figure that is asked for whether it was reached; nothing where none are on record."""
+    said = [
+        f"{must['got']:.3f} over {must['over']} (must {must['limit']:g}): "
+        f"{'met' if must['got'] >= must['limit'] else '**missed**'}"
+        for must in musts
+    ]
+    return ["", f"{'; '.join(said)}."] if said else []
 
 
 def _long(part: dict[str, Any]) -> list[str]:
@@ -54,3 +78,82 @@ def _long(part: dict[str, Any]) -> list[str]:
     return [
         f"Peak memory of 1 x {part['tokens']:,}, full checkpointing, head and loss in chunks: {peaks}{spare}."
     ]
+
+
+def step_profile(data: dict[str, Any]) -> list[str]:
+    """The largest gaps of a step to its roofs, and where the device ran nothing."""
+    lines = [
+        f"## Where a training step of {data.get('model', 'a model')} takes longer than at the roofs",
+        "",
+        "| gap | class | ms a step | at the roof, ms | gap, ms |",
+        "|---|---|---|---|---|",
+        *(
+            f"| `{gap['what'][:90]}` | {gap['class']} | {gap['ms']:.2f} | {gap['roof_ms']:.2f} | {gap['gap_ms']:.2f} |"
+            for gap in data["gaps"]
+        ),
+        "",
+        f"Busy {data['busy_ms']:.2f} ms a step, idle {data['idle_ms']:.2f}; all calls at the roofs"
+        f" ({data['roof_tflops']:.0f} TFLOP/s, {data['roof_tb_s']:.2f} TB/s) {data['roof_ms']:.2f} ms.",
+    ]
+    between = [f"{place['between']} {place['ms']:.2f} ms" for place in data["idle_between"][:3]]
+    return lines + (["", f"Idle between: {'; '.join(between)}."] if between else [])
+
+
+def ladder(data: dict[str, Any]) -> list[str]:
+    """Rows of the training ladder, each with the means of those before it."""
+    whole = "" if data["is_whole"] else " (not whole: the run was stopped)"
+    lines = [
+        f"## The training ladder{whole}",
+        "",
+        f"`{data['command']}`",
+        *_plot(data, "Speed and memory row by row"),
+        "",
+        "| row | batch | tokens/s | speed-up | MFU | peak, GB | of row 0 | loss change | largest | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        if row["skipped"] is not None:
+            lines.append(f"| {row['what']} | {row['skipped']} | | | | | | | | |")
+            continue
+        times = f" x {row['accumulation']}" if row["accumulation"] > 1 else ""
+        mfu = f"{row['mfu']:.1%}" if row.get("mfu") else ""
+        delta = "" if row.get("val_loss_delta") is None else f"{row['val_loss_delta']:+.4f}"
+        most = f"{row['largest_tok_s']:,.0f}" if row.get("largest_tok_s") else ""
+        lines.append(
+            f"| {row['what']} | {row['batch_size']}{times} | {row['tok_s']:,.0f} | {row['speed_up']:.2f}x | {mfu} | "
+            f"{row['peak_bytes'] / 1e9:.1f} | {row['memory_ratio']:.2f} | {delta} | {row.get('largest_batch', '')} | "
+            f"{most} |"
+        )
+    return lines + _held(data["musts"])
+
+
+def planned(data: dict[str, Any]) -> list[str]:
+    """What auto chose, batches set by hand, and what planning is held against."""
+    chosen = data["parts"].get("plan", {})
+    lines = ["## Planning: `batch: auto` beside batches set by hand", "", f"`{data['command']}`", ""]
+    if chosen:
+        words = ", ".join(f"{key} {value}" for key, value in chosen["chosen"].items())
+        lines += [
+            f"Chosen in {chosen['planned_s']:.0f} s ({chosen['planning']}): {words}; {chosen['tokens_per_s'] or 0:,.0f}"
+            " tokens/s.",
+            "",
+        ]
+    lines += ["| batch by hand | tokens/s | out of memory |", "|---|---|---|"]
+    lines += [
+        f"| {size} | {row['tokens_per_s'] or 0:,.0f} | {row['out_of_memory']} |"
+        for size, row in data["parts"].get("hand", {}).items()
+    ]
+    return lines + _held(data.get("musts", []))
+
+
+def _plot(data: dict[str, Any], words: str) -> list[str]:
+    return ["", f"![{words}](benchmarks/{data['plot']})"] if data.get("plot") else []
+
+
+def _held(musts: list[dict[str, Any]]) -> list[str]:
+    said = [
+        f"{must.get('row', '')} {must['what']} {must['got']:.4g} (must {must['limit']:.4g}): "
+        f"{'met' if must['is_met'] else '**missed**'}".strip()
+        for must in musts
+    ]
+    return ["", f"{'; '.join(said)}."] if said else []

@@ -1,21 +1,25 @@
-"""Training steps through caramba's module and Trainer beside three bare loops, in turns in one process. Writes JSON.
+"""Training steps through caramba's module and Trainer beside bare loops and transformers, in turns in one process.
 
 Parts: `bf16` weights and states in bfloat16, `masters` with float32 masters, `fp8` products in float8 beside our own
-bfloat16, each at every shape; `long` is the peak memory of one sequence under full checkpointing. Peers take their
-turns within a callback of our Trainer, which stands still meanwhile: LlamaForCausalLM compiled, a bare loop with joined
-products, and our own compiled model without Lightning, callbacks and monitors (the overhead is the ratio to that one).
-Peers read the same batch again and again from the device; our side reads its own data. Nobody clips unless --clip.
+bfloat16, each at every shape; `long` is the peak memory of one sequence under full checkpointing; `profile` the kernels
+of our step at the first shape beside their roofs (step_profile.py). Peers take their turns within a callback of our
+Trainer, which stands still meanwhile: LlamaForCausalLM compiled, as it comes and with the attention backend that
+caramba picks; a bare loop with joined products; and our own compiled model without Lightning, callbacks and monitors
+(the overhead is the ratio to that one). Peers read the same batch again and again from the device; our side reads its
+own data. Nobody clips unless --clip.
 
-Usage on a GPU: python scripts/bench/training.py [--parts bf16,masters,fp8,long] [--shapes 8x2048,2x8192]
-    [--seconds 580] [--profile FILE] [--out docs/benchmarks/training.json]
-`--size tiny --steps 2 --turns 2` shows on a CPU that the script works. Parts of another call stay in the file.
+Usage on a GPU: python scripts/bench/training.py [--parts bf16,masters,fp8,long,profile] [--shapes 8x2048,2x8192]
+    [--seconds 580] [--again] [--out docs/benchmarks/training.json]
+The JSON is written after every part. Called again, it measures what is missing: parts of another commit or machine, or
+that failed, are measured anew, and all with --again.
+`--size tiny --steps 2 --turns 2 --out FILE` shows on a CPU that the script works.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import statistics
 import subprocess
 import tempfile
 import time
@@ -24,121 +28,59 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import step_profile
 import torch
-from training_sides import Side, bare_side, ours_bare, transformers_side
+from training_plot import draw_training
+from training_sides import (
+    Side,
+    as_it_comes,
+    bare_side,
+    ours_bare,
+    torchs_own_backends,
+    transformers_side,
+    without_masks,
+)
+from training_turns import Traced, Turns, ratios_of, rows_of
 
 from caramba import kernels
 from caramba.config.surgery import attention_configs
 from caramba.config.train import PhaseConfig
 from caramba.cost import estimate_phase, model_cost
 from caramba.distill import LanguageModelObjective
-from caramba.errors import CarambaError, OutOfMemory
+from caramba.errors import CarambaError
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
 from caramba.model import build_stand_in
 from caramba.monitor import device_peak
-from caramba.monitor.profile import as_text, op_times
 from caramba.planning.trial import RandomWindows
 from caramba.runs.files import write_json, write_whole
-from caramba.runtime import choose_attention, device_facts, families_of, plan, release_memory, synchronize
+from caramba.runtime import choose_attention, device_facts, families_of, plan, release_memory
 from caramba.train import PhaseData, fit
 
 SIZES = {"1b": "llama32_1b", "tiny": "tiny"}
 SHAPES = {"1b": "8x2048,2x8192", "tiny": "1x16,1x32"}
-LONG = {"1b": 65536, "tiny": 64}
-PART_S = 75.0  # what a part takes at least, compilation included: later ones are not begun with less left
-WARM_UP = 5
+LONG = {"1b": "65536", "tiny": "64"}
+PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 75.0, "long": 40.0, "profile": 60.0}
+"""What a part takes at least, compilation included: it is not begun with less left."""
 KEYS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "masters": {"master_weights": True},
     "fp8": {"float8": "rowwise"},
 }
-BEST = ("transformers", "bare loop", "our model bare")
-
-
-class Turns(pl.Callback):
-    """Times blocks of our steps, and between two of them a block of every other side. Ends training after `turns`."""
-
-    def __init__(self, sides: dict[str, Side], words: Any, device: torch.device, deadline: float) -> None:
-        self.sides, self.device, self.deadline = sides, device, deadline
-        self.steps, self.turns, self.profile = words.steps, words.turns, words.profile
-        self.seconds: dict[str, list[float]] = {name: [] for name in ("caramba", *sides)}
-        self.peaks: dict[str, int] = {}
-        self.is_warm, self.taken, self.clock = False, 0, 0.0
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.taken += 1
-        if self.taken < (self.steps if self.is_warm else WARM_UP):
-            return
-        synchronize(self.device)
-        if self.is_warm:
-            self.seconds["caramba"].append((time.perf_counter() - self.clock) / self.taken)
-            self._note_peak("caramba", self._held_by_others())
-        self._run_others(trainer)
-        done = len(self.seconds["caramba"])
-        if done >= self.turns or (done >= 2 and time.monotonic() > self.deadline):
-            trainer.should_stop = True
-        self.taken = 0
-        self._reset_peak()
-        synchronize(self.device)
-        self.clock = time.perf_counter()
-
-    def _run_others(self, trainer: pl.Trainer) -> None:
-        for parameter in trainer.lightning_module.parameters():
-            assert parameter.grad is None  # what a peer's peak would hold
-        with torch.enable_grad():
-            for name, side in self.sides.items():
-                for _ in range(0 if self.is_warm else WARM_UP):
-                    side.step()
-                if not self.is_warm:
-                    continue
-                self._reset_peak()
-                synchronize(self.device)
-                before, began = self._allocated(), time.perf_counter()
-                for _ in range(self.steps):
-                    side.step()
-                synchronize(self.device)
-                self.seconds[name].append((time.perf_counter() - began) / self.steps)
-                self._note_peak(name, before - side.held_bytes())
-        self.is_warm = True
-
-    def _held_by_others(self) -> int:
-        return sum(side.held_bytes() for side in self.sides.values())
-
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
-
-    def _reset_peak(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-    def _note_peak(self, name: str, others: int) -> None:
-        if self.device.type == "cuda":
-            self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated() - others)
-
-
-class Profiled(pl.Callback):
-    """Profiles the kernels of three steps of ours and writes their table."""
-
-    def __init__(self, path: Path, device: torch.device, name: str) -> None:
-        kind = "CUDA" if device.type == "cuda" else "CPU"
-        self.profiler = torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, kind)])
-        self.path, self.device, self.name, self.step = path, device, name, 0
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.step += 1
-        if self.step == WARM_UP:
-            synchronize(self.device)
-            self.profiler.start()
-        if self.step == WARM_UP + 3:
-            synchronize(self.device)
-            self.profiler.stop()
-            by_device = self.device.type == "cuda"
-            rows = op_times(self.profiler.key_averages(), by_device=by_device)
-            write_whole(self.path, as_text(rows[:60], self.name, 3, by_device=by_device))
-            trainer.should_stop = True
+THEIRS, THEIRS_OUR_WAY, BARE, OURS_BARE = (
+    "transformers",
+    "transformers, our attention backend",
+    "bare loop",
+    "our model bare",
+)
+SIDES = {
+    "bf16": (THEIRS, THEIRS_OUR_WAY, BARE, OURS_BARE),
+    "masters": (BARE, OURS_BARE),  # whose target is a bare loop with masters
+    "fp8": (OURS_BARE,),
+}
+MUST = {BARE: 0.98, OURS_BARE: 0.98}
+MUST_THEIRS = {2048: 1.15, 8192: 1.5}
+MUST_FP8, MUST_SPARE = 1.15, 0.3
 
 
 class Bench:
@@ -154,6 +96,7 @@ class Bench:
         self.spec = self.manifest.model
         self.compiled = self.device.type == "cuda" or words.compile
         self.choice = choose_attention(self.device, families_of(attention_configs(self.spec.topology)))
+        self.torchs_own = torchs_own_backends(self.device)
 
     def phase(self, batch: int, length: int, **keys: Any) -> PhaseConfig:
         """A phase with weights in bfloat16 that no bench comes to the end of."""
@@ -187,150 +130,208 @@ class Bench:
         drawn = torch.randint(self.spec.embedder.vocab_size, (batch, length + 1), device=self.device)
         x, y = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         options: dict[str, Any] = {"has_masters": part == "masters", "clip": self.words.clip}
+        own = as_it_comes(self.torchs_own)
         made: dict[str, Callable[[], Side]] = {
-            "transformers": lambda: transformers_side(self.spec, x, self.compiled, **options),
-            "bare loop": lambda: bare_side(self.spec, x, y, self.compiled, **options),
-            "our model bare": lambda: ours_bare(self.spec, x, y, self.compiled, **options),
+            THEIRS: lambda: transformers_side(self.spec, x, self.compiled, surroundings=own, **options),
+            THEIRS_OUR_WAY: lambda: transformers_side(
+                self.spec, x, self.compiled, surroundings=without_masks, **options
+            ),
+            BARE: lambda: bare_side(self.spec, x, y, self.compiled, **options),
+            OURS_BARE: lambda: ours_bare(self.spec, x, y, self.compiled, **options),
         }
-        names = ["our model bare"] if part == "fp8" else self.words.sides.split(",")
-        if (
-            part == "masters"
-        ):  # whose target is a bare loop with masters; four sides with masters fill the device
-            names = [name for name in names if name != "transformers"]
-        return {name: made[name]() for name in names if name}
+        return {name: made[name]() for name in SIDES[part]}
 
     def beside(self, part: str, batch: int, length: int, deadline: float) -> dict[str, Any]:
         """Measure our step and its peers at one shape."""
-        torch.compiler.reset()
-        turns = Turns(self.sides(part, batch, length), self.words, self.device, deadline)
+        turns = Turns(
+            self.sides(part, batch, length),
+            self.device,
+            steps=self.words.steps,
+            turns=self.words.turns,
+            deadline=deadline,
+            tokens=batch * length,
+        )
         with attention_backends(self.device, self.choice):
             self.train(self.phase(batch, length, **KEYS[part]), turns)
-        params = model_cost(self.spec).params
-        layers = len(attention_configs(self.spec.topology))
-        flops = 6 * params + 6 * layers * self.spec.embedder.d_model * length
         peak = device_peak(self.device, "bfloat16", None)
-        rows = {}
-        for name, seconds in turns.seconds.items():
-            rates = sorted(batch * length / value for value in seconds)
-            rate = statistics.median(rates)
-            rows[name] = {
-                "tokens_per_s": rate,
-                "p20": rates[len(rates) // 5],
-                "p80": rates[-1 - len(rates) // 5],
-                "all": rates,
-                "step_ms": 1e3 * statistics.median(seconds),
-                "mfu": peak and rate * flops / peak,
-                "peak_bytes": turns.peaks.get(name),
-            }
-        ratios = {
-            name: statistics.median(b / a for a, b in zip(turns.seconds["caramba"], theirs, strict=False))
-            for name, theirs in turns.seconds.items()
-            if name != "caramba"
-        }
+        ratios = ratios_of(turns)
         return {
             "part": part,
             "batch": batch,
             "tokens": length,
             "steps_a_turn": self.words.steps,
-            "rows": rows,
+            "rows": rows_of(turns, self.flops_per_token(length), peak),
             "ratios": ratios,
+            "musts": musts_of(part, length, ratios),
+            "transformers_attention": [backend.name for backend in self.torchs_own],
         }
+
+    def flops_per_token(self, length: int) -> float:
+        """6 N + 6 L M S: causal attention counted once."""
+        layers = len(attention_configs(self.spec.topology))
+        return 6 * model_cost(self.spec).params + 6 * layers * self.spec.embedder.d_model * length
 
     def long(self, length: int) -> dict[str, Any]:
         """Peak memory of a step on one long sequence, with all of a block computed again in backward."""
-        torch.compiler.reset()
-        stop = Turns({}, argparse.Namespace(steps=2, turns=1, profile=None), self.device, 0.0)
+        stop = Turns({}, self.device, steps=2, turns=1, deadline=0.0, tokens=length)
         with attention_backends(self.device, self.choice):
             outcome = self.train(self.phase(1, length, activation_checkpointing="full"), stop)
         found = {key: value for key, value in outcome.measured.items() if key.startswith("peak_")}
         total = torch.cuda.get_device_properties(0).total_memory if self.device.type == "cuda" else None
         reserved = found.get("peak_reserved_bytes")
         spare = 1 - reserved / total if total and reserved else None
+        must = {"over": "memory that is spare", "limit": MUST_SPARE, "got": spare}
         return {
             "part": "long",
             "batch": 1,
             "tokens": length,
             "spare": spare,
             "step_s": stop.seconds["caramba"],
+            "musts": [must] if spare is not None and length <= 65536 else [],
             **found,
         }
+
+    def profile(self, batch: int, length: int) -> dict[str, Any]:
+        """Trace steps of ours and hold their kernels against the roofs; the report lies beside the JSON."""
+        trace = self.words.trace or Path(tempfile.gettempdir()) / f"training_{batch}x{length}.trace.json.gz"
+        with attention_backends(self.device, self.choice):
+            self.train(self.phase(batch, length), traced := Traced(trace, self.device))
+        found = step_profile.report(
+            trace,
+            Traced.STEPS,
+            traced.step_ms,
+            step_profile.roofs_of(self.device, model_cost(self.spec).params),
+            self.words.out.with_name(f"{self.words.out.stem}_profile.json"),
+            {
+                "made_by": "python scripts/bench/training.py --parts profile",
+                "machine": device_facts(self.device),
+                "model": SIZES[self.words.size],
+                "batch": batch,
+                "tokens": length,
+                "commit": head_commit(),
+            },
+        )
+        return {"part": "profile", "batch": batch, "tokens": length, **found}
+
+
+def musts_of(part: str, length: int, ratios: dict[str, float]) -> list[dict[str, Any]]:
+    """Return what the ratios of a part are held against."""
+    limits = {OURS_BARE: MUST_FP8} if part == "fp8" else MUST | {THEIRS: MUST_THEIRS.get(length)}
+    return [
+        {"over": name, "limit": limit, "got": ratios[name]}
+        for name, limit in limits.items()
+        if limit is not None and name in ratios
+    ]
+
+
+def head_commit() -> str:
+    """Return the commit that is checked out."""
+    return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+
+def is_measured(
+    known: dict[str, Any] | None, commit: str, machine: dict[str, Any], clip: float | None
+) -> bool:
+    """Whether a part has figures of this commit, machine and clipping."""
+    if known is None or "skipped" in known:
+        return False
+    return (known.get("commit"), known.get("gpu"), known.get("clip")) == (commit, machine["name"], clip)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="1b", choices=tuple(SIZES))
-    parser.add_argument("--parts", default="bf16,masters,fp8,long")
+    parser.add_argument("--parts", default="bf16,masters,fp8,long,profile")
     parser.add_argument("--shapes", help="BATCHxTOKENS, several with commas")
-    parser.add_argument("--sides", default=",".join(BEST), help="peers of bf16 and masters")
     parser.add_argument("--steps", type=int, default=10, help="of a side's turn")
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--clip", type=float, help="clip all sides by this norm")
-    parser.add_argument("--long-tokens", type=int)
+    parser.add_argument("--long-tokens", help="lengths of `long`, several with commas")
     parser.add_argument("--seconds", type=float, default=580.0, help="after which no further part is begun")
-    parser.add_argument("--profile", type=Path, help="write the kernels of our step at the first shape here")
+    parser.add_argument("--again", action="store_true", help="measure what is in the file already, too")
+    parser.add_argument("--trace", type=Path, help="where `profile` keeps its trace, .json or .json.gz")
     parser.add_argument("--compile", action="store_true", help="compile on a CPU too")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/training.json"))
     words = parser.parse_args()
     deadline = time.monotonic() + words.seconds
-    bench = Bench(words)
-    shapes = [tuple(map(int, text.split("x"))) for text in (words.shapes or SHAPES[words.size]).split(",")]
+    bench, commit = Bench(words), head_commit()
+    machine = device_facts(bench.device)
     result: dict[str, Any] = json.loads(words.out.read_text()) if words.out.is_file() else {"parts": {}}
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     result |= {
         "benchmark": "training",
         "made_by": "python scripts/bench/training.py",
-        "machine": device_facts(bench.device),
+        "machine": machine,
         "model": SIZES[words.size],
         "commit": commit,
     }
-    todo: list[tuple[str, Callable[[], dict[str, Any]]]] = []
-    for part in words.parts.split(","):
-        for batch, length in [] if part == "long" else shapes[:1] if part == "fp8" else shapes:
-            todo.append(
-                (f"{part} {batch}x{length}", lambda a=(part, batch, length): bench.beside(*a, deadline))
-            )
-        if part == "long":
-            length = words.long_tokens or LONG[words.size]
-            todo.append((f"long 1x{length}", lambda length=length: bench.long(length)))
-    if words.profile is not None:
-        batch, length = shapes[0]
-        profiled = Profiled(words.profile, bench.device, f"training step of {batch} x {length}")
-
-        def profile() -> dict[str, Any]:
-            torch.compiler.reset()
-            with attention_backends(bench.device, bench.choice):
-                bench.train(bench.phase(batch, length), profiled)
-            return {"part": "profile", "file": str(words.profile)}
-
-        todo.insert(0, ("profile", profile))
-    for name, run in todo:
-        left = deadline - time.monotonic()
-        if left < (PART_S if words.size != "tiny" else 0.0):
-            print(f"{name}: not begun, {left:.0f} s are left", flush=True)
+    failed = 0
+    for name, part, run in todo_of(bench, words, deadline):
+        left, needed = deadline - time.monotonic(), 0.0 if words.size == "tiny" else PART_S[part]
+        if not words.again and is_measured(result["parts"].get(name), commit, machine, words.clip):
+            print(f"{name}: measured already", flush=True)
             continue
+        if left < needed:
+            print(f"{name}: not begun, {left:.0f} s are left and it takes {needed:.0f}", flush=True)
+            continue
+        print(f"{name}: begun with {left:.0f} s left", flush=True)
         began = time.monotonic()
         try:
             found: dict[str, Any] = run()
-        except (OutOfMemory, CarambaError) as error:
-            found = {"skipped": str(error)}
-        found["seconds"] = time.monotonic() - began
-        if name != "profile":
-            result["parts"][name] = found | {"attention": bench.choice.order, "clip": words.clip}
-            write_json(words.out, result)
+        except (CarambaError, RuntimeError) as error:  # memory, a peer, a compiler: the other parts go on
+            found, failed = {"skipped": f"{type(error).__name__}: {error}"[:500]}, failed + 1
+        about = {
+            "attention": bench.choice.order,
+            "clip": words.clip,
+            "commit": commit,
+            "gpu": machine["name"],
+        }
+        result["parts"][name] = found | {"seconds": time.monotonic() - began} | about
+        if (image := draw_training(result)) is not None:
+            write_whole(words.out.with_suffix(".png"), image)
+            result["plot"] = words.out.with_suffix(".png").name
+        write_json(words.out, result)
+        torch.compiler.reset()  # whose graphs hold the sides
         release_memory()
-        print(f"{name} ({found['seconds']:.0f} s): {said(found)}", flush=True)
-    return 0
+        print(f"{name} ({result['parts'][name]['seconds']:.0f} s): {said(found)}", flush=True)
+    return 1 if failed else 0
+
+
+def todo_of(bench: Bench, words: Any, deadline: float) -> list[tuple[str, str, Callable[[], dict[str, Any]]]]:
+    """Return the name, part and measurement of everything that was asked for, in order."""
+    shapes = [tuple(map(int, text.split("x"))) for text in (words.shapes or SHAPES[words.size]).split(",")]
+    todo: list[tuple[str, str, Callable[[], dict[str, Any]]]] = []
+    for part in words.parts.split(","):
+        if part == "long":
+            lengths = map(int, (words.long_tokens or LONG[words.size]).split(","))
+            todo += [
+                (f"long 1x{length}", part, lambda length=length: bench.long(length)) for length in lengths
+            ]
+        elif part == "profile":
+            batch, length = shapes[0]
+            todo.append((f"profile {batch}x{length}", part, functools.partial(bench.profile, batch, length)))
+        elif part in KEYS:
+            for batch, length in shapes[:1] if part == "fp8" else shapes:
+                run = functools.partial(bench.beside, part, batch, length, deadline)
+                todo.append((f"{part} {batch}x{length}", part, run))
+        else:
+            raise SystemExit(f"--parts: got {part!r}, expected some of {', '.join(PART_S)}")
+    return todo
 
 
 def said(found: dict[str, Any]) -> str:
+    if "lines" in found:
+        return "\n  " + "\n  ".join(found["lines"])
     if "rows" not in found:
-        return ", ".join(f"{key} {value}" for key, value in found.items() if key != "seconds")
+        return ", ".join(f"{key} {value}" for key, value in found.items() if key != "musts")
     lines = []
     for name, row in found["rows"].items():
         mfu = "" if row["mfu"] is None else f", {row['mfu']:.1%} MFU"
         peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
         ratio = f", ours is {found['ratios'][name]:.3f}x" if name in found["ratios"] else ""
         lines.append(f"\n  {name}: {row['tokens_per_s']:,.0f} tokens/s{mfu}{peak}{ratio}")
+    for must in found["musts"]:
+        verdict = "met" if must["got"] >= must["limit"] else "MISSED"
+        lines.append(f"\n  {must['got']:.3f}x {must['over']}, must {must['limit']}x: {verdict}")
     return "".join(lines)
 
 

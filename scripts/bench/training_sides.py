@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import attention
 from torch.nn import functional as F
 
 from caramba.config.model import ModelSpec
@@ -107,12 +110,22 @@ Loss = Callable[[], Tensor]
 
 
 class Side:
-    """A bare training loop: forward, backward, clipping where asked for, the optimiser, gradients set to None."""
+    """A bare training loop: forward, backward, clipping where asked for, the optimiser, gradients set to None.
+
+    Every step of it is taken within `surroundings()`.
+    """
 
     def __init__(
-        self, net: nn.Module, backward: Callable[[], None], *, has_masters: bool, clip: float | None
+        self,
+        net: nn.Module,
+        backward: Callable[[], None],
+        *,
+        has_masters: bool,
+        clip: float | None,
+        surroundings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.net, self.run_backward, self.clip = net, backward, clip
+        self.surroundings = surroundings
         weights = list(net.parameters())
         self.weights = weights
         self.optimizer: Any = (
@@ -136,12 +149,45 @@ class Side:
         return sum(x.numel() * x.element_size() for x in tensors)
 
 
+def torchs_own_backends(device: torch.device) -> list[attention.SDPBackend]:
+    """Return the backends of scaled_dot_product_attention in the order in which torch tries them by itself.
+
+    Call it before anything sets an order. Torch settles its own at the first call on a device.
+    """
+    x = torch.zeros(1, 1, 8, 64, device=device, dtype=torch.bfloat16)
+    F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    return attention._cur_sdpa_kernel_backends(with_priority=True)
+
+
+def as_it_comes(
+    own: list[attention.SDPBackend],
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Surroundings in which torch picks the backend as it does in a process of its own."""
+    return lambda: attention.sdpa_kernel(own, set_priority=True)
+
+
+@contextlib.contextmanager
+def without_masks() -> Iterator[None]:
+    """Let transformers make no causal mask, so that SDPA may take the backend that leads here: see beside_transformers.
+
+    Taken back at the end, since the same process measures transformers as it comes.
+    """
+    from beside_transformers import rely_on_is_causal
+    from transformers.models.llama import modeling_llama
+
+    module: Any = modeling_llama
+    before = module.create_causal_mask
+    rely_on_is_causal()
+    try:
+        yield
+    finally:
+        module.create_causal_mask = before
+
+
 def transformers_side(spec: ModelSpec, x: Tensor, compiled: bool, **options: Any) -> Side:
     """LlamaForCausalLM with its own loss, compiled whole."""
     import transformers
-    from beside_transformers import rely_on_is_causal
 
-    rely_on_is_causal()
     keys = llama_config(spec, max_positions=131072, eos_id=None, dtype="bfloat16")
     keys = {key: value for key, value in keys.items() if key not in ("architectures", "model_type", "dtype")}
     with torch.device(x.device):

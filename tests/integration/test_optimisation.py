@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -21,7 +22,7 @@ from caramba.distill import Backward, Batch, LanguageModelObjective
 from caramba.errors import CarambaError
 from caramba.model import build_model
 from caramba.runs.events import read_events
-from caramba.runtime import plan
+from caramba.runtime import Decision, plan
 from caramba.train import PhaseData, fit, state_path
 
 D, STEPS, SAVED = 16, 8, 4
@@ -111,8 +112,9 @@ def trained(
     stop: int | None = None,
     broken: tuple[int, ...] = (),
     device: str = "cpu",
+    planned: dict[str, Decision] | None = None,
 ) -> dict[str, Tensor]:
-    """Train in `folder` from its saved state, if it has one, and return the weights."""
+    """Train in `folder` from its saved state, if it has one, and return the weights; `planned` was measured before."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     phase = PhaseConfig.model_validate(PHASE | settings)
@@ -122,6 +124,7 @@ def trained(
     objective = Breaking(model)
     objective.broken = broken
     decided = plan(phase, device=device, kernels="auto", ops={}, name="pretrain")
+    decided = dataclasses.replace(decided, decisions=decided.decisions | (planned or {}))
     fit(
         objective,
         phase,
@@ -174,6 +177,27 @@ def test_a_step_that_is_not_finite_is_left_out_or_stops_the_phase(
     else:  # the loss itself is finite: the scale is taken to be too large, and is halved
         assert all(torch.equal(left_out[name], before[name]) for name in before)
         assert not [item for item in read_events(tmp_path / "skip") if item["event"] == "step_skipped"]
+
+
+def test_first_steps_that_depart_from_the_plan_are_warned_of(
+    manifest: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = {"steps": 24, "batch_size": 1}
+    for seconds in (1e-6, None):
+        folder = tmp_path / str(seconds)
+        if (
+            seconds is None
+        ):  # what the steps of the other run took, which these take again within a wide margin
+            (event,) = [item for item in read_events(tmp_path / "1e-06") if item["event"] == "speed"]
+            assert event["planned_step_seconds"] == 1e-6
+            assert event["tokens_per_s"] == pytest.approx(PHASE["block_size"] / event["step_seconds"])
+        planned = {} if seconds is None else {"step_seconds": Decision(seconds, "measured")}
+        trained(manifest, folder, long, planned=planned)
+        said = capsys.readouterr().err
+        found = re.search(
+            r"pretrain: a step takes .* s, \+\d+% of the 1e-06 s that were planned; plan=refresh", said
+        )
+        assert (found is None) == (seconds is None), said
 
 
 @pytest.mark.gpu

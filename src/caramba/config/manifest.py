@@ -45,6 +45,9 @@ class SettingsConfig(Config):
         default=None,
         description="the device's dense peak for MFU, in TFLOP/s; by default from a table of GPUs",
     )
+    gpu: str | None = Field(
+        default=None, description="a word of the GPU's name; a run on another GPU, or on none, is refused"
+    )
     wandb: bool = Field(default=False, description="adds the W&B logger")
     wandb_project: str = "caramba"
     wandb_entity: str | None = None

@@ -32,6 +32,7 @@ from caramba.runtime import (
     release_memory,
     save_plan,
     signature_of,
+    sound_plans,
     store_plan,
 )
 from caramba.train import state_path, workers_needed
@@ -84,7 +85,7 @@ def _begun(session: Session, run: RunConfig, phase: PhaseConfig) -> RuntimePlan 
     """Return the measured part of the plan that a run of this directory was started with."""
     path = session.run_dir / "plan.json"
     has_begun = run.id in session.ledger or state_path(session.run_dir, run.id).exists()
-    plan = load_plan(path).get(run.id) if path.is_file() else None
+    plan = sound_plans(path).get(run.id)
     if plan is None or not (phase.measured_keys or _is_reduced(plan, phase)):
         return None
     signature = _signature(session, run, phase)

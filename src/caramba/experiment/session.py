@@ -34,6 +34,7 @@ from caramba.runtime import (
     Decision,
     Ranks,
     RuntimePlan,
+    check_gpu,
     choose_attention,
     choose_device,
     data_share,
@@ -72,6 +73,7 @@ class Session:
         Without runs, benchmarks and a teacher no data is read: the model is loaded, recorded and ready to export.
         """
         device = choose_device(manifest.device)
+        check_gpu(device, manifest.settings.gpu)
         kernels.load(device, manifest.kernels)
         reads_text = bool(group.runs or group.benchmarks) or manifest.model.teacher is not None
         text = open_text(manifest, group) if reads_text else None

@@ -77,6 +77,7 @@ class _Planner:
         self.decisions["planning"] = Decision(
             round(self.budget.spent, 2),
             f"seconds, of {self.budget.seconds:.0f} allowed; skipped: {'; '.join(self.budget.skipped) or 'nothing'}",
+            {"spent_seconds": self.budget.spent, "allowed_seconds": self.budget.seconds},
         )
         return self.decisions
 

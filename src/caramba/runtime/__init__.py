@@ -7,7 +7,7 @@ from caramba.runtime.determinism import (
     restore_random_states,
     seed_process,
 )
-from caramba.runtime.device import choose_device, device_facts, synchronize
+from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
     all_agree,
     average_gradients,
@@ -25,7 +25,15 @@ from caramba.runtime.distributed import (
 )
 from caramba.runtime.memory import MemoryMeter, address_limit, free_bytes, is_out_of_memory, release_memory
 from caramba.runtime.offload import activations_on_host
-from caramba.runtime.plan import Decision, RuntimePlan, apply_threads, load_plan, plan, save_plan
+from caramba.runtime.plan import (
+    Decision,
+    RuntimePlan,
+    apply_threads,
+    load_plan,
+    plan,
+    save_plan,
+    sound_plans,
+)
 from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
 from caramba.runtime.precision import Precision, choose_precision, device_precisions
 from caramba.runtime.ranks import Ranks, check_world, join_ranks
@@ -46,6 +54,7 @@ __all__ = [
     "apply_threads",
     "average_gradients",
     "cached_plan",
+    "check_gpu",
     "check_world",
     "choose_attention",
     "choose_device",
@@ -76,6 +85,7 @@ __all__ = [
     "seed_process",
     "send_from_main",
     "signature_of",
+    "sound_plans",
     "store_plan",
     "synchronize",
 ]

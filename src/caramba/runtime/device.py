@@ -31,6 +31,19 @@ def choose_device(wanted: str) -> torch.device:
     return torch.device(wanted)
 
 
+def check_gpu(device: torch.device, wanted: str | None) -> None:
+    """Hold the device against `settings.gpu`, which a profile such as device=cuda_h200 sets.
+
+    Raises:
+        ConfigError: it is no GPU with that word in its name.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the device {device.type}"
+    if wanted is not None and (device.type != "cuda" or wanted.lower() not in name.lower()):
+        raise ConfigError(
+            f"settings.gpu={wanted}: the run is for that GPU, and this is {name}; use device=auto or device=cuda"
+        )
+
+
 def device_facts(device: torch.device) -> dict[str, Any]:
     """Return name, driver, versions and sizes of `device`; the part of a plan's signature that is the machine."""
     facts: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from caramba.config.train import AUTO_LR, AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.runs.files import write_json
 from caramba.runtime.device import choose_device, device_facts
@@ -120,10 +122,26 @@ def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:
 
 def apply_threads(run_plan: Path) -> None:
     """Set torch's thread count to the one a resumed run started with, so that its sums stay bit-equal on a CPU."""
-    if run_plan.is_file():
-        threads = {phase.value("threads") for phase in load_plan(run_plan).values()}
-        if len(threads) == 1:
-            torch.set_num_threads(threads.pop())
+    threads = {phase.value("threads") for phase in sound_plans(run_plan).values()}
+    if len(threads) == 1:
+        torch.set_num_threads(threads.pop())
+
+
+def sound_plans(run_plan: Path) -> dict[str, RuntimePlan]:
+    """Read a run's plan.json; none there is no plans. A damaged one is set aside with a warning, and planned anew."""
+    if not run_plan.is_file():
+        return {}
+    try:
+        return load_plan(run_plan)
+    except ConfigError as error:
+        aside = run_plan.with_name(f"{run_plan.stem}.damaged.json")
+        with contextlib.suppress(FileNotFoundError):  # another rank was quicker
+            run_plan.replace(aside)
+        logger.warning(
+            f"{error}; it is {aside.name} now, and every phase is planned again: one that had begun goes on with "
+            "the batch that is planned now"
+        )
+        return {}
 
 
 def load_plan(path: Path) -> dict[str, RuntimePlan]:
@@ -143,7 +161,7 @@ def load_plan(path: Path) -> dict[str, RuntimePlan]:
             )
             for name, item in raw.items()
         }
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: neither JSON nor text
         raise ConfigError(f"{path}: not a runtime plan ({error}); delete it to plan again") from error
 
 

@@ -129,6 +129,29 @@ def test_muon_levels_the_singular_values_of_the_stacks_matrices_and_adamw_steps_
     assert 0.1 < sizes[name] / sizes["head.weight"] < 1.0, "steps of both parts are of one size"
 
 
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """U V^T of a wide matrix as Muon's authors write it: five quintic steps in bfloat16."""
+    x = matrix.bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def test_muon_is_the_published_algorithm_over_many_steps() -> None:
+    name = "topology.up.weight"
+    found, start = trained(phase_of("muon"), STEPS, torch.float64)[name], made()[name].detach()
+    want, momentum, mu = start, torch.zeros_like(start), 0.95
+    for step in range(STEPS):
+        grad = gradient(want, step)
+        momentum = mu * momentum + (1 - mu) * grad
+        update = newton_schulz(((1 - mu) * grad + mu * momentum).T).T  # the matrix is tall
+        want = want * (1 - LR * DECAY) - LR * 0.2 * math.sqrt(max(want.shape)) * update.double()
+    moved = (want - start).norm()
+    assert (found - want).norm() < 0.02 * moved, "products in bfloat16 may be taken in another order"
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_a_step_of_all_weights_is_that_of_each(optimizer: str) -> None:
     fused, single = (

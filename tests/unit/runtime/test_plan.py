@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from pydantic import ValidationError
 
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
-from caramba.runtime import RuntimePlan, plan
+from caramba.launch.freeze import freeze
+from caramba.runtime import RuntimePlan, check_gpu, plan, save_plan, sound_plans
 
 
 def planned(d_model: int = 128, **settings: object) -> RuntimePlan:
@@ -64,6 +68,37 @@ def test_what_a_device_lacks_is_refused_with_what_it_has() -> None:
         ConfigError, match=r"train.float8=rowwise: the device cpu supports float32, bfloat16, float16"
     ):
         planned(float8="rowwise")
+
+
+def test_a_profile_of_one_gpu_is_refused_on_another_device() -> None:
+    manifest = freeze(["device=cuda_h200", "model=tiny", "train=pretrain"]).manifest
+    phase = manifest.groups[0].runs[0].train
+    assert phase is not None
+    assert (manifest.device, manifest.settings.gpu) == ("cuda", "H200")
+    assert phase.measured_keys == ("compile_model", "num_workers", "activation_checkpointing")
+    own = freeze(["device=cuda_h200", "model=tiny", "train=pretrain", "train.compile=false"]).manifest.groups[
+        0
+    ]
+    assert own.runs[0].train is not None
+    assert own.runs[0].train.compile_model is False
+    check_gpu(torch.device("cpu"), None)
+    with pytest.raises(ConfigError, match=r"settings.gpu=H200: .* this is the device cpu; use device=auto"):
+        check_gpu(torch.device("cpu"), "H200")
+
+
+def test_a_damaged_plan_of_a_run_is_set_aside_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, made = tmp_path / "plan.json", planned()
+    assert sound_plans(path) == {}
+    save_plan(path, made)
+    assert sound_plans(path) == {"x": made}
+    for damage in (b'{"x": {"sign', b"\xff\xfe", b"[]"):
+        path.write_bytes(damage)
+        assert sound_plans(path) == {}
+        assert (tmp_path / "plan.damaged.json").read_bytes() == damage
+        assert not path.exists()
+        assert "it is plan.damaged.json now, and every phase is planned again" in capsys.readouterr().err
 
 
 def test_an_automatic_learning_rate_falls_with_the_width() -> None:

@@ -32,9 +32,9 @@ class Windows(Dataset):
         return torch.full((4,), index), torch.full((4,), index + 1)
 
 
-def batches(workers: int, start: int, count: int) -> list[torch.Tensor]:
+def batches(workers: int, start: int, count: int, share: tuple[int, int] = (0, 1)) -> list[torch.Tensor]:
     phase = PHASE.model_copy(update={"num_workers": workers})
-    loader = train_loader(Windows(), phase, seed=5, start=start, pin=False)  # type: ignore[arg-type]
+    loader = train_loader(Windows(), phase, seed=5, start=start, pin=False, share=share)  # type: ignore[arg-type]
     return [x for x, _ in islice(loader, count)]
 
 
@@ -44,6 +44,9 @@ def test_resuming_in_the_middle_of_an_epoch_is_batch_for_batch_with_and_without_
     assert torch.equal(torch.cat(batches(4, 0, 10)), torch.cat(whole))
     for workers in (0, 4):
         assert torch.equal(torch.cat(batches(workers, 3 * 4, 6)), torch.cat(whole[4:]))
+        for rank in (0, 1):  # two ranks take the batches of that stream in turn
+            found = batches(workers, 3 * 4, 3, share=(rank, 2))
+            assert torch.equal(torch.cat(found), torch.cat(whole[4 + rank :: 2]))
 
 
 def test_a_slow_feed_shows_in_the_share_of_waiting() -> None:

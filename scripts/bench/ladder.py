@@ -1,0 +1,197 @@
+"""The training ladder of `benchmark=ladder` on a 1B model, in as many calls as it takes. Writes JSON and a plot.
+
+A call that is over its time stops the run, and the next one goes on with it: rows that are on record are kept, the one
+in progress is measured anew. The JSON and the plot hold the rows so far. The last row of the ladder that keeps all
+activations is its top; with --again a new run begins.
+
+Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--batch 2] [--work runs/bench_ladder]
+    [--out docs/benchmarks/ladder.json] [-- OVERRIDES]
+`--size tiny --out FILE` shows on a CPU that it works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from training import head_commit
+
+from caramba.artifact.training_ladder import draw_training_ladder
+from caramba.config.ladder import CHECKPOINTING, RUNGS
+from caramba.experiment.ledger import Ledger
+from caramba.result import BenchmarkResult, RunResult
+from caramba.runs.files import write_json, write_whole
+from caramba.runtime import choose_device, device_facts
+
+CONFIG = "benchmark.benchmarks.0.config"
+ROWS = f"{CONFIG}.rows=[{','.join(RUNGS)}]"  # bf16_weights too, which has to be asked for
+COMMON = ["train=none", "verify=none", "benchmark=ladder", "resume=never", "logger.tensorboard=false", ROWS]
+SIZES = {
+    "1b": [
+        "model=llama32_1b",
+        "data.vocab_size=2048",
+        f"+{CONFIG}.largest_seconds=120",
+        f"+{CONFIG}.most_batch=64",
+    ],
+    "tiny": [
+        *("model=tiny", "model.topology.layers.0.repeat=1", "data.max_bytes=400000"),
+        *(
+            "data.vocab_size=512",
+            "model.embedder.vocab_size=512",
+            f"{CONFIG}.block_size=32",
+            f"{CONFIG}.warmup_steps=1",
+        ),
+        *(
+            f"{CONFIG}.timed_steps=2",
+            f"{CONFIG}.loss_steps=3",
+            f"+{CONFIG}.most_batch=1",
+            f"+{CONFIG}.val_windows=2",
+        ),
+    ],
+}
+SPEED, MEMORY, LOSS = 8.0, 1 / 3, 0.01
+
+
+def ended(child: subprocess.Popen[bytes], seconds: float = 6.0) -> int:
+    """Ask a run to stop, and end it where it does not within `seconds`, as while it compiles: what is on record stays.
+
+    Returns its exit status.
+    """
+    child.send_signal(signal.SIGTERM)
+    try:
+        return child.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        return child.wait()
+
+
+def climb(words: list[str], work: Path, seconds: float) -> tuple[Path | None, int]:
+    """Run or go on with the ladder for so long, and return its run directory and exit status."""
+    folders = sorted(work.glob("runs/*/*"))
+    command = ["resume", str(folders[-1])] if folders else ["launch", *words]
+    if folders and (folders[-1] / "result.json").is_file():
+        return folders[-1], 0
+    environment = {**os.environ, "CARAMBA_HOME": str(work / "cache")}
+    child = subprocess.Popen([sys.executable, "-m", "caramba", *command], cwd=work, env=environment)
+    try:
+        status = child.wait(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        status = ended(child)
+    folders = sorted(work.glob("runs/*/*"))
+    return (folders[-1] if folders else None), status
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Return the rows that a run has on record, each with its seconds, and what failed."""
+    found: list[dict[str, Any]] = []
+    for folder in (run, *sorted(run.glob("groups/*"))):
+        for record in Ledger(folder).records():
+            for bench in record.benchmarks:
+                found += [{**row, "seconds": bench.seconds} for row in bench.rows]
+                if bench.error is not None:
+                    found.append(
+                        {
+                            "row": bench.id,
+                            "what": bench.id,
+                            "skipped": bench.error[:300],
+                            "seconds": bench.seconds,
+                        }
+                    )
+    return found
+
+
+def musts_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the top is held against: the last row of the ladder that has figures and keeps all activations."""
+    own = [row for row in rows if row["skipped"] is None and row.get("val_loss") is not None]
+    top = next((row for row in reversed(own) if row["row"] not in CHECKPOINTING), None)
+    if top is None or top["row"] == "baseline":
+        return []
+    delta = abs(top["val_loss_delta"])
+    held = (
+        ("speed over row 0", top["speed_up"], SPEED, top["speed_up"] >= SPEED),
+        ("memory of row 0's", top["memory_ratio"], MEMORY, top["memory_ratio"] <= MEMORY),
+        ("change of held-out loss", delta, LOSS, delta < LOSS),
+    )
+    return [
+        {"row": top["row"], "what": what, "got": got, "limit": limit, "is_met": is_met}
+        for what, got, limit, is_met in held
+    ]
+
+
+def main() -> int:
+    """Climb, write what there is."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=tuple(SIZES), default="1b")
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a step in every row")
+    parser.add_argument(
+        "--seconds", type=float, default=580.0, help="after which the run is stopped, to go on later"
+    )
+    parser.add_argument("--again", action="store_true", help="forget the run that was begun")
+    parser.add_argument("--work", type=Path, default=Path("runs/bench_ladder"))
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/ladder.json"))
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_args()
+    began, work = time.monotonic(), given.work.absolute()
+    if given.again:
+        shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True, exist_ok=True)
+    words = [*SIZES[given.size], *COMMON, f"{CONFIG}.batch_size={given.batch}", *given.overrides]
+    run, status = climb(words, work, given.seconds)
+    rows = [] if run is None else rows_of(run)
+    is_whole = run is not None and (run / "result.json").is_file()
+    if not rows:
+        print(f"no row was finished in {time.monotonic() - began:.0f} s; exit status {status}")
+        return 1
+    result = RunResult(
+        "ladder",
+        "bench",
+        "",
+        None,
+        {},
+        {},
+        benchmarks=(BenchmarkResult("ladder", "ladder", rows=tuple(rows)),),
+    )
+    image, _ = draw_training_ladder(result)
+    if image is not None:
+        write_whole(given.out.with_suffix(".png"), image)
+    write_json(
+        given.out,
+        {
+            "benchmark": "ladder",
+            "plot": None if image is None else given.out.with_suffix(".png").name,
+            "made_by": "python scripts/bench/ladder.py",
+            "machine": device_facts(choose_device("auto")),
+            "commit": head_commit(),
+            "command": " ".join(["caramba launch", *words]),
+            "is_whole": is_whole,
+            "musts": musts_of(rows),
+            "rows": rows,
+        },
+    )
+    for row in rows:
+        print(f"{row['what']}: {row['skipped'] or _figures(row)}")
+    for must in musts_of(rows):
+        verdict = "met" if must["is_met"] else "MISSED"
+        print(f"{must['row']}: {must['what']} {must['got']:.4g} (must {must['limit']:.4g}): {verdict}")
+    print(
+        f"whole, exit status {status}"
+        if is_whole
+        else f"exit status {status}; call this again to go on with it"
+    )
+    return 0
+
+
+def _figures(row: dict[str, Any]) -> str:
+    loss = "" if row.get("val_loss_delta") is None else f", {row['val_loss_delta']:+.4f} nats"
+    return f"{row['tok_s']:,.0f} tokens/s ({row['speed_up']:.2f}x), {row['peak_bytes'] / 2**30:.2f} GiB{loss}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,84 @@
+"""The training bench on a tiny model: every side takes its turns, parts are resumed, and the page can be made of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--size", "tiny", "--parts", "bf16,fp8,profile", "--shapes", "1x16", "--steps", "1", "--turns", "2")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sizes and refusals of a CPU")
+def test_parts_are_measured_once_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    training, sections = (importlib.import_module(name) for name in ("training", "sections_training"))
+    out = tmp_path / "training.json"
+    monkeypatch.setattr(sys, "argv", ["training.py", *TINY, "--out", str(out)])
+    assert training.main() == 1, "float8 is refused here"
+    first = json.loads(out.read_text())
+    part = first["parts"]["bf16 1x16"]
+    assert list(part["rows"]) == ["caramba", *training.SIDES["bf16"]]
+    assert set(part["ratios"]) == set(training.SIDES["bf16"])
+    assert all(len(row["all"]) == 2 and min(row["all"]) > 0 for row in part["rows"].values())
+    assert "the device cpu supports float32" in first["parts"]["fp8 1x16"]["skipped"]
+    profile = json.loads((tmp_path / "training_profile.json").read_text())
+    assert profile["classes"]["matrix products"]["ms"] > 0
+    assert len(profile["gaps"]) == 5
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    page = "\n".join([*sections.training(first), *sections.step_profile(profile)])
+    assert "| transformers, our attention backend |" in page
+    assert "| `aten::mm [" in (tmp_path / "training_profile.md").read_text()
+    capsys.readouterr()
+    assert training.main() == 1
+    said = capsys.readouterr().out
+    assert "bf16 1x16: measured already" in said
+    assert "profile 1x16: measured already" in said
+    assert json.loads(out.read_text())["parts"]["bf16 1x16"] == part
+    slower = {"over": "transformers", "limit": 1.15, "got": 0.985}
+    assert training.musts_of("bf16", 2048, {"transformers": 0.985}) == [slower]
+    assert training.musts_of("fp8", 2048, {"our model bare": 1.2}) == [
+        {"over": "our model bare", "limit": 1.15, "got": 1.2}
+    ]
+
+
+def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    planned, ladder = (importlib.import_module(name) for name in ("planned", "ladder"))
+    parts = {
+        "plan": {"planned_s": 90.0, "allowed_s": 120.0, "tokens_per_s": 95.0},
+        "replay": {"planned_s": 0.0, "is_same": True, "tokens_per_s": 97.0},
+        "hand": {
+            "8": {"tokens_per_s": 100.0, "out_of_memory": 0},
+            "9": {"tokens_per_s": 200.0, "out_of_memory": 1},
+        },
+        "runs": {"finished": 20, "out_of_memory": 1, "status": 0},
+    }
+    met = {must["what"]: (must["got"], must["is_met"]) for must in planned.musts_of(parts)}
+    assert met == {
+        "plan: seconds of planning": (90.0, True),
+        "second run: seconds of planning": (0.0, True),
+        "batch: auto over the best of 1 by hand": (pytest.approx(0.96), True),
+        "out of memory in 20 runs": (1, False),
+    }
+    figures = {"skipped": None, "val_loss": 1.0}
+    rows = [
+        {"row": "baseline", **figures, "speed_up": 1.0, "memory_ratio": 1.0, "val_loss_delta": 0.0},
+        {"row": "compile", **figures, "speed_up": 9.0, "memory_ratio": 0.4, "val_loss_delta": -0.02},
+        {"row": "full", **figures, "speed_up": 7.0, "memory_ratio": 0.2, "val_loss_delta": 0.0},
+        {"row": "without_compile", "skipped": None, "speed_up": 3.0, "memory_ratio": 0.5},
+    ]
+    assert [(must["row"], must["is_met"]) for must in ladder.musts_of(rows)] == [
+        ("compile", True),
+        ("compile", False),
+        ("compile", False),
+    ]
+    assert ladder.musts_of(rows[:1]) == []
