@@ -104,7 +104,8 @@ def blockwise_cost(data: dict[str, Any]) -> list[str]:
         *lines,
         "",
         f"Setting: {', '.join(setting) or 'fp32, eager'}; ratios are taken repeat by repeat. `maps`, which the model's"
-        " presets run (`trainable=auto`), leaves W_q and W_o as surgery copied them; `attention KL` adds 0.1 of it on 64 queries. Must: concurrent 2.0x a headless"
-        " forward; sequential 4x (with truncated forwards) and 12x (with full forwards, 'naive') a concurrent step.",
+        " presets run (`trainable=auto`), leaves W_q and W_o as surgery copied them; `attention KL` adds 0.1 of it on"
+        " 64 queries. Must: concurrent 2.0x a headless forward; sequential 4x (with truncated forwards) and 12x (with"
+        " full forwards, 'naive') a concurrent step.",
         *(["", f"Left out: {data['left_out']}."] if "left_out" in data else []),
     ]
