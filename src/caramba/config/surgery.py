@@ -6,6 +6,7 @@ from typing import Any
 
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.attention_dims import AttentionMode
+from caramba.config.manifest import GroupConfig
 from caramba.config.model import ModelConfig, SurgeryConfig
 from caramba.config.topology import NestedTopologyConfig, TopologyConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
@@ -30,14 +31,22 @@ def attention_configs(node: Any) -> list[AttentionLayerConfig]:
     return found * node.repeat if isinstance(node, NestedTopologyConfig) else found
 
 
-def keeps_copied(phase: PhaseConfig, model: ModelConfig) -> bool:
-    """Return whether a phase leaves the weights of latent layers as they are that surgery copies, W_q and W_o."""
+def makes_student(model: ModelConfig, group: GroupConfig) -> bool:
+    """Return whether surgery makes the student that a group trains first or measures."""
+    phases = [run.train.phase for run in group.runs if run.train and run.train.trains in ("student", None)]
+    is_made = phases[0] != "pretrain" if phases else bool(group.benchmarks)
+    return is_made and model.teacher is not None and model.path is None and model.checkpoint is None
+
+
+def keeps_copied(phase: PhaseConfig, model: ModelConfig, group: GroupConfig) -> bool:
+    """Return whether a phase leaves the weights of latent layers as they are that surgery copied, W_q and W_o."""
     if phase.trainable != "auto":
         return phase.trainable == "maps"
-    copies = model.surgery is not None and model.surgery.method != "random"
+    surgery = model.surgery or SurgeryConfig()
     return (
         phase.phase in BLOCK_PHASES
-        and copies
+        and makes_student(model, group)
+        and surgery.method != "random"
         and any(layer.is_latent for layer in attention_configs(model.topology))
     )
 

@@ -183,7 +183,7 @@ def _stage(
             phase,
             trained,
             teacher if trains == "student" else None,
-            keeps_copied=keeps_copied(phase, manifest.model),
+            keeps_copied=keeps_copied(phase, manifest.model, group),
         )
     )
     tokens = None

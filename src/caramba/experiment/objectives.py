@@ -70,7 +70,7 @@ def _blockwise(
         on_student=phase.phase == "drift",
         attention_weight=phase.attention_kl,
         n_queries=phase.attention_queries,
-        keeps_copied=keeps_copied(phase, session.manifest.model),
+        keeps_copied=keeps_copied(phase, session.manifest.model, session.group),
         cache=_cache(session, phase, decided),
         shard=shard,
     )

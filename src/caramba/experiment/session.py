@@ -18,7 +18,7 @@ from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.layer import AttentionLayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelSpec, SurgeryConfig
-from caramba.config.surgery import attention_configs, check_surgery, keeps_copied
+from caramba.config.surgery import attention_configs, check_surgery, keeps_copied, makes_student
 from caramba.config.train import AUTO_LR_WIDTH, BLOCK_PHASES, PhaseConfig
 from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
@@ -119,9 +119,11 @@ class Session:
     @property
     def makes_student(self) -> bool:
         """Whether surgery makes the student that the group trains first or measures, from the teacher it has."""
-        phases = [run.train.phase for run in self.group.runs if run.train and run.train.trains == "student"]
-        is_made = phases[0] != "pretrain" if phases else bool(self.group.benchmarks)
-        return self.teacher is not None and self.student is None and is_made
+        return (
+            self.teacher is not None
+            and self.student is None
+            and makes_student(self.manifest.model, self.group)
+        )
 
     def _check_surgery(self) -> None:
         """Refuse a student that cannot be made from its teacher before anything is measured or trained.
@@ -309,7 +311,7 @@ class Session:
 
     def _trainable(self, phase: PhaseConfig) -> Decision:
         """What a phase of blocks trains of a student's attention."""
-        is_kept = keeps_copied(phase, self.manifest.model)
+        is_kept = keeps_copied(phase, self.manifest.model, self.group)
         auto = f"auto: surgery copied {'' if is_kept else 'no '}W_q and W_o"
         return Decision("maps" if is_kept else "all", auto if phase.trainable == "auto" else "the manifest")
 

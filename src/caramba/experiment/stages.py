@@ -149,7 +149,7 @@ def fit_phase(
     if stage is None and (row := _row_name(session, run, phase)):
         callbacks.append(BenchmarkArtifacts(lambda: rows.extend(session.stage_row(row, model))))
     role = "control" if phase.control or stage is not None else phase.trains or "student"
-    if phase.phase == "pretrain" and not phase.control and phase.trains != "variant":
+    if phase.phase == "pretrain" and phase.trains == "teacher" and not phase.control:
         session.labels["proxy"] = f"trained from scratch on {session.corpus.name}"
 
     def save_final() -> None:
@@ -193,7 +193,7 @@ def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> floa
         phase,
         model_cost(model.spec),
         None if teacher is None else model_cost(teacher.spec),
-        keeps_copied=keeps_copied(phase, session.manifest.model),
+        keeps_copied=keeps_copied(phase, session.manifest.model, session.group),
     ).flops_per_token
 
 

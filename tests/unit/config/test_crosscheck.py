@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from caramba.config.crosscheck import cross_check
-from caramba.config.manifest import Manifest
+from caramba.config.manifest import Manifest, RunConfig
 from caramba.config.surgery import keeps_copied
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
@@ -144,10 +144,23 @@ def test_maps_alone_train_where_surgery_copied_the_rest() -> None:
 def test_auto_leaves_copied_weights_as_they_are_where_surgery_copied_any() -> None:
     auto, told = PhaseConfig(phase="blockwise", steps=1), PhaseConfig(phase="drift", steps=1, trainable="all")
     latent = {"layout": "latent", "sem_dim": 6, "geo_dim": 2}
-    copied = latent_manifest({"method": "dba"}, **latent).model
-    assert keeps_copied(auto, copied)
-    assert not keeps_copied(told, copied)
-    assert not keeps_copied(PhaseConfig(phase="global", objective="kl", steps=1), copied)
-    assert not keeps_copied(auto, latent_manifest({"method": "random"}, **latent).model)
+
+    def kept(phase: PhaseConfig, manifest: Manifest) -> bool:
+        return keeps_copied(phase, manifest.model, manifest.groups[0])
+
+    copied = latent_manifest({"method": "dba"}, **latent)
+    assert kept(auto, copied)
+    assert not kept(told, copied)
+    assert not kept(PhaseConfig(phase="global", objective="kl", steps=1), copied)
+    assert not kept(auto, latent_manifest({"method": "random"}, **latent))
     per_head = {"layout": "per_head", "sem_dim": 4, "geo_dim": 4, "v_dim": 8}
-    assert not keeps_copied(auto, latent_manifest({"method": "dba"}, **per_head).model)
+    assert not kept(auto, latent_manifest({"method": "dba"}, **per_head))
+    # Surgery makes no student whose weights are read, nor one that is trained from scratch first.
+    read = copied.model.model_copy(update={"checkpoint": "runs/s"})
+    assert not keeps_copied(auto, read, copied.groups[0])
+    scratch = RunConfig(id="s", train=PhaseConfig(phase="pretrain", trains="student", steps=1))
+    trained = copied.groups[0].model_copy(update={"runs": (scratch, *copied.groups[0].runs)})
+    assert not keeps_copied(auto, copied.model, trained)
+    # A teacher without a surgery section is transplanted by the default method.
+    bare = copied.model.model_copy(update={"surgery": None})
+    assert keeps_copied(auto, bare, copied.groups[0])
