@@ -209,13 +209,16 @@ def test_bytes_and_a_single_model(tmp_path: Path, cache: Path) -> None:
     ]
     done = caramba(["experiment=smoke", *words], tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())["metrics"]
+    report = json.loads((only_run(tmp_path) / "artifacts/report.json").read_text())
+    metrics = report["metrics"]
     nll, bpb = (
         metrics["perplexity.student.nll"]["value"],
         metrics["perplexity.student.bits_per_byte"]["value"],
     )
     assert bpb == pytest.approx(nll / 0.6931, rel=0.02), "a byte is a token, but for the end marks"
     assert "perplexity.teacher.nll" not in metrics
+    assert "proxy" not in report["labels"], "there is no teacher to stand for another"
+    assert "proxy" not in done.stdout
 
 
 def test_a_seed_of_a_phase_takes_effect(tmp_path: Path, cache: Path) -> None:
