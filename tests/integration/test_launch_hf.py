@@ -112,6 +112,33 @@ def test_a_path_that_is_no_model(path: str, text: str) -> None:
         manifest_of("model=hf", f"model.path={path}", *LOAD_ONLY)
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [(["model=hf", *LOAD_ONLY], "model.path"), (["model=hf_dba", "train=blockwise"], "model.teacher.checkpoint")],
+)  # fmt: skip
+def test_a_missing_run_or_a_file_is_not_looked_for_on_the_hub(
+    words: list[str], key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "a.safetensors").write_bytes(b"")
+    for text, said in (
+        ("runs/nope", "no such folder"),
+        ("weights/a.safetensors", "this is a file, and a folder is"),
+    ):
+        with pytest.raises(CheckpointError, match=f"^{key}={text}: {said}.* give a Hugging Face folder"):
+            manifest_of(*words, f"{key}={text}")
+
+
+def test_a_student_with_widths_per_head(tmp_path: Path) -> None:
+    write(tmp_path / "llama31_gqa", "llama31_gqa")
+    widths = ("model.surgery.layout=per_head", "model.surgery.sem_dim=4", "model.surgery.geo_dim=4")
+    words = ("model=hf_dba", f"model.teacher.checkpoint={tmp_path / 'llama31_gqa'}", "train=blockwise")
+    layers = list(attention_configs(check_weights(manifest_of(*words, *widths)).model.topology))
+    assert [layer.dims().streams for layer in layers] == [
+        (("k_sem", 2, 2), ("k_geo", 2, 2), ("v", 2, 8)),
+    ] * 2, "values as wide as the teacher's, unless v_dim is given"
+
+
 def test_a_teacher_folder_describes_the_teacher(teacher_folder: Path, written: Path) -> None:
     words = ["model=tiny_dba", "model.teacher.manifest=null", f"model.teacher.checkpoint={teacher_folder}"]
     with pytest.raises(ConfigError, match=r"vocab_size=2048 differs from .*=61"):
@@ -164,6 +191,11 @@ def test_a_student_follows_from_its_teachers_folder(name: str, tmp_path: Path) -
         ("llama31_gqa", ["model.surgery.geo_dim=3"], "even width per head, got 3; set geo_dim to 2 or 4"),
         ("llama31_gqa", ["+model.head.tied=true"], "model.head: follows from the teacher, as model.topology does"),
         ("llama31_gqa", ["model.surgery.kv_budget_bytes=5"], "the nearest possible is 12"),
+        ("llama31_gqa", ["model.surgery.sem_dim=0"], r"model.surgery.sem_dim: .*greater than"),
+        ("llama31_gqa", ["model.surgery.geo_dim=0"], r"model.surgery.geo_dim: .*greater than"),
+        ("llama31_gqa", ["model.surgery.layout=''"], r"model.surgery.layout: .*'per_head' or 'latent'"),
+        ("llama31_gqa", ["model.surgery.layout=per_head"], r"^model.surgery.sem_dim, geo_dim: layout=per_head has no default widths \(command line: model.surgery.layout=per_head\); set them, to multiples of the 2"),
+        ("llama31_gqa", ["model.surgery.layout=per_head", "model.surgery.sem_dim=4"], "^model.surgery.geo_dim: layout=per_head"),
     ],
 )  # fmt: skip
 def test_a_student_that_cannot_follow_is_refused_before_any_work(

@@ -73,14 +73,22 @@ def _student(
                 f"{placed(('model', key), source)}; remove it, or write the whole network"
             )
     surgery = dict(model["surgery"])
-    surgery["layout"] = surgery.get("layout") or "latent"
+    for key, default in (("layout", "latent"), ("exact_first_tokens", 0)):
+        surgery[key] = default if surgery.get(key) is None else surgery[key]  # '' is the user's, and refused
     attention = next(node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer")
     if surgery["layout"] == "latent":  # 5.33 times fewer elements, two thirds of them in the latent
         elements = 2 * attention["n_kv_heads"] * attention["head_dim"]
-        surgery["sem_dim"] = surgery.get("sem_dim") or max(1, elements // 8)
-        surgery["geo_dim"] = surgery.get("geo_dim") or max(2, elements // 16 // 2 * 2)
-    own = {key: surgery.get(key) for key in ("layout", "sem_dim", "geo_dim", "v_dim")}
-    own |= {"mode": "decoupled", "exact_first_tokens": surgery.get("exact_first_tokens") or 0}
+        widths = {"sem_dim": max(1, elements // 8), "geo_dim": max(2, elements // 16 // 2 * 2)}
+        surgery |= {key: width for key, width in widths.items() if surgery.get(key) is None}
+    missing = [key for key in ("sem_dim", "geo_dim") if surgery.get(key) is None]
+    if missing and surgery["layout"] == "per_head":
+        raise ConfigError(
+            f"model.surgery.{', '.join(missing)}: layout=per_head has no default widths"
+            f"{placed(('model', 'surgery', 'layout'), source)}; set them, to multiples of the "
+            f"{attention['n_kv_heads']} key/value heads, or use layout=latent"
+        )
+    keys = ("layout", "sem_dim", "geo_dim", "v_dim", "exact_first_tokens")
+    own = {"mode": "decoupled"} | {key: surgery.get(key) for key in keys}
     return {
         **model,
         **teacher,
@@ -116,10 +124,10 @@ def _path_folder(text: str, key: str) -> Path:
         if (path / MANIFEST).is_file() and not is_hf_folder(path):
             raise CheckpointError(f"{key}={text}: this is a run; {_OF_RUNS[key].format(text)}")
         return path
-    if path.exists() or not HUB_ID.match(text):
+    if not _is_hub_id(text):
+        found = "this is a file, and a folder is needed" if path.exists() else "no such folder"
         raise CheckpointError(
-            f"{key}={text}: no such folder; give a Hugging Face folder, or a hub id such as "
-            "HuggingFaceTB/SmolLM-135M"
+            f"{key}={text}: {found}; give a Hugging Face folder, or a hub id such as HuggingFaceTB/SmolLM-135M"
         )
     return from_hub(text, key, needs_weights=False)
 
@@ -128,5 +136,10 @@ def _teacher_folder(text: str) -> Path | None:
     path = Path(text).expanduser()
     if path.is_dir() and is_hf_folder(path) and not (path / MANIFEST).is_file():
         return path
-    is_hub_id = HUB_ID.match(text) and not path.exists() and not text.startswith("runs/")
-    return cached_folder(text) if is_hub_id else None
+    return cached_folder(text) if _is_hub_id(text) else None
+
+
+def _is_hub_id(text: str) -> bool:
+    """Whether `text` can only be a hub id: nothing here has that path, and it is not where runs would be."""
+    is_here = Path(text).expanduser().exists() or text.startswith("runs/")
+    return not is_here and HUB_ID.match(text) is not None

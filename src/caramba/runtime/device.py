@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,12 @@ def check_gpu(device: torch.device, wanted: str | None) -> None:
     Raises:
         ConfigError: it is no GPU with that word in its name.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the device {device.type}"
-    if wanted is not None and (device.type != "cuda" or wanted.lower() not in name.lower()):
+    if wanted is None:
+        return
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else f"the device {device.type}"
+    # As a whole word: a GH200 is no H200, and an A100 no A10.
+    if not is_gpu or re.search(rf"\b{re.escape(wanted)}\b", name, re.IGNORECASE) is None:
         raise ConfigError(
             f"settings.gpu={wanted}: the run is for that GPU, and this is {name}; use device=auto or device=cuda"
         )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,6 +19,9 @@ from caramba.runs.files import write_json
 from caramba.runtime.device import choose_device, device_facts
 from caramba.runtime.precision import choose_precision
 from caramba.runtime.tuned import AttentionChoice, choose_attention
+
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading a file that is no plan raises; ValueError: neither JSON nor text."""
 
 
 @dataclass(frozen=True)
@@ -132,16 +135,34 @@ def sound_plans(run_plan: Path) -> dict[str, RuntimePlan]:
     if not run_plan.is_file():
         return {}
     try:
-        return load_plan(run_plan)
-    except ConfigError as error:
-        aside = run_plan.with_name(f"{run_plan.stem}.damaged.json")
-        with contextlib.suppress(FileNotFoundError):  # another rank was quicker
-            run_plan.replace(aside)
+        plans = _read_plans(run_plan)
+        for name, made in plans.items():
+            _check_threads(name, made)
+        return plans
+    except DAMAGE as error:
+        aside = _free_name(run_plan)
+        run_plan.replace(aside)
         logger.warning(
-            f"{error}; it is {aside.name} now, and every phase is planned again: one that had begun goes on with "
-            "the batch that is planned now"
+            f"{run_plan}: not a runtime plan ({error}); it is {aside.name} now, and every phase is planned again: one "
+            "that had begun goes on with the batch that is planned now, and without the thread count that was frozen "
+            "in the plan, so that its sums on a CPU may differ"
         )
         return {}
+
+
+def _check_threads(name: str, made: RuntimePlan) -> None:
+    if "threads" not in made.decisions:
+        raise ValueError(f"phase {name} has no threads")
+    threads = made.value("threads")
+    if type(threads) is not int or threads < 1:
+        raise ValueError(f"phase {name} has threads={threads!r}, which is no count")
+
+
+def _free_name(run_plan: Path) -> Path:
+    """Return plan.damaged.json, or the first of plan.damaged.2.json, … that is free: an earlier one is kept."""
+    endings = itertools.chain(("",), (f".{number}" for number in itertools.count(2)))
+    names = (run_plan.with_name(f"{run_plan.stem}.damaged{ending}.json") for ending in endings)
+    return next(name for name in names if not name.exists())
 
 
 def load_plan(path: Path) -> dict[str, RuntimePlan]:
@@ -151,18 +172,21 @@ def load_plan(path: Path) -> dict[str, RuntimePlan]:
         ConfigError: the file is not a plan.
     """
     try:
-        raw = json.loads(path.read_text())
-        return {
-            name: RuntimePlan(
-                name,
-                item["signature"],
-                item["facts"],
-                {key: Decision(**value) for key, value in item["decisions"].items()},
-            )
-            for name, item in raw.items()
-        }
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ValueError: neither JSON nor text
+        return _read_plans(path)
+    except DAMAGE as error:
         raise ConfigError(f"{path}: not a runtime plan ({error}); delete it to plan again") from error
+
+
+def _read_plans(path: Path) -> dict[str, RuntimePlan]:
+    return {
+        name: RuntimePlan(
+            name,
+            item["signature"],
+            item["facts"],
+            {key: Decision(**value) for key, value in item["decisions"].items()},
+        )
+        for name, item in json.loads(path.read_text()).items()
+    }
 
 
 def save_plan(path: Path, made: RuntimePlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from pydantic import ValidationError
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
-from caramba.runtime import RuntimePlan, check_gpu, plan, save_plan, sound_plans
+from caramba.launch.groups import conf_root
+from caramba.runtime import RuntimePlan, apply_threads, check_gpu, plan, save_plan, sound_plans
 
 
 def planned(d_model: int = 128, **settings: object) -> RuntimePlan:
@@ -86,6 +88,44 @@ def test_a_profile_of_one_gpu_is_refused_on_another_device() -> None:
         check_gpu(torch.device("cpu"), "H200")
 
 
+@pytest.mark.parametrize(
+    ("wanted", "name", "is_that"),
+    [
+        ("H200", "NVIDIA H200", True),
+        ("h100", "NVIDIA H100 80GB HBM3", True),
+        ("A100", "NVIDIA A100-SXM4-40GB", True),
+        ("H200", "NVIDIA GH200 480GB", False),
+        ("A10", "NVIDIA A100-SXM4-40GB", False),
+    ],
+)
+def test_a_gpu_is_known_by_a_whole_word_of_its_name(
+    wanted: str, name: str, is_that: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    if is_that:
+        check_gpu(torch.device("cuda"), wanted)
+    else:
+        with pytest.raises(ConfigError, match=f"settings.gpu={wanted}: .* this is {name}; use device=auto"):
+            check_gpu(torch.device("cuda"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "strategies"), [("a100", ["fsdp2"]), ("h100", ["fsdp2"]), ("h200", ["fsdp2_tp", "pipeline"])]
+)
+def test_a_profile_of_a_gpu_composes_with_sharded_weights_and_by_its_values_with_stages(
+    gpu: str, strategies: list[str]
+) -> None:
+    values = ["train.compile_model=false", "train.num_workers=2", "train.activation_checkpointing=none"]
+    assert f"parallel=pipeline needs values, {' '.join(values)}" in (
+        (conf_root() / "device" / f"cuda_{gpu}.yaml").read_text()
+    )
+    for strategy in strategies:
+        words = [f"device=cuda_{gpu}", "model=tiny", "train=pretrain", f"parallel={strategy}"]
+        phase = freeze([*words, *(values if strategy == "pipeline" else [])]).manifest.groups[0].runs[0].train
+        assert phase is not None
+        assert phase.activation_checkpoint_granularity == "layer"
+
+
 def test_a_damaged_plan_of_a_run_is_set_aside_and_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,12 +133,29 @@ def test_a_damaged_plan_of_a_run_is_set_aside_and_said(
     assert sound_plans(path) == {}
     save_plan(path, made)
     assert sound_plans(path) == {"x": made}
-    for damage in (b'{"x": {"sign', b"\xff\xfe", b"[]"):
+    whole = json.loads(path.read_text())
+    damages = {"": b'{"x": {"sign', ".2": b"\xff\xfe", ".3": b"[]"}
+    reasons = {
+        ".4": ("phase x has no threads", {}),
+        ".5": ("threads='many', which is no count", {"threads": {"value": "many", "reason": ""}}),
+        ".6": ("threads=0, which is no count", {"threads": {"value": 0, "reason": ""}}),
+    }
+    for ending, (_, threads) in reasons.items():
+        kept = {key: value for key, value in whole["x"]["decisions"].items() if key != "threads"}
+        damages[ending] = json.dumps({"x": whole["x"] | {"decisions": kept | threads}}).encode()
+    before = torch.get_num_threads()
+    for ending, damage in damages.items():
         path.write_bytes(damage)
-        assert sound_plans(path) == {}
-        assert (tmp_path / "plan.damaged.json").read_bytes() == damage
+        apply_threads(path)
         assert not path.exists()
-        assert "it is plan.damaged.json now, and every phase is planned again" in capsys.readouterr().err
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"it is plan.damaged{ending}.json now, and every phase is planned again" in said
+        assert "without the thread count that was frozen in the plan, so that its sums on a CPU may" in said
+        assert reasons.get(ending, ("not a runtime plan",))[0] in said
+        assert "delete it" not in said
+    assert torch.get_num_threads() == before
+    for ending, damage in damages.items():
+        assert (tmp_path / f"plan.damaged{ending}.json").read_bytes() == damage, "an earlier one is kept"
 
 
 def test_an_automatic_learning_rate_falls_with_the_width() -> None:
