@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,36 @@ LIMIT_S = 240.0
 def val_loss(run: Path) -> float:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return next(event["values"]["val_loss"] for event in events if "val_loss" in event.get("values", {}))
+
+
+def end(processes: Sequence[subprocess.Popen[str]], grace_s: float = 20.0) -> None:
+    """End the agents that still run. They are asked first, since one that is killed leaves its rank behind."""
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        process.terminate()
+    for process in running:
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def test_agents_that_still_run_are_ended() -> None:
+    stays, leaves = "signal.signal(signal.SIGTERM, signal.SIG_IGN)", "pass"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", f"import signal, time; {does}; print('up', flush=True); time.sleep(60)"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for does in (stays, leaves)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+    end(processes, grace_s=0.2)
+    assert [process.returncode for process in processes] == [-signal.SIGKILL, -signal.SIGTERM]
 
 
 def test_two_nodes_train_one_run_as_one_process(tmp_path: Path, cache: Path) -> None:
@@ -47,9 +79,12 @@ def test_two_nodes_train_one_run_as_one_process(tmp_path: Path, cache: Path) -> 
         )
         for node in (0, 1)
     ]
-    done = caramba(["launch", *WORDS, "train.batch_size=4"], one, cache)
-    assert done.returncode == 0, done.stdout + done.stderr
-    texts = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    try:
+        done = caramba(["launch", *WORDS, "train.batch_size=4"], one, cache)
+        assert done.returncode == 0, done.stdout + done.stderr
+        texts = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        end(processes)
     assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
     run, alone = only_run(nodes), only_run(one)
     assert val_loss(run) == pytest.approx(val_loss(alone), rel=1e-5)

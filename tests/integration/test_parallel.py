@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from caramba import worker
-from caramba.checkpoint import load_tensors
+from caramba.checkpoint import load_tensors, load_training_state
 from caramba.checkpoint.sharded import MODEL, latest_sharded_state, save_sharded_state
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
@@ -31,8 +31,9 @@ from caramba.model import Model, build_model, load_pretrained, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
 from caramba.optim import clip_gradients, local
 from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages
+from caramba.parallel.stages import TIED
 from caramba.runs import mint
-from caramba.runtime import get_rank, is_main_process, join_ranks
+from caramba.runtime import data_share, gather_on_main, get_rank, is_main_process, join_ranks
 from caramba.train import has_saved_state, state_path
 from tests.integration.commands import SMALL, SMALL_TEACHER
 
@@ -122,8 +123,20 @@ def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
         status = worker.run(folders[name])
         if rank == 0:
             assert (status == 0) != is_stopped, (name, status)
+            if is_stopped and name == "pipeline":
+                check_state_of_stages(folders[name])
         if dist.is_initialized():  # a process that was stopped ends, and does not part from the others
             dist.destroy_process_group()
+
+
+def check_state_of_stages(run_dir: Path) -> None:
+    """The state of a pipeline holds every stage once."""
+    state = load_training_state(state_path(run_dir, "pretrain"))
+    first, last = state["ranks"]
+    assert not state.keys() & first.keys()
+    for stage in (first, last):
+        assert {"state_dict", "optimizer_states", "rng", "running_loss"} <= stage.keys()
+    assert first["state_dict"].keys() & last["state_dict"].keys() <= {f"model.{TIED}"}
 
 
 def check_sharded_models(folder: Path) -> None:
@@ -156,6 +169,9 @@ def check_stages(is_tied: bool) -> None:
     targets[:2, 3:] = IGNORED
     with join_ranks(ParallelConfig(strategy="pipeline", pp=2), "cpu"):
         stage = cut(build_model(spec, device="meta").double(), get_rank(), 2)
+        assert gather_on_main(get_rank()) == ([0, 1] if is_main_process() else None)
+        assert data_share(1) == (get_rank(), 2)
+        assert data_share(2) == (0, 1)
         send_stages(whole if is_main_process() else None, stage, torch.device("cpu"))
         alone, staged = (
             LanguageModelObjective(whole),

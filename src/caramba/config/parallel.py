@@ -136,7 +136,7 @@ class ParallelConfig(Config):
         return f"pp={self.pp}" if self.strategy == "pipeline" else f"dp={self.dp} x tp={self.tp}"
 
     @property
-    def shares_batch(self) -> int:
+    def ranks_per_batch(self) -> int:
         """Ranks that work on the same batch."""
         return self.tp * self.pp
 

@@ -50,10 +50,11 @@ def pipeline_conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator
         )
         yield f"{what} reads a teacher, which {name} does not cut into stages; {ELSE} or ddp"
         return
-    if phase.measured_keys:
+    if measured := phase.measured_keys:
+        verb, values = ("is", "it a value") if len(measured) == 1 else ("are", "them values")
         yield (
-            f"{', '.join(phase.measured_keys)} are chosen by measuring one process, and {name} has a part of the "
-            "model on every rank; give them values"
+            f"{', '.join(measured)} {verb} chosen by measuring one process, and {name} has a part of the model on "
+            f"every rank; give {values}"
         )
     elif isinstance(phase.batch_size, int) and phase.batch_size % parallel.micro_batches:
         yield (

@@ -108,9 +108,9 @@ def _staged(session: Session, phase: PhaseConfig, model: Model | None, spec: Mod
     """Give every rank its stage of a model, which waits on the host of rank 0 meanwhile."""
     parallel = session.manifest.parallel
     stage = cut(build_model(spec, device="meta"), get_rank(), parallel.pp)
-    send_stages(model, stage, session.device)
-    if model is not None:
+    if model is not None:  # before the stage takes its memory
         model.to("cpu")
+    send_stages(model, stage, session.device)
     objective = PipelinedObjective(
         stage,
         micro_batches=parallel.micro_batches,
@@ -126,14 +126,17 @@ def check_split(session: Session) -> None:
     parallel.pp cannot.
 
     Raises:
-        ConfigError: naming the heads or features, a layer that has no plan, or what is no uniform stack.
+        ConfigError: naming the heads or features, dropout under sequence_parallel, a layer that has no plan, or what
+            is no uniform stack.
     """
     _check_stages(session)
-    if session.manifest.parallel.tp == 1:
+    parallel = session.manifest.parallel
+    if parallel.tp == 1:
         return
     specs = [model.spec for model in (session.teacher, session.student) if model is not None]
     for spec in (session.manifest.model, *specs):
-        tensor_parallel_plan(build_model(spec, device="meta"), session.manifest.parallel.tp)
+        shell = build_model(spec, device="meta")
+        tensor_parallel_plan(shell, parallel.tp, split_sequence=parallel.sequence_parallel)
 
 
 def _check_stages(session: Session) -> None:
@@ -202,7 +205,7 @@ def _train(session: Session, order: Order) -> None:
     assert not is_main_process()
     session.device = torch.device(order.plan.value("device"))
     kernels.load(session.device, session.manifest.kernels)
-    seed_process(order.seed, data_share(session.manifest.parallel.shares_batch)[0])
+    seed_process(order.seed, data_share(session.manifest.parallel.ranks_per_batch)[0])
     session.teacher = None if order.teacher is None else build_empty(order.teacher, session.device)
     with attention_backends(session.device, order.attention):
         made = assemble(session, order.phase, order.plan, None, order.model)

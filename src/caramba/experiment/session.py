@@ -326,7 +326,7 @@ class Session:
     @property
     def data_ranks(self) -> int:
         """How many ranks share the data of a step."""
-        return data_share(self.manifest.parallel.shares_batch)[1]
+        return data_share(self.manifest.parallel.ranks_per_batch)[1]
 
     def move_to(self, device: torch.device) -> None:
         """Put the current models on the device of the next phase."""

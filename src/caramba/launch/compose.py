@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
@@ -31,8 +32,9 @@ from caramba.launch.words import Word, read_words, refuse_sweeps
 class Composed:
     """The composed groups before validation.
 
-    `raw` is the tree as composed, `tree` with references resolved, `choices` the option of each group, `given` the
-    paths set on the command line and `chosen` the groups chosen there; `source` finds where a value was written.
+    `raw` is the tree as composed, `tree` with references resolved and without other names of keys that were given,
+    `choices` the option of each group, `given` the paths set on the command line and `chosen` the groups chosen there;
+    `source` finds where a value was written.
     """
 
     raw: dict[str, Any]
@@ -63,12 +65,11 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
     origin = Origin(
         lambda: _layers(words, folders), [Given(path, word.typed) for word in words for path in word.paths]
     )
-    tree = {str(key): value for key, value in raw.items()}
+    plain = {str(key): value for key, value in raw.items()}
     given = frozenset(path for word in words for path in word.paths)
-    _drop_other_names(tree, given)
     return Composed(
-        raw=tree,
-        tree=resolve(tree, origin),
+        raw=plain,
+        tree=resolve(_without_other_names(plain, given), origin),
         choices=choices,
         overrides=tuple(overrides),
         given=given,
@@ -77,8 +78,9 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
     )
 
 
-def _drop_other_names(tree: dict[str, Any], given: Collection[Path]) -> None:
-    """Remove from phases what a file set under another name of a key that the command line gives."""
+def _without_other_names(raw: dict[str, Any], given: Collection[Path]) -> dict[str, Any]:
+    """Return a copy whose phases lack what a file set under another name of a key that the command line gives."""
+    tree = copy.deepcopy(raw)
     for path in given:
         if "train" not in path[:-1]:
             continue
@@ -89,6 +91,7 @@ def _drop_other_names(tree: dict[str, Any], given: Collection[Path]) -> None:
         for other in (name, *(alias for alias, target in PhaseConfig.aliases.items() if target == name)):
             if isinstance(node, dict) and (*path[:-1], other) not in given:
                 node.pop(other, None)
+    return tree
 
 
 def default_groups() -> list[str]:

@@ -50,13 +50,12 @@ def apply_tensor_parallel(
             on every rank, and a loss over the vocabulary is each rank's own.
 
         split_sequence: whether norms and what else is not split works on a rank's own tokens, and activations between
-            layers are kept of these alone: to train, without a cache, on lengths that the ranks divide. Whoever looks
-            at the residual stream inside the model sees these tokens.
+            layers are kept of these alone: to train, without a cache or dropout layers, on lengths that the ranks
+            divide. Whoever looks at the residual stream inside the model sees these tokens.
 
     Raises:
         ConfigError: a mesh of several dimensions, a model that is split already, heads or features that the ranks
-            cannot share equally, or a layer
-            without a plan; nothing is changed then.
+            cannot share equally, dropout of a rank's own tokens, or a layer without a plan; nothing is changed then.
     """
     if mesh.ndim != 1:
         raise ConfigError(
@@ -78,7 +77,8 @@ def tensor_parallel_plan(
     """Return how each layer of a model is split over `n_ranks`, by its name.
 
     Raises:
-        ConfigError: heads or features that the ranks cannot share equally, or a layer without a plan.
+        ConfigError: heads or features that the ranks cannot share equally, dropout of a rank's own tokens, or a layer
+            without a plan.
     """
     entries = model.spec.embedder.vocab_size
     by_entry = split_vocabulary and entries % n_ranks == 0
@@ -116,6 +116,11 @@ def _style(layer: nn.Module, n_ranks: int, *, by_sequence: bool) -> ParallelStyl
                 f"use a multiple of {n_ranks}, or fewer ranks"
             )
         return Gated(by_sequence=by_sequence)
+    if by_sequence and isinstance(layer, DropoutLayer) and layer.p > 0:  # ranks are seeded alike
+        raise ConfigError(
+            f"tensor parallel: with sequence_parallel a DropoutLayer with p={layer.p:g} would drop the same features "
+            f"of other tokens on each of {n_ranks} ranks; use p=0, or sequence_parallel=false"
+        )
     if isinstance(layer, WHOLE):
         return Replicated(by_sequence=by_sequence)
     raise ConfigError(

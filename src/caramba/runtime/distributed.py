@@ -38,9 +38,11 @@ def get_local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
 
 
-def data_share(tp: int = 1) -> tuple[int, int]:
-    """Return (which, of how many): the place of this rank among those that share the data, `tp` ranks being one."""
-    return (get_rank() // tp, get_world_size() // tp) if is_joined() else (0, 1)
+def data_share(ranks_per_batch: int = 1) -> tuple[int, int]:
+    """Return (which, of how many): the share of the data that this rank reads, as `ranks_per_batch` neighbours do."""
+    if not is_joined():
+        return 0, 1
+    return get_rank() // ranks_per_batch, get_world_size() // ranks_per_batch
 
 
 def is_main_process() -> bool:
@@ -78,6 +80,15 @@ def gather_objects(value: Any) -> list[Any]:
         return [value]
     found: list[Any] = [None] * get_world_size()
     dist.all_gather_object(found, value)
+    return found
+
+
+def gather_on_main(value: Any) -> list[Any] | None:
+    """Return on rank 0 the plain value of every rank, in their order, and None on others; every rank calls this."""
+    if not is_distributed():
+        return [value]
+    found: list[Any] | None = [None] * get_world_size() if is_main_process() else None
+    dist.gather_object(value, found, dst=0)
     return found
 
 

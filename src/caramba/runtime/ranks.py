@@ -30,7 +30,8 @@ _meetings = itertools.count()
 class Ranks:
     """The ranks of a run, joined. Orders go through the store that they met at, so rank 0 waits for nobody.
 
-    Rank r reads the data as member r div tp of dp; the tp ranks of a member are neighbours, on one node.
+    Rank r reads the data as member r div (tp * pp) of dp: the ranks of a member are neighbours. With tp they are on one
+    node; the stages of a pipeline may be on several.
     """
 
     rank: int
@@ -72,7 +73,7 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
     Each gets a device of its own, which is `cuda` from then on. Yields None for parallel=single, which joins nothing.
 
     Raises:
-        ConfigError: another number of ranks than dp * tp, or fewer devices than ranks of this node.
+        ConfigError: another number of ranks than dp * tp * pp, or fewer devices than ranks of this node.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if parallel.strategy == "single":

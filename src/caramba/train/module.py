@@ -34,7 +34,7 @@ from caramba.runtime import (
     activations_on_host,
     all_agree,
     average_gradients,
-    gather_objects,
+    gather_on_main,
     get_rank,
     get_world_size,
     mean_over_ranks,
@@ -284,8 +284,8 @@ class CarambaModule(pl.LightningModule):
         for name in KEPT:
             if (kept := getattr(self, name)) is not None:
                 checkpoint[name] = kept.state_dict()
-        own = {key: checkpoint[key] for key in self._own_keys if key in checkpoint}
-        checkpoint["ranks"] = gather_objects(on_host(own))
+        own = {key: checkpoint.pop(key) for key in self._own_keys if key in checkpoint}
+        checkpoint["ranks"] = gather_on_main(on_host(own))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._take_own(checkpoint)
@@ -296,7 +296,8 @@ class CarambaModule(pl.LightningModule):
         self._kept: dict[str, Any] = {name: checkpoint[name] for name in KEPT if name in checkpoint}
 
     def _take_own(self, checkpoint: dict[str, Any]) -> None:
-        """Put what this rank had in place of what rank 0 had; a rank that is new goes on with its own random state."""
+        """Put what this rank had where Lightning looks for it; a rank that is new takes what rank 0 had, and keeps its
+        own random state."""
         ranks = checkpoint.get("ranks", [{}])
         if (self.shares_blocks or self.has_stages) and len(ranks) != get_world_size():
             what = "parallel=pipeline" if self.has_stages else "parallel.blockwise=blocks"
@@ -307,7 +308,7 @@ class CarambaModule(pl.LightningModule):
         if get_rank() < len(ranks):
             checkpoint.update(ranks[get_rank()])
         else:
-            checkpoint["rng"] = None
+            checkpoint.update({**ranks[0], "rng": None})
 
     def on_train_start(self) -> None:
         # Made by configure_optimizers, after the state was read.

@@ -99,7 +99,7 @@ def fit(
     _quiet_lightning()
     parallel = manifest.parallel
     way = way_of(parallel, phase)
-    share = data_share(parallel.shares_batch)
+    share = data_share(parallel.ranks_per_batch)
     state = state_path(run_dir, plan.phase)
     position = saved_step(state)
     assert isinstance(phase.batch_size, int)

@@ -67,7 +67,14 @@ def problems(phase: dict[str, object], **parallel: object) -> str:
         (
             {"phase": "pretrain", "batch_size": "auto"},
             STAGES,
-            "batch_size are chosen by measuring one process",
+            "batch_size is chosen by measuring one process, and parallel=pipeline has a part of the model on every "
+            "rank; give it a value",
+        ),
+        (
+            {"phase": "pretrain", "batch_size": "auto", "compile_model": "auto"},
+            STAGES,
+            "batch_size, compile_model are chosen by measuring one process, and parallel=pipeline has a part of the "
+            "model on every rank; give them values",
         ),
     ],
 )

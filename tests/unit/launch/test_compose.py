@@ -85,6 +85,13 @@ def test_either_name_replaces_the_alias_of_a_preset():
         assert {run.train.gradient_accumulation_steps for run in found} == {3}
 
 
+def test_the_tree_as_composed_keeps_both_names_and_the_resolved_one_has_one():
+    composed = compose(["train=upcycle_1b", "train.gradient_accumulation_steps=3"])
+    names = {"accumulate", "gradient_accumulation_steps"}
+    assert names <= composed.raw["train"].keys()
+    assert names & composed.tree["train"].keys() == {"gradient_accumulation_steps"}
+
+
 def test_a_shorter_run_takes_its_preset_warm_up_along_and_a_typed_one_is_kept():
     assert {run.train.warmup_steps for run in manifest_of("train.steps=3").groups[0].runs} == {0}
     with pytest.raises(

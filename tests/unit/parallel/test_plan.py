@@ -72,6 +72,17 @@ def test_heads_that_do_not_divide_are_refused(name: str, ranks: int, message: st
         tensor_parallel_plan(build_model(transformer(name), device="meta"), ranks)
 
 
+def test_dropout_of_a_ranks_own_tokens_is_refused() -> None:
+    """Ranks draw the same numbers, so that tokens t and t + T/n would get one mask."""
+    dropped = meta(NORM, {"type": "DropoutLayer", "p": 0.1})
+    with pytest.raises(
+        ConfigError, match=r"DropoutLayer with p=0\.1 would drop the same.*p=0, or seq.*topology\.layers\.1\)"
+    ):
+        tensor_parallel_plan(dropped, 2, split_sequence=True)
+    assert type(tensor_parallel_plan(dropped, 2)["topology.layers.1"]) is Replicated, "all have all tokens"
+    tensor_parallel_plan(meta(NORM, {"type": "DropoutLayer", "p": 0.0}), 2, split_sequence=True)
+
+
 def test_features_and_layers_without_a_plan_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"5 ranks cannot share d_ff=24 features; use a multiple of 5.*layers\.0\)"
