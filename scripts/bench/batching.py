@@ -1,7 +1,8 @@
 """Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
 
 Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 256 --chunks 512,2048]
-The file is written after every side, and the same call again measures those that are not in it yet.
+The file is written after every side, and the same call again measures those that are not in it yet; what was measured
+on another device, at another commit or with another torch is measured anew.
 On any machine: python scripts/bench/batching.py --device cpu --model tiny --slots 8 --requests 32 --out /tmp/b.json
 
 Random weights serve, as speed does not depend on what is said; no token ends a request early. Prompts and new tokens
@@ -14,10 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 from decode_steps import SIZES, model_of
+from kernels import is_same_machine, machine
 
 from caramba import kernels
 from caramba.infer.engine import Engine, Event
@@ -204,11 +204,12 @@ def ratios(data: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def kept(file: Path, settings: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return what an earlier call with the same settings measured."""
+def kept(file: Path, settings: dict[str, Any], here: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return what an earlier call with the same settings measured on this machine at this commit."""
     if file.is_file():
         before = json.loads(file.read_text())
-        if before["settings"] == json.loads(json.dumps(settings)):
+        is_same = is_same_machine(before.get("machine", {}), here)
+        if is_same and before["settings"] == json.loads(json.dumps(settings)):
             return {part: before[part] for part in PARTS}
     return {part: [] for part in PARTS}
 
@@ -239,16 +240,15 @@ def main() -> int:
     began, device = time.monotonic(), torch.device(words.device)
     kernels.load(device)
     model = model_of(words.model, words.layout, device)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    here = machine(device)
     unsaid = ("out", "device", "before", "seconds")
     settings = {key: value for key, value in vars(words).items() if key not in unsaid}
     data: dict[str, Any] = {
         "benchmark": "batching",
         "made_by": "scripts/bench/batching.py",
-        "machine": {"device": name, "torch": torch.__version__, "commit": commit[:12]},
+        "machine": here,
         "settings": settings,
-        **kept(words.before or words.out, settings),
+        **kept(words.before or words.out, settings, here),
         "must": MUST,
     }
     measure = {"arrivals": arrivals(model, words, words.rate, data["arrivals"])}

@@ -3,7 +3,8 @@ speed against context under the memory bound. Writes JSON after every row, and a
 
 Usage on a GPU: python scripts/bench/inference.py [--parts short,long,batch,context] [--seconds 420] [--out FILE]
 The file is written after every case. The same call again measures the cases that are not in it yet, `--again` all of
-its parts anew; `--before FILE` goes on from another file. `--size tiny --device cpu` shows that the script works.
+its parts anew; `--before FILE` goes on from another file. What was measured on another device, at another commit or
+with another torch is measured anew. `--size tiny --device cpu` shows that the script works.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import inference_models as models
 import numpy as np
 import sections_inference
 import torch
-from kernels import machine
+from kernels import is_same_machine, machine
 from static_decode import StaticDecoder
 
 from caramba import kernels
@@ -296,13 +297,14 @@ def main() -> int:
     began, device = time.monotonic(), torch.device(words.device)
     kernels.load(device)
     bench = Bench(words.size, device, words.repeats, is_compiled=device.type == "cuda")
+    here = machine(device)
     data = {
         "benchmark": "inference",
         "made_by": " ".join(["python", "scripts/bench/inference.py", *sys.argv[1:]]),
-        "machine": machine(device),
+        "machine": here,
         "size": words.size,
         "read_bytes_per_s": read_rate(device),
-        "rows": kept_rows(words.before or words.out, parts if words.again else [], words.size),
+        "rows": kept_rows(words.before or words.out, parts if words.again else [], words.size, here),
         "left_out": [],
     }
     known = {row.get("case") for row in data["rows"]}
@@ -331,12 +333,13 @@ def main() -> int:
     return 0
 
 
-def kept_rows(file: Path, parts: list[str], size: str) -> list[dict[str, Any]]:
-    """Return the rows of other parts that an earlier call wrote."""
+def kept_rows(file: Path, parts: list[str], size: str, here: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of other parts that an earlier call wrote on this machine at this commit."""
     if not file.is_file():
         return []
     before = json.loads(file.read_text())
-    return [row for row in before["rows"] if row["part"] not in parts] if before["size"] == size else []
+    is_same = before["size"] == size and is_same_machine(before.get("machine", {}), here)
+    return [row for row in before["rows"] if row["part"] not in parts] if is_same else []
 
 
 if __name__ == "__main__":

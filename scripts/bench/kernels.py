@@ -44,6 +44,11 @@ def machine(device: torch.device) -> dict[str, Any]:
     return facts | ({"commit": found.stdout.strip()} if found.returncode == 0 else {})
 
 
+def is_same_machine(known: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Whether figures of the one may stand beside those of the other: of the same device, torch and commit."""
+    return all(known.get(key) == here.get(key) for key in ("device", "torch", "commit"))
+
+
 def told(row: dict[str, Any]) -> str:
     sides = ", ".join(
         f"{name} {side['median_us']:.1f} us {100 * side['of_copy']:.0f}%"

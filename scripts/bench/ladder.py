@@ -1,7 +1,8 @@
 """The training ladder of `benchmark=ladder` on a 1B model, in as many calls as it takes. Writes JSON and a plot.
 
 A call that is over its time stops the run, and the next one goes on with it: rows that are on record are kept, the one
-in progress is measured anew. The JSON and the plot hold the rows so far. The last row of the ladder that keeps all
+in progress is measured anew. At another commit, on another device, with another torch or other words a run of its own
+begins. The JSON and the plot hold the rows so far. The last row of the ladder that keeps all
 activations is its top; with --again a new run begins.
 
 Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--batch 2] [--work runs/bench_ladder]
@@ -12,6 +13,8 @@ Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--batch 2] [--wo
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -72,13 +75,19 @@ def ended(child: subprocess.Popen[bytes], seconds: float = 6.0) -> int:
         return child.wait()
 
 
-def climb(words: list[str], work: Path, seconds: float) -> tuple[Path | None, int]:
-    """Run or go on with the ladder for so long, and return its run directory and exit status."""
+def folder_of(work: Path, words: list[str], machine: dict[str, Any], commit: str) -> Path:
+    """Return where a run lies that alone may be gone on with: of these words, device, torch and commit."""
+    facts = [words, machine["name"], machine["torch"], commit]
+    return work / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def climb(words: list[str], work: Path, cache: Path, seconds: float) -> tuple[Path | None, int]:
+    """Run or go on with the ladder of a folder for so long, and return its run directory and exit status."""
     folders = sorted(work.glob("runs/*/*"))
     command = ["resume", str(folders[-1])] if folders else ["launch", *words]
     if folders and (folders[-1] / "result.json").is_file():
         return folders[-1], 0
-    environment = {**os.environ, "CARAMBA_HOME": str(work / "cache")}
+    environment = {**os.environ, "CARAMBA_HOME": str(cache)}
     child = subprocess.Popen([sys.executable, "-m", "caramba", *command], cwd=work, env=environment)
     try:
         status = child.wait(timeout=seconds)
@@ -141,9 +150,11 @@ def main() -> int:
     began, work = time.monotonic(), given.work.absolute()
     if given.again:
         shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True, exist_ok=True)
     words = [*SIZES[given.size], *COMMON, f"{CONFIG}.batch_size={given.batch}", *given.overrides]
-    run, status = climb(words, work, given.seconds)
+    machine, commit = device_facts(choose_device("auto")), head_commit()
+    folder = folder_of(work, words, machine, commit)
+    folder.mkdir(parents=True, exist_ok=True)
+    run, status = climb(words, folder, work / "cache", given.seconds)
     rows = [] if run is None else rows_of(run)
     is_whole = run is not None and (run / "result.json").is_file()
     if not rows:
@@ -167,8 +178,8 @@ def main() -> int:
             "benchmark": "ladder",
             "plot": None if image is None else given.out.with_suffix(".png").name,
             "made_by": "python scripts/bench/ladder.py",
-            "machine": device_facts(choose_device("auto")),
-            "commit": head_commit(),
+            "machine": machine,
+            "commit": commit,
             "command": " ".join(["caramba launch", *words]),
             "is_whole": is_whole,
             "musts": musts_of(rows),

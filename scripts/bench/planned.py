@@ -156,7 +156,11 @@ class Bench:
         folder.mkdir()
         began = time.monotonic()
         status, said = self._call([*self.base, *more], folder, until)
-        (run,) = folder.glob("runs/*/*")
+        run = next(folder.glob("runs/*/*"), None)
+        if run is None:
+            raise RuntimeError(
+                f"caramba {' '.join([*self.base, *more])} made no run: exit status {status}; it said:\n{said}"
+            )
         events = list(read_events(run))
         decisions = self._decisions(run)
         speed = next((event for event in events if event["event"] == "speed"), {})

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("torchao")
 
@@ -17,7 +19,11 @@ PROGRAM = (
 )
 
 
-def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(tmp_path: Path) -> None:
+def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
+    here = importlib.import_module("kernels").machine(torch.device("cpu"))
     out = tmp_path / "inference.json"
     before = {
         "part": "batch",
@@ -28,7 +34,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(tmp_path: Path) -> N
         "p20": 4.0,
         "p80": 6.0,
     }
-    out.write_text(json.dumps({"size": "tiny", "rows": [before | {"ran": "eager"}]}))
+    out.write_text(json.dumps({"size": "tiny", "machine": here, "rows": [before | {"ran": "eager"}]}))
     words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), "--parts", "short,context"]
     command = [sys.executable, "scripts/bench/inference.py", *words, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

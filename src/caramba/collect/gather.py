@@ -91,7 +91,8 @@ def read_row(run: Path, words: dict[str, str]) -> Row:
     state = run_state(run).state
     if state != FINISHED:
         return Row(run, state, words)
-    return Row(run, state, words, read_metrics(run), read_labels(run).get("proxy", ""))
+    reports = list(_reports(run))
+    return Row(run, state, words, _metrics_of(reports), _labels_of(reports).get("proxy", ""))
 
 
 def read_metrics(run: Path) -> dict[str, Measured]:
@@ -99,15 +100,12 @@ def read_metrics(run: Path) -> dict[str, Measured]:
 
     Of a run of several groups every key begins with `GROUP/`. No report, no metrics.
     """
-    found: dict[str, Measured] = {}
-    for prefix, report in _reports(run):
-        found |= {f"{prefix}{key}": value for key, value in _measured(report).items()}
-    return found
+    return _metrics_of(_reports(run))
 
 
 def read_labels(run: Path) -> dict[str, str]:
     """Return what a run's reports say of where its numbers come from."""
-    return {key: value for _, report in _reports(run) for key, value in report["labels"].items()}
+    return _labels_of(_reports(run))
 
 
 def _reports(run: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -135,6 +133,14 @@ def swept_keys(rows: Iterable[Row]) -> list[str]:
 def is_seed(key: str) -> bool:
     """Whether a key is a seed: runs that differ in it alone are repetitions."""
     return key == "seed" or key.endswith(".seed")
+
+
+def _metrics_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Measured]:
+    return {f"{prefix}{key}": value for prefix, report in reports for key, value in _measured(report).items()}
+
+
+def _labels_of(reports: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, str]:
+    return {key: value for _, report in reports for key, value in report["labels"].items()}
 
 
 def _measured(report: dict[str, Any]) -> dict[str, Measured]:

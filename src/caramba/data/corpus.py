@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ class Corpus:
         paths: the files of train and val, for messages.
         packing: how windows are made of it, `concat` or `best_fit`.
         documents: first token of each document of train and of val, int64; None unless they are kept apart.
-        index: the same, kept apart or not; None where the files do not say.
+        source: the token folder that both splits are of; None where there is none.
     """
 
     train: Tokens
@@ -70,7 +71,20 @@ class Corpus:
     paths: tuple[Path, Path]
     packing: str = "concat"
     documents: tuple[np.ndarray, np.ndarray] | None = None
-    index: tuple[np.ndarray, np.ndarray] | None = None
+    source: TokenFolder | None = None
+
+    @cached_property
+    def index(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """First token of each document of train and of val, kept apart or not; None where the files do not say.
+
+        Raises:
+            DataError: the document index of the token folder is damaged.
+        """
+        if self.documents is not None:
+            return self.documents
+        if self.source is None or not self.source.has_documents:
+            return None
+        return _documents(self.source, int(self.train.size))
 
     def check(self, vocab_size: int, block_size: int) -> None:
         """Check that a model of `vocab_size` can read the tokens and that each split holds a window.
@@ -285,7 +299,7 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         train, held_out = _hold_out(opened.train, config.val_frac, train_path)
         val_path, val_max = train_path, train_max
         parts.append(held_out.size)
-    index = _documents(opened, int(train.size)) if val is None else None
+    is_apart = config.keeps_documents_apart and val is None
     fingerprint = parts[0] if len(parts) == 1 else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return Corpus(
         train=train,
@@ -299,8 +313,8 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         max_ids=(train_max, val_max),
         paths=(train_path, val_path),
         packing=config.packing,
-        documents=index if config.keeps_documents_apart else None,
-        index=index,
+        documents=_documents(opened, int(train.size)) if is_apart else None,
+        source=opened if val is None else None,
     )
 
 

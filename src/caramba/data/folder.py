@@ -45,6 +45,11 @@ class TokenFolder:
             return None
         return np.asarray(open_npy(self.path / "token_bytes.npy"))
 
+    @property
+    def has_documents(self) -> bool:
+        """Whether the document index of every split is there."""
+        return all((self.path / index_name(split)).is_file() for split in self.meta["splits"])
+
     def documents(self, split: str) -> np.ndarray:
         """First token of each document of `train` or `val`, int64, memory-mapped; it ends where the next begins.
 
@@ -52,6 +57,11 @@ class TokenFolder:
             DataError: the index is missing, damaged, or not of as many documents as meta.json says.
         """
         path = self.path / index_name(split)
+        if not path.is_file():
+            raise DataError(
+                f"{path}: missing; it says where documents begin. Prepare the folder again, or read them as one stream "
+                "(data.packing=concat without data.document_mask)"
+            )
         index = open_npy(path)
         expected = self.meta["splits"].get(split, {}).get("documents")
         if index.size != expected:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import struct
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from caramba.artifact.report import build_report
 from caramba.artifact.tables import number
 from caramba.cli import main
 from caramba.collect.compare import metric_differences
+from caramba.collect.gather import gather
 from caramba.config.parse import parse_manifest
 from caramba.result import BenchmarkResult, Metric, PhaseResult, RunResult, to_plain
 from caramba.runs import MANIFEST, mint
@@ -152,6 +154,20 @@ def test_status_lists_sweeps_and_runs(called, sweep, tmp_path):
     assert '"state": "finished"' in called("status", root, "--json").out
     assert "no such folder" in called("status", "nowhere", status=2).err
     assert "no runs under" in called("status", tmp_path).out
+
+
+def test_the_reports_of_a_run_are_read_once(sweep, monkeypatch):
+    read, opened = Path.read_text, []
+
+    def counted(path, *words, **more):
+        opened.append(path)
+        return read(path, *words, **more)
+
+    monkeypatch.setattr(Path, "read_text", counted)
+    rows = gather(str(sweep)).finished
+    reports = [row.run / "artifacts" / "report.json" for row in rows]
+    assert [path for path in opened if path.name == "report.json" and path.is_file()] == reports
+    assert all(row.proxy and row.metrics for row in rows)
 
 
 def test_two_runs_compare_with_intervals_and_curves(called, sweep, tmp_path):

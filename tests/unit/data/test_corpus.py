@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from caramba.config.data import DataConfig
-from caramba.data import count_bytes, open_corpus, train_bpe, write_token_folder
+from caramba.data import count_bytes, open_corpus, open_windows, refuse_overlap, train_bpe, write_token_folder
 from caramba.data import stdlib as stdlib_module
 from caramba.errors import DataError
 
@@ -173,6 +173,23 @@ def test_a_folder_without_val_holds_out_its_end(folder: Path) -> None:
     assert (np.concatenate([corpus.train, corpus.val]) == whole).all()
     assert corpus.val.size == round(whole.size * 0.25)
     assert corpus.max_ids == (whole.max(), whole.max())
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_only_documents_kept_apart_need_the_document_index(folder: Path, split: str) -> None:
+    (folder / f"{split}-documents.npy").unlink()
+    corpus = open_corpus(config(path=str(folder)))
+    assert corpus.index is None
+    refuse_overlap(corpus, open_windows(corpus, "train", 8), [0], what="surgery")  # nothing to compare
+    with pytest.raises(DataError, match=rf"{split}-documents\.npy: missing; it says where documents begin"):
+        open_corpus(config(path=str(folder), document_mask=True))
+
+
+def test_a_damaged_document_index_is_told_when_it_is_read(folder: Path) -> None:
+    np.save(folder / "train-documents.npy", np.arange(3))
+    corpus = open_corpus(config(path=str(folder)))
+    with pytest.raises(DataError, match=r"train-documents\.npy: 3 documents, but meta\.json says 1"):
+        _ = corpus.index
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_document_in_both_splits_is_refused(packing: str, tmp_path: Path) -> N
         refuse_overlap(plain, open_windows(plain, "train", 50), others, what="surgery")
         with pytest.raises(DataError, match=f"at token {fifth} of "):
             refuse_overlap(plain, open_windows(plain, "train", 50), reading[:1], what="surgery")
-    flat = dataclasses.replace(corpus, documents=None, index=None)
+    flat = dataclasses.replace(corpus, documents=None, source=None)
     refuse_overlap(flat, open_windows(flat, "train", 50), reading, what="surgery")
 
 
