@@ -165,7 +165,7 @@ class Generator:
         with (
             eval_mode(self.model),
             planned(self.model, config, max(map(len, found))),
-            joined_weights(self.model),
+            joined_weights(self.model, is_compiled=config.compiled is True),
         ):
             for group in grouped([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)

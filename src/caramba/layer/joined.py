@@ -39,33 +39,39 @@ def usable(joined: Joined | None, x: Tensor) -> TypeGuard[Joined]:
     """Whether a forward takes the joined product: without gradients, and of eager CUDA code none, as its kernels read
     whole rows and would copy the parts."""
     is_wanted = joined is not None and not torch.is_grad_enabled()
-    return is_wanted and (not x.is_cuda or torch.compiler.is_compiling())
+    return is_wanted and joins_on(x.device, is_compiled=torch.compiler.is_compiling())
+
+
+def joins_on(device: torch.device, *, is_compiled: bool) -> bool:
+    """Whether forwards on a device take joined products."""
+    return is_compiled or device.type != "cuda"
 
 
 @contextlib.contextmanager
-def joined_weights(module: nn.Module) -> Iterator[None]:
+def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[None]:
     """Run a block without gradients in which layers of one input run as one product.
 
     Their weights and biases move once into memory where they lie side by side, each parameter a part of it, so nothing
     is held twice and the parameters stay themselves: names, values, and what an optimiser changes in place. What was
     captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Layers that are
-    not plain, or unlike each other, run as ever.
+    not plain, or unlike each other, run as ever, and so do those of forwards that would take no joined product:
+    `is_compiled` says whether the block runs compiled ones.
     """
     owners = [owner for owner in module.modules() if isinstance(owner, Joins) and owner.joined is None]
     try:
         for owner in owners:
             assert isinstance(owner, nn.Module)
-            owner.joined = _join([owner.get_submodule(name) for name in owner.joins])
+            owner.joined = _join([owner.get_submodule(name) for name in owner.joins], is_compiled)
         yield
     finally:
         for owner in owners:
             owner.joined = None
 
 
-def _join(layers: Sequence[nn.Module]) -> Joined | None:
+def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
     plain = [layer for layer in layers if _is_plain(layer)]
     first = plain[0].weight if plain else None
-    if first is None or len(plain) < len(layers):
+    if first is None or len(plain) < len(layers) or not joins_on(first.device, is_compiled=is_compiled):
         return None
     like = (first.dtype, first.device, first.shape[1], first.requires_grad, plain[0].bias is None)
     for layer in plain:

@@ -8,7 +8,7 @@ from torch import nn
 
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer import SwiGLULayer
-from caramba.layer.joined import joined_weights, usable
+from caramba.layer.joined import joined_weights, joins_on, usable
 
 
 def swiglu(bias: bool = False) -> SwiGLULayer:
@@ -72,3 +72,23 @@ def test_training_and_gradients_never_take_the_joined_product() -> None:
         layer(x).sum().backward()
     assert layer.gate.weight.grad is not None
     assert layer.up.weight.grad is not None
+
+
+def test_cuda_weights_move_for_compiled_forwards_alone() -> None:
+    assert [joins_on(torch.device("cuda"), is_compiled=compiled) for compiled in (False, True)] == [
+        False,
+        True,
+    ]
+    assert joins_on(torch.device("cpu"), is_compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_of_eager_cuda_forwards_stay_where_they_are() -> None:
+    layer = swiglu(bias=True).cuda()
+    places = [weight.data_ptr() for weight in layer.parameters()]
+    with joined_weights(layer):
+        assert layer.joined is None
+    assert [weight.data_ptr() for weight in layer.parameters()] == places
+    with joined_weights(layer, is_compiled=True):
+        assert layer.joined is not None
