@@ -241,9 +241,6 @@ class Generator:
             return None
         return CacheProbe(self.policy, self.cache_decision)
 
-    def _context(self, batch_size: int, n_tokens: int) -> Context:
-        return self.model.new_context(batch_size, n_tokens, self._kind(batch_size, n_tokens), static=True)
-
     def _kind(self, batch_size: int, n_tokens: int) -> KVCacheKind:
         """Return the format of a generation's cache, by measurement under `cache_kind=auto`."""
         kind = self.config.cache_kind or KINDS.get(self.model.embedder.token.weight.dtype, KVCacheKind.FP32)
