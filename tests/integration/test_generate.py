@@ -101,6 +101,7 @@ def test_what_cannot_be_done_is_said_with_status_2(
         (("--prompt", "a", "--top-p", "1.5"), "top_p: got 1.5, expected less than or equal to 1"),
         (("--prompt", "a", "--top-k", "x"), "argument --top-k: invalid int value: 'x'"),
         (("--prompt", ""), "prompt 0 is empty"),
+        (("",), "generate: unrecognized arguments: '' (an empty word); caramba generate RUN|DIR"),
         (("--prompt", "a" * 90), "prompt 0 of 90 tokens and max_new_tokens=48 exceed the 96 positions"),
         (("--prompt", "a", "--cache-kind", "auto", "--cache-budget-mb", "0.001"), "take at least"),
         (("--prompt", "a", "--cache-budget-mb", "1"), "cache_budget_mb is of cache_kind=auto"),

@@ -92,7 +92,10 @@ class ModelArguments(argparse.ArgumentParser):
         self.add_argument("--debug", action="store_true")
 
     def error(self, message: str) -> NoReturn:
-        wrong = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if not unknown.strip():
+            message += "'' (an empty word)"
+        wrong = next(iter(unknown.split()), "").partition("=")[0]
         names = [option.removeprefix("--") for option in self._option_string_actions]
         near = nearest(wrong[2:], names).replace("mean '", "mean '--") if wrong.startswith("--") else ""
         raise ConfigError(

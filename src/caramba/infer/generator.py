@@ -165,7 +165,7 @@ class Generator:
         with (
             eval_mode(self.model),
             planned(self.model, config, max(map(len, found))),
-            joined_weights(self.model),
+            joined_weights(self.model, is_compiled=config.compiled is True),
         ):
             for group in grouped([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)
@@ -240,9 +240,6 @@ class Generator:
         if self.policy is None or self.cache_decision is None or not self.config.cache_plan_probe:
             return None
         return CacheProbe(self.policy, self.cache_decision)
-
-    def _context(self, batch_size: int, n_tokens: int) -> Context:
-        return self.model.new_context(batch_size, n_tokens, self._kind(batch_size, n_tokens), static=True)
 
     def _kind(self, batch_size: int, n_tokens: int) -> KVCacheKind:
         """Return the format of a generation's cache, by measurement under `cache_kind=auto`."""

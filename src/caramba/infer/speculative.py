@@ -167,7 +167,7 @@ class SpeculativeGenerator(Generator):
         n_tokens = max(len(row.prompt) for row in rows) + config.max_new_tokens
         # Rows that draft nothing any more are still fed as many tokens as the others, and graphs are filled up.
         slack = self.speculation.spec_k if len(rows) > 1 else 0
-        ctx = self._opened(len(rows), n_tokens, slack)
+        ctx, refused = self._opened(len(rows), n_tokens, slack)
         draft_ctx = self._draft_context(ctx, len(rows), n_tokens + slack)
         reason = None if len(rows) == 1 else self._rows_refusal(ctx, draft_ctx)
         if reason is not None:
@@ -176,17 +176,36 @@ class SpeculativeGenerator(Generator):
             for row in rows:
                 self._run([row], on_text)
             return
-        self._speculate(rows, ctx, draft_ctx, on_text)
+        self._speculate(rows, ctx, draft_ctx, refused, on_text)
 
-    def _opened(self, n_rows: int, n_tokens: int, slack: int) -> Context:
-        """Return an empty context; where forwards may run on the device, that of the last call if it fits as well."""
+    def _opened(self, n_rows: int, n_tokens: int, slack: int) -> tuple[Context, str | None]:
+        """Return an empty context; where forwards may run on the device, that of the last call if it fits as well.
+
+        Where they may not for the room that they take beyond the text, it is one without, and the reason comes along.
+        """
         kind = self._kind(n_rows, n_tokens)
         runs_alone = self.config.compiled is True or (
             self.config.compiled and device_of(self.model).type == "cuda"
         )
-        if not runs_alone or kind not in EXACT_KINDS:
-            return self.model.new_context(n_rows, n_tokens + slack, kind, static=True)
-        capacity = step_capacity(n_tokens + slack + MAX_QUERIES, None)
+        refused = None
+        if runs_alone and kind in EXACT_KINDS:
+            ctx = self._bucket(n_rows, n_tokens, slack, kind)
+            refused = step_refusal(self.model, ctx, RowsContext)
+            if refused is None:
+                return ctx, None
+            del ctx
+            self._kept = None
+        return self.model.new_context(n_rows, n_tokens + slack, kind, static=True), refused
+
+    def _bucket(self, n_rows: int, n_tokens: int, slack: int, kind: KVCacheKind) -> Context:
+        """Return an empty context of a text's length bucket, no longer than positions and forwards on it reach."""
+        beyond = slack + MAX_QUERIES
+        reached = (layer.projection.step_limit for _, layer in self.model.attention_layers())
+        limits = [
+            *(limit + beyond for limit in self._position_limits()),
+            *(n for n in reached if n is not None),
+        ]
+        capacity = step_capacity(n_tokens + beyond, min(limits, default=None))
         key = (identity_of(self.model), n_rows, capacity, kind)
         if self._kept is not None and self._kept.key == key:
             self._kept.ctx.truncate(0)
@@ -209,7 +228,12 @@ class SpeculativeGenerator(Generator):
         return steps
 
     def _speculate(
-        self, rows: Sequence[Row], ctx: Context, draft_ctx: Context | None, on_text: OnText | None
+        self,
+        rows: Sequence[Row],
+        ctx: Context,
+        draft_ctx: Context | None,
+        refused: str | None,
+        on_text: OnText | None,
     ) -> None:
         stats, config, device = self.stats, self.config, device_of(self.model)
         assert isinstance(stats, SpeculativeStats)
@@ -219,7 +243,7 @@ class SpeculativeGenerator(Generator):
         synchronize(device)
         prefilled = time.perf_counter()
         last = max(map(len, prompts)) + config.max_new_tokens - 1
-        form, stats.not_compiled = self._form(ctx, draft_ctx)
+        form, stats.not_compiled = ("eager", refused) if refused is not None else self._form(ctx, draft_ctx)
         has_rows = len(rows) > 1 or form != "eager"
         lengths = [len(ids) for ids in prompts]
         steps = None if form == "eager" else self._row_steps(ctx, lengths, form)

@@ -96,7 +96,11 @@ def _made(
 
 def identity_of(model: Model) -> tuple[Any, ...]:
     """Return what changes when the weights that a graph reads move to other memory."""
+    weights = tuple(model.parameters())
+    return tuple(zip(map(id, weights), addresses(weights), strict=True))
+
+
+def addresses(weights: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Return where weights lie, 0 for those that are no plain tensors."""
     plain = (torch.Tensor, torch.nn.Parameter)
-    return tuple(
-        (id(weight), weight.data_ptr() if type(weight) in plain else 0) for weight in model.parameters()
-    )
+    return tuple(weight.data_ptr() if type(weight) in plain else 0 for weight in weights)

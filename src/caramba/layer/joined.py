@@ -39,32 +39,39 @@ def usable(joined: Joined | None, x: Tensor) -> TypeGuard[Joined]:
     """Whether a forward takes the joined product: without gradients, and of eager CUDA code none, as its kernels read
     whole rows and would copy the parts."""
     is_wanted = joined is not None and not torch.is_grad_enabled()
-    return is_wanted and (not x.is_cuda or torch.compiler.is_compiling())
+    return is_wanted and joins_on(x.device, is_compiled=torch.compiler.is_compiling())
+
+
+def joins_on(device: torch.device, *, is_compiled: bool) -> bool:
+    """Whether forwards on a device take joined products."""
+    return is_compiled or device.type != "cuda"
 
 
 @contextlib.contextmanager
-def joined_weights(module: nn.Module) -> Iterator[None]:
+def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[None]:
     """Run a block without gradients in which layers of one input run as one product.
 
-    Their weights move once into memory where they lie side by side, each parameter a part of it, so nothing is held
-    twice and the parameters stay themselves: names, values, and what an optimiser changes in place. Inside the block
-    no weight may be replaced. Layers that are not plain, or unlike each other, run as ever.
+    Their weights and biases move once into memory where they lie side by side, each parameter a part of it, so nothing
+    is held twice and the parameters stay themselves: names, values, and what an optimiser changes in place. What was
+    captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Layers that are
+    not plain, or unlike each other, run as ever, and so do those of forwards that would take no joined product:
+    `is_compiled` says whether the block runs compiled ones.
     """
     owners = [owner for owner in module.modules() if isinstance(owner, Joins) and owner.joined is None]
     try:
         for owner in owners:
             assert isinstance(owner, nn.Module)
-            owner.joined = _join([owner.get_submodule(name) for name in owner.joins])
+            owner.joined = _join([owner.get_submodule(name) for name in owner.joins], is_compiled)
         yield
     finally:
         for owner in owners:
             owner.joined = None
 
 
-def _join(layers: Sequence[nn.Module]) -> Joined | None:
+def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
     plain = [layer for layer in layers if _is_plain(layer)]
     first = plain[0].weight if plain else None
-    if first is None or len(plain) < len(layers):
+    if first is None or len(plain) < len(layers) or not joins_on(first.device, is_compiled=is_compiled):
         return None
     like = (first.dtype, first.device, first.shape[1], first.requires_grad, plain[0].bias is None)
     for layer in plain:
@@ -75,37 +82,40 @@ def _join(layers: Sequence[nn.Module]) -> Joined | None:
     with torch.inference_mode(False), torch.no_grad():
         biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
         weight = _side_by_side([layer.weight for layer in plain])
-        bias = torch.cat(biases) if biases else None
+        bias = _side_by_side(biases) if biases else None
     return Joined(weight, bias, [layer.weight.shape[0] for layer in plain])
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    return (
-        type(layer) is nn.Linear
-        and type(layer.weight) is nn.Parameter
-        and not layer.weight.is_meta
-        and not layer.weight.is_inference()
-        and not layer._forward_hooks
-        and not layer._forward_pre_hooks
+    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    weight = layer.weight
+    return all(
+        type(one) is nn.Parameter
+        and (one.dtype, one.device) == (weight.dtype, weight.device)
+        and not one.is_meta
+        and not one.is_inference()
+        for one in (weight, layer.bias)
+        if one is not None
     )
 
 
-def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
-    """Return weights [N_i, M] as one tensor [sum of N_i, M] in whose memory they lie, moving them where they do not."""
-    first = weights[0]
-    n_rows, width = sum(weight.shape[0] for weight in weights), first.shape[1]
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """Return parts [N_i] or [N_i, M] as one tensor in whose memory they lie, moving them where they do not."""
+    first = parts[0]
+    shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
-    for weight in weights:
+    for part in parts:
         if (
-            not weight.is_contiguous()
-            or weight.untyped_storage().data_ptr() != storage
-            or weight.data_ptr() != place
+            not part.is_contiguous()
+            or part.untyped_storage().data_ptr() != storage
+            or part.data_ptr() != place
         ):
             break
-        place += weight.nbytes
+        place += part.nbytes
     else:
-        return first.detach().as_strided((n_rows, width), (width, 1), first.storage_offset())
-    together = torch.cat([weight.detach() for weight in weights])
-    for weight, part in zip(weights, together.split([weight.shape[0] for weight in weights]), strict=True):
-        weight.data = part
+        return first.detach().as_strided(shape, (*shape[1:], 1), first.storage_offset())
+    together = torch.cat([part.detach() for part in parts])
+    for part, moved in zip(parts, together.split([part.shape[0] for part in parts]), strict=True):
+        part.data = moved
     return together

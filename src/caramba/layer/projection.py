@@ -76,12 +76,18 @@ class Projection(nn.Module):
         """Return cos and sin of the tokens' angles as `RotaryEmbedding` has them, None without RoPE."""
         return None if self.rope is None else self.rope(offset, n_tokens, device)
 
+    @property
+    def step_limit(self) -> int | None:
+        """The most tokens of a cache on which steps run by themselves on the device, None without a bound."""
+        dynamic = None if self.rope is None else self.rope.dynamic
+        return None if dynamic is None else dynamic.original_max_position_embeddings
+
     def step_refusal(self, limit: int) -> str | None:
         """Return why steps on a cache of `limit` tokens cannot run by themselves on the device, None where they can."""
-        dynamic = None if self.rope is None else self.rope.dynamic
-        if dynamic is not None and limit > dynamic.original_max_position_embeddings:
+        most = self.step_limit
+        if most is not None and limit > most:
             return (
-                f"rope_scaling type=dynamic beyond {dynamic.original_max_position_embeddings} tokens depends on the "
+                f"rope_scaling type=dynamic beyond {most} tokens depends on the "
                 f"length, which the host would have to know, and the cache holds {limit}"
             )
         return "keys of one feature have no two parts" if self.dims.qk < 2 else None

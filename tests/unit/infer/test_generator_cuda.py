@@ -12,7 +12,7 @@ from caramba.infer import Generator, SpeculativeGenerator
 from caramba.infer.row import Row
 from caramba.infer.step import StepState
 from caramba.model import build_model
-from tests.unit.model.model_specs import VOCAB, transformer
+from tests.unit.model.model_specs import VOCAB, biased, transformer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,8 +43,9 @@ def test_the_same_seeds_give_the_text_of_the_cpu(name: str) -> None:
     together = SpeculativeGenerator(model, **VALUES)
     assert [row.tokens for row in together.generate(PROMPTS)] == [row.tokens for row in there]
     assert together.stats.not_batched is None
-    early = SpeculativeGenerator(model, spec_method="early_exit", **(VALUES | {"temperature": 0.0}))
-    greedy = Generator(model, **(VALUES | {"temperature": 0.0})).generate(PROMPTS)
+    values: dict[str, Any] = {**VALUES, "temperature": 0.0}
+    early = SpeculativeGenerator(model, spec_method="early_exit", **values)
+    greedy = Generator(model, **values).generate(PROMPTS)
     assert [row.tokens for row in early.generate(PROMPTS)] == [row.tokens for row in greedy]
 
 
@@ -120,6 +121,31 @@ def test_verifying_forwards_are_captured_by_width_once(name: str, method: str) -
         captures.append(stepped.stats.captures)
     assert 0 < captures[0] <= sum(captures) <= 4
     assert captures[2] == 0
+
+
+@pytest.mark.parametrize("compiled", ["graph", True])
+@pytest.mark.parametrize("speculates", [False, True])
+def test_graphs_of_joined_layers_with_biases_serve_later_calls(speculates: bool, compiled: Any) -> None:
+    model = build_model(biased(), seed=0).cuda()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    values: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0}
+    wanted = [row.tokens for row in Generator(model, **values).generate(PROMPTS)]
+    stepped = (
+        SpeculativeGenerator(model, compiled=compiled, spec_k=3, spec_k_adaptive=False, **values)
+        if speculates
+        else Generator(model, compiled=compiled, **values)
+    )
+    for index in range(3):
+        assert [row.tokens for row in stepped.generate(PROMPTS)] == wanted
+        assert stepped.stats.decode == ("compiled graph" if compiled is True else "graph")
+        assert (stepped.stats.captures > 0) == (index == 0)
+        assert (stepped.stats.compilations > 0) == (index == 0 and compiled is True)
+        # What a call left free is written over.
+        spoilt = [torch.full((2**at,), torch.nan, device="cuda") for at in range(4, 16)]
+        del spoilt
 
 
 def test_one_row_is_drawn_by_a_graph_as_by_the_host() -> None:

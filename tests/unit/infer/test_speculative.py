@@ -14,9 +14,10 @@ from caramba.errors import ConfigError
 from caramba.infer import Generator, SpeculativeGenerator, row_steps
 from caramba.infer.drafting import DraftLength, LookupDrafter
 from caramba.infer.sampling import distribution, draw
-from caramba.infer.verification import verify_drafts
+from caramba.infer.verification import SpeculativeStats, verify_drafts
 from caramba.model import Model, build_model
-from tests.unit.model.model_specs import VOCAB, transformer
+from caramba.ops import MAX_QUERIES
+from tests.unit.model.model_specs import VOCAB, block, spec, transformer
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
 PROMPTS = [PROMPT, [5], [7, 8] * 6]
@@ -264,6 +265,31 @@ def test_verifying_steps_on_the_device_write_the_same(
     graph = SpeculativeGenerator(model, spec_method=method, compiled="graph", **values)
     graph.generate(PROMPTS[:1])
     assert graph.stats.not_compiled == "CUDA graphs need a CUDA device, the model is on cpu"
+
+
+@pytest.mark.parametrize(("original", "form"), [(400, "compiled"), (18, "eager")])
+def test_a_text_within_dynamic_rope_is_batched_whatever_its_bucket(
+    original: int, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+    scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": original}
+    model = build_model(spec(block("standard", rope_scaling=scaling)), seed=0).eval()
+    values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 8}
+    generator = SpeculativeGenerator(model, compiled=True, spec_k=4, **values)
+    prompts = [[1, 2, 3, 1, 2, 3], [4, 5, 4, 5, 4, 5]]
+    wanted = [row.tokens for row in Generator(model, **values).generate(prompts)]
+    for _ in range(2):
+        assert [row.tokens for row in generator.generate(prompts)] == wanted
+        stats = generator.stats
+        assert isinstance(stats, SpeculativeStats)
+        assert (stats.decode, stats.most_rows, stats.not_batched) == (form, 2, None)
+        # 14 tokens and 4 drafts, and the 8 that a forward may take beyond them
+        assert (stats.not_compiled or "the cache holds 26").endswith("the cache holds 26")
+        assert (stats.not_compiled is None) == (form == "compiled")
+    longest = SpeculativeGenerator(model, compiled=True, spec_k=4, max_seq_len=40, **values)
+    longest.generate(prompts)
+    kept = longest._kept
+    assert (None if kept is None else kept.key[2]) == (40 + 4 + MAX_QUERIES if form == "compiled" else None)
 
 
 def test_first_blocks_draft_on_the_models_own_cache() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer import SwiGLULayer
-from caramba.layer.joined import joined_weights, usable
+from caramba.layer.joined import joined_weights, joins_on, usable
 
 
 def swiglu(bias: bool = False) -> SwiGLULayer:
@@ -28,31 +28,39 @@ def test_one_product_gives_what_the_layers_give(bias: bool) -> None:
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
-def test_the_parameters_are_parts_of_the_joined_weight_and_move_once() -> None:
-    layer = swiglu()
-    gate = layer.gate.weight
+def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
+    layer = swiglu(bias=True)
+    gate, bias = layer.gate.weight, layer.gate.bias
     with joined_weights(layer):
         assert layer.joined is not None
-        first = layer.joined.weight
+        assert layer.joined.bias is not None
+        places = [layer.joined.weight.data_ptr(), layer.joined.bias.data_ptr()]
         assert layer.gate.weight is gate
-        assert first.data_ptr() == gate.data_ptr()
+        assert layer.gate.bias is bias
+        assert places == [gate.data_ptr(), bias.data_ptr()]
     with torch.no_grad():
         gate.mul_(2)
+        layer.up.bias.add_(1)
+    # What a graph captured in one block reads is what the next block computes with.
     with joined_weights(layer):
         assert layer.joined is not None
-        assert layer.joined.weight.data_ptr() == first.data_ptr()
+        assert layer.joined.bias is not None
+        assert [layer.joined.weight.data_ptr(), layer.joined.bias.data_ptr()] == places
         assert torch.equal(layer.joined.weight[:24], gate)
+        assert torch.equal(layer.joined.bias, torch.cat((bias, layer.up.bias)))
     x = torch.randn(2, 8, dtype=torch.float64)
     layer(x).sum().backward()  # and they can still be trained
     assert gate.grad is not None
+    assert bias.grad is not None
 
 
 def test_layers_that_are_not_plain_or_unlike_stay_apart() -> None:
-    hooked, changed, unlike = swiglu(), swiglu(), swiglu()
+    hooked, changed, unlike, mixed = swiglu(), swiglu(), swiglu(), swiglu(bias=True)
     hooked.up.register_forward_hook(lambda *_: None)
     changed.up = nn.Sequential(changed.up)  # type: ignore[assignment]
     unlike.up.float()
-    for layer in (hooked, changed, unlike):
+    mixed.up.bias = nn.Parameter(mixed.up.bias.detach().float())
+    for layer in (hooked, changed, unlike, mixed):
         with joined_weights(layer):
             assert layer.joined is None
 
@@ -64,3 +72,23 @@ def test_training_and_gradients_never_take_the_joined_product() -> None:
         layer(x).sum().backward()
     assert layer.gate.weight.grad is not None
     assert layer.up.weight.grad is not None
+
+
+def test_cuda_weights_move_for_compiled_forwards_alone() -> None:
+    assert [joins_on(torch.device("cuda"), is_compiled=compiled) for compiled in (False, True)] == [
+        False,
+        True,
+    ]
+    assert joins_on(torch.device("cpu"), is_compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_weights_of_eager_cuda_forwards_stay_where_they_are() -> None:
+    layer = swiglu(bias=True).cuda()
+    places = [weight.data_ptr() for weight in layer.parameters()]
+    with joined_weights(layer):
+        assert layer.joined is None
+    assert [weight.data_ptr() for weight in layer.parameters()] == places
+    with joined_weights(layer, is_compiled=True):
+        assert layer.joined is not None

@@ -58,15 +58,15 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 
 
-def attention(name: str) -> dict[str, Any]:
-    return {"type": "AttentionLayer", "d_model": M, **ATTENTION[name]}
+def attention(name: str, **values: Any) -> dict[str, Any]:
+    return {"type": "AttentionLayer", "d_model": M, **ATTENTION[name], **values}
 
 
-def block(name: str) -> dict[str, Any]:
+def block(name: str, **values: Any) -> dict[str, Any]:
     return {
         "type": "SequentialTopology",
         "layers": [
-            {"type": "ResidualTopology", "layers": [NORM, attention(name)]},
+            {"type": "ResidualTopology", "layers": [NORM, attention(name, **values)]},
             {"type": "ResidualTopology", "layers": [NORM, MLP]},
         ],
     }
@@ -91,6 +91,14 @@ def spec(
 
 def transformer(name: str, repeat: int = 2) -> ModelSpec:
     return spec({"type": "NestedTopology", "layers": [block(name)], "repeat": repeat})
+
+
+def biased() -> ModelSpec:
+    """A block whose queries, keys and values, gates and ups have biases, which decode steps take side by side."""
+    layers = [attention("standard", bias=True), {**MLP, "bias": True}]
+    return spec(
+        *({"type": "ResidualTopology", "layers": [NORM, layer]} for layer in layers), vocab_size=VOCAB
+    )
 
 
 def _containers(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:

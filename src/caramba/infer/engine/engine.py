@@ -236,7 +236,8 @@ class Engine:
             self._news.notify_all()
 
     def _run(self) -> None:
-        with joined_weights(self.batch.slots.model):
+        slots = self.batch.slots
+        with joined_weights(slots.model, is_compiled=slots.form.startswith("compiled")):
             self._work()
 
     def _work(self) -> None:

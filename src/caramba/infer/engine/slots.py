@@ -24,6 +24,7 @@ from caramba.infer.device_steps import (
 )
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
+from caramba.infer.step_pool import addresses
 from caramba.model import Model
 
 ROUND = 64
@@ -66,6 +67,8 @@ class Slots:
         if self.form.startswith("compiled"):
             self._run = compiled_logits(model, n, config.max_len, *form_of(model, self.ctx))
         self._next: Graph | None = None
+        self._weights: Sequence[Tensor] = ()
+        self._places: tuple[int, ...] = ()
         self._draws: dict[Form, Graph] = {}
         self._is_changed = True
 
@@ -206,7 +209,12 @@ class Slots:
         if not self.form.endswith("graph"):
             run(self.sampler.token)
             return
-        if self._next is None:
+        # Weights move when a generation on the same model, or the engine's thread, lays them side by side: a graph
+        # would go on reading the memory that they left.
+        if self._next is None or addresses(self._weights) != self._places:
+            self._next = None  # its memory first
+            self._weights = tuple(self.model.parameters())
+            self._places = addresses(self._weights)
             self._next = captured(self.sampler.token, run, trial)
             self._hold(step)
         replayed(self._next, self.sampler.token)

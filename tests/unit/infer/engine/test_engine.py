@@ -11,7 +11,7 @@ import torch
 from caramba.data import ByteTokenizer
 from caramba.errors import CacheFull, CheckpointError, ConfigError, EngineClosed, QueueFull
 from caramba.infer import generate
-from caramba.infer.engine import Engine, Event, Ticket
+from caramba.infer.engine import Engine, Event, Ticket, slots
 from caramba.model import Model, build_model
 from tests.unit.infer.test_generator import byte_spec, sharp
 from tests.unit.model.model_specs import block, spec, transformer
@@ -260,3 +260,37 @@ def test_threads_submit_while_the_engine_runs(model: Model) -> None:
     assert found == {row.seed: row.tokens for row in alone}
     with pytest.raises(EngineClosed, match="closed"):
         engine.submit([1], max_new_tokens=2)
+
+
+def test_a_graph_is_captured_again_where_the_weights_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where a graph is a function that reads the weights at the addresses of its capture."""
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    weight = next(layer for _, layer in model.attention_layers()).projection.get_parameter("k.weight")
+    read: list[int] = []
+
+    def captured(given: torch.Tensor, run: Any, trial: Any) -> tuple[Any, int]:
+        trial(given)
+        if given.ndim == 1:  # tokens: a forward, and no draw
+            read.append(weight.data_ptr())
+        return run, weight.data_ptr()
+
+    def replayed(graph: tuple[Any, int], given: torch.Tensor) -> torch.Tensor:
+        assert given.ndim > 1 or graph[1] == weight.data_ptr()
+        return graph[0](given)
+
+    monkeypatch.setattr(slots, "captured", captured)
+    monkeypatch.setattr(slots, "replayed", replayed)
+    engine = Engine(model, n_slots=1, max_len=32)
+    engine.batch.slots.form = "graph"
+    wanted = generate(model, [[1, 2, 3]], max_new_tokens=9, temperature=0)[0].tokens
+    for layer in model.modules():  # as a model that nothing has generated from
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = layer.weight.detach().clone()
+    ticket = engine.submit([1, 2, 3], max_new_tokens=9, temperature=0)
+    for _ in range(4):
+        engine.step()
+    assert len(read) == 1
+    generate(model, [[4]], max_new_tokens=1)  # lays weights side by side
+    run(engine)
+    assert ticket.tokens == wanted
+    assert len(set(read)) == len(read) == 2

@@ -7,6 +7,7 @@ import torch
 
 from caramba.infer import generate
 from caramba.infer.engine import Engine
+from caramba.layer.joined import joined_weights
 from caramba.model import build_model
 from tests.unit.infer.engine.test_engine import PROMPTS, SETTINGS, run, submit_all
 from tests.unit.model.model_specs import transformer
@@ -59,3 +60,19 @@ def test_captured_steps_pack_the_tails_of_a_quantised_cache() -> None:
             model, [prompt], prefill_chunk=48, max_new_tokens=12, temperature=0.5, cache_kind="mixed"
         )
         assert ticket.tokens == alone[0].tokens
+
+
+def test_weights_that_move_between_steps_are_read_where_they_are() -> None:
+    model = build_model(transformer("gqa_scaled"), seed=0).cuda()
+    wanted = generate(model, [PROMPTS[1]], max_new_tokens=16, temperature=0)[0].tokens
+    engine = Engine(model, n_slots=2, max_len=32, compiled="graph")
+    ticket = engine.submit(PROMPTS[1], max_new_tokens=16, temperature=0)
+    for _ in range(5):
+        engine.step()
+    before = [weight.data_ptr() for weight in model.parameters()]
+    with joined_weights(model, is_compiled=True):
+        assert [weight.data_ptr() for weight in model.parameters()] != before
+    spoilt = [torch.full((2**at,), torch.nan, device="cuda") for at in range(4, 16)]
+    run(engine)
+    assert ticket.tokens == wanted
+    assert len(spoilt) == 12
