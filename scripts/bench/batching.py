@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from decode_steps import SIZES, model_of
-from kernels import is_same_machine, machine
+from machine_facts import is_same_machine, machine
 
 from caramba import kernels
 from caramba.infer.engine import Engine, Event

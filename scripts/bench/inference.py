@@ -25,7 +25,7 @@ import inference_models as models
 import numpy as np
 import sections_inference
 import torch
-from kernels import is_same_machine, machine
+from machine_facts import is_same_machine, machine
 from static_decode import StaticDecoder
 
 from caramba import kernels

@@ -10,8 +10,6 @@ On any machine: python scripts/bench/kernels.py --size tiny --seconds 5 --no-com
 from __future__ import annotations
 
 import argparse
-import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import kernels_elementwise
 import torch
 from kernel_case import measure
+from machine_facts import machine
 from torch._functorch import config as functorch_config
 
 from caramba import kernels
@@ -27,26 +26,6 @@ from caramba.runs.files import write_json
 BUILDERS = (kernels_elementwise.cases,)
 TINY_ROWS = 32
 COLOURS = {"ours": "#0072b2", "eager": "#999999", "compiled": "#e69f00"}
-
-
-def machine(device: torch.device) -> dict[str, Any]:
-    """Return what the times depend on."""
-    facts: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
-    if device.type == "cuda":
-        import triton
-
-        facts = {"device": torch.cuda.get_device_name(), **facts, "triton": triton.__version__}
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        facts["driver"] = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]
-    else:
-        facts = {"device": platform.machine(), **facts}
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return facts | ({"commit": found.stdout.strip()} if found.returncode == 0 else {})
-
-
-def is_same_machine(known: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Whether figures of the one may stand beside those of the other: of the same device, torch and commit."""
-    return all(known.get(key) == here.get(key) for key in ("device", "torch", "commit"))
 
 
 def told(row: dict[str, Any]) -> str:

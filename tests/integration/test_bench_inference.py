@@ -23,7 +23,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    here = importlib.import_module("kernels").machine(torch.device("cpu"))
+    here = importlib.import_module("machine_facts").machine(torch.device("cpu"))
     out = tmp_path / "inference.json"
     before = {
         "part": "batch",

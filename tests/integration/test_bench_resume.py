@@ -22,7 +22,7 @@ def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rows_of_another_machine_or_commit_are_measured_anew(tmp_path: Path) -> None:
     batching = importlib.import_module("batching")
     inference = pytest.importorskip("inference")
-    here = importlib.import_module("kernels").machine(torch.device("cpu"))
+    here = importlib.import_module("machine_facts").machine(torch.device("cpu"))
     rows = [{"part": "long", "tok_s": 1.0}]
     settings = {"slots": 4, "prompt": (1, 2)}
     file, kept = tmp_path / "before.json", {"arrivals": [{"way": "static"}], "batch": []}
