@@ -8,6 +8,7 @@ from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import Manifest
 from caramba.config.parallel import ParallelConfig
 from caramba.config.pipeline import pipeline_conflicts, pipeline_problem
+from caramba.config.split import float16_conflict, whole_model_keys
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError
 
@@ -91,18 +92,9 @@ def conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator[str]:
             f"use_amp=false with dtype=bfloat16 keeps weights in 16 bits, and {name} keeps them in float32 and gathers "
             "them in 16; remove use_amp, or use parallel=ddp"
         )
-    if phase.dtype == "float16" or phase.amp_dtype == "float16":
-        yield f"float16 scales its loss, which {name} does not; use bfloat16, or parallel=ddp"
-    for key, off in (
-        ("lora", None),
-        ("ema_decay", None),
-        ("optimizer_offload", False),
-        ("activation_offload", False),
-        ("float8", "none"),
-        ("hidden_weight", 0.0),
-    ):
-        if getattr(phase, key) != off:
-            yield f"{key} is not made for sharded weights, got {name}; use parallel=ddp, or remove {key}"
+    yield from float16_conflict(phase, name)
+    for key in whole_model_keys(phase, hidden_weight=0.0):
+        yield f"{key} is not made for sharded weights, got {name}; use parallel=ddp, or remove {key}"
     if parallel.wrap is not None and phase.compile_model is not False:
         yield (
             f"parallel.wrap={list(parallel.wrap)} gathers weights where it says, which may be within code that "

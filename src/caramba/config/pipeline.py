@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
+from caramba.config.split import float16_conflict, whole_model_keys
 from caramba.config.topology import NestedTopologyConfig, StackedTopologyConfig
 from caramba.config.train import PhaseConfig
 
@@ -63,17 +64,8 @@ def pipeline_conflicts(phase: PhaseConfig, parallel: ParallelConfig) -> Iterator
         )
     if phase.has_16_bit_weights:
         yield f"use_amp=false with dtype=bfloat16 keeps weights in 16 bits, which {name} does not; remove use_amp"
-    if phase.dtype == "float16" or phase.amp_dtype == "float16":
-        yield f"float16 scales its loss, which {name} does not; use bfloat16, or parallel=ddp"
-    for key, off in (
-        ("lora", None),
-        ("ema_decay", None),
-        ("optimizer_offload", False),
-        ("activation_offload", False),
-        ("float8", "none"),
-        ("compile_model", False),
-    ):
-        if getattr(phase, key) != off:
-            yield f"{key} is not made for the stages of {name}; remove it, or use parallel=ddp"
+    yield from float16_conflict(phase, name)
+    for key in whole_model_keys(phase, compile_model=False):
+        yield f"{key} is not made for the stages of {name}; remove it, or use parallel=ddp"
     if phase.gradient_clip_algorithm == "adagc":
         yield f"gradient_clip_algorithm=adagc is not made for the stages of {name}; use norm or value"

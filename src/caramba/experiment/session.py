@@ -41,6 +41,7 @@ from caramba.runtime import (
     families_of,
     is_main_process,
     plan,
+    trainable_decision,
 )
 from caramba.verify import prepare
 
@@ -304,16 +305,11 @@ class Session:
         )
         own: dict[str, Decision] = {}
         if phase.phase in BLOCK_PHASES:
-            own["trainable"] = self._trainable(phase)
+            is_kept = keeps_copied(phase, self.manifest.model, self.group)
+            own["trainable"] = trainable_decision(phase, is_kept=is_kept)
         if self.group.data.keeps_documents_apart:
             own["documents"] = self._documents(made)
         return dataclasses.replace(made, decisions=made.decisions | own)
-
-    def _trainable(self, phase: PhaseConfig) -> Decision:
-        """What a phase of blocks trains of a student's attention."""
-        is_kept = keeps_copied(phase, self.manifest.model, self.group)
-        auto = f"auto: surgery copied {'' if is_kept else 'no '}W_q and W_o"
-        return Decision("maps" if is_kept else "all", auto if phase.trainable == "auto" else "the manifest")
 
     def _documents(self, made: RuntimePlan) -> Decision:
         """What keeps the documents of a row apart."""

@@ -34,6 +34,7 @@ from caramba.runtime.plan import (
     plan,
     save_plan,
     sound_plans,
+    trainable_decision,
 )
 from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
 from caramba.runtime.precision import Precision, choose_precision, device_precisions
@@ -90,4 +91,5 @@ __all__ = [
     "sound_plans",
     "store_plan",
     "synchronize",
+    "trainable_decision",
 ]

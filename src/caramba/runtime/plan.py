@@ -99,6 +99,12 @@ def plan(
     return RuntimePlan(name, hashlib.sha256(key.encode()).hexdigest(), facts, decisions)
 
 
+def trainable_decision(phase: PhaseConfig, *, is_kept: bool) -> Decision:
+    """What a phase of blocks trains: `is_kept` where W_q and W_o stay as surgery copied them."""
+    auto = f"auto: surgery copied {'' if is_kept else 'no '}W_q and W_o"
+    return Decision("maps" if is_kept else "all", auto if phase.trainable == "auto" else "the manifest")
+
+
 def _checkpointing(phase: PhaseConfig) -> Decision:
     if phase.phase in BLOCK_PHASES and phase.activation_checkpointing != "none":
         return Decision("none", f"phase={phase.phase} holds the graph of one block: nothing to checkpoint")

@@ -128,9 +128,8 @@ class CarambaModule(pl.LightningModule):
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
             loss, self._loss = self._loss / self.phase.gradient_accumulation_steps, None
-            if (
-                not self.shares_blocks
-            ):  # so that every rank decides alike, on what steps and on what has converged
+            # So that every rank decides alike, on what steps and on what has converged.
+            if not self.shares_blocks:
                 losses = mean_over_ranks({**losses, STEP_LOSS: loss})
                 loss = losses.pop(STEP_LOSS)
             losses["grad_norm"] = self._step(loss)
