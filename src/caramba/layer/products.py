@@ -15,20 +15,30 @@ LEAST_ROWS = 1024
 
 
 def products(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Return W_i x + b_i of every layer, in a compiled training step on CUDA as one product with [W_1; W_2; ...].
+    """Return W_i x + b_i of every layer, as one product where `joined_product` makes it.
+
+    Shape: x [..., M] -> [..., N_i] each.
+    """
+    together = joined_product(x, layers)
+    if together is None:
+        return tuple(layer(x) for layer in layers)
+    return together.split([layer.out_features for layer in layers], dim=-1)
+
+
+def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Return [W_1; W_2; ...] x + [b_1; b_2; ...] in a compiled training step on CUDA, else None.
 
     One product reads x once, fills the device where a narrow layer does not, and its backward makes the gradient of x
     without adding up those of the layers. The copy of the weights is one pass over them, joined by the compiler with
     the cast to 16 bits where there is one. Parameters and their names stay as they are.
 
-    Shape: x [..., M] -> [..., N_i] each.
+    Shape: x [..., M] -> [..., sum of N_i].
     """
     if not _is_joined(x, layers):
-        return tuple(layer(x) for layer in layers)
+        return None
     weight = torch.cat(tuple(layer.weight for layer in layers))
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    together = F.linear(x, weight, torch.cat(tuple(biases)) if biases else None)
-    return together.split([layer.out_features for layer in layers], dim=-1)
+    return F.linear(x, weight, torch.cat(tuple(biases)) if biases else None)
 
 
 def _is_joined(x: Tensor, layers: Sequence[nn.Linear]) -> bool:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.joined import Joined, usable
-from caramba.layer.products import products
+from caramba.layer.products import joined_product, products
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
-from caramba.ops import StoredStream
+from caramba.ops import StoredStream, has_kernel, rope_qkv
 from caramba.ops.widen import widened
 
 Angles = tuple[Tensor, Tensor] | None
@@ -159,6 +159,9 @@ class StandardProjection(Projection):
                 return self._together(joined, x, offset)
             q, k, v = joined(x)
         elif rows is None:
+            together = self._product_to_turn(x) if angles is None else None
+            if together is not None:
+                return self._from_product(together, offset)
             q, k, v = products(x, (self.q, self.k, self.v))
         else:
             q, k, v = self.q(picked(x, rows)), self.k(x), self.v(x)
@@ -184,6 +187,21 @@ class StandardProjection(Projection):
             turned = rotate(turned, *found)
         q, k = turned.split_with_sizes([heads, kv_heads], dim=1)
         return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+
+    def _product_to_turn(self, x: Tensor) -> Tensor | None:
+        """Return q, k and v of x as one product, where a kernel turns and splits it and joins the gradients. The compiler
+        would compute all three at every element of theirs."""
+        is_plain = self.rope is not None and self._turns_together and self.temperature is None
+        if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
+            return None
+        return joined_product(x, (self.q, self.k, self.v))
+
+    def _from_product(self, together: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self.rope is not None
+        cos, sin = self.rope(offset, together.shape[1], together.device)
+        scale = 1.0 / math.sqrt(self.query_dim)
+        q, k, v = rope_qkv(together, cos, sin, self.dims.n_heads, self.dims.n_kv_heads, scale)
+        return q, {"k": k, "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return streams["k"], streams["v"]

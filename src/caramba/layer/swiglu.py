@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer.joined import Joined, usable
-from caramba.layer.products import products
-from caramba.ops import is_fused, swiglu
+from caramba.layer.products import joined_product, products
+from caramba.ops import has_kernel, is_fused, swiglu
 
 
 class SwiGLULayer(nn.Module):
@@ -33,6 +33,11 @@ class SwiGLULayer(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        if has_kernel("swiglu_packed", x):
+            # The compiler joins the gradients of both halves by computing either at every element of the pair.
+            packed = joined_product(x, (self.gate, self.up))
+            if packed is not None:
+                return self.down(swiglu(packed))
         joined = self.joined
         gate, up = joined(x) if usable(joined, x) else products(x, (self.gate, self.up))
         return self.down(swiglu(gate, up) if is_fused("swiglu", gate) else F.silu(gate) * up)

@@ -24,6 +24,8 @@ from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
 from caramba.ops.rope import rope
+from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.scale import scale_
 from caramba.ops.swiglu import swiglu
 
 __all__ = [
@@ -56,6 +58,8 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rope",
+    "rope_qkv",
+    "scale_",
     "stored_format",
     "swiglu",
 ]

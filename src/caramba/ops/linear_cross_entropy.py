@@ -12,6 +12,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
+from caramba.ops.scale import scale_
 
 NAME = "caramba::linear_cross_entropy"
 EXTRA_BYTES = 10**9
@@ -265,7 +266,7 @@ def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     if type(grad) is not Tensor or keeps is None or keeps():
         return grad * by.to(grad.dtype)
-    return grad.mul_(by)
+    return scale_(grad, by)
 
 
 torch.library.register_autograd(NAME, _backward, setup_context=_setup_context)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tests.unit.model.model_specs import VOCAB, transformer
 from torch import Tensor, nn
 
+from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import products as module
+from caramba.layer import projection
 from caramba.layer.products import products
 from caramba.layer.rope import RotaryEmbedding, share_tables
 from caramba.model import build_model
+from caramba.ops import backend as ops_backend
 from caramba.topology import clear_checkpointing, compilable_regions, join_repeats
 
 WIDTHS = (8, 3, 5)
@@ -79,6 +83,20 @@ def test_what_is_changed_stays_apart(
     change(layers)
     outputs = products(torch.randn(6, 4, dtype=torch.float64), layers)
     assert not in_one(outputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_norm": True}, {"rope_enabled": False}, {"learned_temperature": True}],
+)
+def test_other_projections_turn_their_heads_by_themselves(
+    changes: dict[str, Any], compiled_on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ops_backend._attached, ("rope_qkv", "cpu"), "triton")
+    monkeypatch.setattr(projection, "rope_qkv", None)
+    config = AttentionLayerConfig.model_validate({"d_model": 8, "n_heads": 2, **changes})
+    q, _ = projection.StandardProjection(config)(torch.randn(2, 4, 8))
+    assert q.shape == (2, 2, 4, 4)
 
 
 def test_layers_share_one_table_of_angles_that_changes_no_bit() -> None:

@@ -1,0 +1,43 @@
+"""The op `caramba::scale_`: a large tensor times a number that only the device knows, in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+
+torch.library.define("caramba::scale_", "(Tensor(a!) x, Tensor by) -> ()")
+
+
+def scale_(x: Tensor, by: Tensor) -> Tensor:
+    """Multiply x by a tensor of one element, in place, and return it.
+
+    The kernel computes in at least fp32, rounds once, and touches nothing where the number is 1, as the scale of a
+    loss without accumulation is; torch's own product of two devices' tensors of unlike dtypes runs at a tenth of the
+    bandwidth.
+
+    Shape: x any, by [] on its device.
+
+    Raises:
+        ConfigError: more than one element, or x that is not floating.
+    """
+    if by.numel() != 1 or not x.is_floating_point():
+        raise ConfigError(
+            f"scale_: x is {x.dtype} and the factor {tuple(by.shape)}; expected a floating dtype and one element"
+        )
+    torch.ops.caramba.scale_.default(x, by)
+    return x
+
+
+def reference_scale(x: Tensor, by: Tensor) -> None:
+    """Compute the op in plain PyTorch."""
+    x.mul_(by.reshape(()))
+
+
+torch.library.impl("caramba::scale_", "CompositeExplicitAutograd", reference_scale)
+
+
+@torch.library.register_fake("caramba::scale_")
+def _(x: Tensor, by: Tensor) -> None:
+    return None
