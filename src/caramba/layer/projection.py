@@ -189,8 +189,10 @@ class StandardProjection(Projection):
         return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def _product_to_turn(self, x: Tensor) -> Tensor | None:
-        """Return q, k and v of x as one product, where a kernel turns and splits it and joins the gradients. The compiler
-        would compute all three at every element of theirs."""
+        """Return q, k and v of x as one product, where a kernel turns and splits it and joins the gradients.
+
+        The compiler would compute all three of them at every element of theirs.
+        """
         is_plain = self.rope is not None and self._turns_together and self.temperature is None
         if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
             return None
