@@ -60,3 +60,28 @@ def test_padded_rows_keep_to_themselves() -> None:
     grad = wanted[0].exp()
     grad[9] -= 1
     torch.testing.assert_close(buffer[0, :10].double(), grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n_classes", [70000, 65536])
+def test_rows_of_many_steps_and_rows_that_do_not_count(n_classes: int) -> None:
+    """Whole steps, a last one or none, targets in either, and NaN that nobody may see."""
+    from caramba.kernels.triton.cross_entropy_rows import cross_entropy_rows as launcher
+
+    width = n_classes + 64
+    buffer = torch.randn(4, width, generator=torch.Generator().manual_seed(2)) * 3
+    buffer[3], buffer[:, n_classes:] = float("nan"), float("nan")
+    logits, before = buffer[:, :n_classes], buffer.clone()
+    wide = (logits[:3].double() * 0.7).requires_grad_()
+    targets = torch.tensor([1, n_classes - 1, 40000, -100])
+    lse = wide.logsumexp(-1)
+    expected = lse - wide[range(3), targets[:3]] + 0.1 * lse.square()
+    (slope,) = torch.autograd.grad(expected.sum(), wide)
+    losses = torch.full((4,), float("nan"))
+    launcher(logits, targets, losses, -100, 0.7, 0.1, False)
+    torch.testing.assert_close(buffer, before, equal_nan=True, rtol=0, atol=0)
+    launcher(logits, targets, losses, -100, 0.7, 0.1, True)
+    torch.testing.assert_close(losses[:3].double(), expected.detach(), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(logits[:3].double(), slope * 0.7, rtol=1e-5, atol=1e-8)
+    assert losses[3] == 0
+    assert not logits[3].any()
+    assert buffer[:, n_classes:].isnan().all()
