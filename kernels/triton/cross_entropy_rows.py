@@ -22,8 +22,10 @@ LANES = 1024
 @triton.jit
 def _loaded(at_ptr, at, n_classes, MASKED: tl.constexpr, POLICY: tl.constexpr):
     if MASKED:
-        return tl.load(at_ptr, mask=at < n_classes, other=0.0, eviction_policy=POLICY)
-    return tl.load(at_ptr, eviction_policy=POLICY)
+        x = tl.load(at_ptr, mask=at < n_classes, other=0.0, eviction_policy=POLICY)
+    else:
+        x = tl.load(at_ptr, eviction_policy=POLICY)
+    return x
 
 
 @triton.jit

@@ -62,7 +62,7 @@ def test_padded_rows_keep_to_themselves() -> None:
     torch.testing.assert_close(buffer[0, :10].double(), grad, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("n_classes", [70000, 65536])
+@pytest.mark.parametrize("n_classes", [40000, 32768])
 def test_rows_of_many_steps_and_rows_that_do_not_count(n_classes: int) -> None:
     """Whole steps, a last one or none, targets in either, and NaN that nobody may see."""
     from caramba.kernels.triton.cross_entropy_rows import cross_entropy_rows as launcher
@@ -72,7 +72,7 @@ def test_rows_of_many_steps_and_rows_that_do_not_count(n_classes: int) -> None:
     buffer[3], buffer[:, n_classes:] = float("nan"), float("nan")
     logits, before = buffer[:, :n_classes], buffer.clone()
     wide = (logits[:3].double() * 0.7).requires_grad_()
-    targets = torch.tensor([1, n_classes - 1, 40000, -100])
+    targets = torch.tensor([1, n_classes - 1, 20000, -100])
     lse = wide.logsumexp(-1)
     expected = lse - wide[range(3), targets[:3]] + 0.1 * lse.square()
     (slope,) = torch.autograd.grad(expected.sum(), wide)
