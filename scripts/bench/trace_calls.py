@@ -20,10 +20,19 @@ CLASSES = (
     ("attention", r"attention|sdpa|flash_fwd|fmha"),
     ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)$|gemm|nvjet|cutlass"),
     ("optimiser", r"adamw?_|lion|foreach|multi_tensor"),
-    ("compiled elementwise", r"^triton_"),
+    ("compiled elementwise", r"^triton_|^caramba::(rope|swiglu|scale)"),
     ("copies and fills", r"memcpy|memset|aten::(copy_|fill_|zero_|clone|contiguous)"),
 )
 OTHER = "other"
+WRITTEN = {
+    "caramba::cross_entropy_rows": (1.0,),
+    "caramba::rope_qkv": (1.0,),
+    "caramba::rope_qkv_backward": (1.0, 1.0, 1.0),
+    "caramba::scale_": (1.0,),
+    "caramba::swiglu_packed": (0.5,),
+    "caramba::swiglu_packed_backward": (0.0, 1.0),
+}
+"""What our ops write, in shares of their arguments' bytes: a trace has the arguments alone."""
 
 Call = tuple[str, str, float, float, float, list[str]]
 
@@ -105,7 +114,7 @@ def _call(op: dict[str, Any], us: float, kernels: list[str]) -> Call:
     dims = op["args"].get("Input Dims", [])
     kind = _class(op["name"], kernels)
     flops = _flops(op["name"], kind, dims)
-    moved = _bytes(dims, op["args"].get("Input type", []))
+    moved = _bytes(op["name"], dims, op["args"].get("Input type", []))
     shapes = " x ".join(str(item) for item in dims if _is_shape(item) and len(item) > 1)
     name = op["name"] if op["name"].startswith("triton_") else f"{op['name']} {shapes}".strip()
     return name, kind, us, flops, moved, [short_name(kernel) for kernel in kernels]
@@ -140,13 +149,15 @@ def _flops(name: str, kind: str, dims: list[Any]) -> float:
     return 0.0
 
 
-def _bytes(dims: list[Any], types: list[Any]) -> float:
-    total = 0.0
+def _bytes(op: str, dims: list[Any], types: list[Any]) -> float:
+    sizes = []
     for shape, kind in zip(dims, types, strict=False):
-        if _is_shape(shape) and isinstance(kind, str):
-            size = SIZES.get(kind.split("::")[-1].lower(), 1 if "float8" in kind.lower() else 0)
-            total += size * math.prod(shape)
-    return total
+        is_tensor = _is_shape(shape) and isinstance(kind, str)
+        size = (
+            SIZES.get(kind.split("::")[-1].lower(), 1 if "float8" in kind.lower() else 0) if is_tensor else 0
+        )
+        sizes.append(size * math.prod(shape) if size else 0)
+    return float(sum(sizes) + sum(share * of for share, of in zip(WRITTEN.get(op, ()), sizes, strict=False)))
 
 
 def _is_shape(item: Any) -> bool:

@@ -103,3 +103,11 @@ def test_without_a_device_ops_have_their_own_time(profile: ModuleType) -> None:
         "aten::mm [4, 8] x [8, 16]": pytest.approx(0.010),
     }
     assert found["calls"][0]["tflops"] == pytest.approx(2 * 2 * 4 * 8 * 16 / 10e-6 / 1e12)
+
+
+def test_bytes_of_our_ops_hold_what_they_write(profile: ModuleType) -> None:
+    calls = importlib.import_module("trace_calls")
+    shapes = [[4, 8], [4, 16]]
+    assert calls._bytes("caramba::swiglu_packed_backward", shapes, [BF16, BF16]) == 2 * (32 + 64 + 64)
+    assert calls._bytes("caramba::swiglu_packed", shapes[1:], [BF16]) == 2 * (64 + 32)
+    assert calls._bytes("triton_poi_fused_mul_0", shapes, [BF16, BF16]) == 2 * (32 + 64)
