@@ -47,6 +47,7 @@ NEVER_CALLED = (
     "layer_norm",
     "rms_norm",
     "rope",
+    "rope_qkv",
     "swiglu",
 )
 """Ops, each in the module of its name."""
