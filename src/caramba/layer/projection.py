@@ -63,6 +63,7 @@ class Projection(nn.Module):
         super().__init__()
         self.dims = config.dims()
         self.query_dim = config.query_dim
+        self.scale = 1.0 / math.sqrt(config.query_dim)
         self.temperature = (
             nn.Parameter(torch.zeros(self.dims.n_heads)) if config.learned_temperature else None
         )
@@ -121,7 +122,7 @@ class Projection(nn.Module):
 
     def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
-        scaled = widened(q) * (1.0 / math.sqrt(self.query_dim))
+        scaled = widened(q) * self.scale
         if self.temperature is not None:
             scaled = scaled * widened(self.temperature).exp()[:, None, None]
         return scaled if scaled.dtype == dtype else scaled.to(dtype)
@@ -171,8 +172,13 @@ class StandardProjection(Projection):
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         if found is not None:
             cos, sin = found
-            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows))
+            # Without a temperature the scale is one number, which the rotation takes along.
+            is_plain = self.temperature is None
+            dtype, scale = (v.dtype, self.scale) if is_plain else (None, 1.0)
+            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows), dtype, scale)
             k = k if angles is not None else rotate(k, cos, sin, v.dtype)
+            if is_plain:
+                return q, {"k": k.to(v.dtype), "v": v}
         return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def _together(self, joined: Joined, x: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -201,8 +207,7 @@ class StandardProjection(Projection):
     def _from_product(self, together: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.rope is not None
         cos, sin = self.rope(offset, together.shape[1], together.device)
-        scale = 1.0 / math.sqrt(self.query_dim)
-        q, k, v = rope_qkv(together, cos, sin, self.dims.n_heads, self.dims.n_kv_heads, scale)
+        q, k, v = rope_qkv(together, cos, sin, self.dims.n_heads, self.dims.n_kv_heads, self.scale)
         return q, {"k": k, "v": v}
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -72,25 +72,28 @@ def attention_factor(scaling: RopeScalingConfig | None) -> float:
     return scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Rotate pair p, made of features p and p + D/2, by its angle: the rotate-half convention.
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> Tensor:
+    """Rotate pair p, made of features p and p + D/2, by its angle, the rotate-half convention, and multiply by `scale`.
 
     Shape: x [B, N, T, D], cos and sin [N or 1, T, D/2] or [B, N or 1, T, D/2]; returns [B, N, T, D] in at least
     float32, or rounded to `dtype`.
     """
     if is_fused("rope", x) and not cos.requires_grad:
-        return rope(x, cos, sin, dtype=dtype or torch.promote_types(x.dtype, torch.float32))
+        return rope(x, cos, sin, scale, dtype or torch.promote_types(x.dtype, torch.float32))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         first, second = widened(x).chunk(2, dim=-1)  # the same numbers by fewer calls
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        return turned if dtype is None or dtype == turned.dtype else turned.to(dtype)
-    pairs = widened(x).unflatten(-1, (2, -1))
-    # Gradients of `unbind` join in one pass, where each of two views would pad its own to a whole tensor.
-    real, imaginary = pairs.unbind(-2)
-    turned = torch.stack((-imaginary, real), dim=-2)
-    # cos and sin are broadcast over both halves, so that a compiled kernel computes each once per element.
-    rotated = (pairs * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).flatten(-2)
-    return rotated if dtype is None else rotated.to(dtype)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    else:
+        pairs = widened(x).unflatten(-1, (2, -1))
+        # Gradients of `unbind` join in one pass, where each of two views would pad its own to a whole tensor.
+        real, imaginary = pairs.unbind(-2)
+        turned = torch.stack((-imaginary, real), dim=-2)
+        # cos and sin are broadcast over both halves, so that a compiled kernel computes each once per element.
+        rotated = (pairs * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).flatten(-2)
+    rotated = rotated if scale == 1.0 else rotated * scale
+    return rotated if dtype is None or dtype == rotated.dtype else rotated.to(dtype)
 
 
 class RotaryEmbedding(nn.Module):
