@@ -156,6 +156,11 @@ def _launch_options(width: int, threads: int) -> tuple[int, int, int, int]:
     return block_m, block_n, warps, max(1, threads // (32 * warps))
 
 
+def is_narrow(seed: int) -> bool:
+    """Whether a Triton that does not read the annotation would compile for a seed of 32 bits."""
+    return -(2**31) <= seed < 2**31
+
+
 def _drops(p: float) -> tuple[float, int]:
     """The scale of what is kept, and the threshold, shifted left by 16 and below 2^32: at p = 1 the scale is 0."""
     return (1.0 / (1.0 - p) if p < 1.0 else 0.0), min(round(p * 2**16) << 16, 2**32 - 1)
@@ -175,7 +180,8 @@ def norm_dropout_activation(
     n_rows = x.numel() // width
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    key = (n_rows, width, eps, p, activation, x.get_device(), x.dtype, dtype_of(weight), dtype_of(bias))
+    dtypes = (x.dtype, dtype_of(weight), dtype_of(bias))
+    key = (n_rows, width, eps, p, activation, x.get_device(), dtypes, is_narrow(seed))
     launch = _forwards.get(key)
     if launch is None:
         block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
@@ -217,7 +223,7 @@ def norm_dropout_activation_backward(
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
     dtypes = (grad.dtype, x.dtype, dtype_of(weight), dtype_of(bias))
-    key = (n_rows, width, p, activation, x.get_device(), dtypes)
+    key = (n_rows, width, p, activation, x.get_device(), dtypes, is_narrow(seed))
     launch = _backwards.get(key)
     if launch is None:
         launch = _backwards.add(
