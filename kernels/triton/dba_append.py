@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from caramba.kernels.triton.launch import MOST, Launch, form
 from torch import Tensor
 
 import triton
@@ -83,6 +86,39 @@ def dba_append(
     rotated: int,
 ) -> None:
     """Run the op; everything but the places is decided by shapes, so nothing waits for the device."""
+    if not lengths.shape[0] or not streams[0].shape[1] * streams[0].shape[2]:
+        return
+    tables = (lengths, lengths) if cos is None or sin is None else (cos, sin)
+    key = (
+        rotated,
+        *[form(x) for x in streams],
+        *[form(x) for x in buffers],
+        None if cos is None or sin is None else (form(cos), form(sin)),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST:
+            _plans.clear()
+        plan = _plans[key] = _planned(streams, buffers, cos, rotated)
+    launch, places = plan
+    fill = MAX_STREAMS - len(streams)
+    xs = [x if x.stride(-1) == 1 else x.contiguous() for x in streams]
+    into = [buffers[place] for place in places]
+    launch(
+        *(xs + xs[:1] * fill),
+        *(into + into[:1] * fill),
+        lengths,
+        *(table.contiguous() for table in tables),
+    )
+
+
+_plans: dict[tuple[Any, ...], tuple[Launch, list[int]]] = {}
+
+
+def _planned(
+    streams: list[Tensor], buffers: list[Tensor], cos: Tensor | None, rotated: int
+) -> tuple[Launch, list[int]]:
+    """Return the launch for arguments of this form, and the buffer that each stream is written to."""
     n = len(streams)
     if n > MAX_STREAMS or torch.float64 in {x.dtype for x in (*streams, *buffers)}:
         raise ValueError(
@@ -90,38 +126,35 @@ def dba_append(
             f"expected at most {MAX_STREAMS}, of 16 or 32 bits, on a GPU"
         )
     batch, heads, n_tokens = streams[0].shape[:3]
-    if not batch * heads * n_tokens:
-        return
     xs = [x if x.stride(-1) == 1 else x.contiguous() for x in streams]
     widths = [x.shape[-1] for x in xs]
-    into: list[Tensor] = []
+    places: list[int] = []
     starts: list[int] = []
     buffer = column = 0
     for width in widths:
-        into.append(buffers[buffer])
+        places.append(buffer)
         starts.append(column)
         column += width
         if column == buffers[buffer].shape[-1]:
             buffer, column = buffer + 1, 0
     fill = MAX_STREAMS - n
+    into = [buffers[place] for place in places]
     xs, into = xs + xs[:1] * fill, into + into[:1] * fill
     widths, starts = widths + [0] * fill, starts + [0] * fill
-    tables = (lengths, lengths) if cos is None or sin is None else (cos.contiguous(), sin.contiguous())
     groups = heads if cos is None else cos.shape[-3]
     pairs = widths[rotated] // 2 if rotated >= 0 else 1
-    with torch.cuda.device_of(lengths):
-        _append[(batch * n_tokens, heads)](
-            *xs,
-            *into,
-            lengths,
-            *tables,
-            *(s for x in xs for s in x.stride()[:3]),
-            *(s for x in into for s in x.stride()[:3]),
-            *(groups * n_tokens * pairs if cos is not None and cos.dim() == 4 else 0, heads // groups),
-            *(n_tokens, min(x.shape[2] for x in buffers)),
-            *starts,
-            *widths,
-            *(max(2, 1 << max(width - 1, 0).bit_length()) for width in widths),
-            *(rotated, pairs),
-            num_warps=4 if max(widths) > 256 else 1,
-        )
+    scalars = [
+        *(s for x in xs for s in x.stride()[:3]),
+        *(s for x in into for s in x.stride()[:3]),
+        groups * n_tokens * pairs if cos is not None and cos.dim() == 4 else 0,
+        heads // groups,
+        n_tokens,
+        min(x.shape[2] for x in buffers),
+        *starts,
+        *widths,
+        *(max(2, 1 << max(width - 1, 0).bit_length()) for width in widths),
+        rotated,
+        pairs,
+    ]
+    n_warps = 4 if max(widths) > 256 else 1
+    return Launch(_append, (batch * n_tokens, heads), scalars, {}, num_warps=n_warps), places

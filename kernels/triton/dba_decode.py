@@ -251,6 +251,7 @@ def plan(
         },
         num_warps=config.n_warps,
         num_stages=config.n_stages,
+        **({"maxnreg": config.n_registers} if config.n_registers else {}),
     )
     block = min(JOIN_FEATURES, power_of_2(v_width))
     join = Launch(

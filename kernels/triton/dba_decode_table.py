@@ -12,6 +12,27 @@ TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
+READINGS = {
+    # Tokens of a tile, warps, stages and registers. Without a limit a thread takes up to 255 registers in any of these,
+    # for the sake of the masked tiles at the end, so that a multiprocessor holds eight warps at most.
+    True: (
+        *((128, 8, n_stages, 128) for n_stages in (2, 3)),
+        *((128, 4, n_stages, 0) for n_stages in (2, 3)),
+        *((64, 4, n_stages, 128) for n_stages in (2, 3)),
+        *((64, 4, n_stages, 168) for n_stages in (2, 3)),
+        *((64, 4, n_stages, 0) for n_stages in (2, 3)),
+        *((64, 2, n_stages, 0) for n_stages in (2, 3)),
+        *((32, 4, n_stages, 168) for n_stages in (2, 3)),
+        (128, 4, 3, 128),
+        (256, 8, 2, 0),
+    ),
+    False: (
+        *((n, n_warps, n_stages, 0) for n in (32, 64, 128) for n_warps in (4, 8) for n_stages in (2, 3, 4)),
+        *((64, 4, n_stages, 128) for n_stages in (2, 3)),
+    ),
+}
+"""Ways to read a tile worth timing, by whether any stream is quantised."""
+
 
 @dataclass(frozen=True)
 class DecodeShape:
@@ -41,7 +62,8 @@ class DecodeConfig:
     """One way to cut: a program reads `block_tokens` at a time for `block_rows` queries.
 
     `n_splits` programs share a sequence's key/value head. `packed_math` dequantises with instructions that
-    take several codes at once, which 16-bit queries on an NVIDIA GPU can have.
+    take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `n_registers` is the most that a thread
+    may take (0: as many as the compiler wants): what it wants is decided by the rare masked tiles at the end.
     """
 
     block_rows: int = 16
@@ -50,6 +72,12 @@ class DecodeConfig:
     n_stages: int = 3
     n_splits: int = 1
     packed_math: bool = True
+    n_registers: int = 0
+
+    @property
+    def reading(self) -> DecodeConfig:
+        """How a tile is read, which is a matter of the format and hardly of how much there is."""
+        return replace(self, n_splits=1)
 
 
 @functools.cache
@@ -69,8 +97,9 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            if not isinstance(size, int) or (size < 1 and name != "packed_math"):
-                raise ValueError(f"{name} is {size!r}, expected a whole number above 0")
+            least = 0 if name in ("packed_math", "n_registers") else 1
+            if not isinstance(size, int) or size < least:
+                raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
             if name in ("block_rows", "block_tokens", "n_warps") and size & (size - 1):
                 raise ValueError(f"{name} is {size!r}, expected a power of two")
     measured().update(made)
@@ -79,9 +108,10 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
 
 @functools.lru_cache(4096)  # every layer of a step asks the same
 def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
-    """Return what was measured for a shape or, up to a factor of two away, its neighbour; else the rule's choice.
+    """Return what was measured for a shape; else the nearest one's of its family, or the rule's choice.
 
-    A neighbour's splits are scaled so that sequences times splits stay.
+    Up to a factor of two away the splits are scaled so that sequences times splits stay, further away they are the
+    rule's and the tiles are read as there.
     """
     table = measured()
     exact = table.get(shape.key)
@@ -98,47 +128,39 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
             lanes = int(key.split("|")[-2])
             scaled = max(1, round(choice.n_splits * lanes / _bucket(shape.lanes)))
             return replace(choice, n_splits=min(scaled, _most_splits(shape.tokens, choice.block_tokens)))
+        return replace(choice, n_splits=_splits(shape, choice, n_processors, PROGRAMS_PER_SM))
     return rule(shape, n_processors)
 
 
 def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     """Return a choice without measurements: as many splits as fill the processors twice."""
     block_rows = min(64, max(16, _bucket(shape.rows)))
-    exact = all(kind in ("fp32", "fp16", "bf16") for kind in shape.formats)
+    exact = not _is_quantised(shape)
     wide = max(shape.dims) > 256 or "fp32" in shape.formats
     block_tokens = 32 if wide else 64 if exact or max(shape.dims) > 128 else 128
-    programs = shape.lanes * math.ceil(shape.rows / block_rows)
-    wanted = math.ceil(PROGRAMS_PER_SM * n_processors / programs)
-    return DecodeConfig(
+    reading = DecodeConfig(
         block_rows=block_rows,
         block_tokens=block_tokens,
         n_warps=8 if block_rows == 64 else 4,
         n_stages=2 if wide else 3,
-        n_splits=min(wanted, _most_splits(shape.tokens, block_tokens)),
     )
+    return replace(reading, n_splits=_splits(shape, reading, n_processors, PROGRAMS_PER_SM))
 
 
 def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
-    """Return the choices worth timing for a shape, the rule's first."""
+    """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each."""
     first = rule(shape, n_processors)
     found = {first: None}
-    quantised = any(kind in ("q8_0", "q4_0", "nf4") for kind in shape.formats)
-    programs = shape.lanes * math.ceil(shape.rows / first.block_rows)
-    for block_tokens in (64, 128, 256) if quantised else (32, 64, 128):
-        most = _most_splits(shape.tokens, block_tokens)
+    for block_tokens, n_warps, n_stages, n_registers in READINGS[_is_quantised(shape)]:
+        reading = replace(
+            first,
+            block_tokens=block_tokens,
+            n_warps=n_warps,
+            n_stages=n_stages,
+            n_registers=n_registers,
+        )
         for per_sm in (1, 2, 3, 4, 6):
-            n_splits = min(most, max(1, per_sm * n_processors // programs))
-            for n_warps in (4, 8):
-                for n_stages in (2, 3, 4):
-                    found[
-                        replace(
-                            first,
-                            block_tokens=block_tokens,
-                            n_splits=n_splits,
-                            n_warps=n_warps,
-                            n_stages=n_stages,
-                        )
-                    ] = None
+            found[replace(reading, n_splits=_splits(shape, reading, n_processors, per_sm))] = None
     return list(found)
 
 
@@ -147,6 +169,17 @@ def written(choices: dict[str, DecodeConfig]) -> str:
     merged = {key: asdict(choice) for key, choice in sorted((measured() | choices).items())}
     rows = ",\n".join(f"    {json.dumps(key)}: {json.dumps(choice)}" for key, choice in merged.items())
     return '{\n  "choices": {' + (f"\n{rows}\n  " if rows else "") + "}\n}\n"
+
+
+def _is_quantised(shape: DecodeShape) -> bool:
+    return any(kind not in ("fp32", "fp16", "bf16") for kind in shape.formats)
+
+
+def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm: int) -> int:
+    """Return the splits that give every processor `per_sm` programs, of a tile at least."""
+    programs = shape.lanes * math.ceil(shape.rows / reading.block_rows)
+    wanted = max(1, math.ceil(per_sm * n_processors / programs))
+    return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
 
 
 def _most_splits(tokens: int, block_tokens: int) -> int:

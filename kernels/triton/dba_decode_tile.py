@@ -119,18 +119,20 @@ def _nf4_shifted(kind: str) -> str:
 
 
 def _q8(kind: str) -> str:
-    """Four signed bytes: 2^23 + (q + 128) in float32 has the byte as its low bits."""
+    """Four signed bytes q: 2^15 + (q + 128) in float32 has the byte q + 128 as its second.
+
+    Times a scale, less (2^15 + 128) scales, that is q scales, exact up to one rounding: the subtrahend has 20 bits.
+    """
     lines = [
         ".reg .b32 u, m; .reg .f32 f0, f1, f2, f3;",
         "xor.b32 u, $2, 0x80808080;",
-        "mov.b32 m, 0x4b000000;",
+        "mov.b32 m, 0x47000000;",
     ]
     for i in range(4):
         lines += [
-            f".reg .b32 w{i}; prmt.b32 w{i}, u, m, 0x765{i};",
+            f".reg .b32 w{i}; prmt.b32 w{i}, u, m, 0x74{i}4;",
             f"mov.b32 f{i}, w{i};",
-            f"sub.f32 f{i}, f{i}, 0f4B000080;",
-            f"mul.f32 f{i}, f{i}, ${3 + i};",
+            f"fma.rn.f32 f{i}, f{i}, ${3 + i}, ${7 + i};",
         ]
     lines += [f"cvt.rn.{kind}x2.f32 ${i}, f{2 * i + 1}, f{2 * i};" for i in range(2)]
     return "{\n" + "\n".join(lines) + "\n}"
@@ -143,6 +145,7 @@ WHOLE = {
     for ty in MAGIC
 }
 LEVELS = tl.constexpr(NF4_LEVELS)
+Q8_SHIFT = tl.constexpr(-(2.0**15) - 128.0)
 
 
 @triton.constexpr_function
@@ -330,12 +333,15 @@ def blocks(
             s = scales(scale, s_plane, s_n, n, ok, first, D, P, E, SPREAD, P, tl.float32, MASKED)
             if PACKED_MATH:
                 asm: tl.constexpr = whole_asm(KIND, DTYPE)
+                shift_by = s * Q8_SHIFT
                 if DTYPE == tl.bfloat16:
                     low = tl.inline_asm_elementwise(
-                        asm, "=&r,=&r,r,f,f,f,f", [byte, s], tl.bfloat16, False, 4
+                        asm, "=&r,=&r,r,f,f,f,f,f,f,f,f", [byte, s, shift_by], tl.bfloat16, False, 4
                     )
                 else:
-                    low = tl.inline_asm_elementwise(asm, "=&r,=&r,r,f,f,f,f", [byte, s], tl.float16, False, 4)
+                    low = tl.inline_asm_elementwise(
+                        asm, "=&r,=&r,r,f,f,f,f,f,f,f,f", [byte, s, shift_by], tl.float16, False, 4
+                    )
             else:
                 low = (byte.to(tl.float32) * s).to(DTYPE)
         elif PACKED_MATH and UNIFORM:

@@ -6,6 +6,7 @@ import functools
 
 import torch
 from caramba.kernels.triton.block_tables import BLOCKS, nf4_levels
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton
@@ -56,6 +57,9 @@ def _dequantize(
     tl.store(target + HALF, high_value, mask=is_block[:, None] & (feature + HALF < width))
 
 
+_launches = Launches(_dequantize)
+
+
 def dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:
     """Return the numbers that codes stand for; a cache's codes [B, S, N, W] are read where they lie."""
     form = BLOCKS[kind]
@@ -67,22 +71,14 @@ def dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torc
         codes, scales = codes.reshape(1, -1, *codes.shape[-2:]), scales.reshape(1, -1, per_row)
     if codes.stride(-1) != 1:
         codes = codes.contiguous()
-    with torch.cuda.device_of(codes):
-        _dequantize[(triton.cdiv(n_blocks, BLOCKS_PER_PROGRAM),)](
-            codes,
-            scales,
-            _levels(codes.device),
-            out,
-            n_blocks,
-            per_row,
-            codes.shape[1],
-            width,
-            *codes.stride()[:3],
-            *scales.stride(),
-            KIND=kind,
-            E=form.elements,
-            BLOCK=BLOCKS_PER_PROGRAM,
-        )
+    rows = (n_blocks, per_row, codes.shape[1], width)
+    key = (kind, dtype, rows, codes.stride(), scales.stride(), codes.dtype, scales.dtype, codes.get_device())
+    launch = _launches.get(key)
+    if launch is None:
+        grid = (-(-n_blocks // BLOCKS_PER_PROGRAM),)
+        scalars = (*rows, *codes.stride()[:3], *scales.stride())
+        launch = _launches.add(key, grid, scalars, kind, form.elements, BLOCKS_PER_PROGRAM)
+    launch(codes, scales, _levels(codes.device), out)
     return out
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from triton import knobs
+from triton.runtime import driver
+
 MOST = 512  # launches of a kernel that are remembered
-ALIGNMENT = 16  # bytes: what a kernel is compiled for when every tensor begins at a multiple of it
+ALIGNMENT = 16  # bytes: a kernel is compiled for whether a tensor begins at a multiple of it
+
+
+def is_watched() -> bool:
+    """Whether a profiler of Triton asks to be told of launches."""
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class Launch:
@@ -33,22 +42,49 @@ class Launch:
         self.scalars, self.constants = tuple(scalars), constants
         # In the kernel's order, which a compiled one takes them in.
         self.values = (*scalars, *(constants[name] for name in kernel.arg_names if name in constants))
-        self.ready: Callable[..., None] | None = None
+        self.made: dict[int, Any] = {}
+        """The compiled kernel by which tensors are not aligned, a bit each."""
 
-    def __call__(self, *tensors: Tensor | None) -> None:
+    def __call__(self, *tensors: Tensor | None, live: tuple[Any, ...] = ()) -> None:
         """Launch on tensors, which are the kernel's first arguments, on the device of the first of them.
 
-        One that is None at the first call is None at all.
+        One that is None at the first call is None at all. `live` are scalars between the tensors and the others that
+        change from call to call, of a kind that no kernel is compiled for: floats, or what is not specialised.
         """
-        assert tensors[0] is not None
-        aligned = is_aligned(tensors)
-        if aligned and self.ready is not None and is_current(tensors[0]):
-            self.ready(*tensors, *self.values)
-            return
-        with torch.cuda.device_of(tensors[0]):
-            made = self.kernel[self.grid](*tensors, *self.scalars, **self.constants, **self.options)
-        if aligned and made is not None:  # the interpreter makes nothing
-            self.ready = made[self.grid]
+        first = tensors[0]
+        assert first is not None
+        addresses: list[int | None] = []
+        askew, bit = 0, 1
+        for x in tensors:
+            if x is None:
+                addresses.append(None)
+            else:
+                address = x.data_ptr()
+                addresses.append(address)
+                if address % ALIGNMENT:
+                    askew |= bit
+            bit += bit
+        made = self.made.get(askew)
+        if made is not None and not is_watched():
+            device = first.get_device()
+            if device < 0 or device == torch.cuda.current_device():
+                # Addresses in place of tensors spare a question to the driver each.
+                active: Any = driver.active
+                made.run(
+                    *self.grid,
+                    active.get_current_stream(device),
+                    made.function,
+                    made.packed_metadata,
+                    *(None, None, None),
+                    *addresses,
+                    *live,
+                    *self.values,
+                )
+                return
+        with torch.cuda.device_of(first):
+            made = self.kernel[self.grid](*tensors, *live, *self.scalars, **self.constants, **self.options)
+        if made is not None:  # the interpreter makes nothing
+            self.made[askew] = made
 
 
 class Launches:
@@ -74,15 +110,6 @@ class Launches:
         return launch
 
 
-def is_aligned(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether all begin at a multiple of `ALIGNMENT` bytes."""
-    places = 0
-    for x in tensors:
-        if x is not None:
-            places |= x.data_ptr()
-    return places % ALIGNMENT == 0
-
-
 def dtype_of(x: Tensor | None) -> torch.dtype | None:
     """Return the dtype of a tensor that may not be there."""
     return None if x is None else x.dtype
@@ -91,8 +118,3 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
 def form(x: Tensor) -> tuple[Any, ...]:
     """Return all that a launch depends on of a tensor, but for where it lies."""
     return x.shape, x.stride(), x.dtype, x.get_device()
-
-
-def is_current(x: Tensor) -> bool:
-    """Whether kernels on x may be launched without changing the current device, which takes microseconds."""
-    return not x.is_cuda or x.get_device() == torch.cuda.current_device()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton
@@ -68,6 +69,9 @@ def _kernel(
         tl.store(m_ptr + at, (m * beta2 + g * rest2).to(M), mask=mask)
 
 
+_launches = Launches(_kernel)
+
+
 def _table(tensors: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, bool]:
     """Return addresses and sizes [N, 4] int64, places [programs, 2] int32, and whether all addresses are aligned."""
     rows = [(p.data_ptr(), m.data_ptr(), g.data_ptr(), p.numel()) for p, m, g in tensors]
@@ -104,12 +108,12 @@ def lion_step(
     for dtypes, tensors in groups.items():
         table, places, is_aligned = _table(tensors)
         acc = tl.float64 if torch.float64 in dtypes else tl.float32
-        with torch.cuda.device_of(tensors[0][0]):
-            _kernel[(len(places),)](
-                *(table, places, lr, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay),
-                *(_TYPES[dtype] for dtype in dtypes),
-                *(acc, is_aligned, BLOCK),
-                num_warps=WARPS,
-                # Products and sums are rounded one by one, as the reference rounds them.
-                enable_fp_fusion=False,
-            )
+        key = (len(places), dtypes, is_aligned, table.get_device())
+        launch = _launches.get(key)
+        if launch is None:
+            types = (_TYPES[dtype] for dtype in dtypes)
+            # Products and sums are rounded one by one, as the reference rounds them.
+            options = {"num_warps": WARPS, "enable_fp_fusion": False}
+            launch = _launches.add(key, (len(places),), (), *types, acc, is_aligned, BLOCK, **options)
+        numbers = (lr, beta1, 1 - beta1, beta2, 1 - beta2, 1 - lr * weight_decay)
+        launch(table, places, live=tuple(map(float, numbers)))

@@ -143,11 +143,13 @@ def _backward_kernel(
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0), mask=in_width)
 
 
+_backwards = Launches(_backward_kernel)
+
+
 @triton.jit
-def _sum_kernel(
+def _add_up(
     sums_ptr, out_ptr, n_programs, width, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Add the programs' sums, [P, D] to [D]."""
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_P, BLOCK_N], ACC)
     for start in range(0, n_programs, BLOCK_P):
@@ -157,6 +159,28 @@ def _sum_kernel(
             sums_ptr + program.to(tl.int64)[:, None] * width + col[None, :], mask=mask, other=0.0
         )
     tl.store(out_ptr + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < width)
+
+
+@triton.jit
+def _sum_kernel(
+    sums_ptr,
+    out_ptr,
+    other_sums_ptr,
+    other_out_ptr,
+    n_programs,
+    width,
+    ACC: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add the programs' sums, [P, D] to [D], of one vector or two."""
+    if tl.program_id(1) == 0:
+        _add_up(sums_ptr, out_ptr, n_programs, width, ACC, BLOCK_P, BLOCK_N)
+    elif other_sums_ptr is not None:
+        _add_up(other_sums_ptr, other_out_ptr, n_programs, width, ACC, BLOCK_P, BLOCK_N)
+
+
+_totals = Launches(_sum_kernel)
 
 
 def vector_grads(x: Tensor, vectors: tuple[Tensor | None, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -171,12 +195,22 @@ def vector_grads(x: Tensor, vectors: tuple[Tensor | None, ...], dtype: torch.dty
     ]
 
 
-def sum_programs(sums: Tensor | None, out: Tensor, acc: tl.dtype) -> None:
-    """Add [P, D] to `out` [D]."""
-    if sums is not None:
-        programs, width = sums.shape
-        with torch.cuda.device_of(sums):
-            _sum_kernel[(triton.cdiv(width, 32),)](sums, out, programs, width, acc, 64, 32, num_warps=4)
+def sum_programs(sums: list[Tensor | None], outs: list[Tensor]) -> None:
+    """Add the sums [P, D] that there are to their `outs` [D]."""
+    there = [pair for partial, out in zip(sums, outs, strict=True) if (pair := (partial, out))[0] is not None]
+    if not there:
+        return
+    partial, out = there[0]
+    assert partial is not None
+    other, other_out = there[1] if len(there) > 1 else (None, None)
+    programs, width = partial.shape
+    key = (programs, width, out.dtype, dtype_of(other_out), partial.dtype, partial.get_device())
+    launch = _totals.get(key)
+    if launch is None:
+        acc = tl.float64 if partial.dtype == torch.float64 else tl.float32
+        grid = (-(-width // 32), len(there))
+        launch = _totals.add(key, grid, (programs, width), *(acc, 64, 32), num_warps=4)
+    launch(partial, out, other, other_out)
 
 
 @functools.cache
@@ -261,21 +295,24 @@ def _backward(
     block_m, block_n, warps = tile(width)
     # A multiprocessor has registers for one centred program of a row of 8192, and for two that are not.
     held = min(max(PER_SM // block_n, 2 if mean is None else 1), 8)
-    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
+    programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
     sums = [
         None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
     ]
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    with torch.cuda.device_of(x):
-        _backward_kernel[(programs,)](
-            *(grad, grad_sum, x, mean, rstd.contiguous(), weight, bias, grad_x, sums[0], sums[1]),
-            *(n_rows, width, mean is not None, acc, block_m, block_n),
+    dtypes = (grad.dtype, dtype_of(grad_sum), x.dtype, dtype_of(weight), dtype_of(bias))
+    key = (n_rows, width, mean is None, x.get_device(), dtypes)
+    launch = _backwards.get(key)
+    if launch is None:
+        launch = _backwards.add(
+            *(key, (programs,), (n_rows, width)),
+            *(mean is not None, acc, block_m, block_n),
             # The sums of a row of 16384 need more registers.
             num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
         )
-        for partial, out in zip(sums, grads, strict=True):
-            sum_programs(partial, out, acc)
+    launch(grad, grad_sum, x, mean, rstd.contiguous(), weight, bias, grad_x, sums[0], sums[1])
+    sum_programs(sums, grads)
     return grad_x, grads[0], grads[1]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.triton.activation import activated, kept, slope
+from caramba.kernels.triton.launch import Launches, dtype_of
 from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile, vector_grads
 from torch import Tensor
 
@@ -36,12 +37,12 @@ def _forward_kernel(
     y_ptr,
     mean_ptr,
     rstd_ptr,
+    seed: tl.int64,
     n_rows,
     width,
     eps,
     keep_scale,
     threshold,
-    seed,
     DROPOUT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
@@ -89,11 +90,11 @@ def _backward_kernel(
     grad_x_ptr,
     weight_sums_ptr,
     bias_sums_ptr,
+    seed: tl.int64,
     n_rows,
     width,
     keep_scale,
     threshold,
-    seed,
     DROPOUT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
@@ -146,10 +147,18 @@ def _backward_kernel(
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0) * keep_scale, mask=in_width)
 
 
+_forwards, _backwards = Launches(_forward_kernel), Launches(_backward_kernel)
+
+
 def _launch_options(width: int, threads: int) -> tuple[int, int, int, int]:
     """Rows and columns of a tile, its warps, and programs that a multiprocessor holds."""
     block_m, block_n, warps = tile(width)
     return block_m, block_n, warps, max(1, threads // (32 * warps))
+
+
+def is_narrow(seed: int) -> bool:
+    """Whether a Triton that does not read the annotation would compile for a seed of 32 bits."""
+    return -(2**31) <= seed < 2**31
 
 
 def _drops(p: float) -> tuple[float, int]:
@@ -169,17 +178,21 @@ def norm_dropout_activation(
         # What the mean of nothing is, as the reference has it.
         return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
     n_rows = x.numel() // width
-    block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
-    with torch.cuda.device_of(x):
-        _forward_kernel[(programs,)](
-            *(x, weight, bias, y, mean, rstd, n_rows, width, eps, *_drops(p), seed),
+    dtypes = (x.dtype, dtype_of(weight), dtype_of(bias))
+    key = (n_rows, width, eps, p, activation, x.get_device(), dtypes, is_narrow(seed))
+    launch = _forwards.get(key)
+    if launch is None:
+        block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
+        programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
+        launch = _forwards.add(
+            *(key, (programs,), (n_rows, width, eps, *_drops(p))),
             *(p > 0, ACTIVATIONS[activation], acc, width == block_n and n_rows % block_m == 0),
             *(block_m, block_n),
             num_warps=warps,
         )
+    launch(x, weight, bias, y, mean, rstd, live=(seed,))
     return y, mean, rstd
 
 
@@ -203,20 +216,23 @@ def norm_dropout_activation_backward(
         return grad_x, grads[0], grads[1]
     n_rows = x.numel() // width
     block_m, block_n, warps, held = _launch_options(width, THREADS_BACKWARD)
-    programs = min(triton.cdiv(n_rows, block_m), multiprocessors(x.device) * held)
+    programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
     sums = [
         None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
     ]
     weight = weight if weight is None else weight.contiguous()
     bias = bias if bias is None else bias.contiguous()
-    with torch.cuda.device_of(x):
-        _backward_kernel[(programs,)](
-            *(grad, x, mean.contiguous(), rstd.contiguous(), weight, bias, grad_x, *sums),
-            *(n_rows, width, *_drops(p), seed, p > 0, ACTIVATIONS[activation], acc),
-            *(width == block_n and n_rows % block_m == 0, block_m, block_n),
+    dtypes = (grad.dtype, x.dtype, dtype_of(weight), dtype_of(bias))
+    key = (n_rows, width, p, activation, x.get_device(), dtypes, is_narrow(seed))
+    launch = _backwards.get(key)
+    if launch is None:
+        launch = _backwards.add(
+            *(key, (programs,), (n_rows, width, *_drops(p))),
+            *(p > 0, ACTIVATIONS[activation], acc, width == block_n and n_rows % block_m == 0),
+            *(block_m, block_n),
             # The sums of a row of 16384 need more registers.
             num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
         )
-        for partial, out in zip(sums, grads, strict=True):
-            sum_programs(partial, out, acc)
+    launch(grad, x, mean.contiguous(), rstd.contiguous(), weight, bias, grad_x, *sums, live=(seed,))
+    sum_programs(sums, grads)
     return grad_x, grads[0], grads[1]

@@ -6,6 +6,7 @@ import functools
 
 import torch
 from caramba.kernels.triton.block_tables import BLOCKS, nf4_middles
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton
@@ -82,28 +83,24 @@ def _quantize(
         tl.store(codes + block[:, None] * HALF + lane, packed, mask=is_block[:, None])
 
 
+_launches = Launches(_quantize)
+
+
 def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Quantise the last axis; the codes and scales are those of the reference on a CPU, bit for bit."""
     form = BLOCKS[kind]
     width = x.shape[-1]
-    shape = (*x.shape[:-1], triton.cdiv(width, form.elements))
+    shape = (*x.shape[:-1], -(-width // form.elements))
     codes = x.new_empty((*shape, form.code_width), dtype=form.code_dtype)
     scales = x.new_empty(shape, dtype=form.scale_dtype)
     n_blocks = scales.numel()
     if n_blocks:
-        with torch.cuda.device_of(x):
-            _quantize[(triton.cdiv(n_blocks, BLOCKS_PER_PROGRAM),)](
-                x.contiguous(),
-                codes,
-                scales,
-                _middles(x.device),
-                n_blocks,
-                shape[-1],
-                width,
-                KIND=kind,
-                E=form.elements,
-                BLOCK=BLOCKS_PER_PROGRAM,
-            )
+        key = (kind, n_blocks, width, x.dtype, x.get_device())
+        launch = _launches.get(key)
+        if launch is None:
+            grid, scalars = (-(-n_blocks // BLOCKS_PER_PROGRAM),), (n_blocks, shape[-1], width)
+            launch = _launches.add(key, grid, scalars, kind, form.elements, BLOCKS_PER_PROGRAM)
+        launch(x.contiguous(), codes, scales, _middles(x.device))
     return codes, scales
 
 

@@ -61,6 +61,9 @@ def _backward_kernel(
     tl.store(grad_up_ptr + row * out_row + col, grad_up.to(grad_up_ptr.dtype.element_ty), mask=mask)
 
 
+_backwards = Launches(_backward_kernel)
+
+
 def _halves(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Contiguous [..., 2F] as two [R, F]."""
     rows = packed.view(-1, packed.shape[-1])
@@ -71,7 +74,7 @@ def _options(x: Tensor, width: int) -> tuple[int, int, tl.dtype, int]:
     """Blocks of a row, elements of a block, accumulator and warps."""
     block = min(BLOCK, max(16, 1 << (width - 1).bit_length()))
     acc = tl.float64 if x.dtype == torch.float64 else tl.float32
-    return triton.cdiv(width, block), block, acc, max(1, WARPS * block // BLOCK)
+    return -(-width // block), block, acc, max(1, WARPS * block // BLOCK)
 
 
 def _forward(gate: Tensor, up: Tensor, y: Tensor, width: int, stride: int) -> None:
@@ -90,12 +93,14 @@ def _forward(gate: Tensor, up: Tensor, y: Tensor, width: int, stride: int) -> No
 def _backward(
     grad: Tensor, gate: Tensor, up: Tensor, grad_gate: Tensor, grad_up: Tensor, width: int, stride: int
 ) -> None:
-    n_blocks, block, acc, warps = _options(gate, width)
-    with torch.cuda.device_of(gate):
-        _backward_kernel[(grad.numel() // width * n_blocks,)](
-            *(grad, gate, up, grad_gate, grad_up, width, n_blocks, stride, stride, stride, acc, block),
-            num_warps=warps,
-        )
+    n_rows = grad.numel() // width
+    key = (n_rows, width, stride, grad.dtype, gate.dtype, up.dtype, gate.get_device())
+    launch = _backwards.get(key)
+    if launch is None:
+        n_blocks, block, acc, warps = _options(gate, width)
+        scalars = (width, n_blocks, stride, stride, stride)
+        launch = _backwards.add(key, (n_rows * n_blocks,), scalars, acc, block, num_warps=warps)
+    launch(grad, gate, up, grad_gate, grad_up)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ import multiprocessing
 import os
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,14 @@ from caramba.ops import dba_decode
 from caramba.runs.files import write_json, write_whole
 
 COLD_BYTES = 3 * 60_000_000
+COMPILING = 0.45  # of the time, when tuning
+BEST = 4  # ways to read a tile that later shapes try
 TABLE = Path("kernels/triton/dba_decode_table.json")
 SIZES = {
     # The middle one first: what reads a tile well there is what the others are tuned among.
     "full": [
-        (8, 32768),
-        *((b, s) for b in (1, 8, 64) for s in (4096, 32768, 131072) if (b, s) != (8, 32768)),
+        *((8, 32768), (1, 131072), (64, 4096), (64, 32768), (1, 32768)),
+        *((8, 4096), (8, 131072), (1, 4096), (64, 131072)),
     ],
     "tiny": [(1, 256), (2, 192)],
 }
@@ -118,9 +121,11 @@ def host_us(step: Callable[[], Any], n_steps: int) -> float:
 
 
 def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, good: dict[Any, None]) -> str:
-    """Time the candidates of a shape, put the best in the table, and say it.
+    """Time ways to cut a shape, put the best in the table, and say it.
 
-    `good` are the ways to read a tile that won at earlier shapes of this layout and format: later ones try those alone.
+    First every way to read a tile with two programs a processor, then the best three with other counts of splits.
+    `good` are the ways that were compiled, all where it is empty; it becomes those that were best here, which later
+    shapes of this layout and format try alone.
     """
     from caramba.kernels.triton import dba_decode_table as table
     from caramba.kernels.triton.dba_decode import decode_shape
@@ -128,23 +133,49 @@ def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, g
     kinds = [stream.kind for stream in stores[0].streams]
     parts = [*(stream.tensors for stream in stores[0].streams), []][:3]
     shape = decode_shape(*q, kinds, *parts, tokens)
-    n_processors = torch.cuda.get_device_properties(0).multi_processor_count
+    by_reading: dict[Any, list[Any]] = {}
+    for config in table.candidates(shape, torch.cuda.get_device_properties(0).multi_processor_count):
+        by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
-    for config in table.candidates(shape, n_processors):
-        reading = replace(config, n_splits=1)
-        if len(good) >= 3 and reading not in good:
-            continue
-        try:
-            replay = captured(calls(layout, stores, q, tokens, config))
-        except Exception as refused:  # more shared memory or registers than there are: told, and the next one
-            print(f"  {config}: {type(refused).__name__}: {str(refused).splitlines()[0][:90]}", flush=True)
-            continue
-        tried[config] = statistics.median(interleaved({"": replay}, len(stores), 5)[""])
-    best = sorted(tried, key=lambda config: tried[config])[:3]
-    good.update({replace(config, n_splits=1): None for config in best})
+
+    def attempt(configs: list[Any]) -> None:
+        for config in configs:
+            if config in tried:
+                continue
+            try:
+                replay = captured(calls(layout, stores, q, tokens, config))
+            except (
+                Exception
+            ) as refused:  # more shared memory or registers than there are: told, and the next one
+                print(
+                    f"  {config}: {type(refused).__name__}: {str(refused).splitlines()[0][:90]}", flush=True
+                )
+                continue
+            tried[config] = statistics.median(interleaved({"": replay}, len(stores), 5)[""])
+
+    readings = [reading for reading in by_reading if not good or reading in good]
+    attempt([by_reading[reading][min(1, len(by_reading[reading]) - 1)] for reading in readings])
+    for reading in list(dict.fromkeys(config.reading for config in sorted(tried, key=tried.__getitem__)))[:3]:
+        attempt(by_reading[reading])
+    best = sorted(tried, key=tried.__getitem__)
+    if not best:
+        return "no way ran: the rule's choice stays"
+    readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
+    good.clear()
+    good.update(dict.fromkeys(readings))
     write_whole(TABLE, table.written({shape.key: best[0]}))
     table.measured.cache_clear()
-    return f"tuned over {len(tried)}: {best[0]}"
+    table.choose.cache_clear()
+    forget_plans()
+    first = table.rule(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    gain = f", {tried[first] / tried[best[0]]:.2f}x the rule's choice" if first in tried else ""
+    return f"tuned over {len(tried)}: {best[0]}{gain}"
+
+
+def forget_plans() -> None:
+    from caramba.kernels.triton import dba_decode
+
+    dba_decode.forget_plans()
 
 
 def warm(job: tuple[int, str, Any]) -> str:
@@ -161,11 +192,14 @@ def warm(job: tuple[int, str, Any]) -> str:
     return ""
 
 
-def warm_all(options: Any) -> None:
-    """Compile what tuning will time, on all cores."""
+def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
+    """Compile on all cores what tuning will time, the likeliest first; return what was done in the time.
+
+    What has begun then is waited for.
+    """
     from caramba.kernels.triton.dba_decode_table import DecodeShape, candidates
 
-    jobs: dict[tuple[int, str, Any], None] = {}
+    ranked: list[tuple[int, tuple[int, str, Any]]] = []
     for index, layout in enumerate(cases.LAYOUTS):
         if options.layouts and not layout.name.startswith(tuple(options.layouts)):
             continue
@@ -173,13 +207,22 @@ def warm_all(options: Any) -> None:
             kinds = cases.FORMATS[form][: len(layout.widths)]
             rows = layout.heads // layout.kv_heads
             shape = DecodeShape("", kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            for config in candidates(shape, 132):
-                # The count of splits is not compiled in, but for one.
-                jobs[index, form, replace(config, n_splits=2)] = None
-    n_workers = max(1, min(12, (os.cpu_count() or 2) - 2))
+            readings = dict.fromkeys(config.reading for config in candidates(shape, 132))
+            # The count of splits is not compiled in, but for one.
+            ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
+    jobs = [job for _, job in sorted(ranked, key=lambda item: item[0])]
+    n_workers = max(1, min(14, (os.cpu_count() or 2) - 2))
     with ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        refused = [said for said in pool.map(warm, jobs) if said]
-    print(f"compiled {len(jobs) - len(refused)} ways of {len(jobs)}", *refused, sep="\n  ", flush=True)
+        futures = {pool.submit(warm, job): job for job in jobs}
+        wait(futures, timeout=seconds)
+        pool.shutdown(cancel_futures=True)
+    found = {job: future.result() for future, job in futures.items() if not future.cancelled()}
+    refused = [said for said in found.values() if said]
+    compiled = {
+        (cases.LAYOUTS[i].name, form, way.reading) for (i, form, way), said in found.items() if not said
+    }
+    print(f"compiled {len(compiled)} ways of {len(jobs)}", *refused, sep="\n  ", flush=True)
+    return compiled
 
 
 def measure(
@@ -235,6 +278,7 @@ def main() -> None:
     device = "cpu" if options.size == "tiny" else "cuda"
     machine: dict[str, str] = {"device": device, "torch": torch.__version__}
     roof = None
+    compiled: set[tuple[str, str, Any]] = set()
     if device == "cuda":
         from read_roof import read_roof
 
@@ -255,48 +299,59 @@ def main() -> None:
         }
         print(f"read roof {roof / 1e12:.2f} TB/s", flush=True)
         if options.tune:
-            warm_all(options)
+            compiled = warm_all(options, options.seconds * COMPILING)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     rows: list[dict[str, Any]] = []
     left_out: list[str] = []
-    for layout in cases.LAYOUTS:
-        if options.layouts and not layout.name.startswith(tuple(options.layouts)):
-            continue
-        for form in options.formats:
-            good: dict[Any, None] = {}
-            for batch, tokens in SIZES[options.size]:
-                name = f"{layout.name} {form} {batch} x {tokens}"
-                # Peers hold the keys twice more.
-                need = batch * tokens * layout.bytes_per_token(form) * (3 if form == "bf16" else 1.3)
-                if time.monotonic() - began > options.seconds:
-                    left_out.append(f"{name}: no time left")
-                    continue
-                if device == "cuda" and need > 0.7 * torch.cuda.mem_get_info()[0]:
-                    left_out.append(f"{name}: {need / 1e9:.0f} GB do not fit")
-                    continue
-                row = measure(layout, form, batch, tokens, device, options, good)
-                rows.append(row)
-                text = f"{name}: {row['median_us']:.1f} us, error {row['relative_error']:.1e}"
-                if roof is not None:
-                    row["roof_share"] = row["useful_bytes"] / row["median_us"] * 1e6 / roof
-                    text += f", {100 * row['roof_share']:.0f}% of the roof, host {row['host_us']:.0f} us"
-                    if row["peers"]:
-                        peer, time_of = min(row["peers"].items(), key=lambda item: item[1]["median_us"])
-                        row["best_peer"], row["over_peer"] = peer, time_of["median_us"] / row["median_us"]
-                        text += f", {row['over_peer']:.2f}x {peer}"
-                    torch.cuda.empty_cache()
-                print(text, flush=True)
     data = {
         "benchmark": "decode",
-        "made_by": "python scripts/bench/decode.py",
+        "made_by": " ".join(["python", "scripts/bench/decode.py", *sys.argv[1:]]),
         "commit": commit,
         "machine": machine,
         "read_roof_bytes_per_s": roof,
         "rows": rows,
         "left_out": left_out,
     }
+    layouts = [x for x in cases.LAYOUTS if not options.layouts or x.name.startswith(tuple(options.layouts))]
+    good: dict[tuple[str, str], dict[Any, None]] = {}
+    # Shapes outermost: what there is no time for is sizes, of which others are read alike, and no format or layout.
+    for batch, tokens in SIZES[options.size]:
+        for layout, form in ((layout, form) for layout in layouts for form in options.formats):
+            name = f"{layout.name} {form} {batch} x {tokens}"
+            # Peers hold the keys twice more.
+            need = batch * tokens * layout.bytes_per_token(form) * (3 if form == "bf16" else 1.3)
+            if time.monotonic() - began > options.seconds:
+                left_out.append(f"{name}: no time left")
+                continue
+            if device == "cuda" and need > 0.7 * torch.cuda.mem_get_info()[0]:
+                left_out.append(f"{name}: {need / 1e9:.0f} GB do not fit")
+                continue
+            kept = good.setdefault((layout.name, form), {})
+            kept |= {
+                way: None for of, kind, way in compiled if not kept and (of, kind) == (layout.name, form)
+            }
+            row = measure(layout, form, batch, tokens, device, options, kept)
+            rows.append(row)
+            print(f"{name}: {told(row, roof)}", flush=True)
+            if device == "cuda":
+                torch.cuda.empty_cache()
+            write_json(options.out, data)
     write_json(options.out, data)
     sections_decode.plot(data, options.out.with_suffix(".png"))
+
+
+def told(row: dict[str, Any], roof: float | None) -> str:
+    """Put shares of the roof and of the best peer into a row, and say it in a line."""
+    text = f"{row['median_us']:.1f} us, error {row['relative_error']:.1e}"
+    if roof is None:
+        return text
+    row["roof_share"] = row["useful_bytes"] / row["median_us"] * 1e6 / roof
+    text += f", {100 * row['roof_share']:.0f}% of the roof, host {row['host_us']:.0f} us"
+    if row["peers"]:
+        peer, time_of = min(row["peers"].items(), key=lambda item: item[1]["median_us"])
+        row["best_peer"], row["over_peer"] = peer, time_of["median_us"] / row["median_us"]
+        text += f", {row['over_peer']:.2f}x {peer}"
+    return text
 
 
 if __name__ == "__main__":

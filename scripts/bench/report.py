@@ -181,6 +181,7 @@ SECTIONS = {
     "first_light": first_light,
     "prepare": prepare,
     "kernels": sections_kernels.kernels,
+    "host_cost": sections_kernels.host_cost,
     "batching": sections_batching.batching,
     "decode": sections_decode.decode,
     "inference": sections_inference.inference,

@@ -41,6 +41,27 @@ def kernels(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def host_cost(data: dict[str, Any]) -> list[str]:
+    """Host time of eager calls: up to the launch, with what autograd adds, and of a backward."""
+    kinds = ("forward", "forward with gradients", "backward")
+    where = data["machine"]["launches"]
+    lines = [
+        f"## Host time of an op call, us (launches {where})",
+        "",
+        f"| op | {' | '.join(kinds)} |",
+        "|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        cells = [f"{row['us'][kind]:.1f}" if kind in row["us"] else "" for kind in kinds]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    must = data["rows"][0]["must_us"]
+    return [
+        *lines,
+        "",
+        f"The least of short runs; must {must:.0f} a forward. `nothing` is a backward that does nothing.",
+    ]
+
+
 def _time(side: dict[str, float] | None) -> str:
     if side is None:
         return "not run"

@@ -29,6 +29,7 @@ class Console:
 
     def __init__(self) -> None:
         self._quiet = False
+        self.is_debug = False  # under --debug: tracebacks, and checks that wait for the device
         self._consoles: dict[bool, tuple[TextIO, RichConsole]] = {}
 
     @property

@@ -41,6 +41,26 @@ def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
         check=True,
     ).stdout
     assert page.count("\n| swiglu, ") == 2
+    host = tmp_path / "host.json"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "scripts/bench/host_cost.py",
+            "--only",
+            "swiglu",
+            "--calls",
+            "20",
+            "--out",
+            str(host),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row["us"] for row in json.loads(host.read_text())["rows"]}
+    assert list(rows) == ["swiglu", "nothing"]
+    assert 0 < rows["nothing"]["backward"] < rows["swiglu"]["backward"]
     unknown = subprocess.run(
         [sys.executable, *command[:5], "--only", "flash"], cwd=ROOT, capture_output=True, text=True
     )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.ops import dba_decode
 from tests.ops.decode_cases import Case, arguments, expected
@@ -70,6 +71,23 @@ def test_a_length_beyond_what_is_allocated_counts_as_that() -> None:
     got = dba_decode(*args[:5], args[5] + 1000, **options)
     assert torch.equal(got[0], wanted[0])
     assert torch.equal(got[1], wanted[1])
+
+
+def test_lengths_that_only_the_device_knows_are_checked_in_debug_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logger, "is_debug", True)
+    args, options = arguments(PER_HEAD, torch.float32)
+    dba_decode(*args, **options)
+    most = PER_HEAD.packed + PER_HEAD.tail
+    for length in (-1, most + 1):
+        said = rf"dba_decode: seqlens: got {length} in sequence 2 of at most {most}, expected 0 to what is allocated"
+        lengths = args[5].clone()
+        lengths[2] = length
+        with pytest.raises(ConfigError, match=said):
+            dba_decode(*args[:5], lengths, **options)
+    with pytest.raises(ConfigError, match=r"n_packed: got \[257\], expected 0 to 256"):
+        dba_decode(*args, **options | {"n_packed": options["n_packed"] * 0 + 257})
 
 
 @pytest.mark.parametrize("name", ["per head", "latent, null, window"])

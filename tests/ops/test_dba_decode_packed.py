@@ -50,16 +50,16 @@ def execute(assembly: str, inputs: list[int | float], n_outputs: int) -> list[in
         op, _, rest = statement.strip().partition(" ")
         out, *names = (name.strip() for name in rest.split(","))
         x = [value(name) for name in names]
-        if op.startswith("fma.rn."):
+        if op == "fma.rn.f32":
+            # Of one rounding: products and sums of these numbers are exact in float64.
+            registers[out] = float(torch.tensor(x[0] * x[1] + x[2], dtype=torch.float64).float())
+        elif op.startswith("fma.rn."):
             dtype = TYPES[op.split(".")[2][:-2]]
             a, b, c = (pair(int(word), dtype).double() for word in x)
             registers[out] = word_of((a * b + c).to(dtype))
         elif op.startswith("cvt.rn."):
             dtype = TYPES[op.split(".")[2][:-2]]
             registers[out] = word_of(torch.tensor([x[1], x[0]], dtype=torch.float32).to(dtype))
-        elif op in ("sub.f32", "mul.f32"):
-            a, b = (torch.tensor(item, dtype=torch.float32) for item in x)
-            registers[out] = float(a - b if op == "sub.f32" else a * b)
         elif op == "mov.b32":
             registers[out] = as_float(int(x[0])) if out.startswith("f") else x[0]
         else:
@@ -98,12 +98,16 @@ def test_four_bit_codes_become_their_numbers(kind: str, ty: str) -> None:
 
 @pytest.mark.parametrize("ty", TYPES)
 def test_bytes_become_their_numbers(ty: str) -> None:
-    scales = [0.37, 0.5, 0.011, 1.75]
+    scales = (
+        torch.tensor([0.37, 65504.0, 6e-8, 1.75]).half().float()
+    )  # as they are stored, the ends of the range too
+    shifts = scales * tile.Q8_SHIFT.value
+    assert torch.equal(shifts.double(), scales.double() * tile.Q8_SHIFT.value), "exact in float32"
     for code in range(-127, 128):
         codes = torch.tensor([code, -code, code // 2, 127], dtype=torch.int8)
         packed = int.from_bytes(codes.numpy().tobytes(), "little")
-        outs = execute(tile.WHOLE["q8_0", ty], [packed, *(float(torch.tensor(s)) for s in scales)], 2)
-        wanted = (codes.float() * torch.tensor(scales)).to(TYPES[ty])
+        outs = execute(tile.WHOLE["q8_0", ty], [packed, *scales.tolist(), *shifts.tolist()], 2)
+        wanted = (codes.float() * scales).to(TYPES[ty])
         assert torch.equal(torch.cat([pair(out, TYPES[ty]) for out in outs]), wanted)
 
 

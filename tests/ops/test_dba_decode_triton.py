@@ -38,7 +38,12 @@ CASES = {
 
 
 def check(
-    case: Case, dtype: torch.dtype, n_splits: int, packed_math: bool = True, block_tokens: int = 32
+    case: Case,
+    dtype: torch.dtype,
+    n_splits: int,
+    packed_math: bool = True,
+    block_tokens: int = 32,
+    **reading: int,
 ) -> None:
     from caramba.kernels.triton.dba_decode import launch
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
@@ -46,7 +51,7 @@ def check(
     args, options = arguments(case, dtype, DEVICE)
     streams = [stream for stream in args[2:5] if stream is not None]
     parts = [stream.tensors for stream in streams] + [[]] * (3 - len(streams))
-    config = DecodeConfig(block_tokens=block_tokens, n_splits=n_splits, packed_math=packed_math)
+    config = DecodeConfig(block_tokens=block_tokens, n_splits=n_splits, packed_math=packed_math, **reading)
     null = list(options.get("null", ()))
     kinds = [stream.kind for stream in streams]
     out, sums = launch(
@@ -126,6 +131,27 @@ def test_long_sequences_on_a_gpu(layout: str, kind: str, way: str, dtype: torch.
         check(case, dtype, 5, True, 64)
     else:
         check(more, dtype, 3, way == "packed", 128)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), ("q4_0", "q8_0")], ids="+".join)
+def test_fewer_registers_and_more_warps_change_nothing(kinds: tuple[str, str]) -> None:
+    lengths = (2100, 1999)
+    case = Case(
+        kinds, lengths, heads=(32, 1), dims=(128, 64, 128), packed=1984, tail=128, capacity=2112, queries=1
+    )
+    for n_splits in (1, 5):
+        check(
+            case,
+            torch.bfloat16,
+            n_splits,
+            block_tokens=128,
+            block_rows=32,
+            n_warps=8,
+            n_stages=2,
+            n_registers=128,
+        )
 
 
 @pytest.mark.gpu

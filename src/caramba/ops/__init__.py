@@ -12,7 +12,8 @@ from caramba.ops.backend import (
 from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
-from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode, kernel_takes
+from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
+from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.dequantize import dequantize
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from typing import Any, ClassVar, Protocol
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from caramba.errors import KernelUnavailable
 
@@ -50,6 +51,7 @@ DISPATCH_KEYS = {"cuda": "CUDA", "mps": "MPS", "cpu": "CPU"}
 _attached: dict[tuple[str, str], str] = {}
 _launchers: dict[tuple[str, str], Callable[..., Any]] = {}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+_eager: dict[str, type[torch.autograd.Function]] = {}
 
 DECOUPLED = (("k_sem", "k_geo", "v"), ("c", "k_geo"))
 """Streams of the caches that `dba_decode` reads."""
@@ -100,19 +102,49 @@ def has_kernel(op: str, x: torch.Tensor) -> bool:
 
 
 def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
-    """Return the launcher of an op, for a call with its arguments, where neither gradients nor a trace need the op.
+    """Return what runs an op's launcher for a call with its arguments, in the place of the op, where nobody sees that.
 
-    The dispatcher and the Python of the op's autograd take longer than a launch. Subclasses of tensors, which may stand
-    for something else, always go through them.
+    The dispatcher and torch's Python around the op's autograd take longer than a launch. Where gradients are needed it
+    is a function with the op's own gradient (`differentiable`), if it has one. Subclasses of tensors, which may stand
+    for something else, traces and modes that watch ops always get the op.
     """
-    if torch.compiler.is_compiling() or not _launchers:
+    if not _launchers or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return None
-    needs_grad = torch.is_grad_enabled()
+    grad_enabled, needs_grad = torch.is_grad_enabled(), False
     for x in tensors:
-        if x is not None and (type(x) not in PLAIN or (needs_grad and x.requires_grad)):
-            return None
+        if x is not None:
+            if type(x) not in PLAIN:
+                return None
+            needs_grad = needs_grad or (grad_enabled and x.requires_grad)
     assert tensors[0] is not None
-    return _launchers.get((op, tensors[0].device.type))
+    launcher = _launchers.get((op, tensors[0].device.type))
+    if launcher is None or not needs_grad:
+        return launcher
+    function = _eager.get(op)
+    return None if function is None else function.apply
+
+
+def differentiable(op: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """Give an op its gradient, through the dispatcher and for `direct`.
+
+    `setup(ctx, inputs, output)` keeps what `backward(ctx, *grads)` needs, as `torch.library.register_autograd` has it.
+    Inputs: all of the op's arguments, the tensors one by one, the first one there.
+    """
+    torch.library.register_autograd(f"caramba::{op}", backward, setup_context=setup)
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = _launchers[op, inputs[0].device.type](*inputs)
+        setup(ctx, inputs, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    _eager[op] = type(f"{op}_eager", (torch.autograd.Function,), methods)
+
+
+def call_op(op: str, *inputs: Any) -> Any:
+    """Run an op of tensors and numbers, straight away where `direct` does."""
+    straight = direct(op, *(x for x in inputs if isinstance(x, torch.Tensor)))
+    return (straight or getattr(torch.ops.caramba, op).default)(*inputs)
 
 
 @contextlib.contextmanager

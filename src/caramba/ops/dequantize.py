@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
+from caramba.ops.backend import call_op
 from caramba.ops.formats import NF4_LEVELS, stored_format, unpack_nibbles
 
 torch.library.define(
@@ -26,7 +27,7 @@ def dequantize(
         ConfigError: a kind that is not a block format, or codes and scales that are not of that kind and width.
     """
     _check(codes, scales, kind, width)
-    return torch.ops.caramba.dequantize.default(codes, scales, str(kind), width, dtype)
+    return call_op("dequantize", codes, scales, str(kind), width, dtype)
 
 
 def reference_dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, dtype: torch.dtype) -> Tensor:

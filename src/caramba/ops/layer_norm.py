@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops.backend import direct
+from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.rows import check_rows
 from caramba.ops.widen import wide_empty, widened
 
@@ -188,8 +188,8 @@ def _gradients(
     x, mean, rstd, weight, bias = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(x)
-    grad_x, grad_weight, grad_bias = torch.ops.caramba.layer_norm_backward.default(
-        grad, grad_sum, x, mean, rstd, weight, bias
+    grad_x, grad_weight, grad_bias = call_op(
+        "layer_norm_backward", grad, grad_sum, x, mean, rstd, weight, bias
     )
     return grad_x, None if weight is None else grad_weight, None if bias is None else grad_bias
 
@@ -205,5 +205,5 @@ def _backward_add(
     return grad_x, grad_x, grad_weight, grad_bias, None
 
 
-torch.library.register_autograd("caramba::layer_norm", _backward, setup_context=_setup)
-torch.library.register_autograd("caramba::add_layer_norm", _backward_add, setup_context=_setup_add)
+differentiable("layer_norm", _backward, _setup)
+differentiable("add_layer_norm", _backward_add, _setup_add)

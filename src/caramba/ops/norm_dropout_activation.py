@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
+from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.layer_norm import fake_gradients, normalised, normalised_gradients, scaled_and_shifted
 from caramba.ops.philox import kept, resolved
 from caramba.ops.rows import check_rows
@@ -167,11 +167,11 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
     x, mean, rstd, weight, bias = ctx.saved_tensors
     if grad is None:
         return (None,) * 7
-    grad_x, grad_weight, grad_bias = torch.ops.caramba.norm_dropout_activation_backward.default(
-        grad, x, mean, rstd, weight, bias, ctx.p, ctx.seed, ctx.activation
+    grad_x, grad_weight, grad_bias = call_op(
+        "norm_dropout_activation_backward", grad, x, mean, rstd, weight, bias, ctx.p, ctx.seed, ctx.activation
     )
     vectors = (None if weight is None else grad_weight, None if bias is None else grad_bias)
     return grad_x, *vectors, None, None, None, None
 
 
-torch.library.register_autograd("caramba::norm_dropout_activation", _backward, setup_context=_setup)
+differentiable("norm_dropout_activation", _backward, _setup)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
+from caramba.ops.backend import call_op
 from caramba.ops.formats import NF4_LEVELS, StoredFormat, pack_nibbles, stored_format
 
 torch.library.define("caramba::quantize", "(Tensor x, str kind) -> (Tensor, Tensor)")
@@ -37,7 +38,7 @@ def quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     Dettmers et al., 2023, arXiv:2305.14314 (NormalFloat).
     """
     _checked(x, kind)
-    return torch.ops.caramba.quantize.default(x, str(kind))
+    return call_op("quantize", x, str(kind))
 
 
 def reference_quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops.backend import direct
+from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.rows import check_rows
 from caramba.ops.widen import wide_empty, widened
 
@@ -127,7 +127,7 @@ def _gradients(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None) -> tuple[
     x, weight, rstd = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(x)
-    grad_x, grad_weight = torch.ops.caramba.rms_norm_backward.default(grad, grad_sum, x, rstd, weight)
+    grad_x, grad_weight = call_op("rms_norm_backward", grad, grad_sum, x, rstd, weight)
     return grad_x, None if weight is None else grad_weight
 
 
@@ -142,5 +142,5 @@ def _backward_add(
     return grad_x, grad_x, grad_weight, None
 
 
-torch.library.register_autograd("caramba::rms_norm", _backward, setup_context=_setup)
-torch.library.register_autograd("caramba::add_rms_norm", _backward_add, setup_context=_setup_add)
+differentiable("rms_norm", _backward, _setup)
+differentiable("add_rms_norm", _backward_add, _setup_add)

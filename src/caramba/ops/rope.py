@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
+from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.widen import widened
 
 torch.library.define(
@@ -94,8 +94,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     cos, sin = ctx.saved_tensors
-    grad_x = torch.ops.caramba.rope.default(grad, cos, sin, ctx.scale, not ctx.inverse, ctx.dtype)
+    grad_x = call_op("rope", grad, cos, sin, ctx.scale, not ctx.inverse, ctx.dtype)
     return grad_x, None, None, None, None, None
 
 
-torch.library.register_autograd("caramba::rope", _backward, setup_context=_setup)
+differentiable("rope", _backward, _setup)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
+from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.widen import widened
 
 torch.library.define("caramba::swiglu", "(Tensor gate, Tensor up) -> Tensor")
@@ -111,12 +111,12 @@ def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.caramba.swiglu_backward.default(grad, *ctx.saved_tensors)
+    return call_op("swiglu_backward", grad, *ctx.saved_tensors)
 
 
 def _packed_backward(ctx: Any, grad: Tensor) -> Tensor:
-    return torch.ops.caramba.swiglu_packed_backward.default(grad, *ctx.saved_tensors)
+    return call_op("swiglu_packed_backward", grad, *ctx.saved_tensors)
 
 
-torch.library.register_autograd("caramba::swiglu", _backward, setup_context=_setup)
-torch.library.register_autograd("caramba::swiglu_packed", _packed_backward, setup_context=_setup)
+differentiable("swiglu", _backward, _setup)
+differentiable("swiglu_packed", _packed_backward, _setup)

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from caramba.console import logger
 from caramba.errors import CarambaError, Preempted
 
 MISTAKE = 2
@@ -21,8 +22,9 @@ def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
     """Run `command` and return its exit status.
 
     A user's mistake is 2, a failure 1, Ctrl-C 130, a pre-emption 75, SIGTERM in a run 143. `is_debug` adds the
-    traceback.
+    traceback, and lets ops check what only the device knows.
     """
+    logger.is_debug = is_debug
     try:
         return command()
     except CarambaError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -63,11 +62,12 @@ FORMATS = {
     "q8_0": ("q8_0",) * 3,
     "q4_0": ("q4_0",) * 3,
 }
+SIZES = ((8, 32768), (1, 32768), (64, 4096), (1, 4096), (1, 131072), (8, 4096), (64, 32768))
 CASES = tuple(
     DecodeCase(kinds[: 2 if n_kv_heads == 1 else 3], dims, batch, tokens, n_kv_heads=n_kv_heads)
+    for batch, tokens in SIZES  # outermost: a format that was measured at one size is read alike at the others
     for kinds in FORMATS.values()
     for dims, n_kv_heads in LAYOUTS
-    for batch, tokens in ((1, 32768), (8, 32768), (64, 4096), (1, 4096), (1, 131072), (8, 4096), (64, 32768))
 )
 
 
@@ -76,9 +76,11 @@ def tune_decode(
 ) -> dict[str, dict[str, Any]]:
     """Return the fastest way to cut of as many cases as the time allows: the kernel's key of a shape -> the way.
 
-    A way is a mapping that `choices` of the kernel's table takes.
+    The time goes to the first size of each format and layout, where every way has to be compiled, and what it leaves
+    to the others. A way is a mapping that `choices` of the kernel's table takes.
     """
     ends = time.perf_counter() + seconds
+    n_first = len({(case.kinds, case.dims, case.n_kv_heads) for case in cases})
     found: dict[str, dict[str, Any]] = {}
     for done in logger.progress(len(cases), "decode attention"):
         left = ends - time.perf_counter()
@@ -86,13 +88,14 @@ def tune_decode(
             continue
         if device.type == "cuda" and cases[done].bytes > MOST_BYTES * torch.cuda.mem_get_info(device)[0]:
             continue
-        found |= tune_case(cases[done], device, max(0.0, left) / (len(cases) - done))
+        sharing = (n_first if done < n_first else len(cases)) - done
+        found |= tune_case(cases[done], device, max(0.0, left) / sharing)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if time.perf_counter() > ends and len(found) < len(cases):
         logger.warning(
-            f"tune: {seconds:g} s were enough for {len(found)} of {len(cases)} shapes of decode attention; raise "
-            "--seconds for the others, which keep what is shipped"
+            f"tune: {seconds:g} s were enough for {len(found)} of {len(cases)} shapes of decode attention; others of a "
+            "measured format read their tiles alike, the rest keep what is shipped; raise --seconds for more"
         )
     return found
 
@@ -107,9 +110,8 @@ def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[st
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     )
-    first, *others = table.candidates(shape, processors)
-    random.Random(0).shuffle(others)  # neighbours in the list differ little, and time may not do for all
-    ways = {str(index): way for index, way in enumerate((first, *others))}
+    # The likeliest first, each way to read a tile, which has to be compiled, with all its counts of splits.
+    ways = {str(index): way for index, way in enumerate(table.candidates(shape, processors))}
     timed = [Timed(name, _call(launcher.launch, way, copies)) for name, way in ways.items()]
     times, refused = time_in_turn(timed, device, seconds, least=1)
     if not times:

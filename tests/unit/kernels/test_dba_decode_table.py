@@ -40,14 +40,16 @@ def test_what_was_measured_is_chosen_and_a_near_neighbour_borrows_it(only: Decod
     assert choose(replace(SHAPE, tokens=30000, lanes=7), 132) == only  # the same powers of two
     assert choose(replace(SHAPE, tokens=65536), 132) == only
     assert choose(replace(SHAPE, lanes=16), 132) == replace(only, n_splits=24)
-    for far in (
-        replace(SHAPE, lanes=32),
+    far = choose(replace(SHAPE, lanes=64, tokens=4096), 132)
+    assert far.reading == only.reading, "tiles are read alike at any size"
+    assert far.n_splits == 5, "two programs a processor, by the rule"
+    for other in (
         replace(SHAPE, arch="sm100"),
         replace(SHAPE, dims=(128, 32, 128)),
         replace(SHAPE, formats=("nf4", "q8_0")),
         replace(SHAPE, rows=64),
     ):
-        assert choose(far, 132) == rule(far, 132)
+        assert choose(other, 132) == rule(other, 132)
 
 
 @pytest.mark.parametrize("lanes", [1, 8, 64, 512])
@@ -81,7 +83,8 @@ def test_the_shipped_table_can_be_read() -> None:
     [
         ({"block_row": 16}, "unexpected keyword argument 'block_row'"),
         ({"block_tokens": 48}, "block_tokens is 48, expected a power of two"),
-        ({"n_splits": 0}, "n_splits is 0, expected a whole number above 0"),
+        ({"n_splits": 0}, "n_splits is 0, expected a whole number of 1 or more"),
+        ({"n_registers": -1}, "n_registers is -1, expected a whole number of 0 or more"),
     ],
 )
 def test_a_tuned_table_of_another_version_is_refused(

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from caramba.kernels.triton import launch as launch_module
 from caramba.kernels.triton.launch import MOST, Launch, Launches, form
 
 
 class Compiled:
-    """Stands for what Triton returns of a launch: a compiled kernel, which is given a grid and then all arguments."""
+    """Stands for what Triton returns of a launch: a compiled kernel, which is given a grid and all arguments."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.calls.append((grid, *args))
+    def run(self, *args: Any) -> None:
+        self.calls.append(args)
 
 
 class Kernel:
-    """Stands for a kernel of two tensors, a scalar and two constants."""
+    """Stands for a kernel of two tensors, a live number, a scalar and two constants."""
 
-    arg_names = ("x", "y", "n", "SECOND", "FIRST")
+    arg_names = ("x", "y", "rate", "n", "SECOND", "FIRST")
 
     def __init__(self) -> None:
         self.made, self.compiled = 0, Compiled()
@@ -34,19 +39,32 @@ class Kernel:
         return run
 
 
-def test_a_second_launch_on_aligned_tensors_goes_to_the_compiled_kernel() -> None:
+def test_a_second_launch_on_tensors_aligned_alike_goes_to_the_compiled_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 5))
+    monkeypatch.setattr(launch_module, "driver", stream)
     kernel, x = Kernel(), torch.zeros(64)
     launch = Launch(kernel, (3,), [7], {"FIRST": 1, "SECOND": 2}, num_warps=4)
-    launch(x[1:], None)
-    launch(x, None)
-    assert (kernel.made, kernel.compiled.calls) == (2, [])
-    launch(x, None)
+    launch(x[1:], None, live=(0.5,))
+    launch(x, None, live=(0.5,))
+    assert (kernel.made, kernel.compiled.calls) == (2, []), "a kernel for each alignment"
+    launch(x, None, live=(0.25,))
     assert kernel.made == 2
     (call,) = kernel.compiled.calls
-    assert call[0] == (3, 1, 1)
-    assert call[2:] == (None, 7, 2, 1), "constants in the kernel's order"
-    launch(x[1:], None)
-    assert kernel.made == 3
+    assert call[:9] == (3, 1, 1, 5, "function", "metadata", None, None, None)
+    assert call[9:] == (x.data_ptr(), None, 0.25, 7, 2, 1), "constants in the kernel's order"
+    launch(x[1:], None, live=(0.5,))
+    assert (kernel.made, len(kernel.compiled.calls)) == (2, 2)
+
+
+def test_a_profiler_that_asks_for_launches_gets_them_from_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x = Kernel(), torch.zeros(64)
+    launch = Launch(kernel, (3,), [7], {"FIRST": 1, "SECOND": 2})
+    launch(x, None)
+    monkeypatch.setattr(launch_module.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    launch(x, None)
+    assert (kernel.made, kernel.compiled.calls) == (2, [])
 
 
 def test_launches_are_forgotten_when_there_are_many() -> None:

@@ -242,7 +242,7 @@ def test_lion_gives_the_references_bits(dtype: torch.dtype) -> None:
             assert torch.equal(x, y)
 
 
-def test_calls_that_need_no_gradient_go_straight_to_the_launcher_with_the_same_bits() -> None:
+def test_eager_calls_go_straight_to_the_launcher_with_the_bits_and_gradients_of_the_op() -> None:
     class Seen(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             names.append(str(func))
@@ -264,14 +264,16 @@ def test_calls_that_need_no_gradient_go_straight_to_the_launcher_with_the_same_b
         names: list[str] = []
         with Seen():
             by_op = call()
-            assert f"caramba.{op}.default" in names
-            names.clear()
-            with torch.no_grad():
-                straight = call()
-        assert not [name for name in names if "caramba" in name]
-        assert torch.equal(straight, by_op)
-        assert by_op.requires_grad
-        assert not straight.requires_grad
+            wanted = torch.autograd.grad(by_op.square().sum(), heads if op == "rope" else x)[0]
+        assert f"caramba.{op}.default" in names, "a mode sees the op"
+        straight = call()
+        assert f"{op}_eager" in str(straight.grad_fn)
+        gradient = torch.autograd.grad(straight.square().sum(), heads if op == "rope" else x)[0]
+        with torch.no_grad():
+            without = call()
+        assert not without.requires_grad
+        for got, want in ((straight, by_op), (without, by_op), (gradient, wanted)):
+            assert torch.equal(got, want)
     squared = x.square().sum()
     with torch.no_grad():
         lion_step([x], [torch.zeros_like(x)], [torch.ones_like(x)], lr=0.1)

@@ -1,0 +1,126 @@
+"""Run the decode attention kernel under NVIDIA's compute-sanitizer: memcheck, then racecheck. Needs a CUDA device.
+
+The kernels are compiled first, on all cores, into Triton's cache; the tools then see nothing but launches, every tensor
+in an allocation of its own. The tool is part of the CUDA toolkit and of no Python package that caramba needs: where it
+is missing this ends with status 3 and says so.
+
+Usage: python scripts/sanitize_decode.py [--seconds 60] [--tool memcheck,racecheck]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PLACES = ("/usr/local/cuda/bin", "/opt/cuda/bin", "/usr/local/cuda/compute-sanitizer")
+MISSING, FOUND_ERRORS = 3, 9
+
+
+def check_case(name: str) -> None:
+    """Compare one case with float64, and read with lengths far beyond what is allocated, which are clamped."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    from tests.ops.decode_cases import Case, arguments, expected
+
+    from caramba import kernels
+    from caramba.ops import dba_decode
+
+    cases = {
+        "latent": Case(("bf16", "bf16"), (130, 70), heads=(32, 1), dims=(128, 64, 128)),
+        "latent q8_0": Case(("q8_0", "q8_0"), (330, 270), heads=(32, 1), dims=(128, 64, 128), packed=256),
+        "latent mixed": Case(("q4_0", "q8_0"), (330, 270), heads=(32, 1), dims=(128, 64, 128), packed=256),
+        "per head": Case(("bf16",) * 3, (105, 0), heads=(32, 8)),
+        "per head mixed": Case(
+            ("q4_0", "q8_0", "q4_0"), (330, 300), heads=(32, 8), packed=256, queries=3, window=100, null=True
+        ),
+    }
+    if not torch.cuda.is_available():
+        raise SystemExit("sanitize: no CUDA device here")
+    if kernels.load("cuda")["dba_decode"] != "triton":
+        raise SystemExit("sanitize: the Triton kernel did not load; see the message above")
+    case = replace(cases[name], capacity=384)
+    args, options = arguments(case, torch.bfloat16, "cuda")
+    out, _ = dba_decode(*args, **options)
+    wanted, _ = expected(case, args, options)
+    error = float((out.double().cpu() - wanted).norm() / wanted.norm())
+    if not error < 2.5e-2:
+        raise SystemExit(f"sanitize: {name}: relative error {error:.1e}")
+    args[5].fill_(10**6)
+    if "n_packed" in options:
+        options["n_packed"].fill_(10**6)
+    dba_decode(*args, **options)
+    torch.cuda.synchronize()
+    print(f"{name}: error {error:.1e}", flush=True)
+
+
+NAMES = ("latent q8_0", "latent mixed", "per head mixed", "latent", "per head")
+
+
+def find_tool() -> str | None:
+    """Return the path of compute-sanitizer, if the machine has one."""
+    return shutil.which("compute-sanitizer", path=os.pathsep.join((os.environ.get("PATH", ""), *PLACES)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Decode attention under compute-sanitizer")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of all together; what is left out is said"
+    )
+    parser.add_argument(
+        "--tool", default="memcheck,racecheck", help="tools of compute-sanitizer, with commas"
+    )
+    parser.add_argument("--case", choices=NAMES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        check_case(options.case)
+        return 0
+    tool = find_tool()
+    if tool is None:
+        print(
+            f"sanitize: compute-sanitizer is not on this machine (not in PATH, {', '.join(PLACES)}); nothing was "
+            "checked. It comes with the CUDA toolkit (package cuda-sanitizer)",
+            file=sys.stderr,
+        )
+        return MISSING
+    ends = time.monotonic() + options.seconds
+    script = [sys.executable, __file__, "--case"]
+    # Inside the tool every allocation is one of the driver's, or a read past a tensor would meet its neighbour.
+    bare = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with ThreadPoolExecutor(len(NAMES)) as pool:
+        compiled = list(pool.map(lambda name: subprocess.run([*script, name]).returncode, NAMES))
+    if any(compiled):
+        return 1
+
+    def checked(job: tuple[str, str]) -> tuple[bool, str]:
+        kind, name = job
+        command = [tool, "--tool", kind, "--error-exitcode", str(FOUND_ERRORS), *script, name]
+        left = max(ends - time.monotonic(), 0.1)
+        try:
+            done = subprocess.run(command, env=bare, capture_output=True, text=True, timeout=left)
+        except subprocess.TimeoutExpired:
+            return False, f"{kind}, {name}: no time left, not checked"
+        lines = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+        if done.returncode == 0:
+            return True, f"{kind}, {name}: clean: {lines[-1].strip('= ') if lines else 'it said nothing'}"
+        told = lines[:20] or done.stderr.strip().splitlines()[-5:]
+        return False, "\n".join((f"{kind}, {name}: FAILED, status {done.returncode}", *told))
+
+    jobs = [(kind, name) for kind in options.tool.split(",") for name in NAMES]
+    is_clean = True
+    with ThreadPoolExecutor(len(NAMES)) as pool:
+        for clean, said in pool.map(checked, jobs):
+            is_clean &= clean
+            print(said, flush=True)
+    return 0 if is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
