@@ -41,8 +41,8 @@ def apply_tensor_parallel(
     Afterwards its parameters are DTensors on the mesh under the names they had, its forward takes and gives whole
     tensors on every rank, and losses and gradients are those of one process: a gradient is split as its parameter
     is. Every rank gives the same batch, and brings the same weights: it keeps its part of its own. Caches that
-    `new_context` makes hold this rank's heads. Random choices outside attention, such as dropout, are to be the same
-    on all ranks, so seed them alike.
+    `new_context` makes hold this rank's heads. Random choices outside attention, such as a DropoutLayer's, are to be
+    the same on all ranks, so seed them alike; attention drops other probabilities on each.
 
     Args:
         split_vocabulary: whether each rank keeps its entries of the vocabulary only, where they divide evenly: logits

@@ -18,6 +18,7 @@ from caramba.layer.latent import LatentProjection
 from caramba.layer.rope import RotaryEmbedding
 from caramba.parallel.collectives import entering, gathered, joined, leaving, scattered
 from caramba.parallel.local import become, share_of, split_parameters
+from caramba.parallel.randomness import drop_apart
 
 OF_QUERY_HEADS = (
     "q",
@@ -74,7 +75,7 @@ class ByHead(ParallelStyle):
     """Attention, each rank with its heads. Keys and values that all heads read, the latent and the geometric key of a
     latent layer or the one head of multi-query attention, every rank computes and caches.
 
-    One exchange: the sum of what the ranks' heads give to the output.
+    One exchange: the sum of what the ranks' heads give to the output. Dropout draws numbers of each rank's own.
 
     Reference: Shoeybi et al., 2019, arXiv:1909.08053, section 3.
     """
@@ -96,6 +97,7 @@ class ByHead(ParallelStyle):
             split_parameters(one, device_mesh, split, [name for name in mine if name not in split])
             if isinstance(one, RotaryEmbedding) and len(one.inv_freq) == whole.n_kv_heads > own.n_kv_heads:
                 become(one, _OfHeads, heads=(rank * own.n_kv_heads, own.n_kv_heads))
+        drop_apart(module.score)
         module.dims = module.projection.dims = own
         if isinstance(module.projection, LatentProjection) and module.projection.first is not None:
             module.projection.first.n_kv_heads = own.n_kv_heads
