@@ -145,7 +145,7 @@ def dropped(mesh: DeviceMesh) -> dict[str, Any]:
         torch.manual_seed(5)
         model.zero_grad()
         gradients.append(whole(step(model)[1]))
-    states = [None] * mesh.size()
+    states: list[Any] = [None] * mesh.size()
     dist.all_gather_object(states, (kept, follows, torch.get_rng_state()))
     (ours, after, state), (theirs, same, also) = states
     return {
