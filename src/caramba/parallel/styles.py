@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from caramba.config.layer import AttentionDims
+from caramba.config.tensor_parallel import dims_of_rank
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.latent import LatentProjection
@@ -138,38 +137,6 @@ class HeadByEntry(ParallelStyle):
         split_parameters(module, device_mesh, {"weight": 0, "bias": 0})
         become(module, _Joined)
         return module
-
-
-def dims_of_rank(dims: AttentionDims, n_ranks: int, is_latent: bool) -> AttentionDims:
-    """Return the widths of the heads of one rank.
-
-    Raises:
-        ConfigError: heads that the ranks cannot share equally.
-    """
-    heads, kv_heads = dims.n_heads, dims.n_kv_heads
-    has_own_keys = not is_latent or dims.first_tokens > 0
-    for name, count in (
-        ("n_heads", heads),
-        *([("n_kv_heads", kv_heads)] if has_own_keys and kv_heads > 1 else []),
-    ):
-        if count % n_ranks:
-            divisors = [n for n in range(2, count + 1) if count % n == 0]
-            fix = f"one of {', '.join(map(str, divisors))}" if divisors else "one rank"
-            raise ConfigError(
-                f"tensor parallel: {n_ranks} ranks cannot share {name}={count} heads; use {fix}"
-            )
-    own = kv_heads // n_ranks if kv_heads > 1 and has_own_keys else kv_heads
-
-    def share(streams: Any) -> Any:
-        return tuple((name, own if n == kv_heads else n, width) for name, n, width in streams)
-
-    return replace(
-        dims,
-        n_heads=heads // n_ranks,
-        n_kv_heads=own,
-        streams=dims.streams if is_latent else share(dims.streams),
-        first_streams=share(dims.first_streams),
-    )
 
 
 def _by_owner(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool]:
