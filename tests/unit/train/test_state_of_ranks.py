@@ -40,6 +40,6 @@ def test_stages_of_another_number_of_ranks_are_refused(
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(
         CheckpointError,
-        match="pretrain: parallel=pipeline was saved by 2 ranks, and there are 4: .*start 2",
+        match=r"pretrain: parallel=pipeline was saved by 2 ranks, and there are 4: .*start 2",
     ):
         module._take_own({"ranks": [{"rng": "r0"}, {"rng": "r1"}]})
