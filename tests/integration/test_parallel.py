@@ -134,12 +134,13 @@ def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
 
 
 def check_state_of_stages(run_dir: Path) -> None:
-    """The state of a pipeline holds every stage once."""
+    """The state of a pipeline holds every stage once, and each draws numbers of its own: their layers are others."""
     state = load_training_state(state_path(run_dir, "pretrain"))
     first, last = state["ranks"]
     assert not state.keys() & first.keys()
     for stage in (first, last):
         assert {"state_dict", "optimizer_states", "rng", "running_loss"} <= stage.keys()
+    assert not torch.equal(first["rng"]["cpu"], last["rng"]["cpu"])
     assert first["state_dict"].keys() & last["state_dict"].keys() <= {f"model.{TIED}"}
 
 
