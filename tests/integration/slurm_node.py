@@ -40,7 +40,8 @@ SchedulerParameters=sched_interval=1,sched_min_interval=100000,bf_interval=1
 ReturnToService=2
 KillWait=10
 JobRequeue=1
-NodeName={host} NodeAddr=127.0.0.1 CPUs=2 State=UNKNOWN
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
 PartitionName=test Nodes={host} Default=YES MaxTime=INFINITE State=UP
 """
 

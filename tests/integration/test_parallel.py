@@ -22,6 +22,9 @@ from caramba.checkpoint import load_tensors, load_training_state
 from caramba.checkpoint.sharded import MODEL, latest_sharded_state, save_sharded_state
 from caramba.config.model import ModelSpec
 from caramba.config.parallel import ParallelConfig
+from caramba.config.train import PhaseConfig
+from caramba.cost import model_cost
+from caramba.cost.spread import Spread, holdings
 from caramba.data import IGNORED
 from caramba.distill import LanguageModelObjective, PipelinedObjective
 from caramba.errors import CheckpointError, ConfigError
@@ -65,6 +68,7 @@ BLOCKS = (
     "train.eval_every=2",
 )
 STUDENT = ("model=tiny_dba", *SMALL_TEACHER)
+PRETRAIN = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1})
 DISTILLED = {
     "blocks_one": (*BLOCKS, "train.gradient_accumulation_steps=2"),
     "blocks_data": (*BLOCKS, "parallel=ddp"),
@@ -130,12 +134,13 @@ def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
 
 
 def check_state_of_stages(run_dir: Path) -> None:
-    """The state of a pipeline holds every stage once."""
+    """The state of a pipeline holds every stage once, and each draws numbers of its own: their layers are others."""
     state = load_training_state(state_path(run_dir, "pretrain"))
     first, last = state["ranks"]
     assert not state.keys() & first.keys()
     for stage in (first, last):
         assert {"state_dict", "optimizer_states", "rng", "running_loss"} <= stage.keys()
+    assert not torch.equal(first["rng"]["cpu"], last["rng"]["cpu"])
     assert first["state_dict"].keys() & last["state_dict"].keys() <= {f"model.{TIED}"}
 
 
@@ -173,6 +178,8 @@ def check_stages(is_tied: bool) -> None:
         assert data_share(1) == (get_rank(), 2)
         assert data_share(2) == (0, 1)
         send_stages(whole if is_main_process() else None, stage, torch.device("cpu"))
+        planned = holdings(PRETRAIN, model_cost(spec), Spread(ParallelConfig(strategy="pipeline", pp=2)))
+        assert sum(p.numel() for p in stage.model.parameters()) == planned[get_rank()].params
         alone, staged = (
             LanguageModelObjective(whole),
             PipelinedObjective(stage, micro_batches=3, accumulation=2),
@@ -215,6 +222,9 @@ def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> 
     for name, p in shell.named_parameters():
         torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-9)
         held += local(p).numel()
+    spread = Spread(parallel, 2 // parallel.tp, nodes=2 // parts)
+    (planned,) = holdings(PRETRAIN, model_cost(spec), spread)
+    assert held == pytest.approx(planned.params, rel=0.05), "what the plan says a rank holds"
     total = sum(p.numel() for p in whole.parameters())
     assert total / parts <= held < total * (0.9 if parts > 1 else 1.1), (
         "norms and embeddings may be on all ranks"

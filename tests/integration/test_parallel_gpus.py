@@ -47,18 +47,69 @@ def test_strategies_agree_on_two_gpus(tmp_path: Path, compiled: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_pipeline_of_two_gpus_trains_as_one(tmp_path: Path, cache: Path) -> None:
-    """Stages send what the residual stream is in, float32, however narrow the blocks compute."""
+def test_a_model_split_over_two_gpus_trains_as_on_one(tmp_path: Path, cache: Path) -> None:
+    """Stages send what the residual stream is in, float32, however narrow the blocks compute; layers that two ranks
+    share are trained by FSDP2 besides, compiled as a phase compiles by itself."""
     words = (
         *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none"),
         *("device=cuda", "train.steps=12", "train.eval_every=12", "settings.instrument=none", *SMALL),
     )
     losses = []
-    for name, more in (("one", ()), ("two", ("parallel=pipeline", "launcher=torchrun"))):
+    for name, more in (
+        ("one", ()),
+        ("stages", ("parallel=pipeline", "launcher=torchrun")),
+        (
+            "heads",
+            (
+                "parallel=fsdp2_tp",
+                "parallel.dp=1",
+                "parallel.tp=2",
+                "parallel.sequence_parallel=true",
+                "launcher=torchrun",
+            ),
+        ),
+    ):
         folder = tmp_path / name
         folder.mkdir()
         done = caramba([*words, *more], folder, cache)
         assert done.returncode == 0, done.stdout + done.stderr
         events = [json.loads(line) for line in (only_run(folder) / "events.jsonl").read_text().splitlines()]
         losses += [event["values"]["val_loss"] for event in events if "val_loss" in event.get("values", {})]
-    assert losses[0] == pytest.approx(losses[1], abs=WITHIN)
+    assert losses[1:] == pytest.approx([losses[0]] * 2, abs=WITHIN)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_step_split_over_two_gpus_gives_the_losses_of_one(tmp_path: Path) -> None:
+    """Eager and compiled, with and without a split of the sequence; and no row is begun that would not end in time."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [
+        "--size",
+        "tiny",
+        "--batch",
+        "4",
+        "--block",
+        "128",
+        "--steps",
+        "3",
+        "--out",
+        str(tmp_path / "a.json"),
+    ]
+    done = subprocess.run(
+        [*launcher, str(BENCH.with_name("tensor_parallel_step.py")), *words, "--budget-s", "200"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(row["form"], row["devices"], row["sequence_parallel"]) for row in rows] == [
+        ("eager", 1, False),
+        ("eager", 2, False),
+        ("compiled", 1, False),
+        ("compiled", 2, False),
+        ("compiled", 2, True),
+        ("eager", 2, True),
+    ]
+    for row in rows[1:]:
+        assert row["losses"] == pytest.approx(rows[0]["losses"], abs=WITHIN)

@@ -60,7 +60,8 @@ def kinds(run: Path) -> list[str]:
 def test_a_job_is_requeued_by_a_signal_cancelled_and_resumed_in_place(
     node: SlurmNode, tmp_path: Path, cache: Path
 ) -> None:
-    """Trap: a requeued job that starts from step 0 in a directory of its own."""
+    """Trap: a requeued job that starts from step 0 in a directory of its own. The job has two ranks, and stops and goes
+    on with both; a sweep's points have one."""
     folder = tmp_path / "here"
     folder.mkdir()
     refused = caramba(["launch", *WORDS, "cluster.partition=tset"], folder, cache)
@@ -70,6 +71,7 @@ def test_a_job_is_requeued_by_a_signal_cancelled_and_resumed_in_place(
     assert not list(folder.glob("runs/*/*")), "nothing is left of a job that was refused"
 
     words = ["train.steps=150", "train.save_every=1000", "cluster.time=00:10:00", "cluster.cpus_per_task=1"]
+    words += ["parallel=ddp", "parallel.dp=2"]
     words.append("settings.instrument=[none,tensorboard,wandb]")
     done = caramba(["launch", *WORDS, *words], folder, cache)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -112,6 +114,9 @@ def test_a_job_is_requeued_by_a_signal_cancelled_and_resumed_in_place(
         "and in one W&B run, under the id that it began with"
     )
     assert json.loads((run / "env.json").read_text())["variables"]["OMP_NUM_THREADS"] == "1"
+    decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
+    assert decisions["data_parallel"]["value"] == 2
+    assert {file.name for file in (run / "logs").glob("rank-*")} == {"rank-0.log", "rank-1.log"}
 
     (sweep,) = list_sweeps(folder / "runs")
 

@@ -125,6 +125,40 @@ def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
+def dropped(mesh: DeviceMesh) -> dict[str, Any]:
+    """Attention dropout of a rank's heads, drawn while all ranks are seeded alike, as those of one layer are."""
+    model = build_model(spec(attention("standard", dropout=0.5), attention("standard")), seed=1).double()
+    apply_tensor_parallel(model, mesh)
+    score, other, *_ = (getattr(layer, "score", None) for layer in model.topology.layers)
+    assert score is not None
+    assert other is not None
+    q, k = torch.randn(2, 3, 2, 64, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    torch.manual_seed(5)
+    kept = score(q, k, torch.ones_like(k))  # the sum of the probabilities that are kept, doubled
+    again = score(q, k, torch.ones_like(k))
+    follows = torch.rand(4)
+    torch.manual_seed(5)
+    repeated = score(q, k, torch.ones_like(k))
+    gradients = []
+    for mode in ("none", "full"):
+        checkpoint_topology(model.topology, mode)
+        torch.manual_seed(5)
+        model.zero_grad()
+        gradients.append(whole(step(model)[1]))
+    states: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(states, (kept, follows, torch.get_rng_state()))
+    (ours, after, state), (theirs, same, also) = states
+    return {
+        "apart": not torch.equal(ours, theirs) and not torch.equal(kept, again),
+        "alike": torch.equal(after, same) and torch.equal(state, also),
+        "repeats": torch.equal(kept, repeated),
+        "recomputed": difference(*gradients),
+        "mean": float(torch.cat((ours, theirs)).mean()),
+        "is_plain": type(other).__name__,
+        "evaluates": torch.equal(score.eval()(q, k, k), other.eval()(q, k, k)),
+    }
+
+
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -135,7 +169,7 @@ def rank_main(rank: int, folder: str) -> None:
         timeout=datetime.timedelta(minutes=5),
     )
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    found = {name: compared(name, mesh) for name in SPECS}
+    found = {**{name: compared(name, mesh) for name in SPECS}, "dropped": dropped(mesh)}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
@@ -158,6 +192,16 @@ def test_two_ranks_do_the_work_of_one(both: list[dict[str, dict[str, Any]]], nam
         assert one["weights"] == 0
         assert one["tokens"]
         assert one["split"] < one["parameters"]
+
+
+def test_heads_of_two_ranks_drop_other_probabilities(both: list[dict[str, dict[str, Any]]]) -> None:
+    """Seeded alike, heads h and h + H/2 would drop the same ones; the stream that ranks share stays as it would be."""
+    for found in both:
+        one = found["dropped"]
+        assert (one["apart"], one["alike"], one["repeats"], one["evaluates"]) == (True,) * 4, one
+        assert one["recomputed"] == 0, "activation checkpointing drops the same again"
+        assert one["mean"] == pytest.approx(1.0, abs=0.05)
+        assert one["is_plain"] == "LocalCausalScore", "without dropout nothing is left out of compiled code"
 
 
 def test_torchrun_generates_the_text_of_one_process(

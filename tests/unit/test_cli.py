@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+import yaml
 
 from caramba.cli import main
 from caramba.launch.freeze import freeze
@@ -204,6 +205,17 @@ def test_cfg_job_and_info_and_completion_pass_through(caramba, tmp_path):
         done = caramba("-sc", "query=bash", COMP_LINE=line)
         assert done.stdout.split() == ["model=tiny", "model=tiny_dba", "model=tiny_dba_per_head"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_cfg_job_of_a_sweep_is_a_document_for_each_point(called):
+    words = ("launch", "-m", "--cfg", "job", "model=tiny", "train=pretrain", "seed=1,2")
+    made = list(yaml.safe_load_all(called(*words).out))
+    assert [tree["seed"] for tree in made] == [1, 2]
+    refused = called(*words[:-1], "hydra/sweeper=optuna", "train.lr=interval(1e-4,1e-2)", status=2).err
+    assert (
+        "hydra/sweeper=optuna draws its points from what earlier ones measured; leave it and -m out"
+        in refused
+    )
 
 
 def test_schema_for_people_and_machines(called):

@@ -9,6 +9,7 @@ from caramba.config.manifest import Manifest
 from caramba.config.parallel import ParallelConfig
 from caramba.config.pipeline import pipeline_conflicts, pipeline_problem
 from caramba.config.split import float16_conflict, whole_model_keys
+from caramba.config.tensor_parallel import check_layers
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import ConfigError
 
@@ -28,8 +29,8 @@ def check_parallel(manifest: Manifest) -> None:
         for run in group.runs:
             for problem in () if run.train is None else conflicts(run.train, parallel):
                 raise ConfigError(f"run {run.id!r}: {problem}")
-            if run.train is not None and parallel.strategy == "pipeline":
-                _check_stages(manifest, run.id, run.train)
+            if run.train is not None and (parallel.strategy == "pipeline" or parallel.tp > 1):
+                _check_model(manifest, run.id, run.train)
         if parallel.strategy == "pipeline" and group.runs and group.data.keeps_documents_apart:
             raise ConfigError(
                 f"group {group.name!r}: documents kept apart (data.packing, data.document_mask) are known to the "
@@ -43,11 +44,21 @@ def check_parallel(manifest: Manifest) -> None:
                 )
 
 
-def _check_stages(manifest: Manifest, run_id: str, phase: PhaseConfig) -> None:
-    """Refuse a model of the manifest that a run would have to cut into stages and cannot."""
-    teacher = manifest.model.teacher
-    spec = manifest.model if phase.trains != "teacher" else teacher and teacher.manifest
-    problem = None if spec is None else pipeline_problem(spec, manifest.parallel.pp)
+def _check_model(manifest: Manifest, run_id: str, phase: PhaseConfig) -> None:
+    """Refuse a model of the manifest that a run would have to cut into stages, or whose layers to share, and cannot."""
+    teacher, parallel = manifest.model.teacher, manifest.parallel
+    is_student = phase.trains != "teacher"
+    spec = manifest.model if is_student else teacher and teacher.manifest
+    if spec is None:
+        return
+    if parallel.tp > 1:
+        try:
+            path = "model" if is_student else "model.teacher.manifest"
+            check_layers(spec, parallel.tp, split_sequence=parallel.sequence_parallel, path=path)
+        except ConfigError as error:
+            raise ConfigError(f"run {run_id!r}: {error}") from None
+        return
+    problem = pipeline_problem(spec, parallel.pp)
     if problem is not None:
         raise ConfigError(f"run {run_id!r}: {problem}")
 

@@ -16,14 +16,17 @@ Activations: batch * block * elements kept for backward, in the dtype of the com
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.
+Several ranks: what one of them holds, by the rules of `spread`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from caramba.config.train import PhaseConfig
+from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.cost.model import ModelCost
+from caramba.cost.spread import Holding, Spread, holdings
 
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}
 
@@ -36,11 +39,19 @@ class MemoryEstimate:
     gradients_bytes: int
     optimizer_bytes: int
     activations_bytes: int
+    gathered_bytes: int = 0
+    """Weights of other ranks, and their gradients, at the peak."""
 
     @property
     def total_bytes(self) -> int:
-        """All of them together; the peak, since none is freed within a step."""
-        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes
+        """All of them together; the peak, since none but what is gathered is freed within a step."""
+        return (
+            self.weights_bytes
+            + self.gradients_bytes
+            + self.optimizer_bytes
+            + self.activations_bytes
+            + self.gathered_bytes
+        )
 
 
 @dataclass(frozen=True)
@@ -53,49 +64,73 @@ class PhaseEstimate:
 
 
 def estimate_phase(
-    phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None, *, keeps_copied: bool = False
+    phase: PhaseConfig,
+    trained: ModelCost,
+    teacher: ModelCost | None,
+    *,
+    keeps_copied: bool = False,
+    spread: Spread | None = None,
 ) -> PhaseEstimate:
     """Estimate a phase that trains `trained`; `teacher` may run beside it, None when there is none.
 
-    With `keeps_copied` the weights that surgery copied stay as they are, and take no gradient.
+    With `keeps_copied` the weights that surgery copied stay as they are, and take no gradient. With `spread` memory is
+    that of the fullest rank; parameters and work are those of the model.
     """
-    blockwise = phase.phase in ("blockwise", "drift")
+    blockwise = phase.phase in BLOCK_PHASES
     context = phase.block_size
+    params = trained.attention_params if blockwise else trained.params
     if blockwise:
-        params = trained.attention_params
-        kept = trained.attention_activation_elements + 2 * trained.d_model
         flops = 3.0 * trained.attention_flops_per_token(context)
         if keeps_copied:
             params -= trained.copied_params
             flops -= trained.copied_flops_per_token()
     else:
-        params = trained.params
-        kept = trained.activation_elements - 2 * trained.vocab_size
         flops = trained.training_flops_per_token(context)
-    width = 2 if phase.has_16_bit_weights else 4
-    weights = trained.params * width
-    vocabularies = 0 if blockwise else 2
     if phase.phase == "drift":
         flops += trained.topology.flops_per_token(context)
-    if teacher is not None and runs_teacher(phase):
-        weights += teacher.params * _activation_bytes(phase)
-        vocabularies += 0 if blockwise else 1
-        flops += teacher.topology.flops_per_token(context) if blockwise else teacher.flops_per_token(context)
-    tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
-    rows = tokens if phase.cross_entropy == "dense" else min(tokens, phase.vocab_chunk)
-    memory = MemoryEstimate(
-        weights_bytes=weights,
-        gradients_bytes=params * width,
-        optimizer_bytes=params * _optimizer_bytes(phase),
-        activations_bytes=tokens * kept * _activation_bytes(phase)
-        + 4 * rows * vocabularies * trained.vocab_size,
+    running = teacher if runs_teacher(phase) else None
+    if running is not None:
+        flops += running.topology.flops_per_token(context) if blockwise else running.flops_per_token(context)
+    held = holdings(phase, trained, spread or Spread())
+    memory = max(
+        (_on_rank(phase, trained, running, params, one) for one in held), key=lambda one: one.total_bytes
     )
     return PhaseEstimate(params, flops, memory)
 
 
+def _on_rank(
+    phase: PhaseConfig, trained: ModelCost, teacher: ModelCost | None, params: int, held: Holding
+) -> MemoryEstimate:
+    """Return the memory of a rank that holds `held` of a model of which `params` train."""
+    blockwise = phase.phase in BLOCK_PHASES
+    kept = held.activation_elements
+    if blockwise:
+        kept = trained.attention_activation_elements + 2 * trained.d_model
+        params = -(-params // held.block_owners)
+    else:
+        params = held.params
+    width = 2 if phase.has_16_bit_weights else 4
+    weights = held.params * width
+    vocabularies = 2 if held.has_head and not blockwise else 0
+    if teacher is not None:
+        weights += teacher.params * _activation_bytes(phase)
+        vocabularies += 0 if blockwise else 1
+    tokens = (phase.batch_size if isinstance(phase.batch_size, int) else 1) * phase.block_size
+    alive = math.ceil(tokens * held.alive)
+    rows = alive if phase.cross_entropy == "dense" else min(alive, phase.vocab_chunk)
+    return MemoryEstimate(
+        weights_bytes=weights,
+        gradients_bytes=params * width,
+        optimizer_bytes=params * _optimizer_bytes(phase),
+        activations_bytes=alive * kept * _activation_bytes(phase)
+        + 4 * rows * vocabularies * trained.vocab_size,
+        gathered_bytes=held.gathered_bytes,
+    )
+
+
 def runs_teacher(phase: PhaseConfig) -> bool:
     """Return whether a phase runs the teacher: to feed blocks, or for its logits."""
-    return phase.phase in ("blockwise", "drift") or phase.objective in ("kl", "mixed")
+    return phase.phase in BLOCK_PHASES or phase.objective in ("kl", "mixed")
 
 
 def _optimizer_bytes(phase: PhaseConfig) -> int:

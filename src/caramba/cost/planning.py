@@ -14,6 +14,7 @@ from caramba.config.train import PhaseConfig
 from caramba.cost.fit import FitResult
 from caramba.cost.memory import PhaseEstimate, estimate_phase, runs_teacher
 from caramba.cost.model import ModelCost, model_cost
+from caramba.cost.spread import spread_of
 from caramba.cost.variants import feed_forward_widths, variant
 
 DEFAULT_CONTEXT = 256
@@ -50,7 +51,8 @@ class StagePlan:
     """One run of a group: what it trains, how long, and what that takes.
 
     `tokens` and `total_flops` are None while the batch size is `auto`; `estimate` then holds for a batch of
-    one, and is None when the trained model is not described by the manifest.
+    one, and is None when the trained model is not described by the manifest. Of several ranks `tokens` are those of
+    all, and the memory of `estimate` is one rank's.
     """
 
     group: str
@@ -176,6 +178,7 @@ def _stage(
     steps = run.steps or phase.steps
     if manifest.debug.max_steps is not None:
         steps = min(steps, manifest.debug.max_steps)
+    spread = spread_of(manifest)
     estimate = (
         None
         if trained is None
@@ -184,11 +187,14 @@ def _stage(
             trained,
             teacher if trains == "student" else None,
             keeps_copied=keeps_copied(phase, manifest.model, group),
+            spread=spread,
         )
     )
     tokens = None
     if isinstance(phase.batch_size, int):
         tokens = steps * phase.batch_size * phase.block_size * phase.gradient_accumulation_steps
+        if not (phase.phase == "blockwise" and spread.parallel.blockwise == "blocks"):
+            tokens *= spread.data_ranks
     return StagePlan(
         group=group.name,
         id=run.id,
@@ -228,6 +234,13 @@ def _stage_note(manifest: Manifest, phase: PhaseConfig, trains: str, teacher: Mo
         notes.append("the teacher is not counted: it is not described here")
     if phase.batch_size == "auto":
         notes.append("batch size auto: memory is for a batch of 1")
+    parallel, launcher = manifest.parallel, manifest.launcher
+    if (
+        parallel.strategy not in ("single", "pipeline")
+        and parallel.dp == "auto"
+        and not launcher.nproc_per_node
+    ):
+        notes.append("parallel.dp auto: memory and tokens are for dp=1")
     if phase.activation_checkpointing != "none":
         notes.append("activation checkpointing is not counted")
     return "; ".join(notes)

@@ -201,26 +201,17 @@ def _stage_table(stages: tuple[StagePlan, ...]) -> Table:
 
 
 def _memory_table(stages: tuple[StagePlan, ...]) -> Table:
-    table = _table(
-        "Memory per device, estimated",
-        1,
-        "stage",
-        "weights",
-        "gradients",
-        "optimiser",
-        "activations",
-        "total",
-    )
+    """The parts of each stage's memory; what ranks gather from each other is shown where there is any."""
+    parts = {"weights": "weights", "gradients": "gradients", "optimizer": "optimiser"}
+    parts["activations"] = "activations"
+    if any(stage.estimate is not None and stage.estimate.memory.gathered_bytes for stage in stages):
+        parts["gathered"] = "gathered"
+    table = _table("Memory per device, estimated", 1, "stage", *parts.values(), "total")
     for name, stage in zip(_names(stages), stages, strict=True):
         if stage.estimate is None:
-            table.add_row(name, *["-"] * 5)
+            table.add_row(name, *["-"] * (len(parts) + 1))
             continue
         memory = stage.estimate.memory
-        sizes = (
-            memory.weights_bytes,
-            memory.gradients_bytes,
-            memory.optimizer_bytes,
-            memory.activations_bytes,
-        )
+        sizes = [getattr(memory, f"{part}_bytes") for part in parts]
         table.add_row(name, *[format_bytes(size) for size in (*sizes, memory.total_bytes)])
     return table

@@ -205,7 +205,7 @@ def _train(session: Session, order: Order) -> None:
     assert not is_main_process()
     session.device = torch.device(order.plan.value("device"))
     kernels.load(session.device, session.manifest.kernels)
-    seed_process(order.seed, data_share(session.manifest.parallel.ranks_per_batch)[0])
+    seed_process(order.seed, data_share(session.manifest.parallel.tp)[0])  # ranks of one layer draw alike
     session.teacher = None if order.teacher is None else build_empty(order.teacher, session.device)
     with attention_backends(session.device, order.attention):
         made = assemble(session, order.phase, order.plan, None, order.model)

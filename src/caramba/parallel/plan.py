@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from caramba.config.tensor_parallel import check_dropout, check_features, dims_of_rank
 from caramba.errors import ConfigError
 from caramba.layer import (
     AttentionLayer,
@@ -26,7 +27,6 @@ from caramba.parallel.styles import (
     Gated,
     HeadByEntry,
     Replicated,
-    dims_of_rank,
 )
 from caramba.topology import Topology
 
@@ -41,8 +41,8 @@ def apply_tensor_parallel(
     Afterwards its parameters are DTensors on the mesh under the names they had, its forward takes and gives whole
     tensors on every rank, and losses and gradients are those of one process: a gradient is split as its parameter
     is. Every rank gives the same batch, and brings the same weights: it keeps its part of its own. Caches that
-    `new_context` makes hold this rank's heads. Random choices outside attention, such as dropout, are to be the same
-    on all ranks, so seed them alike.
+    `new_context` makes hold this rank's heads. Random choices outside attention, such as a DropoutLayer's, are to be
+    the same on all ranks, so seed them alike; attention drops other probabilities on each.
 
     Args:
         split_vocabulary: whether each rank keeps its entries of the vocabulary only, where they divide evenly: logits
@@ -110,17 +110,10 @@ def _style(layer: nn.Module, n_ranks: int, *, by_sequence: bool) -> ParallelStyl
         dims_of_rank(layer.dims, n_ranks, layer.config.is_latent)
         return ByHead(by_sequence=by_sequence)
     if isinstance(layer, SwiGLULayer):
-        if layer.gate.out_features % n_ranks:
-            raise ConfigError(
-                f"tensor parallel: {n_ranks} ranks cannot share d_ff={layer.gate.out_features} features; "
-                f"use a multiple of {n_ranks}, or fewer ranks"
-            )
+        check_features(layer.gate.out_features, n_ranks)
         return Gated(by_sequence=by_sequence)
-    if by_sequence and isinstance(layer, DropoutLayer) and layer.p > 0:  # ranks are seeded alike
-        raise ConfigError(
-            f"tensor parallel: with sequence_parallel a DropoutLayer with p={layer.p:g} would drop the same features "
-            f"of other tokens on each of {n_ranks} ranks; use p=0, or sequence_parallel=false"
-        )
+    if by_sequence and isinstance(layer, DropoutLayer):
+        check_dropout(layer.p, n_ranks)
     if isinstance(layer, WHOLE):
         return Replicated(by_sequence=by_sequence)
     raise ConfigError(

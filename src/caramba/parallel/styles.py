@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -11,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from caramba.config.layer import AttentionDims
+from caramba.config.tensor_parallel import dims_of_rank
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.latent import LatentProjection
 from caramba.layer.rope import RotaryEmbedding
 from caramba.parallel.collectives import entering, gathered, joined, leaving, scattered
 from caramba.parallel.local import become, share_of, split_parameters
+from caramba.parallel.randomness import drop_apart
 
 OF_QUERY_HEADS = (
     "q",
@@ -74,7 +74,7 @@ class ByHead(ParallelStyle):
     """Attention, each rank with its heads. Keys and values that all heads read, the latent and the geometric key of a
     latent layer or the one head of multi-query attention, every rank computes and caches.
 
-    One exchange: the sum of what the ranks' heads give to the output.
+    One exchange: the sum of what the ranks' heads give to the output. Dropout draws numbers of each rank's own.
 
     Reference: Shoeybi et al., 2019, arXiv:1909.08053, section 3.
     """
@@ -96,6 +96,7 @@ class ByHead(ParallelStyle):
             split_parameters(one, device_mesh, split, [name for name in mine if name not in split])
             if isinstance(one, RotaryEmbedding) and len(one.inv_freq) == whole.n_kv_heads > own.n_kv_heads:
                 become(one, _OfHeads, heads=(rank * own.n_kv_heads, own.n_kv_heads))
+        drop_apart(module.score)
         module.dims = module.projection.dims = own
         if isinstance(module.projection, LatentProjection) and module.projection.first is not None:
             module.projection.first.n_kv_heads = own.n_kv_heads
@@ -136,38 +137,6 @@ class HeadByEntry(ParallelStyle):
         split_parameters(module, device_mesh, {"weight": 0, "bias": 0})
         become(module, _Joined)
         return module
-
-
-def dims_of_rank(dims: AttentionDims, n_ranks: int, is_latent: bool) -> AttentionDims:
-    """Return the widths of the heads of one rank.
-
-    Raises:
-        ConfigError: heads that the ranks cannot share equally.
-    """
-    heads, kv_heads = dims.n_heads, dims.n_kv_heads
-    has_own_keys = not is_latent or dims.first_tokens > 0
-    for name, count in (
-        ("n_heads", heads),
-        *([("n_kv_heads", kv_heads)] if has_own_keys and kv_heads > 1 else []),
-    ):
-        if count % n_ranks:
-            divisors = [n for n in range(2, count + 1) if count % n == 0]
-            fix = f"one of {', '.join(map(str, divisors))}" if divisors else "one rank"
-            raise ConfigError(
-                f"tensor parallel: {n_ranks} ranks cannot share {name}={count} heads; use {fix}"
-            )
-    own = kv_heads // n_ranks if kv_heads > 1 and has_own_keys else kv_heads
-
-    def share(streams: Any) -> Any:
-        return tuple((name, own if n == kv_heads else n, width) for name, n, width in streams)
-
-    return replace(
-        dims,
-        n_heads=heads // n_ranks,
-        n_kv_heads=own,
-        streams=dims.streams if is_latent else share(dims.streams),
-        first_streams=share(dims.first_streams),
-    )
 
 
 def _by_owner(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool]:

@@ -122,3 +122,35 @@ def test_the_ladder_is_climbed_by_one_process() -> None:
         ConfigError, match=r"benchmark 'steps': the ladder .* in one process, got parallel=ddp"
     ):
         check_parallel(several)
+
+
+def test_layers_that_ranks_cannot_share_are_refused_before_any_is_started() -> None:
+    """By the same rules as the split itself, from the manifest alone, with the place of the layer."""
+    norm = {"type": "RMSNormLayer", "d_model": 12}
+    attention = {"type": "AttentionLayer", "d_model": 12, "n_heads": 6, "n_kv_heads": 2, "mode": "gqa"}
+    block = {"type": "ResidualTopology", "layers": [norm, attention]}
+    rest = [{"type": "SwiGLULayer", "d_model": 12, "d_ff": 21}, {"type": "DropoutLayer", "p": 0.1}]
+    nested = {"type": "NestedTopology", "layers": [block, *rest], "repeat": 2}
+    network = {
+        "embedder": {"vocab_size": 300, "d_model": 12},
+        "topology": {"type": "StackedTopology", "layers": [nested, norm]},
+    }
+    run = {"id": "r", "train": {"phase": "pretrain", "trains": "student", "steps": 1, "block_size": 6}}
+    group = {"name": "g", "data": {"type": "stdlib", "tokenizer": "byte"}, "runs": [run]}
+    found = []
+    for values in ({"tp": 3}, {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 6}):
+        parallel = ParallelConfig.model_validate({"strategy": "fsdp2_tp", **values})
+        layers = nested["layers"] if values.get("sequence_parallel") is None else [block, rest[1]]
+        topology = {"type": "StackedTopology", "layers": [{**nested, "layers": layers}, norm]}
+        tree = {"name": "x", "model": {**network, "topology": topology}, "groups": [group]}
+        with pytest.raises(ConfigError) as caught:
+            check_parallel(Manifest.model_validate(tree).model_copy(update={"parallel": parallel}))
+        found.append(str(caught.value))
+    stem, at = "run 'r': tensor parallel: ", "model.topology.layers[0].layers"
+    assert found == [
+        f"{stem}3 ranks cannot share n_kv_heads=2 heads; use one of 2 ({at}[0].layers[1])",
+        f"{stem}2 ranks cannot share d_ff=21 features; use a multiple of 2, or fewer ranks ({at}[1])",
+        f"{stem}with sequence_parallel a DropoutLayer with p=0.1 would drop the same features of other tokens on each "
+        f"of 2 ranks; use p=0, or sequence_parallel=false ({at}[1])",
+        f"{stem}6 ranks cannot share n_kv_heads=2 heads; use one of 2 ({at}[0].layers[1])",
+    ]

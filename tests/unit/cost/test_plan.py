@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from caramba.config.kvcache import KVCacheKind
+from caramba.config.launcher import LauncherConfig
 from caramba.config.model import ModelConfig
+from caramba.config.parallel import ParallelConfig
 from caramba.cost import as_json, check_widths, model_cost, plan, render_text
 from caramba.errors import ConfigError
 from tests.unit.cost.presets import compose_model, manifest, phase
@@ -126,6 +128,47 @@ class TestStages:
         assert [one.gradients_bytes // params for one in found] == [4, 2, 2, 2]
         assert [one.optimizer_bytes // params for one in found] == [8, 4, 8, 12]
         assert found[0].activations_bytes > found[1].activations_bytes
+
+    def test_ranks_hold_their_part(self):
+        """Of fsdp2 an eighth and what is gathered, of tp half of each layer, of a pipeline its first stage's blocks."""
+
+        def on(parallel, **launcher):
+            changes = {"parallel": ParallelConfig(**parallel), "launcher": LauncherConfig(**launcher)}
+            return plan(manifest("tiny", phase("pretrain")).model_copy(update=changes)).stages[0]
+
+        alone, model = on({}), model_cost(compose_model("tiny"))
+        layers = model.params_per_part["attention"] + model.params_per_part["feed-forward"]
+        sharded = on({"strategy": "fsdp2", "dp": 8})
+        assert sharded.estimate.memory.weights_bytes == alone.estimate.memory.weights_bytes // 8
+        assert sharded.estimate.memory.optimizer_bytes == alone.estimate.memory.optimizer_bytes // 8
+        block = (layers + model.params_per_part["norms"] - 128) // 4
+        assert sharded.estimate.memory.gathered_bytes == 8 * (model.embedder_params + 128) + 4 * 3 * block
+        assert (sharded.tokens, sharded.total_flops) == (8 * alone.tokens, 8 * alone.total_flops)
+        nodes = on({"strategy": "fsdp2"}, type="slurm", nodes=2, nproc_per_node=4)
+        assert nodes.estimate.memory.weights_bytes == alone.estimate.memory.weights_bytes // 4, "replicas"
+        assert nodes.tokens == sharded.tokens
+        split = {"strategy": "fsdp2_tp", "dp": 1, "tp": 2}
+        halves = on(split)
+        assert halves.estimate.memory.weights_bytes == 4 * (model.params - layers // 2)
+        assert halves.tokens == alone.tokens
+        kept = [
+            one.estimate.memory.activations_bytes
+            for one in (alone, halves, on({**split, "sequence_parallel": True}))
+        ]
+        assert kept[0] > kept[1] > kept[2] > kept[0] / 2
+        stages = on({"strategy": "pipeline", "pp": 2, "num_micro_batches": 4}).estimate.memory
+        assert stages.weights_bytes == 2 * (layers + model.params_per_part["norms"] - 128) + 4 * (
+            model.embedder_params
+        ), "the first stage, with two of four micro-batches alive"
+        text = render_text(
+            plan(
+                manifest("tiny", phase("pretrain")).model_copy(
+                    update={"parallel": ParallelConfig(strategy="fsdp2")}
+                )
+            )
+        )
+        assert "parallel.dp auto: memory and tokens are for dp=1" in text
+        assert "gathered" not in text
 
     def test_steps_of_the_run_and_of_debug(self):
         run = {**phase("pretrain"), "steps": 50}

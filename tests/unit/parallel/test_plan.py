@@ -6,10 +6,11 @@ import pytest
 from tests.unit.model.model_specs import NORM, attention, block, spec, transformer
 from torch import nn
 
+from caramba.config.tensor_parallel import dims_of_rank
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
 from caramba.parallel import tensor_parallel_plan
-from caramba.parallel.styles import ByHead, EmbeddingByEntry, Gated, HeadByEntry, Replicated, dims_of_rank
+from caramba.parallel.styles import ByHead, EmbeddingByEntry, Gated, HeadByEntry, Replicated
 
 
 def meta(*layers: dict[str, object], **values: int) -> Model:
