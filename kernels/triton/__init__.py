@@ -1,6 +1,7 @@
 """Triton kernels and their plain launchers, by op or family. Imported only by `caramba.kernels.load` on CUDA."""
 
 LAUNCHERS: dict[str, str] = {
+    "adamw_step": "caramba.kernels.triton.adamw:adamw_step",
     "cross_entropy_rows": "caramba.kernels.triton.cross_entropy_rows:cross_entropy_rows",
     "dba_append": "caramba.kernels.triton.dba_append:dba_append",
     "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",

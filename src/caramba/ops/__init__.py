@@ -1,5 +1,6 @@
 """Op contracts under `torch.ops.caramba`: schema, reference, fake and a public function each, one file per op."""
 
+from caramba.ops.adamw import adamw_step
 from caramba.ops.backend import (
     METAL_AVAILABLE,
     TRITON_AVAILABLE,
@@ -33,6 +34,7 @@ __all__ = [
     "TRITON_AVAILABLE",
     "StoredFormat",
     "StoredStream",
+    "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
     "cos_sin",

@@ -14,6 +14,7 @@ from caramba.errors import KernelUnavailable
 
 REFERENCE = "reference"
 OPS = (
+    "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy_rows",

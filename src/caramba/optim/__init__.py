@@ -1,6 +1,7 @@
 """Optimisers, clipping, learning-rate schedules and averages of weights."""
 
 from caramba.optim.adagc import AdaGC
+from caramba.optim.adamw import AdamW
 from caramba.optim.average import WeightAverage
 from caramba.optim.build import build_optimizer
 from caramba.optim.clip import clip_gradients, clip_values
@@ -14,6 +15,7 @@ from caramba.optim.wide import WideWeights, round_at_random
 __all__ = [
     "NONFINITE",
     "AdaGC",
+    "AdamW",
     "Lion",
     "MuonAdamW",
     "NonFiniteWatch",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from caramba.optim.adamw import AdamW
 from caramba.optim.groups import Named
 from caramba.runtime import synchronize
 
@@ -42,6 +43,7 @@ class WideWeights(torch.optim.Optimizer):
         self.inner = build([(name, wide) for (name, _), wide in zip(named, self.wide, strict=True)])
         super().__init__(self.inner.param_groups, {})
         self.param_groups = self.inner.param_groups
+        self._masters = dict(zip(self.wide, self.weights, strict=True))
         self._release()
 
     @torch.no_grad()
@@ -51,6 +53,10 @@ class WideWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        inner = self.inner
+        if self.keeps and not self.on_host and isinstance(inner, AdamW) and inner.takes(self._masters):
+            inner.step_masters(self._masters)  # neither gradients nor weights are copied
+            return loss
         stepped = [pair for pair in zip(self.weights, self.wide, strict=True) if pair[0].grad is not None]
         for weight, wide in stepped:
             if not self.keeps:

@@ -1,4 +1,4 @@
-"""The Triton kernels of norms, RoPE, SwiGLU, dropout and Lion against float64.
+"""The Triton kernels of norms, RoPE, SwiGLU, dropout, Lion and AdamW against float64.
 
 On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`.
 Everything that is allocated and not written is NaN.
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba import kernels
 from caramba.ops import (
+    adamw_step,
     add_layer_norm,
     add_rms_norm,
     backend,
@@ -28,6 +29,7 @@ from caramba.ops import (
     rope,
     swiglu,
 )
+from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.lion import reference_lion_step
 from caramba.ops.philox import kept, resolved
 
@@ -56,9 +58,24 @@ def attached() -> Iterator[None]:
 
         for op, place in LAUNCHERS.items():
             module, _, name = place.partition(":")
-            if module.rpartition(".")[2] in ("norm", "norm_dropout_activation", "rope", "swiglu", "lion"):
+            if module.rpartition(".")[2] in (
+                "norm",
+                "norm_dropout_activation",
+                "rope",
+                "swiglu",
+                "lion",
+                "adamw",
+            ):
                 backend.attach(op, "cpu", "triton", getattr(importlib.import_module(module), name))
-    for op in ("rms_norm", "add_layer_norm", "rope", "swiglu_packed", "norm_dropout_activation", "lion_step"):
+    for op in (
+        "rms_norm",
+        "add_layer_norm",
+        "rope",
+        "swiglu_packed",
+        "norm_dropout_activation",
+        "lion_step",
+        "adamw_step",
+    ):
         assert backend.implementation(op, DEVICE) == "triton"
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     yield
@@ -240,6 +257,55 @@ def test_lion_gives_the_references_bits(dtype: torch.dtype) -> None:
     for ours, want in zip(made, expected, strict=True):
         for x, y in zip(ours, want, strict=True):
             assert torch.equal(x, y)
+
+
+def states_of(dtype: torch.dtype, masters: bool) -> list[list[Tensor]]:
+    """Parameters, moments, gradients, steps and, for masters, weights: some empty, some at unaligned addresses."""
+    sizes = [(3, 5), (4096,), (0,), (70, 33), (1,), *([(3000, 1111), (2**24,)] if HAS_GPU else [])]
+    wide = torch.float32 if masters else dtype
+    made = [
+        [drawn(*size, seed=5 * at + kind, dtype=one).detach() for at, size in enumerate(sizes)]
+        for kind, one in enumerate((wide, wide, wide, dtype))
+    ]
+    made = [[*xs, drawn(9, seed=90 + kind, dtype=xs[0].dtype).detach()[1:]] for kind, xs in enumerate(made)]
+    made[2] = [x.square() for x in made[2]]
+    made.append([torch.full((), float(at % 3), device=DEVICE) for at in range(len(made[0]))])
+    made.append([x.to(dtype) for x in made[0]] if masters else [])
+    return made
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["weights", "masters"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw_is_its_reference_in_float64_within_a_rounding(dtype: torch.dtype, masters: bool) -> None:
+    p, m, v, g, t, w = states_of(dtype, masters)
+    given: dict[str, Any] = {
+        name: torch.tensor(value, device=DEVICE)
+        for name, value in (("lr", 0.01), ("clip", 0.5), ("grad_scale", 4.0))
+    }
+    for step in range(3):
+        # From the same bits at every step, so that what one rounds is not an error of the next.
+        wide = [[x.double() for x in xs] for xs in (p, m, v)]
+        counts = [x.clone() for x in t]
+        found = torch.tensor([float(step == 1)], device=DEVICE)
+        options = given if step else {"lr": 0.01}
+        before = [[x.clone() for x in xs] for xs in (p, m, v, t, w)]
+        adamw_step(p, m, v, t, g, weights=w, weight_decay=0.1, maximize=step == 2, found_inf=found, **options)
+        if step == 1:  # left out
+            for xs, ys in zip((p, m, v, t, w), before, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+            continue
+        reference_adamw_step(
+            *(*wide, counts, [x.double() for x in g], [], 0.01, 0.9, 0.999, 1e-8, 0.1, step == 2),
+            *(None, options.get("clip"), options.get("grad_scale"), None),
+        )
+        assert all(torch.equal(x, y) for x, y in zip(t, counts, strict=True))
+        unit = max(torch.finfo(p[0].dtype).eps, 1e-6)
+        for xs, ys in zip((p, m, v), wide, strict=True):
+            for x, y in zip(xs, ys, strict=True):
+                torch.testing.assert_close(x.double(), y, rtol=unit, atol=1e-6)
+        assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(w, p, strict=False)), (
+            "weights are masters rounded"
+        )
 
 
 def test_calls_that_need_no_gradient_go_straight_to_the_launcher_with_the_same_bits() -> None:
