@@ -10,7 +10,7 @@ from caramba.optim.muon import MuonAdamW
 from caramba.optim.nonfinite import NONFINITE, NonFiniteWatch
 from caramba.optim.schedule import learning_rate
 from caramba.optim.shards import local
-from caramba.optim.wide import WideWeights, round_at_random
+from caramba.optim.wide import WideWeights, clipping_step, round_at_random
 
 __all__ = [
     "NONFINITE",
@@ -24,6 +24,7 @@ __all__ = [
     "build_optimizer",
     "clip_gradients",
     "clip_values",
+    "clipping_step",
     "learning_rate",
     "local",
     "round_at_random",

@@ -74,6 +74,10 @@ class AdamW(torch.optim.AdamW):
                 self._step_as_torch(group, stepped, clip)
         return loss
 
+    def take_clip(self, scale: Tensor) -> None:
+        """Multiply the gradients of the next step by `scale`, []."""
+        self.clip = scale
+
     def takes(self, weights: Masters) -> bool:
         """Whether `step_masters` can step these masters by the gradients of their weights."""
         return not is_capturing(next(iter(weights))) and all(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ def clip_gradients(
     *,
     has_stages: bool = False,
     copies: Sequence[Tensor] = (),
+    hand_over: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Scale each group's gradients in place by min(1, max_norm / (|g| + 1e-6)), |g| the 2-norm of the whole group, and
     return the norm of all groups before that, [].
@@ -50,6 +51,9 @@ def clip_gradients(
         totals = sum_over_ranks(totals.square()).sqrt()
     if max_norm is not None:
         scales = (max_norm / (totals + EPSILON)).clamp(max=1.0)
+        if hand_over is not None and len(gradients) == 1:
+            hand_over(scales[0])
+            return totals[0]
         for group, scale in zip(gradients, scales.unbind(), strict=True):
             torch._foreach_mul_([local(grad) for grad in group], scale)  # pyright: ignore[reportPrivateImportUsage]
     return totals[0] if len(sizes) == 1 else torch.linalg.vector_norm(totals)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from caramba import kernels
 from caramba.errors import ConfigError
+from caramba.monitor import StepNorms
 from caramba.ops import adamw_step, backend
-from caramba.optim import AdamW, WideWeights
+from caramba.optim import AdamW, WideWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
 from tests.unit.optim.test_optimizers import gradient, made
 
@@ -128,17 +129,41 @@ def test_masters_take_one_pass_with_the_bits_of_copies(
     assert len(taken) == 6
 
 
-def test_a_clip_is_for_one_step_and_as_scaled_gradients(taken: list[int]) -> None:
-    ours, scaled = weights(), weights()
-    optimizers = [AdamW(ours, **OPTIONS), AdamW(scaled, **OPTIONS)]
-    for step in range(2):
-        give_gradients(ours, step)
-        give_gradients(scaled, step, 1.0 if step else 0.25)
-        optimizers[0].clip = None if step else torch.tensor(0.25, device=DEVICE)
-        for optimizer in optimizers:
+def test_a_clip_is_left_to_one_step_and_seen_by_the_norms(taken: list[int]) -> None:
+    found = []
+    for is_handed_over in (True, False):
+        held = weights()
+        named = [(f"topology.{index}.weight", w) for index, w in enumerate(held)]
+        optimizer = AdamW(held, **OPTIONS)
+        norms = StepNorms(named, is_due=lambda: True, has_room=lambda _: True)
+        norms.attach(optimizer)
+        seen = []
+        for step in range(2):
+            give_gradients(held, step)
+            gradients = [w.grad.clone() for w in held if w.grad is not None]
+            taker = clipping_step(optimizer)
+            assert taker is optimizer
+            # Far below the norm, then above it.
+            limit = 0.5 if step == 0 else 1e6
+            total = clip_gradients([held], limit, hand_over=taker.take_clip if is_handed_over else None)
+            stays = [
+                torch.equal(w.grad, x) for w, x in zip(held, gradients, strict=False) if w.grad is not None
+            ]
+            assert all(stays) == (is_handed_over or step == 1)
             optimizer.step()
-    assert all(torch.equal(x, y) for x, y in zip(ours, scaled, strict=True))
+            assert optimizer.clip is None
+            seen += [total, *norms.read().values()]
+        found.append((torch.tensor(seen), [w.detach() for w in held]))
+    (handed, ours), (scaled, theirs) = found
+    torch.testing.assert_close(handed, scaled, rtol=1e-6, atol=0)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
     assert len(taken) == 4
+    masters = WideWeights(
+        [("topology.w", w) for w in weights()], lambda named: AdamW(w for _, w in named), keeps=True
+    )
+    assert clipping_step(masters) is masters.inner
+    assert clipping_step(torch.optim.AdamW(weights())) is None
 
 
 def test_what_has_no_kernel_is_torchs_and_amsgrad_is_refused(taken: list[int]) -> None:
