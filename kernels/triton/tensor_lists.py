@@ -46,6 +46,12 @@ def places_of(sizes: Sequence[int], device: torch.device) -> Tensor:
     return _places[key]
 
 
+def forget() -> None:
+    """Drop what was made for lists seen before, as when blocks are of another size."""
+    _tables.clear()
+    _places.clear()
+
+
 def are_aligned(addresses: Sequence[int]) -> bool:
     """Whether all are multiples of 16 bytes, as wide loads need."""
     together = 0
