@@ -12,6 +12,7 @@ LAUNCHERS: dict[str, str] = {
     "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",
     "latent_queries_backward": "caramba.kernels.triton.latent_queries:latent_queries_backward",
     "lion_step": "caramba.kernels.triton.lion:lion_step",
+    "list_norms": "caramba.kernels.triton.list_norms:list_norms",
     "norm_dropout_activation": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation",
     "norm_dropout_activation_backward": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation_backward",
     "rms_norm": "caramba.kernels.triton.norm:rms_norm",

@@ -94,6 +94,7 @@ def _step(
     HAS_WEIGHT: tl.constexpr,
     HAS_FOUND: tl.constexpr,
     ALIGNED: tl.constexpr,
+    TOGETHER: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     place = place_ptr + tl.program_id(0) * 2
@@ -110,11 +111,13 @@ def _step(
     g_ptr = tl.load(entry + 3).to(tl.pointer_type(G))
     w_ptr = tl.load(entry + 4).to(tl.pointer_type(W))
     if ALIGNED:
-        p_ptr = tl.multiple_of(p_ptr, 16)
-        m_ptr = tl.multiple_of(m_ptr, 16)
-        v_ptr = tl.multiple_of(v_ptr, 16)
-        g_ptr = tl.multiple_of(g_ptr, 16)
-        w_ptr = tl.multiple_of(w_ptr, 16)
+        # A thread takes as many elements of every tensor as 16 bytes hold of the widest: were it more of the narrow
+        # ones, values would go through shared memory from the layout of loads to that of stores.
+        p_ptr = tl.multiple_of(p_ptr, TOGETHER * P.primitive_bitwidth // 8)
+        m_ptr = tl.multiple_of(m_ptr, TOGETHER * M.primitive_bitwidth // 8)
+        v_ptr = tl.multiple_of(v_ptr, TOGETHER * V.primitive_bitwidth // 8)
+        g_ptr = tl.multiple_of(g_ptr, TOGETHER * G.primitive_bitwidth // 8)
+        w_ptr = tl.multiple_of(w_ptr, TOGETHER * W.primitive_bitwidth // 8)
     length = tl.load(entry + 6)
     if HAS_FOUND:  # no element is in a tensor that has none
         length = tl.where(tl.load(found_ptr) == 0, length, 0)
@@ -176,7 +179,7 @@ def adamw_step(
     with torch.cuda.device_of(parameters[0]):
         for dtypes, rows in kinds.items():
             table = table_of(rows, device)
-            places = places_of([row[-1] for row in rows], device)
+            places = places_of([row[-1] for row in rows], device, BLOCK)
             coefficients = torch.empty(len(rows), 4, dtype=torch.float32, device=device)
             given = (rate, clip, grad_scale, found_inf)
             # A pointer that is not read may point anywhere.
@@ -187,10 +190,11 @@ def adamw_step(
                 *(*(x is not None for x in given), ROWS),
             )
             if len(places):
-                types = [tl.float32 if dtype is None else TYPES[dtype] for dtype in dtypes]
+                types = [TYPES[dtypes[0] if dtype is None else dtype] for dtype in dtypes]
+                together = 16 // max(dtype.itemsize for dtype in dtypes if dtype is not None)
                 is_aligned = are_aligned([address for row in rows for address in row[:5]])
                 _step[(len(places),)](
                     *(table, places, coefficients, pointers[3], 1 - beta1, 1 - beta2, eps),
-                    *(*types, dtypes[4] is not None, found_inf is not None, is_aligned, BLOCK),
+                    *(*types, dtypes[4] is not None, found_inf is not None, is_aligned, together, BLOCK),
                     num_warps=WARPS,
                 )

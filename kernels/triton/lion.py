@@ -75,7 +75,7 @@ def lion_step(
     for dtypes, tensors in groups.items():
         rows = [(p.data_ptr(), m.data_ptr(), g.data_ptr(), p.numel()) for p, m, g in tensors]
         device = tensors[0][0].device
-        table, places = table_of(rows, device), places_of([row[-1] for row in rows], device)
+        table, places = table_of(rows, device), places_of([row[-1] for row in rows], device, BLOCK)
         is_aligned = are_aligned([address for row in rows for address in row[:3]])
         acc = tl.float64 if torch.float64 in dtypes else tl.float32
         with torch.cuda.device_of(tensors[0][0]):

@@ -34,11 +34,11 @@ def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     return _tables[key]
 
 
-def places_of(sizes: Sequence[int], device: torch.device) -> Tensor:
-    """Return the tensor and the block in it of every program, [programs, 2] int32; of empty tensors none."""
-    key = (device.type, device.index, tuple(sizes))
+def places_of(sizes: Sequence[int], device: torch.device, block: int = BLOCK) -> Tensor:
+    """Return the tensor and the block of `block` in it of every program, [programs, 2] int32; of empty tensors none."""
+    key = (device.type, device.index, block, tuple(sizes))
     if key not in _places:
-        counts = torch.tensor([-(-size // BLOCK) for size in sizes])
+        counts = torch.tensor([-(-size // block) for size in sizes])
         index = torch.repeat_interleave(torch.arange(len(sizes)), counts)
         first = counts.cumsum(0) - counts
         places = torch.stack((index, torch.arange(len(index)) - first[index]), dim=1)

@@ -10,6 +10,7 @@ kind, in device time and bytes a second, beside a copy of memory; `--sweep` also
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -148,7 +149,15 @@ def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> li
                 ours.state.clear()
             theirs = torch.optim.AdamW(weights, lr=1e-4, fused=True)
         add(f"{kind}, torch", theirs.step, moved)
-        del theirs, weights, named
+        del theirs
+        if not has_masters:
+            gradients = [weight.grad for weight in weights]
+            read = elements * dtype.itemsize
+            add(f"{kind}, norms of gradients, ours", lambda own=weights: clip_gradients([own], None), read)
+            norm_of = functools.partial(torch._foreach_norm, gradients, 2, dtype=torch.float32)
+            add(f"{kind}, norms of gradients, torch", norm_of, read)
+            del gradients, norm_of
+        del weights, named
         release_memory()
     return rows
 
@@ -161,11 +170,11 @@ def add_sweep(add: Callable[..., None], kind: str, ours: AdamW, moved: int) -> N
     chosen = kernel.BLOCK, kernel.WARPS
     for block, warps in ((1024, 4), (1024, 8), (2048, 4), (4096, 4), (4096, 8), (4096, 16)):
         lists.forget()
-        lists.BLOCK = kernel.BLOCK = block
+        kernel.BLOCK = block
         kernel.WARPS = warps
         add(f"{kind}, blocks of {block} by {warps} warps", ours.step, moved)
     lists.forget()
-    lists.BLOCK, kernel.BLOCK, kernel.WARPS = chosen[0], *chosen
+    kernel.BLOCK, kernel.WARPS = chosen
 
 
 def main() -> int:

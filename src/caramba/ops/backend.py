@@ -26,6 +26,7 @@ OPS = (
     "layer_norm",
     "layer_norm_backward",
     "lion_step",
+    "list_norms",
     "norm_dropout_activation",
     "norm_dropout_activation_backward",
     "quantize",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from caramba.ops import has_kernel, list_norms
 from caramba.optim.shards import complete_squares, is_sharded, local, sum_over_ranks
 
 EPSILON = 1e-6  # torch's own
@@ -61,12 +62,23 @@ def clip_gradients(
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of n tensors, or of all parts of sharded ones, in one pass, [n], in at least float32."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     parts = [local(tensor) for tensor in tensors]
-    norms = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
+    if _has_kernel(parts):
+        norms = list_norms(parts)
+    else:
+        dtype = torch.promote_types(parts[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
     if not any(is_sharded(tensor) for tensor in tensors):
         return norms
     return complete_squares(norms.square(), tensors).sqrt()
+
+
+def _has_kernel(parts: Sequence[Tensor]) -> bool:
+    """Whether `list_norms` has a kernel for tensors as they lie; none in a CUDA graph, which would keep addresses."""
+    first = parts[0]
+    if not has_kernel("list_norms", first) or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return all(x.is_contiguous() and x.dtype != torch.float64 and x.device == first.device for x in parts)
 
 
 @torch.no_grad()

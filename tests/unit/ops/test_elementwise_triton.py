@@ -24,6 +24,7 @@ from caramba.ops import (
     backend,
     layer_norm,
     lion_step,
+    list_norms,
     norm_dropout_activation,
     rms_norm,
     rope,
@@ -306,6 +307,19 @@ def test_adamw_is_its_reference_in_float64_within_a_rounding(dtype: torch.dtype,
         assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(w, p, strict=False)), (
             "weights are masters rounded"
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_many_tensors_are_those_in_float64(dtype: torch.dtype) -> None:
+    sizes = [(3, 5), (33000,), (0,), (70, 33), *([(3000, 1111), (2**25 + 3,)] if HAS_GPU else [])]
+    tensors = [drawn(*size, seed=at, dtype=dtype).detach() for at, size in enumerate(sizes)]
+    mixed = [tensors[0], tensors[1].float(), *tensors[1:], drawn(9, seed=9, dtype=dtype).detach()[1:]]
+    for listed in (tensors, mixed):
+        want = torch.stack([torch.linalg.vector_norm(x.double()) for x in listed])
+        found = list_norms(listed)
+        torch.testing.assert_close(found.double(), want, rtol=2e-6, atol=0)
+        assert torch.equal(found, list_norms(listed)), "the same additions every time"
+    assert list_norms([torch.full((3,), torch.inf, device=DEVICE), tensors[0]])[0] == torch.inf
 
 
 def test_calls_that_need_no_gradient_go_straight_to_the_launcher_with_the_same_bits() -> None:
