@@ -18,7 +18,7 @@ ROWS = 128  # tensors of one program of the first launch
 
 
 @triton.jit
-def _count(
+def _adamw_count(
     table_ptr,
     out_ptr,
     rate_ptr,
@@ -70,7 +70,7 @@ def _count(
 
 
 @triton.jit
-def _updated(p, m, v, g, decay, size, root, factor, rest1, rest2, eps):
+def _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps):
     p, m, v, g = p.to(tl.float32), m.to(tl.float32), v.to(tl.float32), g.to(tl.float32) * factor
     m += (g - m) * rest1
     v += (g * g - v) * rest2
@@ -78,7 +78,7 @@ def _updated(p, m, v, g, decay, size, root, factor, rest1, rest2, eps):
 
 
 @triton.jit
-def _step(
+def _adamw_step(
     table_ptr,
     place_ptr,
     coefficient_ptr,
@@ -123,7 +123,7 @@ def _step(
         length = tl.where(tl.load(found_ptr) == 0, length, 0)
     if ALIGNED and (block + 1) * BLOCK_N <= length:
         p, m, v, g = tl.load(p_ptr + at), tl.load(m_ptr + at), tl.load(v_ptr + at), tl.load(g_ptr + at)
-        p, m, v = _updated(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
+        p, m, v = _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
         tl.store(p_ptr + at, p.to(P))
         tl.store(m_ptr + at, m.to(M))
         tl.store(v_ptr + at, v.to(V))
@@ -133,7 +133,7 @@ def _step(
         mask = at < length
         p, m = tl.load(p_ptr + at, mask=mask, other=0.0), tl.load(m_ptr + at, mask=mask, other=0.0)
         v, g = tl.load(v_ptr + at, mask=mask, other=0.0), tl.load(g_ptr + at, mask=mask, other=0.0)
-        p, m, v = _updated(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
+        p, m, v = _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
         tl.store(p_ptr + at, p.to(P), mask=mask)
         tl.store(m_ptr + at, m.to(M), mask=mask)
         tl.store(v_ptr + at, v.to(V), mask=mask)
@@ -184,7 +184,7 @@ def adamw_step(
             given = (rate, clip, grad_scale, found_inf)
             # A pointer that is not read may point anywhere.
             pointers = [coefficients if x is None else x for x in given]
-            _count[(-(-len(rows) // ROWS),)](
+            _adamw_count[(-(-len(rows) // ROWS),)](
                 *(table, coefficients, *pointers),
                 *(len(rows), lr, *logs, weight_decay, -1.0 if maximize else 1.0),
                 *(*(x is not None for x in given), ROWS),
@@ -193,7 +193,7 @@ def adamw_step(
                 types = [TYPES[dtypes[0] if dtype is None else dtype] for dtype in dtypes]
                 together = 16 // max(dtype.itemsize for dtype in dtypes if dtype is not None)
                 is_aligned = are_aligned([address for row in rows for address in row[:5]])
-                _step[(len(places),)](
+                _adamw_step[(len(places),)](
                     *(table, places, coefficients, pointers[3], 1 - beta1, 1 - beta2, eps),
                     *(*types, dtypes[4] is not None, found_inf is not None, is_aligned, together, BLOCK),
                     num_warps=WARPS,

@@ -17,7 +17,7 @@ COLUMNS = tl.constexpr(4)
 
 
 @triton.jit
-def _add_chunks(
+def _list_norms_chunks(
     table_ptr,
     place_ptr,
     sum_ptr,
@@ -48,7 +48,7 @@ def _add_chunks(
 
 
 @triton.jit
-def _add_tensors(table_ptr, sum_ptr, out_ptr, BLOCK_N: tl.constexpr):
+def _list_norms_sum(table_ptr, sum_ptr, out_ptr, BLOCK_N: tl.constexpr):
     entry = table_ptr + tl.program_id(0) * COLUMNS
     first, count = tl.load(entry + 2), tl.load(entry + 3)
     total = tl.zeros([BLOCK_N], tl.float32)
@@ -81,10 +81,10 @@ def list_norms(tensors: list[Tensor]) -> Tensor:
             norms = torch.empty(len(rows), dtype=torch.float32, device=device)
             if first:
                 is_aligned = are_aligned([row[0] for row in rows])
-                _add_chunks[(first,)](
+                _list_norms_chunks[(first,)](
                     table, places, sums, TYPES[dtype], is_aligned, BLOCK, ROUNDS, num_warps=WARPS
                 )
-            _add_tensors[(len(rows),)](table, sums, norms, PARTS)
+            _list_norms_sum[(len(rows),)](table, sums, norms, PARTS)
             found.append(norms)
     if len(found) == 1:
         return found[0]
