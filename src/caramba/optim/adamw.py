@@ -11,11 +11,9 @@ from torch.optim.adamw import adamw
 
 from caramba.errors import ConfigError
 from caramba.ops import adamw_step, has_kernel
-from caramba.optim.shards import is_sharded, local
+from caramba.optim.shards import PLAIN, is_sharded, local
 
 NARROW_ENOUGH = (torch.float32, torch.float16, torch.bfloat16)
-STATE = ("exp_avg", "exp_avg_sq", "step")
-PLAIN = (Tensor, nn.Parameter)
 Masters = Mapping[nn.Parameter, nn.Parameter]
 
 
@@ -65,13 +63,14 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         clip, self.clip = self.clip, None
         for group in self.param_groups:
-            stepped = [p for p in group["params"] if p.grad is not None]
-            if not stepped:
+            pairs = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+            if not pairs:
                 continue
-            if not is_capturing(stepped[0]) and all(can_step(p, p.grad, self.state.get(p)) for p in stepped):
-                self._step(group, stepped, [p.grad for p in stepped], [], clip)
+            stepped, grads = (list(column) for column in zip(*pairs, strict=True))
+            if is_capturing(stepped[0]) or not all(can_step(p, grad, self.state.get(p)) for p, grad in pairs):
+                self._step_as_torch(group, stepped, grads, clip)
             else:
-                self._step_as_torch(group, stepped, clip)
+                self._step(group, stepped, grads, [], clip)
         return loss
 
     def take_clip(self, scale: Tensor) -> None:
@@ -80,11 +79,10 @@ class AdamW(torch.optim.AdamW):
 
     def takes(self, weights: Masters) -> bool:
         """Whether `step_masters` can step these masters by the gradients of their weights."""
-        return not is_capturing(next(iter(weights))) and all(
-            can_step(p, weights[p].grad, self.state.get(p)) and can_step(weights[p], weights[p].grad)
-            for group in self.param_groups
-            for p in group["params"]
-            if weights[p].grad is not None
+        return not any(map(is_capturing, list(weights)[:1])) and all(
+            can_step(p, grad, self.state.get(p)) and can_step(weight, grad)
+            for p, weight in weights.items()
+            if (grad := weight.grad) is not None
         )
 
     @torch.no_grad()
@@ -104,15 +102,18 @@ class AdamW(torch.optim.AdamW):
         weights: list[Any],
         clip: Tensor | None,
     ) -> None:
-        states = [self._state_of(p) for p in stepped]
-        by_device: dict[torch.device, list[int]] = {}
-        for place, p in enumerate(stepped):
-            by_device.setdefault(p.device, []).append(place)
-        lists = (stepped, *([state[name] for state in states] for name in STATE), grads, weights)
-        for device, places in by_device.items():
-            own = [[local(listed[i]) for i in places] if listed else [] for listed in lists]
+        by_device: dict[torch.device, list[tuple[Tensor, ...]]] = {}
+        for p, grad, weight in zip(stepped, grads, weights or stepped, strict=True):
+            state = self._state_of(p)
+            row = (p, state["exp_avg"], state["exp_avg_sq"], state["step"], grad, weight)
+            if is_sharded(p):
+                row = tuple(local(x) for x in row)
+            by_device.setdefault(row[0].device, []).append(row)
+        for device, rows in by_device.items():
+            own = [list(column) for column in zip(*rows, strict=True)]
             own[4] = [grad if grad.is_contiguous() else grad.contiguous() for grad in own[4]]
-            adamw_step(*own[:5], weights=own[5], **self._values(group, device, clip))
+            settings = self._values(group, device, clip)
+            adamw_step(*own[:5], weights=own[5] if weights else [], **settings)
 
     def _values(self, group: dict[str, Any], device: torch.device, clip: Tensor | None) -> dict[str, Any]:
         """Return the step's settings of a group, tensors on the device of what is stepped."""
@@ -140,9 +141,10 @@ class AdamW(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return state
 
-    def _step_as_torch(self, group: dict[str, Any], stepped: list[Any], clip: Tensor | None) -> None:
+    def _step_as_torch(
+        self, group: dict[str, Any], stepped: list[Any], grads: list[Any], clip: Tensor | None
+    ) -> None:
         states = [self._state_of(p) for p in stepped]
-        grads = [p.grad for p in stepped]
         if clip is not None:
             torch._foreach_mul_([local(grad) for grad in grads], clip)  # pyright: ignore[reportPrivateImportUsage]
         # Not through the class's own step, around which torch would run the hooks a second time.
