@@ -1,6 +1,7 @@
 """Triton kernels and their plain launchers, by op or family. Imported only by `caramba.kernels.load` on CUDA."""
 
 LAUNCHERS: dict[str, str] = {
+    "adamw_step": "caramba.kernels.triton.adamw:adamw_step",
     "cross_entropy_rows": "caramba.kernels.triton.cross_entropy_rows:cross_entropy_rows",
     "dba_append": "caramba.kernels.triton.dba_append:dba_append",
     "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",
@@ -11,6 +12,7 @@ LAUNCHERS: dict[str, str] = {
     "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",
     "latent_queries_backward": "caramba.kernels.triton.latent_queries:latent_queries_backward",
     "lion_step": "caramba.kernels.triton.lion:lion_step",
+    "list_norms": "caramba.kernels.triton.list_norms:list_norms",
     "norm_dropout_activation": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation",
     "norm_dropout_activation_backward": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation_backward",
     "rms_norm": "caramba.kernels.triton.norm:rms_norm",

@@ -1,25 +1,14 @@
-"""Lion over many tensors in one launch: a table of addresses, and for each program its tensor and place in it."""
+"""Lion over many tensors in one launch."""
 
 from __future__ import annotations
 
 import torch
 from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.tensor_lists import BLOCK, TYPES, WARPS, are_aligned, places_of, table_of
 from torch import Tensor
 
 import triton
 import triton.language as tl
-
-BLOCK, WARPS = 2048, 8
-TABLES = 16
-"""Tables kept for lists of tensors seen last: gradients mostly come back to the addresses that they had."""
-
-_tables: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
-_TYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-}
 
 
 @triton.jit
@@ -72,24 +61,6 @@ def _kernel(
 _launches = Launches(_kernel)
 
 
-def _table(tensors: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, bool]:
-    """Return addresses and sizes [N, 4] int64, places [programs, 2] int32, and whether all addresses are aligned."""
-    rows = [(p.data_ptr(), m.data_ptr(), g.data_ptr(), p.numel()) for p, m, g in tensors]
-    device = tensors[0][0].device
-    key = (device.index or 0, *(number for row in rows for number in row))
-    is_aligned = all(address % 16 == 0 for row in rows for address in row[:3])
-    if key in _tables:
-        return *_tables[key], is_aligned
-    counts = torch.tensor([-(-row[3] // BLOCK) for row in rows])
-    index = torch.repeat_interleave(torch.arange(len(rows)), counts)
-    first = counts.cumsum(0) - counts
-    places = torch.stack((index, torch.arange(len(index)) - first[index]), dim=1).to(torch.int32)
-    _tables[key] = torch.tensor(rows, dtype=torch.int64).to(device), places.contiguous().to(device)
-    if len(_tables) > TABLES:
-        del _tables[next(iter(_tables))]  # the oldest
-    return *_tables[key], is_aligned
-
-
 def lion_step(
     parameters: list[Tensor],
     momenta: list[Tensor],
@@ -106,12 +77,15 @@ def lion_step(
         if p.numel():
             groups.setdefault((p.dtype, m.dtype, g.dtype), []).append((p, m, g))
     for dtypes, tensors in groups.items():
-        table, places, is_aligned = _table(tensors)
+        rows = [(p.data_ptr(), m.data_ptr(), g.data_ptr(), p.numel()) for p, m, g in tensors]
+        device = tensors[0][0].device
+        table, places = table_of(rows, device), places_of([row[-1] for row in rows], device, BLOCK)
+        is_aligned = are_aligned([address for row in rows for address in row[:3]])
         acc = tl.float64 if torch.float64 in dtypes else tl.float32
         key = (len(places), dtypes, is_aligned, table.get_device())
         launch = _launches.get(key)
         if launch is None:
-            types = (_TYPES[dtype] for dtype in dtypes)
+            types = (TYPES[dtype] for dtype in dtypes)
             # Products and sums are rounded one by one, as the reference rounds them.
             options = {"num_warps": WARPS, "enable_fp_fusion": False}
             launch = _launches.add(key, (len(places),), (), *types, acc, is_aligned, BLOCK, **options)

@@ -1,12 +1,19 @@
 """One optimiser step of every optimiser, clipping and kind of weights at the shapes of a model: time and memory.
 
 Usage on a GPU: python scripts/bench/optimizer_steps.py [--size 1b] [--out docs/benchmarks/optimizer_steps.json]
+`--adamw` measures AdamW's step alone, a quarter of a minute: our kernel beside torch's fused one, over weights of every
+kind, in device time and bytes a second, beside a copy of memory; `--sweep` also sizes of its blocks. The rest of what
+--out holds is kept.
 `--size tiny --repeats 2` shows on a CPU that the script works.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
+import itertools
+import json
 import platform
 import statistics
 import subprocess
@@ -16,13 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine_facts import machine
 from torch import nn
+from training_sides import Masters
 
 from caramba import kernels
 from caramba.config.train import PhaseConfig
-from caramba.optim import AdaGC, build_optimizer, clip_gradients, clip_values
+from caramba.optim import AdaGC, AdamW, WideWeights, build_optimizer, clip_gradients, clip_values
 from caramba.runs.files import write_json
-from caramba.runtime import synchronize
+from caramba.runtime import release_memory, synchronize
 
 # d_model, layers, key/value width, d_ff, vocabulary: the second is Llama 3.2 1B's, embedding tied to the head.
 SIZES = {"tiny": (64, 2, 32, 128, 128), "1b": (2048, 16, 512, 8192, 128256)}
@@ -73,14 +82,116 @@ def timed(call: Callable[[], Any], device: torch.device, repeats: int) -> list[f
     return found
 
 
+def device_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Return the median milliseconds of a call on the device, queued behind others so that it waits for no host."""
+    if device.type != "cuda":
+        return statistics.median(timed(call, device, repeats))
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda._sleep(int(4e7))  # some 20 ms, in which the host gets ahead
+    for event in events[:-1]:
+        event.record()
+        call()
+    events[-1].record()
+    torch.cuda.synchronize()
+    return statistics.median(a.elapsed_time(b) for a, b in itertools.pairwise(events))
+
+
+def host_ms(call: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Return the median milliseconds that the host takes for a call, the device idle before it."""
+    found = []
+    for _ in range(repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        found.append(1e3 * (time.perf_counter() - began))
+    synchronize(device)
+    return statistics.median(found)
+
+
+def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> list[dict[str, Any]]:
+    """Measure AdamW's step, ours and torch's, and a copy of as much memory as the largest reads and writes."""
+    rows: list[dict[str, Any]] = []
+
+    def add(name: str, call: Callable[[], Any], moved: int) -> None:
+        ms = device_ms(call, device, repeats)
+        found = {"name": name, "device_ms": ms, "host_ms": host_ms(call, device, repeats), "bytes": moved}
+        rows.append(found | {"bytes_per_s": moved / ms * 1e3})
+        print(f"{name}: {ms:.2f} ms, {moved / ms / 1e9:.2f} TB/s, host {found['host_ms']:.2f} ms", flush=True)
+
+    for kind, dtype, has_masters in (
+        ("float32 weights", torch.float32, False),
+        ("bfloat16 weights", torch.bfloat16, False),
+        ("bfloat16 weights, masters", torch.bfloat16, True),
+    ):
+        weights = [weight for _, weight in parameters_of(size, device, dtype)]
+        named = [(f"topology.{place}", weight) for place, weight in enumerate(weights)]
+        elements = sum(weight.numel() for weight in weights)
+        # A step reads weight, moments and gradient, and writes all but the gradient; with masters the weight too.
+        moved = elements * (28 if has_masters else 7 * dtype.itemsize)
+        if not rows:
+            source, target = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
+            add("copy", lambda a=target, b=source: a.copy_(b), moved // 2 * 2)
+            del source, target
+        if has_masters:
+            wide = WideWeights(named, lambda copies: AdamW([p for _, p in copies], lr=1e-4), keeps=True)
+            add(f"{kind}, ours", wide.step, moved)
+            del wide
+            theirs: Any = Masters(weights, 1e-4)
+        else:
+            ours = AdamW(weights, lr=1e-4)
+            add(f"{kind}, ours", ours.step, moved)
+            ours.state.clear()
+            if sweep:
+                add_sweep(add, kind, ours, moved)
+                ours.state.clear()
+            theirs = torch.optim.AdamW(weights, lr=1e-4, fused=True)
+        add(f"{kind}, torch", theirs.step, moved)
+        del theirs
+        if not has_masters:
+            gradients = [weight.grad for weight in weights]
+            read = elements * dtype.itemsize
+            add(f"{kind}, norms of gradients, ours", lambda own=weights: clip_gradients([own], None), read)
+            norm_of = functools.partial(torch._foreach_norm, gradients, 2, dtype=torch.float32)
+            add(f"{kind}, norms of gradients, torch", norm_of, read)
+            del gradients, norm_of
+        del weights, named
+        release_memory()
+    return rows
+
+
+def add_sweep(add: Callable[..., None], kind: str, ours: AdamW, moved: int) -> None:
+    """Measure our step with other sizes of blocks and numbers of warps."""
+    lists, kernel = (
+        importlib.import_module(f"caramba.kernels.triton.{name}") for name in ("tensor_lists", "adamw")
+    )
+    chosen = kernel.BLOCK, kernel.WARPS
+    for block, warps in ((1024, 4), (1024, 8), (2048, 4), (4096, 4), (4096, 8), (4096, 16)):
+        lists.forget()
+        kernel.BLOCK = block
+        kernel.WARPS = warps
+        add(f"{kind}, blocks of {block} by {warps} warps", ours.step, moved)
+    lists.forget()
+    kernel.BLOCK, kernel.WARPS = chosen
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--adamw", action="store_true", help="AdamW's step alone")
+    parser.add_argument("--sweep", action="store_true", help="with --adamw: other sizes of its blocks too")
     parser.add_argument("--size", default="1b", choices=tuple(SIZES))
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/optimizer_steps.json"))
     words = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels.load(device)
+    if words.adamw:
+        found = adamw_rows(words.size, device, words.repeats, words.sweep)
+        known = json.loads(words.out.read_text()) if words.out.is_file() else {}
+        write_json(words.out, known | {"adamw": {**machine(device), "size": words.size, "rows": found}})
+        return 0
     rows: list[dict[str, Any]] = []
     for name, settings in OPTIMIZERS.items():
         values = {"phase": "pretrain", "steps": 1, "lr": 1e-4, "weight_decay": 0.1, **settings}
@@ -111,7 +222,8 @@ def main() -> int:
     device_name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     parameters = sum(weight.numel() for weight in weights)
     facts = {"device": device_name, "torch": torch.__version__, "commit": commit, "size": words.size}
-    write_json(words.out, {**facts, "parameters": parameters, "rows": rows})
+    known = json.loads(words.out.read_text()) if words.out.is_file() else {}
+    write_json(words.out, known | {**facts, "parameters": parameters, "rows": rows})
     return 0
 
 

@@ -188,7 +188,8 @@ def as_markdown(found: dict[str, Any]) -> list[str]:
     unit = "kernels" if found["is_device"] else "ops (no GPU in the trace)"
     whole = found["busy_ms"] + found["idle_ms"]
     lines = [
-        f"{unit}: {whole:.2f} ms a step, {found['busy_ms']:.2f} busy and {found['idle_ms']:.2f} idle; at the roofs "
+        f"{unit}: {whole:.2f} ms a step, {found['busy_ms']:.2f} busy and {found['idle_ms']:.2f} idle, or slower than "
+        f"in the trace, which is idle for {found['traced_idle_ms']:.2f}; at the roofs "
         f"({found['roof_tflops']:.3g} TFLOP/s, {found['roof_tb_s']:.3g} TB/s) {found['roof_ms']:.2f} ms; "
         f"of what takes {found['without_roof_ms']:.2f} ms no shapes are known",
         "",

@@ -19,7 +19,7 @@ CLASSES = (
     ("attention backward", r"(attention|sdpa|flash|fmha).*(backward|bwd)"),
     ("attention", r"attention|sdpa|flash_fwd|fmha"),
     ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)$|gemm|nvjet|cutlass"),
-    ("optimiser", r"adamw?_|lion|foreach|multi_tensor"),
+    ("optimiser", r"adamw?_|lion|list_norms|foreach|multi_tensor"),
     ("compiled elementwise", r"^triton_|^caramba::(rope|swiglu|scale)"),
     ("copies and fills", r"memcpy|memset|aten::(copy_|fill_|zero_|clone|contiguous)"),
 )

@@ -55,6 +55,7 @@ class Turns(pl.Callback):
         done = len(self.seconds["caramba"])
         if done >= self.turns or (done >= LEAST_TURNS and time.monotonic() > self.deadline):
             trainer.should_stop = True
+            return  # the phase's own monitor reads the peak of this turn after training
         self.taken = 0
         self._reset_peak()
         synchronize(self.device)

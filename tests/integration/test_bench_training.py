@@ -6,9 +6,12 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from caramba.monitor import PeakMemory
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--size", "tiny", "--parts", "bf16,fp8,profile", "--shapes", "1x16", "--steps", "1", "--turns", "2")
@@ -82,3 +85,38 @@ def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pyt
         ("compile", False),
     ]
     assert ladder.musts_of(rows[:1]) == []
+
+
+class FakeAllocator:
+    """The counters of CUDA's allocator, of steps that hold `between` bytes before and after, and `within` more."""
+
+    def __init__(self, between: int, within: int) -> None:
+        self.between, self.within, self.peak = between, within, 0
+
+    def step(self) -> None:
+        self.peak = max(self.peak, self.between + self.within)
+
+    def patch(self, patch: pytest.MonkeyPatch) -> None:
+        read = {"max_memory_allocated": lambda: self.peak, "max_memory_reserved": lambda: self.peak}
+        for name, value in {**read, "memory_allocated": lambda: self.between}.items():
+            patch.setattr(torch.cuda, name, lambda *_, value=value: value())
+        patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: setattr(self, "peak", self.between))
+        patch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+
+def test_the_phases_own_peak_holds_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    turns_of = importlib.import_module("training_turns").Turns
+    memory, device = FakeAllocator(between=7, within=14), torch.device("cuda")
+    memory.patch(monkeypatch)
+    peak = PeakMemory(device)
+    peak.reset()
+    trainer = SimpleNamespace(should_stop=False, lightning_module=torch.nn.Module())
+    turns = turns_of({}, device, steps=2, turns=1, deadline=0.0)
+    for _ in range(5 + 2):
+        assert not trainer.should_stop
+        memory.step()
+        turns.on_train_batch_end(trainer, None, None, None, 0)
+    assert trainer.should_stop
+    assert turns.peaks == {"caramba": 21}
+    assert peak.read() == {"peak_allocated_bytes": 21.0, "peak_reserved_bytes": 21.0}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from caramba.optim.clip import tensor_norms
 from caramba.optim.shards import complete_squares, is_sharded, local
+from caramba.optim.wide import clipping_step
 from caramba.runtime import all_agree, gather_objects
 
 LAYER_GRAD_NORM, UPDATE_NORM = "layer_grad_norm", "update_norm"
@@ -50,7 +51,7 @@ class StepNorms:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Watch the steps of an optimiser."""
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._begin()),
+            optimizer.register_step_pre_hook(lambda *_: self._begin(optimizer)),
             optimizer.register_step_post_hook(lambda *_: self._end()),
         ]
 
@@ -69,11 +70,14 @@ class StepNorms:
         return dict(zip(measured, values, strict=True))
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
         self._before = None
         if not self._is_due():
             return
         self._measured = self._layer_norms()
+        step = clipping_step(optimizer)
+        if step is not None and step.clip is not None:  # by which the step multiplies what it reads
+            self._measured = {name: norm * step.clip for name, norm in self._measured.items()}
         has_room = self._has_room(self._size)
         if self._is_sharded:  # a norm of parts is taken by all ranks or none
             has_room = all_agree(has_room, next(iter(self._parameters.values())).device)

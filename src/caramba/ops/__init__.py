@@ -1,5 +1,6 @@
 """Op contracts under `torch.ops.caramba`: schema, reference, fake and a public function each, one file per op."""
 
+from caramba.ops.adamw import adamw_step
 from caramba.ops.backend import (
     METAL_AVAILABLE,
     TRITON_AVAILABLE,
@@ -21,6 +22,7 @@ from caramba.ops.latent_queries import has_narrow_queries, latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
 from caramba.ops.lion import lion_step
+from caramba.ops.list_norms import list_norms
 from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
@@ -36,6 +38,7 @@ __all__ = [
     "TRITON_AVAILABLE",
     "StoredFormat",
     "StoredStream",
+    "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
     "cos_sin",
@@ -55,6 +58,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "lion_step",
+    "list_norms",
     "norm_dropout_activation",
     "quantize",
     "rms_norm",

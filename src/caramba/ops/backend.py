@@ -15,6 +15,7 @@ from caramba.errors import KernelUnavailable
 
 REFERENCE = "reference"
 OPS = (
+    "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy_rows",
@@ -26,6 +27,7 @@ OPS = (
     "layer_norm",
     "layer_norm_backward",
     "lion_step",
+    "list_norms",
     "norm_dropout_activation",
     "norm_dropout_activation_backward",
     "quantize",

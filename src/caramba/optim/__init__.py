@@ -1,6 +1,7 @@
 """Optimisers, clipping, learning-rate schedules and averages of weights."""
 
 from caramba.optim.adagc import AdaGC
+from caramba.optim.adamw import AdamW
 from caramba.optim.average import WeightAverage
 from caramba.optim.build import build_optimizer
 from caramba.optim.clip import clip_gradients, clip_values
@@ -9,11 +10,12 @@ from caramba.optim.muon import MuonAdamW
 from caramba.optim.nonfinite import NONFINITE, NonFiniteWatch
 from caramba.optim.schedule import learning_rate
 from caramba.optim.shards import local
-from caramba.optim.wide import WideWeights, round_at_random
+from caramba.optim.wide import WideWeights, clipping_step, round_at_random
 
 __all__ = [
     "NONFINITE",
     "AdaGC",
+    "AdamW",
     "Lion",
     "MuonAdamW",
     "NonFiniteWatch",
@@ -22,6 +24,7 @@ __all__ = [
     "build_optimizer",
     "clip_gradients",
     "clip_values",
+    "clipping_step",
     "learning_rate",
     "local",
     "round_at_random",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from caramba.config.train import PhaseConfig
+from caramba.optim.adamw import AdamW
 from caramba.optim.groups import Named, is_stack_matrix, parameter_groups
 from caramba.optim.lion import Lion
 from caramba.optim.muon import MuonAdamW
@@ -57,4 +58,6 @@ def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimize
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, **way)
     if phase.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr)
+    if phase.fused_optimizer:
+        return AdamW(groups, lr=lr, betas=phase.betas)
     return torch.optim.AdamW(groups, lr=lr, betas=phase.betas, **way)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from caramba.ops import has_kernel, list_norms
 from caramba.optim.shards import complete_squares, is_sharded, local, sum_over_ranks
 
 EPSILON = 1e-6  # torch's own
@@ -19,6 +20,7 @@ def clip_gradients(
     *,
     has_stages: bool = False,
     copies: Sequence[Tensor] = (),
+    hand_over: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Scale each group's gradients in place by min(1, max_norm / (|g| + 1e-6)), |g| the 2-norm of the whole group, and
     return the norm of all groups before that, [].
@@ -50,6 +52,9 @@ def clip_gradients(
         totals = sum_over_ranks(totals.square()).sqrt()
     if max_norm is not None:
         scales = (max_norm / (totals + EPSILON)).clamp(max=1.0)
+        if hand_over is not None and len(gradients) == 1:
+            hand_over(scales[0])
+            return totals[0]
         for group, scale in zip(gradients, scales.unbind(), strict=True):
             torch._foreach_mul_([local(grad) for grad in group], scale)  # pyright: ignore[reportPrivateImportUsage]
     return totals[0] if len(sizes) == 1 else torch.linalg.vector_norm(totals)
@@ -57,12 +62,23 @@ def clip_gradients(
 
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of n tensors, or of all parts of sharded ones, in one pass, [n], in at least float32."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     parts = [local(tensor) for tensor in tensors]
-    norms = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
+    if _has_kernel(parts):
+        norms = list_norms(parts)
+    else:
+        dtype = torch.promote_types(parts[0].dtype, torch.float32)
+        norms = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
     if not any(is_sharded(tensor) for tensor in tensors):
         return norms
     return complete_squares(norms.square(), tensors).sqrt()
+
+
+def _has_kernel(parts: Sequence[Tensor]) -> bool:
+    """Whether `list_norms` has a kernel for tensors as they lie; none in a CUDA graph, which would keep addresses."""
+    first = parts[0]
+    if not has_kernel("list_norms", first) or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return all(x.is_contiguous() and x.dtype != torch.float64 and x.device == first.device for x in parts)
 
 
 @torch.no_grad()

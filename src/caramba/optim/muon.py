@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from caramba.optim.adamw import AdamW
+
 LIKE_ADAMW = "match_rms_adamw"
 
 
@@ -36,7 +38,7 @@ class MuonAdamW(torch.optim.Optimizer):
         if matrices:
             parts.append(torch.optim.Muon(list(matrices), lr=lr, momentum=momentum, adjust_lr_fn=LIKE_ADAMW))
         if others:
-            parts.append(torch.optim.AdamW(list(others), lr=lr, betas=betas, fused=True))
+            parts.append(AdamW(list(others), lr=lr, betas=betas))
         self.parts: tuple[torch.optim.Optimizer, ...] = ()
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = tuple(parts)

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+PLAIN = (Tensor, nn.Parameter)
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a DTensor; asked without importing what defines it."""
-    return hasattr(tensor, "to_local")
+    return type(tensor) not in PLAIN and hasattr(tensor, "to_local")
 
 
 def local(tensor: Any) -> Tensor:

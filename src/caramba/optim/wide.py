@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from caramba.ops import has_kernel
+from caramba.optim.adamw import AdamW
 from caramba.optim.groups import Named
 from caramba.runtime import synchronize
 
@@ -42,6 +44,7 @@ class WideWeights(torch.optim.Optimizer):
         self.inner = build([(name, wide) for (name, _), wide in zip(named, self.wide, strict=True)])
         super().__init__(self.inner.param_groups, {})
         self.param_groups = self.inner.param_groups
+        self._masters = dict(zip(self.wide, self.weights, strict=True))
         self._release()
 
     @torch.no_grad()
@@ -51,6 +54,10 @@ class WideWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        inner = self.one_pass
+        if inner is not None and inner.takes(self._masters):
+            inner.step_masters(self._masters)  # neither gradients nor weights are copied
+            return loss
         stepped = [pair for pair in zip(self.weights, self.wide, strict=True) if pair[0].grad is not None]
         for weight, wide in stepped:
             if not self.keeps:
@@ -67,6 +74,11 @@ class WideWeights(torch.optim.Optimizer):
             wide.grad = None
         self._release()
         return loss
+
+    @property
+    def one_pass(self) -> AdamW | None:
+        """The inner optimiser if it can step masters by their weights' gradients and round them into the weights."""
+        return self.inner if self.keeps and not self.on_host and isinstance(self.inner, AdamW) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the weights' gradients; those of the copies live within a step only."""
@@ -118,3 +130,12 @@ def round_at_random(x: Tensor, dtype: torch.dtype) -> Tensor:
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
     rounded = (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(torch.isfinite(x), rounded, x).to(dtype)
+
+
+def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:
+    """Return the optimiser whose next step multiplies gradients by a clip as its kernel reads them, if there is one."""
+    inner = optimizer.one_pass if isinstance(optimizer, WideWeights) else optimizer
+    if not isinstance(inner, AdamW):
+        return None
+    first = next((p for group in inner.param_groups for p in group["params"]), None)
+    return inner if first is not None and has_kernel("adamw_step", first) else None

@@ -27,6 +27,7 @@ from caramba.optim import (
     build_optimizer,
     clip_gradients,
     clip_values,
+    clipping_step,
     learning_rate,
     local,
 )
@@ -181,7 +182,7 @@ class CarambaModule(pl.LightningModule):
         scaler = self._scaler
         if scaler is not None:
             scaler.unscale_(optimizer.optimizer)
-        norm = self._clip()
+        norm = self._clip(optimizer.optimizer)
         is_taken = not self._overflows(loss, norm) and self.watch.allows(self.global_step, loss, norm)
         if not is_taken:  # a weight without a gradient is not touched by any optimiser, and the step counts
             optimizer.zero_grad(set_to_none=True)
@@ -194,14 +195,22 @@ class CarambaModule(pl.LightningModule):
             self.average.update()
         return norm
 
-    def _clip(self) -> Tensor:
-        """Clip the gradients by the phase's algorithm; return the norm of all of them before that."""
+    def _clip(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Clip the gradients by the phase's algorithm, at once or by the optimiser's next step as it reads them; return
+        the norm of all of them before that."""
         groups, limit = self.objective.clip_groups(), self.phase.max_grad_norm
         if self.adagc is not None:
             return self.adagc(groups)
         if self.phase.gradient_clip_algorithm == "value" and limit is not None:
             return clip_values(groups, limit, has_stages=self.has_stages, copies=self.objective.copies())
-        return clip_gradients(groups, limit, has_stages=self.has_stages, copies=self.objective.copies())
+        step = clipping_step(optimizer)
+        return clip_gradients(
+            groups,
+            limit,
+            has_stages=self.has_stages,
+            copies=self.objective.copies(),
+            hand_over=None if step is None else step.take_clip,
+        )
 
     @property
     def _scaler(self) -> torch.amp.GradScaler | None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of norms, RoPE, SwiGLU, dropout and Lion against float64.
+"""The Triton kernels of norms, RoPE, SwiGLU, dropout, Lion and AdamW against float64.
 
 On a GPU in all dtypes and at large sizes; without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`.
 Everything that is allocated and not written is NaN.
@@ -18,16 +18,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba import kernels
 from caramba.ops import (
+    adamw_step,
     add_layer_norm,
     add_rms_norm,
     backend,
     layer_norm,
     lion_step,
+    list_norms,
     norm_dropout_activation,
     rms_norm,
     rope,
     swiglu,
 )
+from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.lion import reference_lion_step
 from caramba.ops.philox import kept, resolved
 
@@ -56,9 +59,24 @@ def attached() -> Iterator[None]:
 
         for op, place in LAUNCHERS.items():
             module, _, name = place.partition(":")
-            if module.rpartition(".")[2] in ("norm", "norm_dropout_activation", "rope", "swiglu", "lion"):
+            if module.rpartition(".")[2] in (
+                "norm",
+                "norm_dropout_activation",
+                "rope",
+                "swiglu",
+                "lion",
+                "adamw",
+            ):
                 backend.attach(op, "cpu", "triton", getattr(importlib.import_module(module), name))
-    for op in ("rms_norm", "add_layer_norm", "rope", "swiglu_packed", "norm_dropout_activation", "lion_step"):
+    for op in (
+        "rms_norm",
+        "add_layer_norm",
+        "rope",
+        "swiglu_packed",
+        "norm_dropout_activation",
+        "lion_step",
+        "adamw_step",
+    ):
         assert backend.implementation(op, DEVICE) == "triton"
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
     yield
@@ -240,6 +258,68 @@ def test_lion_gives_the_references_bits(dtype: torch.dtype) -> None:
     for ours, want in zip(made, expected, strict=True):
         for x, y in zip(ours, want, strict=True):
             assert torch.equal(x, y)
+
+
+def states_of(dtype: torch.dtype, masters: bool) -> list[list[Tensor]]:
+    """Parameters, moments, gradients, steps and, for masters, weights: some empty, some at unaligned addresses."""
+    sizes = [(3, 5), (4096,), (0,), (70, 33), (1,), *([(3000, 1111), (2**24,)] if HAS_GPU else [])]
+    wide = torch.float32 if masters else dtype
+    made = [
+        [drawn(*size, seed=5 * at + kind, dtype=one).detach() for at, size in enumerate(sizes)]
+        for kind, one in enumerate((wide, wide, wide, dtype))
+    ]
+    made = [[*xs, drawn(9, seed=90 + kind, dtype=xs[0].dtype).detach()[1:]] for kind, xs in enumerate(made)]
+    made[2] = [x.square() for x in made[2]]
+    made.append([torch.full((), float(at % 3), device=DEVICE) for at in range(len(made[0]))])
+    made.append([x.to(dtype) for x in made[0]] if masters else [])
+    return made
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["weights", "masters"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adamw_is_its_reference_in_float64_within_a_rounding(dtype: torch.dtype, masters: bool) -> None:
+    p, m, v, g, t, w = states_of(dtype, masters)
+    given: dict[str, Any] = {
+        name: torch.tensor(value, device=DEVICE)
+        for name, value in (("lr", 0.01), ("clip", 0.5), ("grad_scale", 4.0))
+    }
+    for step in range(3):
+        # From the same bits at every step, so that what one rounds is not an error of the next.
+        wide = [[x.double() for x in xs] for xs in (p, m, v)]
+        counts = [x.clone() for x in t]
+        found = torch.tensor([float(step == 1)], device=DEVICE)
+        options = given if step else {"lr": 0.01}
+        before = [[x.clone() for x in xs] for xs in (p, m, v, t, w)]
+        adamw_step(p, m, v, t, g, weights=w, weight_decay=0.1, maximize=step == 2, found_inf=found, **options)
+        if step == 1:  # left out
+            for xs, ys in zip((p, m, v, t, w), before, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+            continue
+        reference_adamw_step(
+            *(*wide, counts, [x.double() for x in g], [], 0.01, 0.9, 0.999, 1e-8, 0.1, step == 2),
+            *(None, options.get("clip"), options.get("grad_scale"), None),
+        )
+        assert all(torch.equal(x, y) for x, y in zip(t, counts, strict=True))
+        unit = max(torch.finfo(p[0].dtype).eps, 2e-6)
+        for xs, ys in zip((p, m, v), wide, strict=True):
+            for x, y in zip(xs, ys, strict=True):
+                torch.testing.assert_close(x.double(), y, rtol=unit, atol=4e-6)
+        assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(w, p, strict=False)), (
+            "weights are masters rounded"
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_of_many_tensors_are_those_in_float64(dtype: torch.dtype) -> None:
+    sizes = [(3, 5), (33000,), (0,), (70, 33), *([(3000, 1111), (2**25 + 3,)] if HAS_GPU else [])]
+    tensors = [drawn(*size, seed=at, dtype=dtype).detach() for at, size in enumerate(sizes)]
+    mixed = [tensors[0], tensors[1].float(), *tensors[1:], drawn(9, seed=9, dtype=dtype).detach()[1:]]
+    for listed in (tensors, mixed):
+        want = torch.stack([torch.linalg.vector_norm(x.double()) for x in listed])
+        found = list_norms(listed)
+        torch.testing.assert_close(found.double(), want, rtol=2e-6, atol=0)
+        assert torch.equal(found, list_norms(listed)), "the same additions every time"
+    assert list_norms([torch.full((3,), torch.inf, device=DEVICE), tensors[0]])[0] == torch.inf
 
 
 def test_eager_calls_go_straight_to_the_launcher_with_the_bits_and_gradients_of_the_op() -> None:

@@ -1,0 +1,184 @@
+"""The op `caramba::adamw_step`: AdamW's update of many tensors, in place, and of the 16-bit weights below them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import direct
+from caramba.ops.widen import widened
+
+NAMES = ("parameter", "first moment", "second moment", "gradient", "weight")
+
+torch.library.define(
+    "caramba::adamw_step",
+    "(Tensor(a!)[] parameters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor[] grads,"
+    " Tensor(e!)[] weights, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
+    " Tensor? rate, Tensor? clip, Tensor? grad_scale, Tensor? found_inf) -> ()",
+)
+
+
+def adamw_step(
+    parameters: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    maximize: bool = False,
+    weights: Sequence[Tensor] = (),
+    clip: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Update parameters and moments in place, in at least fp32, each rounded to its own dtype once:
+
+        t <- t + 1,  g <- g clip / grad_scale,  m <- m + (1 - beta1) (g - m),  v <- v + (1 - beta2) (g^2 - v)
+        w <- (1 - lr weight_decay) w - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    `maximize` turns the gradient's sign. With `weights` the parameters are masters: each is rounded into its weight,
+    whose gradient it takes. Nothing is updated, nor counted, where `found_inf` is not 0. Nothing waits for the device,
+    and gradients stay as they were.
+
+    Shape: lists of one length, `weights` of that or empty; tensor i of each has one shape, is dense, and lies on one
+    device. steps [] each, fp32; lr, clip, grad_scale and found_inf hold one fp32 where they are tensors.
+
+    Raises:
+        ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device.
+
+    Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101.
+    """
+    lists = [parameters, exp_avgs, exp_avg_sqs, grads, *([weights] if weights else [])]
+    lengths = [len(listed) for listed in (*lists, steps)]
+    if len(set(lengths)) != 1:
+        raise ConfigError(
+            f"adamw_step: {lengths} parameters, moments, gradients, weights and steps; expected as many of each"
+        )
+    if not parameters:
+        return
+    device = parameters[0].device
+    for index, group in enumerate(zip(*lists, strict=True)):
+        shape = group[0].shape
+        for x in group:
+            if x.shape != shape or x.device != device or not x.is_contiguous():
+                raise _refusal(index, group)
+    single = {"lr": lr, "clip": clip, "grad_scale": grad_scale, "found_inf": found_inf}
+    numbers = [(name, x) for name, x in single.items() if isinstance(x, Tensor)]
+    for name, x in (*numbers, *enumerate(steps)):
+        if x.numel() != 1 or x.dtype != torch.float32 or x.device != device:
+            raise ConfigError(
+                f"adamw_step: {name if isinstance(name, str) else f'step {name}'} is {tuple(x.shape)} of {x.dtype} on "
+                f"{x.device}; expected one float32 on {device}"
+            )
+    run = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
+    if run is None:
+        run = torch.ops.caramba.adamw_step.default
+    else:  # as the op would, so that a backward through what has changed is refused
+        torch.autograd.graph.increment_version((*parameters, *exp_avgs, *exp_avg_sqs, *steps, *weights))
+    rate = lr if isinstance(lr, Tensor) else None
+    run(
+        *(list(listed) for listed in (parameters, exp_avgs, exp_avg_sqs, steps, grads, weights)),
+        *(
+            0.0 if rate is not None else float(lr),
+            float(beta1),
+            float(beta2),
+            float(eps),
+            float(weight_decay),
+            maximize,
+        ),
+        *(rate, clip, grad_scale, found_inf),
+    )
+
+
+def _refusal(index: int, group: Sequence[Tensor]) -> ConfigError:
+    first = group[0]
+    wrong = [
+        (name, x)
+        for name, x in zip(NAMES, group, strict=False)
+        if x.shape != first.shape or x.device != first.device or not x.is_contiguous()
+    ]
+    name, x = wrong[0] if wrong else (NAMES[0], first)  # which is on another device than the tensors before
+    return ConfigError(
+        f"adamw_step: {name} {index} has shape {tuple(x.shape)}, strides {x.stride()}, on {x.device}; "
+        f"expected contiguous {tuple(first.shape)}, all on one device"
+    )
+
+
+def reference_adamw_step(
+    parameters: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    grads: list[Tensor],
+    weights: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    rate: Tensor | None,
+    clip: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """Compute the op in plain PyTorch."""
+    for index, (p, m, v, step, grad) in enumerate(
+        zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)
+    ):
+        wide, moment, square, g = widened(p), widened(m), widened(v), widened(grad)
+        is_taken = torch.ones_like(step, dtype=torch.bool) if found_inf is None else found_inf == 0
+        step.add_(is_taken.reshape(()))
+        t = step.to(wide.dtype)
+        r = lr if rate is None else rate.to(wide.dtype).reshape(())
+        g = -g if maximize else g
+        g = g if clip is None else g * clip.reshape(())
+        g = g if grad_scale is None else g / grad_scale.reshape(())
+        moment = moment + (g - moment) * (1 - beta1)
+        square = square + (g * g - square) * (1 - beta2)
+        # expm1: in float32, 1 - beta2^t has lost half of its digits at the first step.
+        root = (-torch.expm1(t * log_of(beta2))).sqrt()
+        size = r / -torch.expm1(t * log_of(beta1))
+        wide = wide * (1 - r * weight_decay) - size * moment / (square.sqrt() / root + eps)
+        updated = [(p, wide), (m, moment), (v, square), *([(weights[index], wide)] if weights else [])]
+        for held, value in updated:
+            held.copy_(torch.where(is_taken.reshape(()), value, held.to(value.dtype)))
+
+
+def log_of(beta: float) -> float:
+    """Return log(beta), of 0 minus infinity: beta^t = exp(t log(beta)) for every t above 0."""
+    return math.log(beta) if beta > 0 else -math.inf
+
+
+torch.library.impl("caramba::adamw_step", "CompositeExplicitAutograd", reference_adamw_step)
+
+
+@torch.library.register_fake("caramba::adamw_step")
+def _(
+    parameters: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[Tensor],
+    grads: list[Tensor],
+    weights: list[Tensor],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    rate: Tensor | None,
+    clip: Tensor | None,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    return None

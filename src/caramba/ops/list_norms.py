@@ -1,0 +1,48 @@
+"""The op `caramba::list_norms`: the 2-norm of each of many tensors, in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import direct
+
+torch.library.define("caramba::list_norms", "(Tensor[] tensors) -> Tensor")
+
+
+def list_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return norms_i = sqrt(sum_j x_ij^2), computed in at least fp32, in the same order of additions every time.
+
+    Shape: n tensors of any shapes, contiguous and on one device -> [n], in fp32 or, for float64, in that.
+
+    Raises:
+        ConfigError: no tensor, or one on another device or not contiguous.
+    """
+    if not tensors:
+        raise ConfigError("list_norms: got no tensor, expected one at least")
+    device = tensors[0].device
+    for index, x in enumerate(tensors):
+        if x.device != device or not x.is_contiguous():
+            raise ConfigError(
+                f"list_norms: tensor {index} has shape {tuple(x.shape)}, strides {x.stride()}, on {x.device}; expected "
+                f"contiguous ones on {device}"
+            )
+    run = direct("list_norms", *tensors) or torch.ops.caramba.list_norms.default
+    return run(list(tensors))
+
+
+def reference_list_norms(tensors: list[Tensor]) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
+
+
+torch.library.impl("caramba::list_norms", "CompositeExplicitAutograd", reference_list_norms)
+
+
+@torch.library.register_fake("caramba::list_norms")
+def _(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].new_empty(len(tensors), dtype=torch.promote_types(tensors[0].dtype, torch.float32))

@@ -1,0 +1,196 @@
+"""AdamW in one pass over weights, gradients and states, where a kernel for it is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from caramba.errors import ConfigError
+from caramba.ops import adamw_step, has_kernel
+from caramba.optim.shards import PLAIN, is_sharded, local
+
+NARROW_ENOUGH = (torch.float32, torch.float16, torch.bfloat16)
+Masters = Mapping[nn.Parameter, nn.Parameter]
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW with the step taken by `adamw_step`, within rounding of torch's and states of the same form.
+
+    Where the op has no kernel, in float64, for tensors that are not dense in order or of more than one kind of shards,
+    and while a CUDA graph is captured, torch's own kernels take the step. `grad_scale` and `found_inf`, which a
+    GradScaler sets, hold as in torch, but that gradients are left as they were.
+
+    Attributes:
+        clip: [] fp32, by which the next step, and no other, multiplies every gradient. None: by nothing.
+
+    Raises:
+        ConfigError: amsgrad, whose largest second moment the step does not keep.
+
+    Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101.
+    """
+
+    clip: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ConfigError(
+                "adamw: amsgrad=True, expected False: the step keeps two moments and no largest one; use "
+                "torch.optim.AdamW for it"
+            )
+        options: dict[str, Any] = {"weight_decay": weight_decay, "maximize": maximize, "fused": True}
+        super().__init__(params, lr=lr, betas=betas, eps=eps, **options)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient; return what `closure`, run first, returns."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        clip, self.clip = self.clip, None
+        for group in self.param_groups:
+            pairs = [(p, grad) for p in group["params"] if (grad := p.grad) is not None]
+            if not pairs:
+                continue
+            stepped, grads = (list(column) for column in zip(*pairs, strict=True))
+            if is_capturing(stepped[0]) or not all(can_step(p, grad, self.state.get(p)) for p, grad in pairs):
+                self._step_as_torch(group, stepped, grads, clip)
+            else:
+                self._step(group, stepped, grads, [], clip)
+        return loss
+
+    def take_clip(self, scale: Tensor) -> None:
+        """Multiply the gradients of the next step by `scale`, []."""
+        self.clip = scale
+
+    def takes(self, weights: Masters) -> bool:
+        """Whether `step_masters` can step these masters by the gradients of their weights."""
+        return not any(map(is_capturing, list(weights)[:1])) and all(
+            can_step(p, grad, self.state.get(p)) and can_step(weight, grad)
+            for p, weight in weights.items()
+            if (grad := weight.grad) is not None
+        )
+
+    @torch.no_grad()
+    def step_masters(self, weights: Masters) -> None:
+        """Update every parameter, the master of a weight, by the weight's gradient, and round it into the weight."""
+        clip, self.clip = self.clip, None
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if weights[p].grad is not None]
+            held = [weights[p] for p in stepped]
+            self._step(group, stepped, [weight.grad for weight in held], held, clip)
+
+    def _step(
+        self,
+        group: dict[str, Any],
+        stepped: list[Any],
+        grads: list[Any],
+        weights: list[Any],
+        clip: Tensor | None,
+    ) -> None:
+        by_device: dict[torch.device, list[tuple[Tensor, ...]]] = {}
+        for p, grad, weight in zip(stepped, grads, weights or stepped, strict=True):
+            state = self._state_of(p)
+            row = (p, state["exp_avg"], state["exp_avg_sq"], state["step"], grad, weight)
+            if is_sharded(p):
+                row = tuple(local(x) for x in row)
+            by_device.setdefault(row[0].device, []).append(row)
+        for device, rows in by_device.items():
+            own = [list(column) for column in zip(*rows, strict=True)]
+            own[4] = [grad if grad.is_contiguous() else grad.contiguous() for grad in own[4]]
+            settings = self._values(group, device, clip)
+            adamw_step(*own[:5], weights=own[5] if weights else [], **settings)
+
+    def _values(self, group: dict[str, Any], device: torch.device, clip: Tensor | None) -> dict[str, Any]:
+        """Return the step's settings of a group, tensors on the device of what is stepped."""
+        scales = {
+            "clip": clip,
+            "grad_scale": _given(self, "grad_scale"),
+            "found_inf": _given(self, "found_inf"),
+        }
+        lr = group["lr"]
+        return {
+            "lr": on(device, lr) if isinstance(lr, Tensor) else lr,
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "eps": group["eps"],
+            "weight_decay": group["weight_decay"],
+            "maximize": group["maximize"],
+            **{name: None if value is None else on(device, value) for name, value in scales.items()},
+        }
+
+    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return state
+
+    def _step_as_torch(
+        self, group: dict[str, Any], stepped: list[Any], grads: list[Any], clip: Tensor | None
+    ) -> None:
+        states = [self._state_of(p) for p in stepped]
+        if clip is not None:
+            torch._foreach_mul_([local(grad) for grad in grads], clip)  # pyright: ignore[reportPrivateImportUsage]
+        # Not through the class's own step, around which torch would run the hooks a second time.
+        adamw(  # pyright: ignore[reportCallIssue] what is unpacked
+            stepped,
+            grads,
+            *([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq")),
+            *([], [state["step"] for state in states]),
+            foreach=False,
+            fused=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=_given(self, "grad_scale"),
+            found_inf=_given(self, "found_inf"),
+        )
+
+
+def can_step(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bool:
+    """Whether `adamw_step` has a kernel for a parameter, its gradient and its state, if any, as they lie."""
+    held = (p, state["exp_avg"], state["exp_avg_sq"]) if state else (p,)
+    if type(p) not in PLAIN or type(grad) not in PLAIN:
+        sharded: Any = (*held, grad)
+        if not all(is_sharded(x) and x.placements == sharded[0].placements for x in sharded):
+            return False
+        held, grad = tuple(local(x) for x in held), local(grad)
+    if not has_kernel("adamw_step", held[0]) or grad.dtype not in NARROW_ENOUGH:
+        return False
+    device = held[0].device
+    return all(x.dtype in NARROW_ENOUGH and x.device == device and x.is_contiguous() for x in held)
+
+
+def is_capturing(p: Tensor) -> bool:
+    """Whether the step goes into a CUDA graph, which would keep addresses that are looked up as they are now."""
+    return p.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def on(device: torch.device, value: Tensor) -> Tensor:
+    """Return one number on a device in float32, itself where it is that."""
+    return value.detach().to(device, torch.float32, non_blocking=True)
+
+
+def _given(optimizer: torch.optim.Optimizer, name: str) -> Tensor | None:
+    """Return what a GradScaler has set for the step it takes."""
+    return getattr(optimizer, name, None)

@@ -1,0 +1,207 @@
+"""The optimiser AdamW over its kernel beside torch's own fused one: weights, states, masters, a GradScaler's values.
+
+On a GPU; without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba import kernels
+from caramba.errors import ConfigError
+from caramba.monitor import StepNorms
+from caramba.ops import adamw_step, backend
+from caramba.optim import AdamW, WideWeights, clip_gradients, clipping_step
+from caramba.optim.adamw import can_step
+from tests.unit.optim.test_optimizers import gradient, made
+
+HAS_GPU = torch.cuda.is_available()
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cuda" if HAS_GPU else "cpu"
+pytestmark = [
+    *([] if INTERPRETS else [pytest.mark.gpu]),
+    pytest.mark.skipif(
+        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
+    ),
+]
+NARROW = torch.bfloat16 if HAS_GPU else torch.float16
+OPTIONS = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def attached() -> None:
+    if HAS_GPU:
+        kernels.load("cuda")
+    elif backend.implementation("adamw_step", "cpu") != "triton":
+        launcher = importlib.import_module("caramba.kernels.triton.adamw").adamw_step
+        backend.attach("adamw_step", "cpu", "triton", launcher)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors each call of the op has stepped."""
+    counts: list[int] = []
+
+    def counted(parameters: list[Tensor], *rest: object, **options: object) -> None:
+        counts.append(len(parameters))
+        adamw_step(parameters, *rest, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(importlib.import_module("caramba.optim.adamw"), "adamw_step", counted)
+    return counts
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(w.detach().to(DEVICE, dtype)) for w in made(torch.float32).values()]
+
+
+def groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, object]]:
+    return [{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}]
+
+
+def give_gradients(parameters: list[torch.nn.Parameter], step: int, scale: float = 1.0) -> None:
+    for p in parameters[:-1]:  # the last one never has any
+        p.grad = scale * gradient(torch.zeros(p.shape), step).to(DEVICE, p.dtype)
+
+
+def test_steps_and_states_are_torchs_and_each_goes_on_from_the_others(taken: list[int]) -> None:
+    ours, theirs = weights(), weights()
+    mine: torch.optim.Optimizer = AdamW(groups(ours), **OPTIONS)
+    its: torch.optim.Optimizer = torch.optim.AdamW(groups(theirs), fused=True, **OPTIONS)
+    for step in range(6):
+        if step == 3:  # states change sides
+            saved = mine.state_dict(), its.state_dict()
+            assert saved[0]["param_groups"] == saved[1]["param_groups"]
+            mine, its = (
+                AdamW(groups(ours), **OPTIONS),
+                torch.optim.AdamW(groups(theirs), fused=True, **OPTIONS),
+            )
+            mine.load_state_dict(saved[1])
+            its.load_state_dict(saved[0])
+        rate = torch.tensor(0.02 / (step + 1), device=DEVICE) if step == 4 else 0.02 / (step + 1)
+        scaled = (
+            {"grad_scale": torch.tensor(8.0), "found_inf": torch.tensor(float(step == 5))} if step > 3 else {}
+        )
+        for optimizer, parameters in ((mine, ours), (its, theirs)):
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for name, value in scaled.items():
+                setattr(optimizer, name, value.to(DEVICE))
+            give_gradients(parameters, step, 8.0 if scaled else 1.0)
+            optimizer.step()
+        for x, y in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(x, y, rtol=4e-6, atol=4e-6)
+    assert taken == [2, 2] * 6
+    for x, y in zip(ours, theirs, strict=True):
+        assert mine.state[x].keys() == its.state[y].keys()
+        for name, value in mine.state[x].items():
+            torch.testing.assert_close(value, its.state[y][name], rtol=2e-6, atol=2e-6)
+    assert float(mine.state[ours[0]]["step"]) == 5.0, "what is not finite is not counted"
+
+
+def test_masters_take_one_pass_with_the_bits_of_copies(
+    taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(is_one_pass: bool) -> tuple[WideWeights, list[torch.nn.Parameter]]:
+        held = weights()
+        named = [(f"topology.{index}", w) for index, w in enumerate(held)]
+        wide = WideWeights(named, lambda copies: AdamW([w for _, w in copies], **OPTIONS), keeps=True)
+        for w in held:
+            w.data = w.data.to(NARROW)
+        with monkeypatch.context() as patch:
+            if not is_one_pass:
+                patch.setattr(AdamW, "takes", lambda *_: False)
+            for step in range(3):
+                give_gradients(held, step)
+                wide.step()
+                assert all(p.grad is None for p in wide.wide)
+        return wide, held
+
+    (wide, held), (copied, by_copies) = run(True), run(False)
+    for x, y in zip((*held, *wide.wide), (*by_copies, *copied.wide), strict=True):
+        if HAS_GPU:  # whose compiler may fuse products and sums of two kernels in two ways
+            torch.testing.assert_close(x, y, rtol=1e-2 if x.dtype == NARROW else 1e-6, atol=1e-6)
+        else:
+            assert torch.equal(x, y)
+    assert all(torch.equal(w, p.to(NARROW)) for w, p in zip(held, wide.wide, strict=True))
+    assert len(wide.state_dict()["inner"]["state"]) == len(held) - 1
+    assert len(taken) == 6
+
+
+def test_a_clip_is_left_to_one_step_and_seen_by_the_norms(taken: list[int]) -> None:
+    found = []
+    for is_handed_over in (True, False):
+        held = weights()
+        named = [(f"topology.{index}.weight", w) for index, w in enumerate(held)]
+        optimizer = AdamW(held, **OPTIONS)
+        norms = StepNorms(named, is_due=lambda: True, has_room=lambda _: True)
+        norms.attach(optimizer)
+        seen = []
+        for step in range(2):
+            give_gradients(held, step)
+            gradients = [w.grad.clone() for w in held if w.grad is not None]
+            taker = clipping_step(optimizer)
+            assert taker is optimizer
+            # Far below the norm, then above it.
+            limit = 0.5 if step == 0 else 1e6
+            total = clip_gradients([held], limit, hand_over=taker.take_clip if is_handed_over else None)
+            stays = [
+                torch.equal(w.grad, x) for w, x in zip(held, gradients, strict=False) if w.grad is not None
+            ]
+            assert all(stays) == (is_handed_over or step == 1)
+            optimizer.step()
+            assert optimizer.clip is None
+            seen += [total, *norms.read().values()]
+        found.append((torch.tensor(seen), [w.detach() for w in held]))
+    (handed, ours), (scaled, theirs) = found
+    torch.testing.assert_close(handed, scaled, rtol=1e-6, atol=0)
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
+    assert len(taken) == 4
+    masters = WideWeights(
+        [("topology.w", w) for w in weights()], lambda named: AdamW(w for _, w in named), keeps=True
+    )
+    assert clipping_step(masters) is masters.inner
+    assert clipping_step(torch.optim.AdamW(weights())) is None
+
+
+def test_what_has_no_kernel_is_torchs_and_amsgrad_is_refused(taken: list[int]) -> None:
+    wide = [torch.nn.Parameter(w.detach().double()) for w in weights()]
+    turned = [torch.nn.Parameter(w.detach().t()) for w in weights() if w.ndim == 2]
+    for parameters in (wide, turned):
+        theirs = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+        optimizers = [AdamW(parameters, **OPTIONS), torch.optim.AdamW(theirs, fused=True, **OPTIONS)]
+        for optimizer, own in zip(optimizers, (parameters, theirs), strict=True):
+            give_gradients(own, 1)
+            optimizer.step()
+        assert all(torch.equal(x, y) for x, y in zip(parameters, theirs, strict=True))
+    assert not taken
+    with pytest.raises(ConfigError, match="adamw: amsgrad=True, expected False"):
+        AdamW(wide, amsgrad=True)
+    x = torch.zeros(3, device=DEVICE)
+    with pytest.raises(ConfigError, match=r"adamw_step: step 0 is \(3,\) of torch.float32"):
+        adamw_step([x], [x], [x], [x], [x], lr=0.1)
+    with pytest.raises(ConfigError, match=r"gradient 0 has shape \(1, 3\)"):
+        adamw_step([x], [x], [x], [x], [x[None]], lr=0.1)
+    assert can_step(wide[0].float(), wide[0].float())
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_a_captured_step_is_torchs() -> None:
+    ours, eager = weights(), weights()
+    optimizers = [AdamW(ours, **OPTIONS), AdamW(eager, **OPTIONS)]
+    for optimizer, own in zip(optimizers, (ours, eager), strict=True):
+        give_gradients(own, 0)
+        optimizer.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizers[0].step()
+    for _ in range(2):
+        graph.replay()
+        optimizers[1].step()
+    for x, y in zip(ours, eager, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
