@@ -6,6 +6,7 @@ LAUNCHERS: dict[str, str] = {
     "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
+    "float8_cast": "caramba.kernels.triton.float8_cast:float8_cast",
     "layer_norm": "caramba.kernels.triton.norm:layer_norm",
     "layer_norm_backward": "caramba.kernels.triton.norm:layer_norm_backward",
     "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",

@@ -14,6 +14,7 @@ from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import MAX_QUERIES, StoredStream, dba_decode, kernel_takes
 from caramba.ops.dequantize import dequantize
+from caramba.ops.float8_cast import float8_cast
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
 from caramba.ops.latent_queries import has_narrow_queries, latent_queries
@@ -40,6 +41,7 @@ __all__ = [
     "dba_append",
     "dba_decode",
     "dequantize",
+    "float8_cast",
     "fused_decode_available",
     "get_backend_info",
     "hadamard",

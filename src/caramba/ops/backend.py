@@ -20,6 +20,7 @@ OPS = (
     "dba_append",
     "dba_decode",
     "dequantize",
+    "float8_cast",
     "latent_queries",
     "latent_queries_backward",
     "layer_norm",
