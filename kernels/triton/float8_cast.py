@@ -139,7 +139,9 @@ def float8_cast(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor
     key = (m, n, x.dtype, per_tensor, e5m2, x.get_device())
     find, cast = _finds.get(key), _casts.get(key)
     if find is None or cast is None:
-        find = _finds.add(key, *_grid(m, n, *FIND), per_tensor, SLOTS, *FIND, _is_even(m, n, FIND), num_warps=WARPS)
+        find = _finds.add(
+            key, *_grid(m, n, *FIND), per_tensor, SLOTS, *FIND, _is_even(m, n, FIND), num_warps=WARPS
+        )
         constants = (per_tensor, SLOTS, *CAST, _is_even(m, n, CAST), torch.finfo(dtype).max, LEAST_AMAX)
         cast = _casts.add(key, *_grid(m, n, *CAST), *constants, num_warps=WARPS)
     find(x, amax)

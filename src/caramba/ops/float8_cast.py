@@ -12,7 +12,8 @@ LEAST_AMAX = 1e-12  # of what a scale is made for, as in torchao
 TILE = 16  # of both sides of a float8 product, which the hardware's are made of
 
 torch.library.define(
-    NAME, "(Tensor x, bool per_tensor, bool e5m2) -> (Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)"
+    NAME,
+    "(Tensor x, bool per_tensor, bool e5m2) -> (Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)",
 )
 
 
