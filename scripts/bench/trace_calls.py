@@ -15,10 +15,13 @@ DEVICE_CATS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATS = ("cuda_runtime", "cuda_driver")
 SIZES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "bool": 1}
 ATTENTION_FLOPS = 2  # 4 B H T S D, half of it causal, per forward; a backward is 2.5 forwards
+FLOAT8 = "float8 products"
 CLASSES = (
     ("attention backward", r"(attention|sdpa|flash|fmha).*(backward|bwd)"),
     ("attention", r"attention|sdpa|flash_fwd|fmha"),
-    ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)$|gemm|nvjet|cutlass"),
+    (FLOAT8, r"^aten::_scaled_mm"),
+    ("float8 casts", r"^caramba::float8_cast"),
+    ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|gemm|nvjet|cutlass"),
     ("optimiser", r"adamw?_|lion|foreach|multi_tensor"),
     ("compiled elementwise", r"^triton_"),
     ("copies and fills", r"memcpy|memset|aten::(copy_|fill_|zero_|clone|contiguous)"),
@@ -106,6 +109,8 @@ def _call(op: dict[str, Any], us: float, kernels: list[str]) -> Call:
     kind = _class(op["name"], kernels)
     flops = _flops(op["name"], kind, dims)
     moved = _bytes(dims, op["args"].get("Input type", []))
+    if kind == "float8 casts":  # which write a matrix of 8 bits and its transpose for one of 16 bits
+        moved *= 2
     shapes = " x ".join(str(item) for item in dims if _is_shape(item) and len(item) > 1)
     name = op["name"] if op["name"].startswith("triton_") else f"{op['name']} {shapes}".strip()
     return name, kind, us, flops, moved, [short_name(kernel) for kernel in kernels]
@@ -122,7 +127,7 @@ def _class(name: str, kernels: list[str]) -> str:
 def _flops(name: str, kind: str, dims: list[Any]) -> float:
     """FLOPs by the shapes of an op's arguments, 0 where they do not say."""
     shapes = [item for item in dims if _is_shape(item)]
-    if kind == "matrix products":
+    if kind in ("matrix products", FLOAT8):
         pair = [item for item in shapes if len(item) > 1][-2:] if "add" in name else shapes[:2]
         if len(pair) < 2 or len(pair[1]) < 2 or len(pair[0]) < 2:
             return 0.0
