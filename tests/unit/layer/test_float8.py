@@ -107,3 +107,32 @@ def test_the_cast_says_what_it_takes_and_holds_its_contract() -> None:
         torch.library.opcheck(
             torch.ops.caramba.float8_cast.default, (torch.randn(16, 32), per_tensor, True), test_utils=tests
         )
+
+
+def test_a_compiled_step_is_one_graph_with_three_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products_module, "JOINED_ON", frozenset({"cpu"}))
+    monkeypatch.setattr(products_module, "LEAST_ROWS", 1)
+    torch.manual_seed(0)
+    recipe = Float8Recipe("rowwise", "cpu")
+    layers = [Float8Linear(nn.Linear(32, 16, bias=False).bfloat16(), recipe) for _ in range(2)]
+    graphs: list[torch.fx.GraphModule] = []
+
+    def record(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    x = torch.randn(16, 32, dtype=torch.bfloat16)
+    weights = [layer.weight for layer in layers]
+
+    def step(x: Tensor) -> Tensor:
+        gate, up = products(x, layers)
+        return gate * up
+
+    got, want = torch.compile(step, backend=record, fullgraph=True)(x), step(x)
+    assert torch.equal(got, want)
+    cast = torch.ops.caramba.float8_cast.default
+    parts = [part for part in graphs[0].modules() if isinstance(part, torch.fx.GraphModule)]
+    found = sum(node.target is cast for part in parts for node in part.graph.nodes)
+    assert (len(graphs), found) == (1, 3), "x and the weights, and in the backward the gradient"
+    ours, theirs = (torch.autograd.grad(y.sum(), weights, retain_graph=True) for y in (got, want))
+    assert all(torch.equal(one, two) for one, two in zip(ours, theirs, strict=True))
