@@ -7,6 +7,8 @@ LAUNCHERS: dict[str, str] = {
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
     "float8_cast": "caramba.kernels.triton.float8_cast:float8_cast",
+    "float8_swiglu": "caramba.kernels.triton.float8_cast:float8_swiglu",
+    "float8_swiglu_backward": "caramba.kernels.triton.float8_cast:float8_swiglu_backward",
     "layer_norm": "caramba.kernels.triton.norm:layer_norm",
     "layer_norm_backward": "caramba.kernels.triton.norm:layer_norm_backward",
     "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",

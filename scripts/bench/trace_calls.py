@@ -20,7 +20,7 @@ CLASSES = (
     ("attention backward", r"(attention|sdpa|flash|fmha).*(backward|bwd)"),
     ("attention", r"attention|sdpa|flash_fwd|fmha"),
     (FLOAT8, r"^aten::_scaled_mm"),
-    ("float8 casts", r"^caramba::float8_cast"),
+    ("float8 casts", r"^caramba::float8_"),
     ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|gemm|nvjet|cutlass"),
     ("optimiser", r"adamw?_|lion|foreach|multi_tensor"),
     ("compiled elementwise", r"^triton_"),
@@ -109,8 +109,8 @@ def _call(op: dict[str, Any], us: float, kernels: list[str]) -> Call:
     kind = _class(op["name"], kernels)
     flops = _flops(op["name"], kind, dims)
     moved = _bytes(dims, op["args"].get("Input type", []))
-    if kind == "float8 casts":  # which write a matrix of 8 bits and its transpose for one of 16 bits
-        moved *= 2
+    if kind == "float8 casts":
+        moved += _written_by_cast(op["name"], dims)
     shapes = " x ".join(str(item) for item in dims if _is_shape(item) and len(item) > 1)
     name = op["name"] if op["name"].startswith("triton_") else f"{op['name']} {shapes}".strip()
     return name, kind, us, flops, moved, [short_name(kernel) for kernel in kernels]
@@ -143,6 +143,12 @@ def _flops(name: str, kind: str, dims: list[Any]) -> float:
         forward = ATTENTION_FLOPS * math.prod(q[:3]) * k[2] * (q[3] + v[3]) / 2
         return forward * (1.0 if kind == "attention" else 2.5)
     return 0.0
+
+
+def _written_by_cast(name: str, dims: list[Any]) -> float:
+    """Bytes of a matrix in float8 and its transpose: as many elements as the widest argument has, or half of them."""
+    most = max((math.prod(item) for item in dims if _is_shape(item)), default=0)
+    return float(most if name.endswith("float8_swiglu") else 2 * most)
 
 
 def _bytes(dims: list[Any], types: list[Any]) -> float:

@@ -19,10 +19,12 @@ MUST_FP8 = 1.15
 
 
 def recipes_of(words: str, device: torch.device) -> Iterator[tuple[str, Float8Recipe]]:
-    """Yield name and recipe of NAME or NAME/torchao, several with commas; the latter leaves casts to torchao."""
+    """Yield name and recipe of NAME, several with commas; of NAME/apart SwiGLU is made apart from its casts, and those
+    of NAME/torchao torchao makes."""
     for asked in words.split(","):
         name, _, casts = asked.partition("/")
-        with without_kernels("float8_cast") if casts == "torchao" else contextlib.nullcontext():
+        without = {"torchao": ("float8_cast",), "apart": ("float8_swiglu",)}.get(casts)
+        with without_kernels(*without) if without else contextlib.nullcontext():
             recipe = Float8Recipe(name, device)  # pyright: ignore[reportArgumentType] - torchao refuses others
         yield f"float8 {name}, cast by {recipe.casts}", recipe
 

@@ -16,6 +16,8 @@ TILE = 16  # of all sides of a product
 OURS = ("tensorwise", "rowwise")
 """Recipes whose casts are of a matrix and its transpose, which a kernel of ours makes in two passes."""
 
+SWIGLU = ("float8_swiglu", "float8_swiglu_backward")
+
 
 class Float8Recipe:
     """How numbers are scaled and which products are of float8 numbers: torchao's recipe of that name.
@@ -30,6 +32,7 @@ class Float8Recipe:
     def __init__(self, name: RecipeName, device: torch.device | str) -> None:
         self.name, self.per_tensor = name, name == "tensorwise"
         self.is_ours = name in OURS and implementation("float8_cast", device) != REFERENCE
+        self.has_swiglu = self.is_ours and all(implementation(op, device) != REFERENCE for op in SWIGLU)
         self.product: Any = None
         self.options: tuple[Any, ...] = ()
         if not self.is_ours:
@@ -38,7 +41,7 @@ class Float8Recipe:
     @property
     def casts(self) -> str:
         """What casts."""
-        return "kernels" if self.is_ours else "torchao"
+        return ("kernels, SwiGLU's too" if self.has_swiglu else "kernels") if self.is_ours else "torchao"
 
 
 def _torchaos(name: RecipeName) -> tuple[Any, ...]:
@@ -77,18 +80,28 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Float8
 
     Reference: Micikevicius et al., 2022, arXiv:2209.05433.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    rows = x.reshape(-1, x.shape[-1])
-    spare = -rows.shape[0] % TILE
-    padded = F.pad(rows, (0, 0, 0, spare)) if spare else rows
+    padded, n_rows = padded_rows(x)
     y: Any
     if recipe.is_ours:
         y = Float8Product.apply(padded, weight, recipe.per_tensor)
     else:
         y = recipe.product.apply(padded, weight.t(), *recipe.options)
-    y = (y[: rows.shape[0]] if spare else y).reshape(*x.shape[:-1], weight.shape[0])
+    y = unpadded(y, n_rows).reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def padded_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return x [..., K] as a matrix in the dtype of autocast, where it is on, its rows padded; and how many it has."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    rows = x.reshape(-1, x.shape[-1])
+    spare = -rows.shape[0] % TILE
+    return F.pad(rows, (0, 0, 0, spare)) if spare else rows, rows.shape[0]
+
+
+def unpadded(y: Tensor, n_rows: int) -> Tensor:
+    """Return the first rows; y itself where these are all, which spares the backward a copy."""
+    return y if y.shape[0] == n_rows else y[:n_rows]
 
 
 class Float8Product(torch.autograd.Function):
@@ -104,7 +117,7 @@ class Float8Product(torch.autograd.Function):
         w_rows, w_row_scale, *w_columns = float8_cast(weight, per_tensor=per_tensor)
         ctx.per_tensor, ctx.dtypes = per_tensor, (x.dtype, weight.dtype)
         ctx.save_for_backward(*x_columns, *w_columns)
-        return _scaled_mm(rows, w_rows, row_scale, w_row_scale, x.dtype, use_fast_accum=True)
+        return scaled_product(rows, w_rows, row_scale, w_row_scale, x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -114,14 +127,18 @@ class Float8Product(torch.autograd.Function):
         g, g_scale, g_columns, g_column_scale = float8_cast(
             grads[0], per_tensor=ctx.per_tensor, e5m2=ctx.per_tensor
         )
-        grad_x = _exact(g, w, g_scale, w_scale, x_dtype, ctx.per_tensor) if ctx.needs_input_grad[0] else None
+        grad_x = (
+            exact_product(g, w, g_scale, w_scale, x_dtype, ctx.per_tensor)
+            if ctx.needs_input_grad[0]
+            else None
+        )
         grad_w = None
         if ctx.needs_input_grad[1]:
-            grad_w = _exact(g_columns, x, g_column_scale, x_scale, x_dtype, ctx.per_tensor).to(w_dtype)
+            grad_w = exact_product(g_columns, x, g_column_scale, x_scale, x_dtype, ctx.per_tensor).to(w_dtype)
         return grad_x, grad_w, None
 
 
-def _exact(
+def exact_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, per_tensor: bool
 ) -> Tensor:
     """Return a b^T times the scales, with sums in all bits.
@@ -130,14 +147,15 @@ def _exact(
     in one kernel where it is compiled. Powers of two change no bit on the way.
     """
     if per_tensor:
-        return _scaled_mm(a, b, a_scale, b_scale, dtype)
+        return scaled_product(a, b, a_scale, b_scale, dtype)
     one = a_scale.new_ones((1, 1))
-    return (_scaled_mm(a, b, one, one, dtype) * a_scale * b_scale.t()).to(dtype)
+    return (scaled_product(a, b, one, one, dtype) * a_scale * b_scale.t()).to(dtype)
 
 
-def _scaled_mm(
+def scaled_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, use_fast_accum: bool = False
 ) -> Tensor:
+    """Return a b^T times the scales of their rows, or of them as a whole."""
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=use_fast_accum
     )

@@ -21,6 +21,8 @@ OPS = (
     "dba_decode",
     "dequantize",
     "float8_cast",
+    "float8_swiglu",
+    "float8_swiglu_backward",
     "latent_queries",
     "latent_queries_backward",
     "layer_norm",

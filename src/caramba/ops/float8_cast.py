@@ -81,13 +81,20 @@ def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
 torch.library.impl(NAME, "CompositeExplicitAutograd", reference_float8_cast)
 
 
-@torch.library.register_fake(NAME)
-def _(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (m, n), dtype = x.shape, format_of(e5m2)
+def empty_cast(
+    like: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what the cast of a matrix [M, N] is written to."""
+    dtype = format_of(e5m2)
     n_rows, n_columns = (1, 1) if per_tensor else (m, n)
     return (
-        x.new_empty((m, n), dtype=dtype),
-        x.new_empty((n_rows, 1), dtype=torch.float32),
-        x.new_empty((n, m), dtype=dtype),
-        x.new_empty((n_columns, 1), dtype=torch.float32),
+        like.new_empty((m, n), dtype=dtype),
+        like.new_empty((n_rows, 1), dtype=torch.float32),
+        like.new_empty((n, m), dtype=dtype),
+        like.new_empty((n_columns, 1), dtype=torch.float32),
     )
+
+
+@torch.library.register_fake(NAME)
+def _(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty_cast(x, x.shape[0], x.shape[1], per_tensor, e5m2)

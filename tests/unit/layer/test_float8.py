@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from caramba.config.layer import SwiGLULayerConfig
 from caramba.errors import ConfigError
 from caramba.layer import products as products_module
 from caramba.layer.float8 import Float8Linear, Float8Recipe, RecipeName
 from caramba.layer.products import products
-from caramba.ops import backend, float8_cast
+from caramba.ops import backend, float8_cast, float8_swiglu, float8_swiglu_backward
+from caramba.topology import build_node
 
 RECIPES: tuple[RecipeName, ...] = ("rowwise", "tensorwise")
 
@@ -28,11 +30,11 @@ def drawn(*shape: int, seed: int, is_exact: bool) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def gradients(layer: nn.Linear, x: Tensor, grad: Tensor) -> list[Tensor]:
-    """Output and gradients of input, weight and bias."""
+def gradients(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output and gradients of input and parameters."""
     x = x.clone().requires_grad_()
     y = layer(x)
-    return [y, *torch.autograd.grad(y, (x, layer.weight, layer.bias), grad.to(y.dtype))]
+    return [y, *torch.autograd.grad(y, (x, *layer.parameters()), grad.to(y.dtype))]
 
 
 @pytest.mark.parametrize("is_exact", [True, False])
@@ -107,6 +109,48 @@ def test_the_cast_says_what_it_takes_and_holds_its_contract() -> None:
         torch.library.opcheck(
             torch.ops.caramba.float8_cast.default, (torch.randn(16, 32), per_tensor, True), test_utils=tests
         )
+        packed, scales = torch.randn(16, 64), (torch.ones(16, 1), torch.ones(32, 1))
+        torch.library.opcheck(torch.ops.caramba.float8_swiglu.default, (packed, per_tensor), test_utils=tests)
+        given = (torch.randn(16, 32), *scales, packed, per_tensor, per_tensor)
+        torch.library.opcheck(torch.ops.caramba.float8_swiglu_backward.default, given, test_utils=tests)
+    with pytest.raises(ConfigError, match=r"float8_swiglu: packed is .* multiples of 16 rows and 32 columns"):
+        float8_swiglu(torch.ones(16, 48))
+    with pytest.raises(ConfigError, match=r"grad is \(16, 16\) and packed \(16, 64\), expected \[M, F\]"):
+        float8_swiglu_backward(torch.ones(16, 16), *scales, packed)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_swiglu_as_one_function_is_its_parts(recipe: RecipeName, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, grad = (drawn(3, 10, 32, seed=seed, is_exact=False) for seed in (0, 1))
+    found: list[list[Tensor]] = []
+    for op in ("", "float8_swiglu", "float8_swiglu_backward"):
+        if op:
+            monkeypatch.setitem(backend._attached, (op, "cpu"), "triton")
+        torch.manual_seed(0)
+        layer = build_node(SwiGLULayerConfig(d_model=32, d_ff=48)).double()
+        plain = gradients(layer, x, grad)
+        layer.bfloat16()
+        made = Float8Recipe(recipe, "cpu")
+        for name in ("gate", "up", "down"):
+            part = layer.get_submodule(name)
+            assert isinstance(part, nn.Linear)
+            layer.set_submodule(name, Float8Linear(part, made))
+        assert made.has_swiglu == (op == "float8_swiglu_backward"), (
+            "both of its ops have a kernel, or it stays apart"
+        )
+        found.append(gradients(layer, x.bfloat16(), grad))
+        for ours, exact in zip(found[-1], plain, strict=True):
+            assert (ours.double() - exact).norm() < 0.12 * exact.norm()
+    apart, still, fused = found
+    assert all(torch.equal(one, two) for one, two in zip(apart, still, strict=True))
+    for one, two in zip(apart, fused, strict=True):
+        assert (
+            0 < (one - two).norm() < 0.08 * one.norm()
+        )  # one scale for all moves with every rounding of the largest
+    layer.get_submodule("gate").register_forward_hook(lambda *_: None)  # whose layer has to be called
+    assert all(
+        torch.equal(one, two) for one, two in zip(apart, gradients(layer, x.bfloat16(), grad), strict=True)
+    )
 
 
 def test_a_compiled_step_is_one_graph_with_three_casts(monkeypatch: pytest.MonkeyPatch) -> None:
