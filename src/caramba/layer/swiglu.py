@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
+from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
 from caramba.layer.joined import Joined, usable
 from caramba.layer.products import products
@@ -34,7 +35,7 @@ class SwiGLULayer(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, ctx: Context | None = None) -> Tensor:
-        if is_one_function((self.gate, self.up, self.down)):
+        if isinstance(self.gate, Float8Linear) and is_one_function((self.gate, self.up, self.down)):
             return float8_feed_forward(x, self.gate, self.up, self.down)  # pyright: ignore[reportArgumentType]
         joined = self.joined
         gate, up = joined(x) if usable(joined, x) else products(x, (self.gate, self.up))
