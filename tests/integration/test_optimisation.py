@@ -247,7 +247,10 @@ def test_a_gpu_trains_in_float8(recipe: str, manifest: Manifest, tmp_path: Path)
     plain = trained(manifest, tmp_path / "plain", {"dtype": "bfloat16"}, device="cuda")
     assert weights.keys() == plain.keys()
     (event,) = [item for item in read_events(tmp_path / "float8") if item["event"] == "float8"]
-    assert (len(event["layers"]), event["casts"]) == (7, "torchao" if recipe.endswith("hp") else "kernels")
+    assert (len(event["layers"]), event["casts"]) == (
+        7,
+        "torchao" if recipe.endswith("hp") else "kernels, SwiGLU's too",
+    )
     assert any(not torch.equal(weights[name], plain[name]) for name in plain)
     assert all(torch.isfinite(value).all() for value in weights.values())
 
@@ -257,14 +260,15 @@ def test_products_in_float8_go_on_bit_equal_and_near_bfloat16(
 ) -> None:
     everything = ("float32", "bfloat16", "float16", "float8")
     monkeypatch.setattr("caramba.runtime.precision.device_precisions", lambda device: everything)
-    monkeypatch.setitem(backend._attached, ("float8_cast", "cpu"), "triton")  # what casts is the reference
+    for op in ("float8_cast", "float8_swiglu", "float8_swiglu_backward"):
+        monkeypatch.setitem(backend._attached, (op, "cpu"), "triton")  # what casts is the reference
     settings = {**BFLOAT16, "float8": "rowwise", "float8_min_width": 16}
     whole = trained(manifest, tmp_path / "whole", settings)
     with pytest.raises(KeyboardInterrupt):
         trained(manifest, tmp_path / "stopped", settings, stop=SAVED + 1)
     resumed = trained(manifest, tmp_path / "stopped", settings)
     (event,) = [item for item in read_events(tmp_path / "whole") if item["event"] == "float8"]
-    assert (len(event["layers"]), event["casts"], event["left"]) == (7, "kernels", {})
+    assert (len(event["layers"]), event["casts"], event["left"]) == (7, "kernels, SwiGLU's too", {})
     plain = trained(manifest, tmp_path / "plain", BFLOAT16)
     assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
     start = dict(build_model(manifest.model, seed=1).named_parameters())

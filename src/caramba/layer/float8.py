@@ -156,6 +156,10 @@ def scaled_product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype, use_fast_accum: bool = False
 ) -> Tensor:
     """Return a b^T times the scales of their rows, or of them as a whole."""
+    if a_scale.numel() == 1:  # of a whole tensor: a number
+        a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
+    else:
+        b_scale = b_scale.t()
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
-        a, b.t(), scale_a=a_scale, scale_b=b_scale.t(), out_dtype=dtype, use_fast_accum=use_fast_accum
+        a, b.t(), scale_a=a_scale, scale_b=b_scale, out_dtype=dtype, use_fast_accum=use_fast_accum
     )
