@@ -55,17 +55,33 @@ def _beside(part: dict[str, Any]) -> list[str]:
             "",
             f"As transformers comes, torch tries {', '.join(order).lower()}, with the mask that it makes.",
         ]
+    if "over_bf16" in part:
+        lines += ["", *_float8(part)]
     return lines + _verdicts(part.get("musts", []))
+
+
+def _float8(part: dict[str, Any]) -> list[str]:
+    over = ", ".join(f"{name} **{ratio:.3f}x**" for name, ratio in part["over_bf16"].items())
+    changes = {name: change for name, change in part["loss_change"].items() if change}
+    lines = [f"Over our own model in bfloat16 (caramba with `float8={part['float8']}`): {over}."]
+    if changes:
+        said = ", ".join(f"{name} {change:+.4f}" for name, change in changes.items())
+        lines += ["", f"Loss beside bfloat16's after equal first steps from the same weights: {said}."]
+    return lines
 
 
 def _verdicts(musts: list[dict[str, Any]]) -> list[str]:
     """Say of every figure that is asked for whether it was reached; nothing where none are on record."""
     said = [
-        f"{must['got']:.3f} over {must['over']} (must {must['limit']:g}): "
+        f"{must['got']:.3f} over {must['over']}{_by(must)} (must {must['limit']:g}): "
         f"{'met' if must['got'] >= must['limit'] else '**missed**'}"
         for must in musts
     ]
     return ["", f"{'; '.join(said)}."] if said else []
+
+
+def _by(must: dict[str, Any]) -> str:
+    return f", by {must['by']}" if "by" in must else ""
 
 
 def _long(part: dict[str, Any]) -> list[str]:

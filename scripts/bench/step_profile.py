@@ -22,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trace_calls import DEVICE_CATS, cpu_calls, device_calls, load_trace, short_name
+from trace_calls import DEVICE_CATS, FLOAT8, cpu_calls, device_calls, load_trace, short_name
 
 from caramba.runs.files import write_json, write_whole
 
 GAPS = 5
 H200_FLOPS, H200_BYTES = 790e12, 4.26e12  # dense bf16 products as measured; a copy's read and write
+FLOAT8_TIMES = 2  # as many FLOP/s as in bf16, by the peaks of the device
 ADAMW_BYTES = 14  # a parameter: weight, two states and gradient of 2 bytes are read, the first three written
 IDLE = "device idle"
 
@@ -60,7 +61,8 @@ class Work:
 
     def roof_us(self, roofs: Roofs) -> float:
         """Microseconds at the roof; what was faster gathered, and did not read its arguments whole."""
-        return min(self.us, 1e6 * max(self.flops / roofs.flops, self.bytes / roofs.bytes))
+        flops = roofs.flops * (FLOAT8_TIMES if self.kind == FLOAT8 else 1)
+        return min(self.us, 1e6 * max(self.flops / flops, self.bytes / roofs.bytes))
 
 
 def analyse(

@@ -15,10 +15,13 @@ DEVICE_CATS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATS = ("cuda_runtime", "cuda_driver")
 SIZES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "half": 2, "bfloat16": 2, "bool": 1}
 ATTENTION_FLOPS = 2  # 4 B H T S D, half of it causal, per forward; a backward is 2.5 forwards
+FLOAT8 = "float8 products"
 CLASSES = (
     ("attention backward", r"(attention|sdpa|flash|fmha).*(backward|bwd)"),
     ("attention", r"attention|sdpa|flash_fwd|fmha"),
-    ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul|_scaled_mm)$|gemm|nvjet|cutlass"),
+    (FLOAT8, r"^aten::_scaled_mm"),
+    ("float8 casts", r"^caramba::float8_"),
+    ("matrix products", r"^aten::(mm|addmm|bmm|baddbmm|linear|matmul)$|gemm|nvjet|cutlass"),
     ("optimiser", r"adamw?_|lion|list_norms|foreach|multi_tensor"),
     ("compiled elementwise", r"^triton_|^caramba::(rope|swiglu|scale)"),
     ("copies and fills", r"memcpy|memset|aten::(copy_|fill_|zero_|clone|contiguous)"),
@@ -115,6 +118,8 @@ def _call(op: dict[str, Any], us: float, kernels: list[str]) -> Call:
     kind = _class(op["name"], kernels)
     flops = _flops(op["name"], kind, dims)
     moved = _bytes(op["name"], dims, op["args"].get("Input type", []))
+    if kind == "float8 casts":
+        moved += _written_by_cast(op["name"], dims)
     shapes = " x ".join(str(item) for item in dims if _is_shape(item) and len(item) > 1)
     name = op["name"] if op["name"].startswith("triton_") else f"{op['name']} {shapes}".strip()
     return name, kind, us, flops, moved, [short_name(kernel) for kernel in kernels]
@@ -131,7 +136,7 @@ def _class(name: str, kernels: list[str]) -> str:
 def _flops(name: str, kind: str, dims: list[Any]) -> float:
     """FLOPs by the shapes of an op's arguments, 0 where they do not say."""
     shapes = [item for item in dims if _is_shape(item)]
-    if kind == "matrix products":
+    if kind in ("matrix products", FLOAT8):
         pair = [item for item in shapes if len(item) > 1][-2:] if "add" in name else shapes[:2]
         if len(pair) < 2 or len(pair[1]) < 2 or len(pair[0]) < 2:
             return 0.0
@@ -147,6 +152,12 @@ def _flops(name: str, kind: str, dims: list[Any]) -> float:
         forward = ATTENTION_FLOPS * math.prod(q[:3]) * k[2] * (q[3] + v[3]) / 2
         return forward * (1.0 if kind == "attention" else 2.5)
     return 0.0
+
+
+def _written_by_cast(name: str, dims: list[Any]) -> float:
+    """Bytes of a matrix in float8 and its transpose: as many elements as the widest argument has, or half of them."""
+    most = max((math.prod(item) for item in dims if _is_shape(item)), default=0)
+    return float(most if name.endswith("float8_swiglu") else 2 * most)
 
 
 def _bytes(op: str, dims: list[Any], types: list[Any]) -> float:

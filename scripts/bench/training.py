@@ -1,15 +1,18 @@
 """Training steps through caramba's module and Trainer beside bare loops and transformers, in turns in one process.
 
-Parts: `bf16` weights and states in bfloat16, `masters` with float32 masters, `fp8` products in float8 beside our own
-bfloat16, each at every shape; `long` is the peak memory of one sequence under full checkpointing; `profile` the kernels
-of our step at the first shape beside their roofs (step_profile.py). Peers take their turns within a callback of our
+Parts: `bf16` weights and states in bfloat16, `masters` with float32 masters, each at every shape; `fp8` products in
+float8 beside our own bfloat16 at the first shape: `--float8` through the Trainer, all of `--recipes` bare, with the
+losses of their first steps (`rowwise/torchao` leaves the casts to torchao); `long` is the peak memory of one sequence
+under full checkpointing; `profile` the kernels of our step at the first shape beside their roofs (step_profile.py), and
+`profile_fp8` those of the step with `--float8`. Peers take their turns within a callback of our
 Trainer, which stands still meanwhile: LlamaForCausalLM compiled, as it comes and with the attention backend that
 caramba picks; a bare loop with joined products; and our own compiled model without Lightning, callbacks and monitors
 (the overhead is the ratio to that one). Peers read the same batch again and again from the device; our side reads its
 own data. Nobody clips unless --clip.
 
-Usage on a GPU: python scripts/bench/training.py [--parts bf16,masters,fp8,long,profile] [--shapes 8x2048,2x8192]
-    [--seconds 580] [--again] [--out docs/benchmarks/training.json]
+Usage on a GPU: python scripts/bench/training.py [--parts bf16,masters,fp8,long,profile,profile_fp8]
+    [--shapes 8x2048,2x8192] [--float8 rowwise] [--recipes rowwise,tensorwise] [--seconds 580] [--again]
+    [--out docs/benchmarks/training.json]
 The JSON is written after every part. Called again, it measures what is missing: parts of another commit or machine, or
 that failed, are measured anew, and all with --again.
 `--size tiny --steps 2 --turns 2 --out FILE` shows on a CPU that the script works.
@@ -30,8 +33,10 @@ from typing import Any
 import lightning.pytorch as pl
 import step_profile
 import torch
+from training_float8 import RECIPES, float8_of, recipes_of
 from training_plot import draw_training
 from training_sides import (
+    LOSSES,
     Side,
     as_it_comes,
     bare_side,
@@ -54,18 +59,24 @@ from caramba.model import build_stand_in
 from caramba.monitor import device_peak
 from caramba.planning.trial import RandomWindows
 from caramba.runs.files import write_json, write_whole
-from caramba.runtime import choose_attention, device_facts, families_of, plan, release_memory
+from caramba.runtime import (
+    choose_attention,
+    choose_precision,
+    device_facts,
+    families_of,
+    plan,
+    release_memory,
+)
 from caramba.train import PhaseData, fit
 
 SIZES = {"1b": "llama32_1b", "tiny": "tiny"}
 SHAPES = {"1b": "8x2048,2x8192", "tiny": "1x16,1x32"}
 LONG = {"1b": "65536", "tiny": "64"}
-PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 75.0, "long": 40.0, "profile": 60.0}
+PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 120.0, "long": 40.0, "profile": 60.0, "profile_fp8": 60.0}
 """What a part takes at least, compilation included: it is not begun with less left."""
 KEYS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "masters": {"master_weights": True},
-    "fp8": {"float8": "rowwise"},
 }
 THEIRS, THEIRS_OUR_WAY, BARE, OURS_BARE = (
     "transformers",
@@ -76,11 +87,12 @@ THEIRS, THEIRS_OUR_WAY, BARE, OURS_BARE = (
 SIDES = {
     "bf16": (THEIRS, THEIRS_OUR_WAY, BARE, OURS_BARE),
     "masters": (BARE, OURS_BARE),  # whose target is a bare loop with masters
-    "fp8": (OURS_BARE,),
+    "fp8": (OURS_BARE,),  # and every recipe bare
 }
+FLOAT8_TURNS = 4
 MUST = {BARE: 0.98, OURS_BARE: 0.98}
 MUST_THEIRS = {2048: 1.15, 8192: 1.5}
-MUST_FP8, MUST_SPARE = 1.15, 0.3
+MUST_SPARE = 0.3
 
 
 class Bench:
@@ -126,7 +138,7 @@ class Bench:
             )
 
     def sides(self, part: str, batch: int, length: int) -> dict[str, Side]:
-        """What a part is measured beside; float8 only beside our own model in bfloat16."""
+        """What a part is measured beside; float8 only beside our own model, in bfloat16 and by every recipe."""
         drawn = torch.randint(self.spec.embedder.vocab_size, (batch, length + 1), device=self.device)
         x, y = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
         options: dict[str, Any] = {"has_masters": part == "masters", "clip": self.words.clip}
@@ -139,22 +151,30 @@ class Bench:
             BARE: lambda: bare_side(self.spec, x, y, self.compiled, **options),
             OURS_BARE: lambda: ours_bare(self.spec, x, y, self.compiled, **options),
         }
-        return {name: made[name]() for name in SIDES[part]}
+        sides = {name: made[name]() for name in SIDES[part]}
+        for name, recipe in recipes_of(self.words.recipes, self.device) if part == "fp8" else ():
+            sides[name] = ours_bare(self.spec, x, y, self.compiled, float8=recipe, **options)
+        return sides
 
     def beside(self, part: str, batch: int, length: int, deadline: float) -> dict[str, Any]:
         """Measure our step and its peers at one shape."""
+        keys = {"float8": self.words.float8} if part == "fp8" else KEYS[part]
+        phase = self.phase(batch, length, **keys)
+        choose_precision(phase, self.device)  # refused before anything is made
+        sides = self.sides(part, batch, length)
         turns = Turns(
-            self.sides(part, batch, length),
+            sides,
             self.device,
             steps=self.words.steps,
-            turns=self.words.turns,
+            turns=min(self.words.turns, FLOAT8_TURNS) if part == "fp8" else self.words.turns,
             deadline=deadline,
             tokens=batch * length,
         )
         with attention_backends(self.device, self.choice):
-            self.train(self.phase(batch, length, **KEYS[part]), turns)
+            self.train(phase, turns)
         peak = device_peak(self.device, "bfloat16", None)
         ratios = ratios_of(turns)
+        about = float8_of(turns, sides, OURS_BARE, self.words.float8) if part == "fp8" else {}
         return {
             "part": part,
             "batch": batch,
@@ -164,6 +184,7 @@ class Bench:
             "ratios": ratios,
             "musts": musts_of(part, length, ratios),
             "transformers_attention": [backend.name for backend in self.torchs_own],
+            **about,
         }
 
     def flops_per_token(self, length: int) -> float:
@@ -191,19 +212,23 @@ class Bench:
             **found,
         }
 
-    def profile(self, batch: int, length: int) -> dict[str, Any]:
+    def profile(self, part: str, batch: int, length: int) -> dict[str, Any]:
         """Trace steps of ours and hold their kernels against the roofs; the report lies beside the JSON."""
         trace = self.words.trace or Path(tempfile.gettempdir()) / f"training_{batch}x{length}.trace.json.gz"
+        if is_float8 := part == "profile_fp8":
+            trace = trace.with_name(f"float8_{trace.name}")
+        phase = self.phase(batch, length, **({"float8": self.words.float8} if is_float8 else {}))
         with attention_backends(self.device, self.choice):
-            self.train(self.phase(batch, length), traced := Traced(trace, self.device))
+            self.train(phase, traced := Traced(trace, self.device))
         found = step_profile.report(
             trace,
             Traced.STEPS,
             traced.step_ms,
             step_profile.roofs_of(self.device, model_cost(self.spec).params),
-            self.words.out.with_name(f"{self.words.out.stem}_profile.json"),
+            self.words.out.with_name(f"{self.words.out.stem}_{part}.json"),
             {
-                "made_by": "python scripts/bench/training.py --parts profile",
+                "made_by": f"python scripts/bench/training.py --parts {part}",
+                "float8": phase.float8,
                 "machine": device_facts(self.device),
                 "model": SIZES[self.words.size],
                 "batch": batch,
@@ -211,12 +236,14 @@ class Bench:
                 "commit": head_commit(),
             },
         )
-        return {"part": "profile", "batch": batch, "tokens": length, **found}
+        return {"part": part, "batch": batch, "tokens": length, **found}
 
 
 def musts_of(part: str, length: int, ratios: dict[str, float]) -> list[dict[str, Any]]:
-    """Return what the ratios of a part are held against."""
-    limits = {OURS_BARE: MUST_FP8} if part == "fp8" else MUST | {THEIRS: MUST_THEIRS.get(length)}
+    """Return what the ratios of a part are held against; float8 has its own, over bfloat16."""
+    if part == "fp8":
+        return []
+    limits = MUST | {THEIRS: MUST_THEIRS.get(length)}
     return [
         {"over": name, "limit": limit, "got": ratios[name]}
         for name, limit in limits.items()
@@ -245,6 +272,12 @@ def main() -> int:
     parser.add_argument("--shapes", help="BATCHxTOKENS, several with commas")
     parser.add_argument("--steps", type=int, default=10, help="of a side's turn")
     parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument(
+        "--float8", default="rowwise", help="recipe of `fp8` and `profile_fp8` through the Trainer"
+    )
+    parser.add_argument(
+        "--recipes", default=RECIPES, help="of `fp8` bare; NAME/torchao leaves casts to torchao"
+    )
     parser.add_argument("--clip", type=float, help="clip all sides by this norm")
     parser.add_argument("--long-tokens", help="lengths of `long`, several with commas")
     parser.add_argument("--seconds", type=float, default=580.0, help="after which no further part is begun")
@@ -306,10 +339,11 @@ def todo_of(bench: Bench, words: Any, deadline: float) -> list[tuple[str, str, C
             todo += [
                 (f"long 1x{length}", part, lambda length=length: bench.long(length)) for length in lengths
             ]
-        elif part == "profile":
+        elif part in ("profile", "profile_fp8"):
             batch, length = shapes[0]
-            todo.append((f"profile {batch}x{length}", part, functools.partial(bench.profile, batch, length)))
-        elif part in KEYS:
+            run = functools.partial(bench.profile, part, batch, length)
+            todo.append((f"{part} {batch}x{length}", part, run))
+        elif part in SIDES:
             for batch, length in shapes[:1] if part == "fp8" else shapes:
                 run = functools.partial(bench.beside, part, batch, length, deadline)
                 todo.append((f"{part} {batch}x{length}", part, run))
@@ -328,10 +362,15 @@ def said(found: dict[str, Any]) -> str:
         mfu = "" if row["mfu"] is None else f", {row['mfu']:.1%} MFU"
         peak = "" if row["peak_bytes"] is None else f", {row['peak_bytes'] / 2**30:.1f} GiB"
         ratio = f", ours is {found['ratios'][name]:.3f}x" if name in found["ratios"] else ""
+        over = found.get("over_bf16", {}).get(name)
+        ratio += f", {over:.3f}x bf16" if over else ""
+        change = found.get("loss_change", {}).get(name)
+        ratio += f", loss after {LOSSES} steps {change:+.4f}" if change else ""
         lines.append(f"\n  {name}: {row['tokens_per_s']:,.0f} tokens/s{mfu}{peak}{ratio}")
     for must in found["musts"]:
         verdict = "met" if must["got"] >= must["limit"] else "MISSED"
-        lines.append(f"\n  {must['got']:.3f}x {must['over']}, must {must['limit']}x: {verdict}")
+        by = f" by {must['by']}" if "by" in must else ""
+        lines.append(f"\n  {must['got']:.3f}x {must['over']}{by}, must {must['limit']}x: {verdict}")
     return "".join(lines)
 
 

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from caramba.config.model import ModelSpec
 from caramba.distill import LanguageModelObjective
 from caramba.export.llama import llama_config
+from caramba.layer.float8 import Float8Linear, Float8Recipe
 from caramba.model import build_stand_in
 from caramba.optim import clip_gradients
+from caramba.train.callbacks.float8 import float8_layers
 
 
 class BareBlock(nn.Module):
@@ -107,6 +109,7 @@ class Masters:
 
 
 Loss = Callable[[], Tensor]
+LOSSES = 20  # of as many first steps, kept
 
 
 class Side:
@@ -125,6 +128,7 @@ class Side:
         surroundings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ):
         self.net, self.run_backward, self.clip = net, backward, clip
+        self.losses: list[Tensor] = []
         self.surroundings = surroundings
         weights = list(net.parameters())
         self.weights = weights
@@ -210,15 +214,36 @@ def bare_side(spec: ModelSpec, x: Tensor, y: Tensor, compiled: bool, **options: 
     return Side(net, lambda: call(x, y).backward(), **options)
 
 
-def ours_bare(spec: ModelSpec, x: Tensor, y: Tensor, compiled: bool, **options: Any) -> Side:
-    """Our own model with the objective and the compiled regions that a phase uses, without Lightning around it."""
+def ours_bare(
+    spec: ModelSpec,
+    x: Tensor,
+    y: Tensor,
+    compiled: bool,
+    *,
+    float8: Float8Recipe | None = None,
+    least_width: int = 1024,
+    **options: Any,
+) -> Side:
+    """Our own model with the objective and the compiled regions that a phase uses, without Lightning around it.
+
+    With `float8`, products of the layers that a phase would choose are of such numbers. The losses of the first
+    `LOSSES` steps are kept.
+    """
     net = build_stand_in(spec, x.device).to(torch.bfloat16).train()
+    if float8 is not None:
+        for name, layer in float8_layers(net, least_width)[0].items():
+            net.set_submodule(name, Float8Linear(layer, float8))
     objective = LanguageModelObjective(net)
     if compiled:
         for module in objective.compilable():
             module.forward = torch.compile(module.forward)
-    return Side(net, lambda: _step(objective, x, y), **options)
+    losses: list[Tensor] = []
 
+    def backward() -> None:
+        found = objective.step((x, y), lambda loss: loss.backward())
+        if len(losses) < LOSSES:
+            losses.append(found["loss"].detach().clone())
 
-def _step(objective: LanguageModelObjective, x: Tensor, y: Tensor) -> None:
-    objective.step((x, y), lambda loss: loss.backward())
+    side = Side(net, backward, **options)
+    side.losses = losses
+    return side

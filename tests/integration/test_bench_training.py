@@ -11,6 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from caramba.launch.freeze import freeze
+from caramba.ops import backend
 from caramba.monitor import PeakMemory
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +50,41 @@ def test_parts_are_measured_once_and_said(
     assert json.loads(out.read_text())["parts"]["bf16 1x16"] == part
     slower = {"over": "transformers", "limit": 1.15, "got": 0.985}
     assert training.musts_of("bf16", 2048, {"transformers": 0.985}) == [slower]
-    assert training.musts_of("fp8", 2048, {"our model bare": 1.2}) == [
-        {"over": "our model bare", "limit": 1.15, "got": 1.2}
-    ]
+
+
+def test_recipes_of_float8_take_turns_and_the_best_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    sides, turns, float8, sections = (
+        importlib.import_module(f"{name}")
+        for name in ("training_sides", "training_turns", "training_float8", "sections_training")
+    )
+    monkeypatch.setitem(backend._attached, ("float8_cast", "cpu"), "triton")
+    spec = freeze(["model=tiny", "train=pretrain", "settings.instrument=none"]).manifest.model
+    x = torch.randint(spec.embedder.vocab_size, (1, 17), generator=torch.Generator().manual_seed(0))
+    given = {"has_masters": False, "clip": None, "least_width": 16}
+    batch = (spec, x[:, :-1], x[:, 1:], False)
+    made = {"bf16": sides.ours_bare(*batch, **given)}
+    for name, recipe in float8.recipes_of("rowwise,rowwise/torchao", torch.device("cpu")):
+        made[name] = sides.ours_bare(*batch, float8=recipe, **given)
+    assert list(made) == ["bf16", "float8 rowwise, cast by kernels", "float8 rowwise, cast by torchao"]
+    for side in made.values():
+        side.step()
+        side.step()
+    ran = turns.Turns(made, torch.device("cpu"), steps=1, turns=1, deadline=0.0, tokens=16)
+    for seconds, name in zip((3.0, 2.9, 2.0, 4.0), ran.seconds, strict=True):
+        ran.seconds[name] = [seconds]
+    found = float8.float8_of(ran, made, "bf16", "rowwise")
+    ours, theirs = list(found["over_bf16"].items())[1:]
+    assert (ours[1], theirs[1]) == (2.9 / 2.0, 2.9 / 4.0)
+    assert found["musts"] == [{"over": "bf16", "limit": 1.15, "got": 2.9 / 2.0, "by": ours[0]}]
+    assert found["losses"][ours[0]] == found["losses"][theirs[0]], "the same numbers"
+    assert 0 < abs(found["loss_change"][ours[0]]) < 0.01
+    part = {"part": "fp8", "batch": 1, "tokens": 16, "clip": None, "steps_a_turn": 1, "ratios": {}, **found}
+    rows = turns.rows_of(ran, 1.0, None)
+    page = "\n".join(sections._beside(part | {"rows": rows}))
+    assert "float8 rowwise, cast by kernels **1.450x**" in page
+    assert "1.450 over bf16, by float8 rowwise, cast by kernels (must 1.15): met" in page
 
 
 def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from caramba import kernels
 from caramba.config.lower import lower_file
 from caramba.config.manifest import Manifest
 from caramba.config.parse import parse_manifest
@@ -21,6 +22,7 @@ from caramba.data import TokenDataset
 from caramba.distill import Backward, Batch, LanguageModelObjective
 from caramba.errors import CarambaError
 from caramba.model import build_model
+from caramba.ops import backend
 from caramba.runs.events import read_events
 from caramba.runtime import Decision, plan
 from caramba.train import PhaseData, fit, state_path
@@ -236,13 +238,40 @@ def test_a_gpu_stops_a_step_late_and_saves_nothing_of_it(manifest: Manifest, tmp
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0), reason="no float8 here"
 )
-def test_a_gpu_trains_in_float8(manifest: Manifest, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise", "rowwise_with_gw_hp"])
+def test_a_gpu_trains_in_float8(recipe: str, manifest: Manifest, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    settings = {"dtype": "bfloat16", "float8": "rowwise", "float8_min_width": 16}
+    kernels.load("cuda")
+    settings = {"dtype": "bfloat16", "float8": recipe, "float8_min_width": 16, "compile_model": True}
     weights = trained(manifest, tmp_path / "float8", settings, device="cuda")
     plain = trained(manifest, tmp_path / "plain", {"dtype": "bfloat16"}, device="cuda")
     assert weights.keys() == plain.keys()
     (event,) = [item for item in read_events(tmp_path / "float8") if item["event"] == "float8"]
-    assert len(event["layers"]) == 7
+    assert (len(event["layers"]), event["casts"]) == (
+        7,
+        "torchao" if recipe.endswith("hp") else "kernels, SwiGLU's too",
+    )
     assert any(not torch.equal(weights[name], plain[name]) for name in plain)
     assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+def test_products_in_float8_go_on_bit_equal_and_near_bfloat16(
+    manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = ("float32", "bfloat16", "float16", "float8")
+    monkeypatch.setattr("caramba.runtime.precision.device_precisions", lambda device: everything)
+    for op in ("float8_cast", "float8_swiglu", "float8_swiglu_backward"):
+        monkeypatch.setitem(backend._attached, (op, "cpu"), "triton")  # what casts is the reference
+    settings = {**BFLOAT16, "float8": "rowwise", "float8_min_width": 16}
+    whole = trained(manifest, tmp_path / "whole", settings)
+    with pytest.raises(KeyboardInterrupt):
+        trained(manifest, tmp_path / "stopped", settings, stop=SAVED + 1)
+    resumed = trained(manifest, tmp_path / "stopped", settings)
+    (event,) = [item for item in read_events(tmp_path / "whole") if item["event"] == "float8"]
+    assert (len(event["layers"]), event["casts"], event["left"]) == (7, "kernels, SwiGLU's too", {})
+    plain = trained(manifest, tmp_path / "plain", BFLOAT16)
+    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    start = dict(build_model(manifest.model, seed=1).named_parameters())
+    moved = sum((plain[name] - start[name].detach()).square().sum() for name in plain)
+    apart = sum((plain[name] - whole[name]).square().sum() for name in plain)
+    assert 0 < apart < 0.2 * moved

@@ -200,11 +200,15 @@ class PhaseConfig(Config):
     activation_offload: bool = Field(
         default=False, description="what a backward needs waits for it in the host's memory"
     )
-    float8: Literal["none", "rowwise", "tensorwise"] = Field(
+    float8: Literal["none", "rowwise", "tensorwise", "rowwise_with_gw_hp"] = Field(
         default="none",
-        description="torchao's recipe for matrix products of wide linear layers, on GPUs that have it",
+        description="matrix products of wide linear layers in float8, scaled by row, as whole tensors, or by row with "
+        "gradients of weights from bfloat16 (torchao's recipes), on GPUs that have it",
     )
-    float8_min_width: Positive = Field(default=1024, description="of the narrower side of such a layer")
+    float8_min_width: Positive = Field(
+        default=1024,
+        description="of the narrower side of such a layer, or of layers that a compiled step makes one product of",
+    )
     tf32: bool = Field(default=False, description="float32 matrix products in TF32, on GPUs that have it")
     compile_model: Annotated[
         bool | Literal["auto", "default", "reduce-overhead", "max-autotune"],

@@ -16,6 +16,8 @@ from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.dequantize import dequantize
+from caramba.ops.float8_cast import float8_cast
+from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
 from caramba.ops.latent_queries import has_narrow_queries, latent_queries
@@ -46,6 +48,9 @@ __all__ = [
     "dba_append",
     "dba_decode",
     "dequantize",
+    "float8_cast",
+    "float8_swiglu",
+    "float8_swiglu_backward",
     "fused_decode_available",
     "get_backend_info",
     "hadamard",

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import lightning.pytorch as pl
 from torch import nn
 
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.layer.float8 import TILE, Float8Linear, Float8Recipe, RecipeName
+from caramba.layer.joined import Joins
 from caramba.runs.events import append_event
 from caramba.train.callbacks.while_training import WhileTraining
 
-TILE = 16  # of both widths, which the hardware's products are made of
-
 
 class Float8Products(WhileTraining):
-    """Replaces linear layers by torchao's, whose products of forward and backward are in float8, before anything is
-    compiled, and puts plain ones in their place at the end. Parameters stay the same objects under the same names.
+    """Replaces linear layers by ones whose products of forward and backward are in float8, before anything is
+    compiled, and puts the plain ones back at the end. Parameters stay the same objects under the same names.
 
-    Layers whose narrower side is below `least_width`, or no multiple of 16, stay as they are: what casting and scaling
-    cost, a small product does not save. The head and embeddings are no such layers.
+    Layers of one input, which a compiled step makes one product of, are as wide as that product. What is narrower than
+    `least_width` on a side, or no multiple of 16, stays as it is: what casting and scaling cost, a small product does
+    not save. The head and embeddings are no such layers.
 
     Reference: Micikevicius et al., 2022, arXiv:2209.05433 (the formats).
     """
@@ -32,19 +32,22 @@ class Float8Products(WhileTraining):
         self._plain: dict[str, nn.Module] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        convert = _converter(self.recipe)
-        layers = float8_layers(self.model, self.least_width)
+        layers, left = float8_layers(self.model, self.least_width)
         if not layers:
             raise ConfigError(
                 f"float8={self.recipe}: no linear layer is at least {self.least_width} wide on both sides, in "
                 f"multiples of {TILE}; lower float8_min_width, or use float8=none"
             )
+        recipe = Float8Recipe(cast(RecipeName, self.recipe), trainer.strategy.root_device)
         for name, layer in layers.items():
             self._plain[name] = layer
-            self.model.set_submodule(name, convert(layer))
+            self.model.set_submodule(name, Float8Linear(layer, recipe))
         if trainer.is_global_zero:
-            append_event(self.run_dir, "float8", recipe=self.recipe, layers=list(layers))
-        logger.info(f"float8 {self.recipe}: {len(layers)} linear layers")
+            append_event(
+                self.run_dir, "float8", recipe=self.recipe, casts=recipe.casts, layers=list(layers), left=left
+            )
+        also = f", {len(left)} stay as they are: {_few(list(left))}" if left else ""
+        logger.info(f"float8 {self.recipe}: {len(layers)} linear layers, cast by {recipe.casts}{also}")
 
     def restore(self) -> None:
         for name, layer in self._plain.items():
@@ -52,23 +55,37 @@ class Float8Products(WhileTraining):
         self._plain = {}
 
 
-def float8_layers(model: nn.Module, least_width: int) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model that are wide enough for float8, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear  # not a LinearLayer, which is a node and takes a context
-        and name.split(".")[0] != "head"
-        and min(module.weight.shape) >= least_width
-        and not any(width % TILE for width in module.weight.shape)
-    }
+def float8_layers(model: nn.Module, least_width: int) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+    """Return the linear layers of a model that are wide enough for float8, by name, and why the others are not."""
+    joined = _joined_widths(model)
+    chosen: dict[str, nn.Linear] = {}
+    left: dict[str, str] = {}
+    for name, module in model.named_modules():
+        # Not a LinearLayer, which is a node and takes a context.
+        if type(module) is not nn.Linear or name.split(".")[0] == "head":
+            continue
+        n_out, n_in = module.weight.shape
+        if n_out % TILE or n_in % TILE:
+            left[name] = f"{n_in} to {n_out} features, of which one is no multiple of {TILE}"
+        elif min(joined.get(id(module), n_out), n_in) < least_width:
+            left[name] = f"{n_in} to {n_out} features, of which one is below {least_width}"
+        else:
+            chosen[name] = module
+    return chosen, left
 
 
-def _converter(recipe: str) -> Callable[[nn.Linear], nn.Module]:
-    from torchao.float8 import (  # pyright: ignore[reportMissingImports] - optional, and slow to import
-        Float8LinearConfig,
-        convert_to_float8_training,
-    )
+def _joined_widths(model: nn.Module) -> dict[int, int]:
+    """Return id of a layer -> features of the one product that it is a part of, where all its parts can be cast."""
+    found: dict[int, int] = {}
+    for owner in model.modules():
+        if isinstance(owner, Joins):
+            assert isinstance(owner, nn.Module)
+            layers = [owner.get_submodule(name) for name in owner.joins]
+            plain = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(plain) == len(layers) and not any(layer.out_features % TILE for layer in plain):
+                found |= {id(layer): sum(one.out_features for one in plain) for layer in plain}
+    return found
 
-    config: Any = Float8LinearConfig.from_recipe_name(recipe)
-    return lambda layer: convert_to_float8_training(layer, config=config)
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

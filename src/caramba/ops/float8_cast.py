@@ -1,0 +1,100 @@
+"""The op `caramba::float8_cast`: a matrix and its transpose in float8, scaled by rows or as a whole."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+
+NAME = "caramba::float8_cast"
+LEAST_AMAX = 1e-12  # of what a scale is made for, as in torchao
+TILE = 16  # of both sides of a float8 product, which the hardware's are made of
+
+torch.library.define(
+    NAME,
+    "(Tensor x, bool per_tensor, bool e5m2) -> (Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)",
+)
+
+
+def float8_cast(
+    x: Tensor, *, per_tensor: bool = False, e5m2: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x and its transpose in float8, each with what undoes its scale: x[m, n] is about
+
+        rows[m, n] row_scale[m] = columns[n, m] column_scale[n]
+
+    A scale takes the largest magnitude of a row of x, or of a column for the transpose, to at most the largest of the
+    format, and is a power of two; with `per_tensor` there is one for all of x, which is none. Where x is not finite, so
+    is what it becomes.
+
+    Shape: x [M, N], M and N multiples of 16 -> rows [M, N], row_scale [M, 1], columns [N, M], column_scale [N, 1];
+    with `per_tensor` both scales [1, 1]. dtype: float8_e4m3fn, or float8_e5m2, and scales in float32.
+
+    Raises:
+        ConfigError: not such a matrix.
+
+    Reference: Micikevicius et al., 2022, arXiv:2209.05433.
+    """
+    if x.dim() != 2 or not x.is_floating_point() or x.shape[0] % TILE or x.shape[1] % TILE or not x.numel():
+        raise ConfigError(
+            f"float8_cast: x is {x.dtype} of shape {tuple(x.shape)}, expected a floating matrix with both sides "
+            f"multiples of {TILE}"
+        )
+    return torch.ops.caramba.float8_cast.default(x, per_tensor, e5m2)
+
+
+def format_of(e5m2: bool) -> torch.dtype:
+    """Return the format: three bits of mantissa, or two and a wider range."""
+    return torch.float8_e5m2 if e5m2 else torch.float8_e4m3fn
+
+
+def reference_float8_cast(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute the op in plain PyTorch."""
+    wide, dtype = x.float(), format_of(e5m2)
+    if per_tensor:
+        scale = torch.finfo(dtype).max / _amax(wide).reshape(1, 1)
+        cast = _cast(wide * scale, dtype)
+        return cast, scale.reciprocal(), cast.t().contiguous(), scale.reciprocal()
+    by_row, by_column = (_power_of_two(torch.finfo(dtype).max / _amax(wide, dim)) for dim in (1, 0))
+    columns = _cast(wide * by_column, dtype).t().contiguous()
+    return _cast(wide * by_row, dtype), by_row.reciprocal(), columns, by_column.reciprocal().t().contiguous()
+
+
+def _amax(wide: Tensor, dim: int | None = None) -> Tensor:
+    """The largest magnitude, NaN left out: it stays NaN in its own place, and need not be in others."""
+    known = wide.abs().nan_to_num(nan=0.0, posinf=torch.inf)
+    return (known.amax() if dim is None else known.amax(dim, keepdim=True)).clamp(min=LEAST_AMAX)
+
+
+def _power_of_two(scale: Tensor) -> Tensor:
+    """Round a scale down to a power of two: its bits without those of the mantissa."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _cast(scaled: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast with saturation: what a rounded scale took beyond the largest number becomes that; NaN stays."""
+    most = torch.finfo(dtype).max
+    return scaled.clamp(-most, most).to(dtype)
+
+
+torch.library.impl(NAME, "CompositeExplicitAutograd", reference_float8_cast)
+
+
+def empty_cast(
+    like: Tensor, m: int, n: int, per_tensor: bool, e5m2: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what the cast of a matrix [M, N] is written to."""
+    dtype = format_of(e5m2)
+    n_rows, n_columns = (1, 1) if per_tensor else (m, n)
+    return (
+        like.new_empty((m, n), dtype=dtype),
+        like.new_empty((n_rows, 1), dtype=torch.float32),
+        like.new_empty((n, m), dtype=dtype),
+        like.new_empty((n_columns, 1), dtype=torch.float32),
+    )
+
+
+@torch.library.register_fake(NAME)
+def _(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return empty_cast(x, x.shape[0], x.shape[1], per_tensor, e5m2)

@@ -1,0 +1,95 @@
+"""The ops `caramba::float8_swiglu` and its backward: what SwiGLU makes, in float8 without going through 16 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.float8_cast import TILE, empty_cast, reference_float8_cast
+
+NAME = "caramba::float8_swiglu"
+RETURNS = "(Tensor rows, Tensor row_scale, Tensor columns, Tensor column_scale)"
+Cast = tuple[Tensor, Tensor, Tensor, Tensor]
+
+torch.library.define(NAME, f"(Tensor packed, bool per_tensor) -> {RETURNS}")
+torch.library.define(
+    f"{NAME}_backward",
+    f"(Tensor grad, Tensor grad_scale, Tensor column_scale, Tensor packed, bool per_tensor, bool e5m2) -> {RETURNS}",
+)
+
+
+def float8_swiglu(packed: Tensor, *, per_tensor: bool = False) -> Cast:
+    """Return silu(gate) * up and its transpose as `float8_cast` does, of gate and up side by side.
+
+    Shape: packed [M, 2F], M and F multiples of 16 -> rows [M, F], row_scale [M, 1], columns [F, M],
+    column_scale [F, 1]; with `per_tensor` both scales [1, 1].
+
+    Raises:
+        ConfigError: not such a matrix.
+    """
+    _check(packed)
+    return torch.ops.caramba.float8_swiglu.default(packed, per_tensor)
+
+
+def float8_swiglu_backward(
+    grad: Tensor, grad_scale: Tensor, column_scale: Tensor, packed: Tensor, *, per_tensor: bool = False
+) -> Cast:
+    """Return the gradient of gate and up side by side, for the gradient grad[m, f] grad_scale[m] column_scale[f] of
+    silu(gate) * up, as `float8_cast` does. With `per_tensor` that is in e5m2, and the gradient is grad itself.
+
+    Shape: grad [M, F], grad_scale [M, 1], column_scale [F, 1], packed [M, 2F] -> rows [M, 2F], columns [2F, M].
+
+    Raises:
+        ConfigError: not such matrices.
+    """
+    _check(packed)
+    if grad.shape != (packed.shape[0], packed.shape[1] // 2):
+        raise ConfigError(
+            f"float8_swiglu: grad is {tuple(grad.shape)} and packed {tuple(packed.shape)}, expected [M, F] and [M, 2F]"
+        )
+    return torch.ops.caramba.float8_swiglu_backward.default(
+        grad, grad_scale, column_scale, packed, per_tensor, per_tensor
+    )
+
+
+def _check(packed: Tensor) -> None:
+    sides = packed.shape
+    if packed.dim() != 2 or sides[0] % TILE or sides[1] % (2 * TILE) or not packed.numel():
+        raise ConfigError(
+            f"float8_swiglu: packed is {packed.dtype} of shape {tuple(sides)}, expected a matrix with multiples "
+            f"of {TILE} rows and {2 * TILE} columns"
+        )
+
+
+def reference_float8_swiglu(packed: Tensor, per_tensor: bool) -> Cast:
+    """Compute the op in plain PyTorch."""
+    gate, up = packed.float().chunk(2, dim=-1)
+    return reference_float8_cast(gate * torch.sigmoid(gate) * up, per_tensor, False)
+
+
+def reference_float8_swiglu_backward(
+    grad: Tensor, grad_scale: Tensor, column_scale: Tensor, packed: Tensor, per_tensor: bool, e5m2: bool
+) -> Cast:
+    """Compute the op in plain PyTorch."""
+    wide = grad.float() if per_tensor else grad.float() * grad_scale * column_scale.t()
+    gate, up = packed.float().chunk(2, dim=-1)
+    share = torch.sigmoid(gate)
+    both = torch.cat((wide * up * share * (1 + gate * (1 - share)), wide * gate * share), dim=-1)
+    return reference_float8_cast(both, per_tensor, e5m2)
+
+
+torch.library.impl(NAME, "CompositeExplicitAutograd", reference_float8_swiglu)
+torch.library.impl(f"{NAME}_backward", "CompositeExplicitAutograd", reference_float8_swiglu_backward)
+
+
+@torch.library.register_fake(NAME)
+def _(packed: Tensor, per_tensor: bool) -> Cast:
+    return empty_cast(packed, packed.shape[0], packed.shape[1] // 2, per_tensor, False)
+
+
+@torch.library.register_fake(f"{NAME}_backward")
+def _(
+    grad: Tensor, grad_scale: Tensor, column_scale: Tensor, packed: Tensor, per_tensor: bool, e5m2: bool
+) -> Cast:
+    return empty_cast(packed, packed.shape[0], packed.shape[1], per_tensor, e5m2)
