@@ -16,6 +16,7 @@ LAUNCHERS: dict[str, str] = {
     "rms_norm": "caramba.kernels.triton.norm:rms_norm",
     "rms_norm_backward": "caramba.kernels.triton.norm:rms_norm_backward",
     "rope": "caramba.kernels.triton.rope:rope",
+    "row_linear": "caramba.kernels.triton.row_linear:row_linear",
     "swiglu": "caramba.kernels.triton.swiglu:swiglu",
     "swiglu_backward": "caramba.kernels.triton.swiglu:swiglu_backward",
     "swiglu_packed": "caramba.kernels.triton.swiglu:swiglu_packed",

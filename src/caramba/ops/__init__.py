@@ -24,6 +24,7 @@ from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
 from caramba.ops.rope import rope
+from caramba.ops.row_linear import row_linear, rows_fit
 from caramba.ops.swiglu import swiglu
 
 __all__ = [
@@ -56,6 +57,8 @@ __all__ = [
     "quantize",
     "rms_norm",
     "rope",
+    "row_linear",
+    "rows_fit",
     "stored_format",
     "swiglu",
 ]

@@ -31,6 +31,7 @@ OPS = (
     "rms_norm",
     "rms_norm_backward",
     "rope",
+    "row_linear",
     "swiglu",
     "swiglu_backward",
     "swiglu_packed",
