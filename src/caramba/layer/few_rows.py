@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from caramba.layer.joined import Joined
 from caramba.layer.rms_norm import RMSNorm
-from caramba.ops import has_kernel, row_linear, rows_fit
+from caramba.ops import has_kernel, row_linear, rows_fit, weight_fits
 
 FEW_ROWS = 4
 """Rows up to which products by `row_linear` are taken: with more, arithmetic takes longer than reading the weights."""
@@ -42,7 +42,7 @@ def are_plain(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
         for one in (layer.weight, layer.bias):
             if one is not None and (type(one) is not nn.Parameter or one.dtype != dtype):
                 return False
-        if not rows_fit(layer.weight[:1], layer.weight):
+        if not weight_fits(layer.weight):
             return False
     return True
 

@@ -24,7 +24,7 @@ from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
 from caramba.ops.rope import rope
-from caramba.ops.row_linear import row_linear, rows_fit
+from caramba.ops.row_linear import row_linear, rows_fit, weight_fits
 from caramba.ops.swiglu import swiglu
 
 __all__ = [
@@ -61,4 +61,5 @@ __all__ = [
     "rows_fit",
     "stored_format",
     "swiglu",
+    "weight_fits",
 ]

@@ -57,14 +57,13 @@ def row_linear(
 
 def rows_fit(x: Tensor, weight: Tensor) -> bool:
     """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, rows of the weight contiguous."""
-    width = x.shape[-1]
+    return 0 < x.numel() <= MAX_ROWS * x.shape[-1] and x.dtype == weight.dtype and weight_fits(weight)
+
+
+def weight_fits(weight: Tensor) -> bool:
+    """Whether kernels take a weight."""
     return (
-        0 < x.numel() <= MAX_ROWS * width
-        and width <= WIDEST
-        and x.dtype in NARROW
-        and x.dtype == weight.dtype
-        and weight.dim() == 2
-        and weight.is_contiguous()
+        weight.dtype in NARROW and weight.dim() == 2 and weight.shape[1] <= WIDEST and weight.is_contiguous()
     )
 
 
