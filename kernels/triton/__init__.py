@@ -10,6 +10,7 @@ LAUNCHERS: dict[str, str] = {
     "layer_norm_backward": "caramba.kernels.triton.norm:layer_norm_backward",
     "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",
     "latent_queries_backward": "caramba.kernels.triton.latent_queries:latent_queries_backward",
+    "likeliest": "caramba.kernels.triton.likeliest:likeliest",
     "lion_step": "caramba.kernels.triton.lion:lion_step",
     "norm_dropout_activation": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation",
     "norm_dropout_activation_backward": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation_backward",

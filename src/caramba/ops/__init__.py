@@ -18,6 +18,7 @@ from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
 from caramba.ops.latent_queries import has_narrow_queries, latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
+from caramba.ops.likeliest import likeliest
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
 from caramba.ops.lion import lion_step
 from caramba.ops.norm_dropout_activation import norm_dropout_activation
@@ -51,6 +52,7 @@ __all__ = [
     "kernel_takes",
     "latent_queries",
     "layer_norm",
+    "likeliest",
     "linear_cross_entropy",
     "lion_step",
     "norm_dropout_activation",

@@ -24,6 +24,7 @@ OPS = (
     "latent_queries_backward",
     "layer_norm",
     "layer_norm_backward",
+    "likeliest",
     "lion_step",
     "norm_dropout_activation",
     "norm_dropout_activation_backward",
