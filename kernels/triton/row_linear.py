@@ -177,7 +177,7 @@ def row_linear(
     residual = residual if residual is None else residual.contiguous()
     bias = bias if bias is None else bias.contiguous()
     norm = norm if norm is None else norm.contiguous()
-    dtypes = (x.dtype, dtype_of(bias), dtype_of(residual), dtype_of(norm))
+    dtypes = (x.dtype, weight.dtype, dtype_of(bias), dtype_of(residual), dtype_of(norm))
     key = (rows, n_out, width, eps, gated, x.get_device(), dtypes)
     launch = _launches.get(key)
     if launch is None:

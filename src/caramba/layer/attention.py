@@ -142,7 +142,10 @@ class AttentionLayer(nn.Module):
             reason = f"got {x.shape[1]} tokens per sequence, expected {ctx.width}"
         if reason is not None:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
-        key = None if projection.rope is None else projection.rope.key
+        rope = projection.rope
+        key = None if rope is None else rope.key
+        if key is None and not torch.compiler.is_compiling():  # a compiler makes one kernel of them itself
+            key = rope
         angles = None if key is None else ctx.angles.get(key)
         if angles is None:
             angles = projection.angles(ctx.offset, x.shape[1], x.device)
