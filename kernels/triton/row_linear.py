@@ -47,37 +47,26 @@ _measured: dict[Product, Tile] = {}
 
 @triton.jit
 def _load(ptr, mask, IS_WHOLE: tl.constexpr):
-    """Load what is read once, of zeros outside."""
+    """Load what many programs read, of zeros outside."""
+    if IS_WHOLE:
+        return tl.load(ptr)
+    return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_once(ptr, mask, IS_WHOLE: tl.constexpr):
+    """Load what no other program reads."""
     if IS_WHOLE:
         return tl.load(ptr, eviction_policy="evict_first")
     return tl.load(ptr, mask=mask, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
-def _row(x_ptr, norm_ptr, col, width, eps, HAS_NORM: tl.constexpr, IS_WHOLE: tl.constexpr):
-    """Load a row of x, normalised and rounded as the norm alone would have left it."""
-    if IS_WHOLE:
-        x = tl.load(x_ptr + col)
-    else:
-        x = tl.load(x_ptr + col, mask=col < width, other=0.0)
-    wide = x.to(tl.float32)
-    if HAS_NORM:
-        wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + eps))
-        if norm_ptr is not None:
-            if IS_WHOLE:
-                wide = wide * tl.load(norm_ptr + col).to(tl.float32)
-            else:
-                wide = wide * tl.load(norm_ptr + col, mask=col < width, other=0.0).to(tl.float32)
-        wide = wide.to(x.dtype).to(tl.float32)
-    return wide
-
-
-@triton.jit
-def _product(tile, row, bias_ptr, n, in_rows, DTYPE: tl.constexpr):
+def _product(tile, row, bias, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
     """Return the tile's product with a row of x, with its bias, rounded, in fp32."""
     y = tl.sum(tile.to(tl.float32) * row[None, :], axis=1)
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + n, mask=in_rows, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        y += bias.to(tl.float32)
     return y.to(DTYPE).to(tl.float32)
 
 
@@ -100,24 +89,42 @@ def _kernel(
     BLOCK_K: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    HAS_BIAS: tl.constexpr = bias_ptr is not None
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = n < n_out
     col = tl.arange(0, BLOCK_K)
+    in_width = col < width
+    # Everything is asked for before anything is waited for: what is small and in the cache, then the weight.
+    if ROWS == 1:
+        first = _load(x_ptr + col, in_width, IS_WHOLE)
+    if norm_ptr is not None:
+        gain = _load(norm_ptr + col, in_width, IS_WHOLE)
+    bias = tl.load(bias_ptr + n, mask=in_rows, other=0.0) if HAS_BIAS else 0.0
+    up_bias = tl.load(bias_ptr + n + n_out, mask=in_rows, other=0.0) if HAS_BIAS and GATED else 0.0
+    if ROWS == 1 and residual_ptr is not None:
+        held = tl.load(residual_ptr + n, mask=in_rows, other=0.0)
+    mask = in_rows[:, None] & in_width[None, :]
     at = n.to(tl.int64)[:, None] * width + col[None, :]
-    mask = in_rows[:, None] & (col < width)[None, :]
-    # Asked for before anything is done with x.
-    tile = _load(weight_ptr + at, mask, IS_WHOLE)
+    tile = _load_once(weight_ptr + at, mask, IS_WHOLE)
     if GATED:
         up_at = (n.to(tl.int64) + n_out)[:, None] * width + col[None, :]
-        up_tile = _load(weight_ptr + up_at, mask, IS_WHOLE)
+        up_tile = _load_once(weight_ptr + up_at, mask, IS_WHOLE)
     for r in tl.static_range(ROWS):
-        row = _row(x_ptr + r * width, norm_ptr, col, width, eps, HAS_NORM, IS_WHOLE)
-        y = _product(tile, row, bias_ptr, n, in_rows, DTYPE)
+        x = first if ROWS == 1 else _load(x_ptr + r * width + col, in_width, IS_WHOLE)
+        row = x.to(tl.float32)
+        if HAS_NORM:
+            row = row * (1.0 / tl.sqrt(tl.sum(row * row, axis=0) / width + eps))
+            if norm_ptr is not None:
+                row = row * gain.to(tl.float32)
+            row = row.to(x.dtype).to(tl.float32)  # as the norm alone would have left it
+        y = _product(tile, row, bias, HAS_BIAS, DTYPE)
         if GATED:
-            up = _product(up_tile, row, bias_ptr, n + n_out, in_rows, DTYPE)
+            up = _product(up_tile, row, up_bias, HAS_BIAS, DTYPE)
             y = (y / (1.0 + tl.exp(-y)) * up).to(DTYPE).to(tl.float32)
         if residual_ptr is not None:
-            y += tl.load(residual_ptr + r * n_out + n, mask=in_rows, other=0.0).to(tl.float32)
+            if ROWS > 1:
+                held = tl.load(residual_ptr + r * n_out + n, mask=in_rows, other=0.0)
+            y += held.to(tl.float32)
         tl.store(y_ptr + r * n_out + n, y.to(DTYPE), mask=in_rows)
 
 
