@@ -31,8 +31,9 @@ from static_decode import StaticDecoder
 from caramba import kernels
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.quantise import WeightFormat
-from caramba.infer import Generator, device_steps, prefill
+from caramba.infer import Generator, prefill
 from caramba.model import Model
+from caramba.ops.backend import without_kernels
 from caramba.quantise import format_refusal, quantise_weights
 from caramba.runs.files import write_json
 from caramba.runtime import synchronize
@@ -89,21 +90,18 @@ def ours(name: str, model: Model, batch: int, prompt: int, new: int, **values: A
 
 
 def by_library(side: Side) -> Side:
-    """Return a side whose steps compile with the library's products, as `<name>, library products`."""
+    """Return a side whose steps take the library's products, as `<name>, library products`."""
 
     def run() -> tuple[float, int]:
-        device_steps.SINGLE_ROW_REDUCTIONS = False
-        try:
+        with without_kernels("row_linear"):
             return side.run()
-        finally:
-            device_steps.SINGLE_ROW_REDUCTIONS = True
 
     return Side(f"{side.name}, library products", run, side.facts)
 
 
 @torch.inference_mode()
 def peer(
-    model: Model, cache: int, prompt: int, new: int, *, is_compiled: bool, has_reductions: bool = False
+    model: Model, decoder: StaticDecoder, prompt: int, new: int, name: str = "static loop"
 ) -> tuple[Side, dict[str, Any]]:
     """Return the hand-written loop on the same prompt, and how far its first step's logits are from the model's."""
     source = torch.Generator().manual_seed(0)
@@ -113,7 +111,6 @@ def peer(
     ctx = model.new_context(1, prompt + 1, kind, static=True)
     first = prefill(model, tokens, ctx, CHUNK).argmax(-1)
     streams = [tuple(part.clone() for part in held.read().values()) for held in ctx.caches]
-    decoder = StaticDecoder(model, 1, cache, is_compiled=is_compiled, has_reductions=has_reductions)
 
     def begin() -> None:
         decoder.fill(streams, first)  # type: ignore[arg-type]
@@ -134,8 +131,7 @@ def peer(
         synchronize(device)
         return time.perf_counter() - began, new - 1
 
-    ran = ("compiled " if is_compiled else "") + ("graph" if device.type == "cuda" else "eager")
-    name = "static loop, reductions" if has_reductions else "static loop"
+    ran = ("compiled " if decoder.is_compiled else "") + ("graph" if device.type == "cuda" else "eager")
     return Side(name, run, lambda: {"ran": ran}), {"peer_error": error}
 
 
@@ -162,6 +158,7 @@ class Bench:
         self.shapes = SHAPES[size]
         self.form: bool | str = True if is_compiled else "graph"
         self._models: dict[str, Model] = {}
+        self._peers: dict[tuple[int, bool], StaticDecoder] = {}
 
     def model(self, layout: str) -> Model:
         """Return a model, the last two of which are kept."""
@@ -182,6 +179,7 @@ class Bench:
             for cache, prompt in shapes["short"]:
                 name = f"short, {prompt} tokens in {cache}"
                 yield name, lambda cache=cache, prompt=prompt: self.short(cache, prompt)
+            yield "short, weights of fewer bits", self.fewer_bits
         if "long" in parts:
             yield f"long, {shapes['long']} tokens", self.long
         if "batch" in parts:
@@ -190,37 +188,53 @@ class Bench:
             for context in shapes["contexts"]:
                 yield f"context, {context} tokens", lambda context=context: self.context(context)
 
+    def peer(self, cache: int, prompt: int, *, has_reductions: bool = False) -> tuple[Side, dict[str, Any]]:
+        """Return the static loop on a prompt; it is compiled once for each cache."""
+        model, key = self.model("gqa"), (cache, has_reductions)
+        if key not in self._peers:
+            self._peers.clear()
+            self._peers[key] = StaticDecoder(
+                model, 1, cache, is_compiled=self.is_compiled, has_reductions=has_reductions
+            )
+        name = "static loop, reductions" if has_reductions else "static loop"
+        return peer(model, self._peers[key], prompt, self.shapes["new"], name)
+
     def short(self, cache: int, prompt: int) -> Iterator[dict[str, Any]]:
-        """Batch 1, the grouped-query model: our steps, the static loop, and in the first case weights of fewer bits.
+        """Batch 1, the grouped-query model: our steps and the static loop, in the first case by other products too.
 
         The static loop reads its whole cache. Ours may hold as many tokens, and takes a cache of the text's bucket.
         """
         model, new = self.model("gqa"), self.shapes["new"]
-        static, error = peer(model, cache, prompt, new, is_compiled=self.is_compiled)
-        limit = {"max_seq_len": cache}
-        sides = [static, ours("captured", model, 1, prompt, new, compiled="graph", **limit)]
+        sides, limit = [], {"max_seq_len": cache}
+        is_first = (cache, prompt) == self.shapes["short"][0]
+        if self.is_compiled and is_first:
+            sides.append(self.peer(cache, prompt, has_reductions=True)[0])
+        static, error = self.peer(cache, prompt)
+        captured = ours("captured", model, 1, prompt, new, compiled="graph", **limit)
+        sides = [static, captured, *sides]
+        if self.is_compiled and is_first:
+            again = ours("captured", model, 1, prompt, new, compiled="graph", **limit)
+            sides.append(by_library(again))
         if self.is_compiled:
             sides.append(ours("compiled and captured", model, 1, prompt, new, compiled=True, **limit))
-        if self.is_compiled and (cache, prompt) == self.shapes["short"][0]:
-            # What each gains by products as reductions. A model of its own has graphs of its own.
-            sides.append(peer(model, cache, prompt, new, is_compiled=True, has_reductions=True)[0])
-            other = copy.deepcopy(model)
-            sides.append(
-                by_library(ours("compiled and captured", other, 1, prompt, new, compiled=True, **limit))
-            )
-        skipped = []
-        if (cache, prompt) == self.shapes["short"][0]:
-            for form in (WeightFormat.INT8, WeightFormat.INT4):
-                reason = format_refusal(form, self.device, model.embedder.token.weight.dtype)
-                if reason is None:
-                    changed = copy.deepcopy(model)
-                    quantise_weights(changed, form)
-                    sides.append(
-                        ours(f"{form} weights", changed, 1, prompt, new, compiled=self.form, **limit)
-                    )
-                else:
-                    skipped.append({"side": f"{form} weights", "skipped": reason})
         facts = {"part": "short", "layout": "gqa", "batch": 1, "context": prompt, "cache": cache, **error}
+        for row in timed(sides, self.repeats, 1):
+            yield facts | row
+
+    def fewer_bits(self) -> Iterator[dict[str, Any]]:
+        """Weights of fewer bits behind the first of the short prefixes; each is compiled anew."""
+        model, (cache, prompt), new = self.model("gqa"), self.shapes["short"][0], self.shapes["new"]
+        facts = {"part": "short", "layout": "gqa", "batch": 1, "context": prompt, "cache": cache}
+        sides, skipped = [], []
+        for form in (WeightFormat.INT8, WeightFormat.INT4):
+            reason = format_refusal(form, self.device, model.embedder.token.weight.dtype)
+            if reason is None:
+                changed = copy.deepcopy(model)
+                quantise_weights(changed, form)
+                values = {"compiled": self.form, "max_seq_len": cache}
+                sides.append(ours(f"{form} weights", changed, 1, prompt, new, **values))
+            else:
+                skipped.append({"side": f"{form} weights", "skipped": reason})
         for row in timed(sides, self.repeats, 1):
             yield facts | row
         for row in skipped:

@@ -86,6 +86,7 @@ class StaticDecoder:
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
         self.at = torch.zeros(1, dtype=torch.int64, device=device)
         self.logits: Tensor | None = None
+        self.is_compiled = is_compiled
         # Sizes are constants, as for a loop that is compiled for one cache alone.
         self._forward = self.forward
         if is_compiled:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 
 import torch
 
@@ -36,7 +36,7 @@ class StepContext:
         seqlens: those with this step's, int32 [B], once a forward has begun.
         offset: position of this step's token, once a forward has begun, int32 [B, 1].
         width: tokens per sequence that a forward takes.
-        angles: cosines and sines of this step's positions, which layers of equal frequencies share.
+        angles: cosines and sines of this step's positions, by frequencies that layers share or by who has them.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.
@@ -57,7 +57,7 @@ class StepContext:
         self.seqlens, self.offset, self.places = self.held, self.held.clone()[:, None], self.held
         self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
         self._cursor = 0
-        self.angles: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.angles: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
 
     @classmethod
     def refusal(cls, ctx: Context) -> str | None:

@@ -17,14 +17,15 @@ from caramba.config.generate import GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.layer import AttentionLayer
+from caramba.layer.few_rows import are_plain
 from caramba.model import Model
-from caramba.ops import implementation, kernel_takes
+from caramba.ops import has_kernel, implementation, kernel_takes
 from caramba.ops.backend import REFERENCE
 
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
 SINGLE_ROW_REDUCTIONS = True
-"""Whether compiled CUDA steps of one sequence take products as reductions; the benchmark of decoding times both."""
+"""Whether compiled CUDA steps of one sequence take products as reductions where `row_linear` does not take them."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
@@ -160,10 +161,16 @@ def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool
     """Return what Inductor is asked for beside its defaults.
 
     On CUDA a product with one row becomes a reduction that Inductor writes and tunes: it reads the weights at more of
-    the memory's rate than the library's product, and takes in norms and gates before it and sums behind it.
+    the memory's rate than the library's product, and takes in norms and gates before it and sums behind it. That takes
+    long to compile, and is nothing to steps whose products `row_linear` takes.
     """
-    is_single = batch_size == 1 and model.embedder.token.weight.device.type == "cuda"
-    return {"coordinate_descent_tuning": True} if is_single and SINGLE_ROW_REDUCTIONS else None
+    weight = model.embedder.token.weight
+    if batch_size > 1 or weight.device.type != "cuda" or not SINGLE_ROW_REDUCTIONS:
+        return None
+    by_rows = has_kernel("row_linear", weight) and all(
+        are_plain((layer.out,), weight.dtype) for _, layer in model.attention_layers()
+    )
+    return None if by_rows else {"coordinate_descent_tuning": True}
 
 
 def form_of(model: Model, ctx: Context) -> tuple[object, ...]:

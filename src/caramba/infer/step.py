@@ -11,6 +11,7 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
 from caramba.infer.sampling import next_token, uniforms, wide_dtype
+from caramba.ops import likeliest
 
 
 @dataclass
@@ -87,8 +88,7 @@ class StepState:
         own = self.step - self.delay
         slot = own.clamp(0, last)[:, None]
         uniform = self.uniform if config.temperature == 0 else self.uniform.gather(1, slot)
-        chosen = next_token(logits, config, self.seen, uniform[:, 0])[:, None]
-        logprob = logits.float().log_softmax(-1).gather(1, chosen)
+        chosen, logprob = self._next(logits, config, uniform[:, 0])
         counts = ((own >= 0) & (own <= last))[:, None]
         self.tokens.scatter_(1, slot, torch.where(counts, chosen, self.tokens.gather(1, slot)))
         self.logprobs.scatter_(1, slot, torch.where(counts, logprob, self.logprobs.gather(1, slot)))
@@ -102,13 +102,21 @@ class StepState:
     def _choose_alone(self, logits: Tensor, config: GenerateConfig, last: int) -> Tensor:
         slot = self.step.clamp(max=last)[None]
         uniform = self.uniform[:, 0] if config.temperature == 0 else self.uniform.index_select(1, slot)[:, 0]
-        chosen = next_token(logits, config, self.seen, uniform)[:, None]
+        chosen, logprob = self._next(logits, config, uniform)
         self.tokens.index_copy_(1, slot, chosen)
-        self.logprobs.index_copy_(1, slot, logits.float().log_softmax(-1).gather(1, chosen))
+        self.logprobs.index_copy_(1, slot, logprob)
         if self.seen is not None:
             self.seen.scatter_(1, chosen, True)
         self.step += 1
         return chosen[:, 0]
+
+    def _next(self, logits: Tensor, config: GenerateConfig, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every row's token and its log-probability, [B, 1] each."""
+        if config.temperature == 0 and self.seen is None:
+            chosen, logprob = likeliest(logits)
+            return chosen[:, None], logprob.float()[:, None]
+        chosen = next_token(logits, config, self.seen, uniform)[:, None]
+        return chosen, logits.float().log_softmax(-1).gather(1, chosen)
 
     def read(self, rows: Sequence[Row], position: int, on_text: OnText | None) -> bool:
         """Give every row what it has drawn by `position`, the one wait of these steps; return whether all ended."""

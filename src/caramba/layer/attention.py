@@ -13,8 +13,10 @@ from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.documents import Documents
+from caramba.layer.few_rows import added, are_plain, has_hooks
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
+from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
 from caramba.ops import MAX_QUERIES, dba_append, fused_decode_available, kernel_takes
@@ -94,14 +96,32 @@ class AttentionLayer(nn.Module):
     def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
         return self.out(self.read(x, ctx))
 
-    def read(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
-        """Return what the heads read, side by side: what `out` takes. Shape: [B, T, M] -> [B, T, H*value_dim]."""
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether `add_rows` takes few rows x: nobody replaced, quantised or watches a layer that it passes by."""
+        readers = self.projection.readers()
+        return (
+            readers is not None
+            and are_plain((*readers, self.out), x.dtype)
+            and not has_hooks(self.projection)
+        )
+
+    def add_rows(self, x: Tensor, norm: RMSNorm, ctx: Context | StepContext) -> Tensor:
+        """Return x + forward(norm(x), ctx) of few rows, without a pass for the norm or the sum."""
+        return added(self.out, self.read(x, ctx, norm), x)
+
+    def read(
+        self, x: Tensor, ctx: Context | StepContext | Documents | None = None, norm: RMSNorm | None = None
+    ) -> Tensor:
+        """Return what the heads read, side by side: what `out` takes. Shape: [B, T, M] -> [B, T, H*value_dim].
+
+        With a `norm` x is few rows that come before it.
+        """
         if isinstance(ctx, StepContext):
-            return self._step(x, ctx)
+            return self._step(x, ctx, norm)
         if isinstance(ctx, Documents):
             q, streams = self.projection(x, ctx.positions)
         else:
-            q, streams = self.projection(x, 0 if ctx is None else ctx.position)
+            q, streams = self.projection(x, 0 if ctx is None else ctx.position, norm=norm)
             if ctx is not None:
                 cache = ctx.next_cache()
                 if self._is_fused(cache, q):
@@ -114,7 +134,7 @@ class AttentionLayer(nn.Module):
         heads = self.projection.attend(q, streams, self.score, self._null(), first, starts)
         return heads.transpose(1, 2).flatten(2)
 
-    def _step(self, x: Tensor, ctx: StepContext) -> Tensor:
+    def _step(self, x: Tensor, ctx: StepContext, norm: RMSNorm | None) -> Tensor:
         """Attend from the step's tokens, at the positions and to the lengths that the device knows."""
         cache, projection = ctx.next_cache(), self.projection
         reason = projection.step_refusal(ctx.limit)
@@ -122,13 +142,16 @@ class AttentionLayer(nn.Module):
             reason = f"got {x.shape[1]} tokens per sequence, expected {ctx.width}"
         if reason is not None:
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
-        key = None if projection.rope is None else projection.rope.key
+        rope = projection.rope
+        key = None if rope is None else rope.key
+        if key is None and not torch.compiler.is_compiling():  # a compiler makes one kernel of them itself
+            key = rope
         angles = None if key is None else ctx.angles.get(key)
         if angles is None:
             angles = projection.angles(ctx.offset, x.shape[1], x.device)
             if key is not None and angles is not None:
                 ctx.angles[key] = angles
-        q, streams = projection(x, ctx.offset, angles=angles)
+        q, streams = projection(x, ctx.offset, angles=angles, norm=norm)
         rotated = -1 if angles is None else cache.names.index(projection.turned)
         cos, sin = (None, None) if angles is None else angles
         dba_append([streams[name] for name in cache.names], cache.allocations, ctx.places, cos, sin, rotated)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from caramba.ops import has_kernel
+
 
 class Joined(NamedTuple):
     """[W_1; W_2; ...] and the biases of layers side by side, with the features of each."""
@@ -55,7 +57,7 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
     is held twice and the parameters stay themselves: names, values, and what an optimiser changes in place. What was
     captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Layers that are
     not plain, or unlike each other, run as ever, and so do those of forwards that would take no joined product:
-    `is_compiled` says whether the block runs compiled ones.
+    `is_compiled` says whether the block runs compiled ones. Where products of few rows have a kernel it reads them.
     """
     owners = [owner for owner in module.modules() if isinstance(owner, Joins) and owner.joined is None]
     try:
@@ -71,7 +73,9 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
 def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
     plain = [layer for layer in layers if _is_plain(layer)]
     first = plain[0].weight if plain else None
-    if first is None or len(plain) < len(layers) or not joins_on(first.device, is_compiled=is_compiled):
+    if first is None or len(plain) < len(layers):
+        return None
+    if not joins_on(first.device, is_compiled=is_compiled) and not has_kernel("row_linear", first):
         return None
     like = (first.dtype, first.device, first.shape[1], first.requires_grad, plain[0].bias is None)
     for layer in plain:

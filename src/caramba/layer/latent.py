@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.first_tokens import FirstTokens, attend_beside
-from caramba.layer.projection import Angles, GatedProjection, angles_at, picked, split_heads
+from caramba.layer.projection import Angles, GatedProjection, angles_at, picked, read_by, split_heads
+from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
@@ -91,11 +92,20 @@ class LatentProjection(GatedProjection):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
+    def readers(self) -> tuple[nn.Module, ...] | None:
+        return (self.q, self.c, self.k_geo) if self.first is None and self.gate_dynamic is None else None
+
     def forward(
-        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        rows: Tensor | None = None,
+        angles: Angles = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         asking = picked(x, rows)
-        q, (c, k_geo) = split_heads(self.q(asking), self.dims.n_heads), self._keys(x)
+        q = split_heads(read_by(self.q, asking, norm), self.dims.n_heads)
+        c, k_geo = self._keys(x) if norm is None else (read_by(self.c, x, norm), read_by(self.k_geo, x, norm))
         k_geo = k_geo[:, None]
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         asked = None
@@ -103,7 +113,7 @@ class LatentProjection(GatedProjection):
             asked = angles_at(found[0], rows), angles_at(found[1], rows)
             k_geo = k_geo if angles is not None else rotate(k_geo, *found)
         streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
-        if asked is not None and self._is_fused(q):
+        if asked is not None and self._is_fused(q, is_step=norm is not None):
             scale = 1.0 / math.sqrt(self.query_dim)
             return latent_queries(q.transpose(1, 2), self.q_geo_map, *asked, scale).transpose(1, 2), streams
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
@@ -115,13 +125,13 @@ class LatentProjection(GatedProjection):
             beside, streams = (q_first,), streams | kept
         return self._joined(asking, q, q_geo, c.dtype, *beside), streams
 
-    def _is_fused(self, q: Tensor) -> bool:
+    def _is_fused(self, q: Tensor, *, is_step: bool) -> bool:
         """Whether one kernel maps, turns, scales and joins the queries q: where gradients are wanted, as these take the
-        most passes, and where nothing else weighs the two paths."""
+        most passes, in steps of few rows, which are bound by launches, and where nothing else weighs the two paths."""
         is_plain = self.gate is None and self.temperature is None and self.first is None
         return (
             is_plain
-            and torch.is_grad_enabled()
+            and (torch.is_grad_enabled() or is_step)
             and type(self.q_geo_map) is nn.Parameter
             and has_narrow_queries(q.dtype, self.query_dim, self.dims.rope)
             and has_kernel("latent_queries", q)

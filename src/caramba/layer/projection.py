@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.few_rows import normed
 from caramba.layer.joined import Joined, usable
 from caramba.layer.products import joined_product, products
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
-from caramba.ops import StoredStream, has_kernel, rope_qkv
+from caramba.ops import StoredStream, has_kernel, is_fused, rope, rope_qkv
 from caramba.ops.widen import widened
 
 Angles = tuple[Tensor, Tensor] | None
@@ -44,6 +45,11 @@ def angles_at(angles: Tensor, rows: Tensor | None) -> Tensor:
     return every.gather(2, rows[:, None, :, None].expand(-1, every.shape[1], -1, every.shape[-1]))
 
 
+def read_by(layer: nn.Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
+    """Return what a layer makes of x, or of norm(x) where x comes before it."""
+    return layer(x) if norm is None else normed(layer, x, norm)
+
+
 class Projection(nn.Module):
     """What every projection shares: the score scale 1/sqrt(query_dim), times exp(temperature) per head when
     learned.
@@ -52,7 +58,8 @@ class Projection(nn.Module):
     gate, applied in fp32 before the cast, so that the score op's own scale is 1; streams are the tensors to
     cache, by name, keys after RoPE. `offset` is the position of the first token, or of every token, [B, T].
     `rows` int64 [B, n] asks for the queries of these tokens of each sequence only, [B, H, n, Dq]. Whoever gives the
-    `angles` of these tokens turns the stream `turned` by them itself: it comes out before RoPE.
+    `angles` of these tokens turns the stream `turned` by them itself: it comes out before RoPE. With a `norm` x comes
+    before it, as few rows, and `readers` normalise as they read.
     """
 
     rope: RotaryEmbedding | None
@@ -67,6 +74,10 @@ class Projection(nn.Module):
         self.temperature = (
             nn.Parameter(torch.zeros(self.dims.n_heads)) if config.learned_temperature else None
         )
+
+    def readers(self) -> tuple[nn.Module, ...] | None:
+        """Return the linear layers that read x, None where something else reads it too."""
+        raise NotImplementedError
 
     def reset_parameters(self) -> None:
         """Set the temperature to its neutral value."""
@@ -127,6 +138,17 @@ class Projection(nn.Module):
             scaled = scaled * widened(self.temperature).exp()[:, None, None]
         return scaled if scaled.dtype == dtype else scaled.to(dtype)
 
+    def _turned_for_step(self, q: Tensor, angles: Angles, dtype: torch.dtype) -> Tensor | None:
+        """Return queries turned and scaled by one kernel, in a step that gives the angles; None where there is none."""
+        if (
+            angles is None
+            or self.temperature is not None
+            or torch.is_grad_enabled()
+            or not is_fused("rope", q)
+        ):
+            return None
+        return rope(q, *angles, scale=1.0 / math.sqrt(self.query_dim), dtype=dtype)
+
 
 class StandardProjection(Projection):
     """Queries, keys and values of one width per head: standard, grouped-query and bottleneck attention.
@@ -151,11 +173,24 @@ class StandardProjection(Projection):
         )
         self._turns_together = not config.qk_norm
 
+    def readers(self) -> tuple[nn.Module, ...] | None:
+        return self.q, self.k, self.v
+
     def forward(
-        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        rows: Tensor | None = None,
+        angles: Angles = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         joined = self.joined
-        if rows is None and usable(joined, x):
+        if norm is not None:
+            if joined is None:
+                q, k, v = (normed(layer, x, norm) for layer in (self.q, self.k, self.v))
+            else:
+                q, k, v = normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
+        elif rows is None and usable(joined, x):
             if angles is None and self._turns_together:
                 return self._together(joined, x, offset)
             q, k, v = joined(x)
@@ -169,6 +204,9 @@ class StandardProjection(Projection):
         q = self.q_norm(split_heads(q, self.dims.n_heads))
         k = self.k_norm(split_heads(k, self.dims.n_kv_heads))
         v = split_heads(v, self.dims.n_kv_heads)
+        turned = self._turned_for_step(q, angles, v.dtype)
+        if turned is not None:
+            return turned, {"k": k.to(v.dtype), "v": v}
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         if found is not None:
             cos, sin = found
@@ -306,21 +344,32 @@ class DecoupledProjection(GatedProjection):
             RotaryEmbedding(sem, config.rope_base, config.rope_scaling) if config.rope_semantic else None
         )
 
+    def readers(self) -> tuple[nn.Module, ...] | None:
+        if self.gate_dynamic is not None:
+            return None
+        layers = (self.q_sem, self.q_geo, self.k_sem, self.k_geo, self.v)
+        return tuple(layer for layer in layers if layer is not None)
+
     def forward(
-        self, x: Tensor, offset: int | Tensor = 0, rows: Tensor | None = None, angles: Angles = None
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        rows: Tensor | None = None,
+        angles: Angles = None,
+        norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         heads, kv_heads = self.dims.n_heads, self.dims.n_kv_heads
         asking = picked(x, rows)
-        sem = self.q_sem(asking)
+        sem = read_by(self.q_sem, asking, norm)
         q_sem = self.q_sem_norm(split_heads(sem, heads))
         if self.k_sem is not None:
-            sem = self.k_sem(x)
+            sem = read_by(self.k_sem, x, norm)
         elif rows is not None:
             sem = self.q_sem(x)
         k_sem = self.k_sem_norm(split_heads(sem, kv_heads))
-        q_geo = self.q_geo_norm(split_heads(self.q_geo(asking), heads))
-        k_geo = self.k_geo_norm(split_heads(self.k_geo(x), kv_heads))
-        v = split_heads(self.v(x), kv_heads)
+        q_geo = self.q_geo_norm(split_heads(read_by(self.q_geo, asking, norm), heads))
+        k_geo = self.k_geo_norm(split_heads(read_by(self.k_geo, x, norm), kv_heads))
+        v = split_heads(read_by(self.v, x, norm), kv_heads)
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         if found is not None:
             cos, sin = found

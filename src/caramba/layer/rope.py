@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -213,6 +213,30 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         groups, pairs = self.inv_freq.shape
         return f"{groups} x {pairs} frequencies"
+
+
+def angles_of(
+    ropes: Sequence[RotaryEmbedding], offset: Tensor
+) -> dict[RotaryEmbedding, tuple[Tensor, Tensor]]:
+    """Return cos and sin of all whose frequencies are of one shape and parts of the weights, each as `forward` has it.
+
+    A captured step launches a few kernels for each layer's angles otherwise. Empty where they differ in kind.
+
+    Shape: offset [B, T] to [B, G, T, D/2] each.
+    """
+    if (
+        len({(rope.inv_freq.shape, rope.attention_factor, rope.key, rope.dynamic is None) for rope in ropes})
+        != 1
+    ):
+        return {}
+    if ropes[0].key is not None or ropes[0].dynamic is not None:
+        return {}
+    frequencies = torch.stack([rope.inv_freq.to(offset.device) for rope in ropes])
+    angles = offset.to(torch.float32)[None, :, None, :, None] * frequencies[:, None, :, None, :]
+    cos, sin = angles.cos(), angles.sin()
+    if (factor := ropes[0].attention_factor) != 1.0:
+        cos, sin = cos * factor, sin * factor
+    return dict(zip(ropes, zip(cos.unbind(), sin.unbind(), strict=True), strict=True))
 
 
 def _reaching(

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
+from caramba.layer.few_rows import added, are_plain, normed
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
 from caramba.layer.joined import Joined, usable
 from caramba.layer.products import joined_product, products
+from caramba.layer.rms_norm import RMSNorm
 from caramba.ops import has_kernel, is_fused, swiglu
 
 
@@ -45,3 +47,13 @@ class SwiGLULayer(nn.Module):
         joined = self.joined
         gate, up = joined(x) if usable(joined, x) else products(x, (self.gate, self.up))
         return self.down(swiglu(gate, up) if is_fused("swiglu", gate) else F.silu(gate) * up)
+
+    def is_plain(self, x: Tensor) -> bool:
+        """Whether `add_rows` takes few rows x: nobody replaced, quantised or watches a layer that it passes by."""
+        return are_plain((self.gate, self.up, self.down), x.dtype)
+
+    def add_rows(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Return x + forward(norm(x)) of few rows: of joined weights two products and nothing else."""
+        if self.joined is not None:
+            return added(self.down, normed(self.joined, x, norm, gated=True), x)
+        return added(self.down, swiglu(normed(self.gate, x, norm), normed(self.up, x, norm)), x)

@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.config.model import ModelSpec
+from caramba.layer.few_rows import is_few, takes
+from caramba.ops import row_linear
 
 
 class Head(nn.Linear):
@@ -15,7 +17,7 @@ class Head(nn.Linear):
     """
 
     def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
-        return super().forward(input)
+        return logits_of(input, self.weight, self.bias)
 
 
 class TiedHead(nn.Module):
@@ -28,7 +30,14 @@ class TiedHead(nn.Module):
     """
 
     def forward(self, input: Tensor, token_weight: Tensor) -> Tensor:
-        return F.linear(input, token_weight)
+        return logits_of(input, token_weight)
+
+
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return W h + b: of few rows by the kernel for them, where there is one. Shape: [..., M] to [..., V]."""
+    if is_few(hidden) and takes(hidden, weight) and (bias is None or bias.dtype == hidden.dtype):
+        return row_linear(hidden, weight, bias)
+    return F.linear(hidden, weight, bias)
 
 
 def build_head(spec: ModelSpec) -> Head | TiedHead:

@@ -14,7 +14,7 @@ from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
-from caramba.layer.rope import share_tables
+from caramba.layer.rope import angles_of, share_tables
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
 from caramba.topology.base import attention_applications
@@ -80,6 +80,9 @@ class Model(nn.Module):
             return self.topology(self.embedder(tokens))
         ctx.begin()
         offset = ctx.offset if isinstance(ctx, StepContext) else ctx.position
+        if isinstance(ctx, StepContext) and not torch.compiler.is_compiling():
+            ropes = (layer.projection.rope for _, layer in self.attention_layers())
+            ctx.angles |= angles_of([rope for rope in ropes if rope is not None], ctx.offset)
         hidden = self.topology(self.embedder(tokens, offset), ctx)
         ctx.commit(tokens.shape[1])
         return hidden

@@ -22,6 +22,7 @@ from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
 from caramba.ops.latent_queries import has_narrow_queries, latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
+from caramba.ops.likeliest import likeliest
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
 from caramba.ops.lion import lion_step
 from caramba.ops.list_norms import list_norms
@@ -30,6 +31,7 @@ from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
 from caramba.ops.rope import rope
 from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.row_linear import row_linear, rows_fit, weight_fits
 from caramba.ops.scale import scale_
 from caramba.ops.swiglu import swiglu
 
@@ -61,6 +63,7 @@ __all__ = [
     "kernel_takes",
     "latent_queries",
     "layer_norm",
+    "likeliest",
     "linear_cross_entropy",
     "lion_step",
     "list_norms",
@@ -69,7 +72,10 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_qkv",
+    "row_linear",
+    "rows_fit",
     "scale_",
     "stored_format",
     "swiglu",
+    "weight_fits",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from caramba.cache import Context
+from caramba.cache import Context, StepContext
 from caramba.config.topology import TopologyConfig
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
@@ -26,7 +26,7 @@ class Topology(nn.Module):
         super().__init__()
         self.layers = build_nodes(config.layers)
 
-    def run(self, x: Tensor, ctx: Context | Documents | None) -> Tensor:
+    def run(self, x: Tensor, ctx: Context | StepContext | Documents | None) -> Tensor:
         """Run the list once, each node on the output of the one before."""
         for layer in self.layers:
             x = layer(x, ctx)

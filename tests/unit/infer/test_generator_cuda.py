@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
+from caramba import kernels
 from caramba.config.generate import GenerateConfig
 from caramba.infer import Generator, SpeculativeGenerator
 from caramba.infer.row import Row
 from caramba.infer.step import StepState
 from caramba.model import build_model
+from caramba.ops.backend import without_kernels
 from tests.unit.model.model_specs import VOCAB, biased, transformer
 
 pytestmark = [
@@ -155,3 +158,27 @@ def test_one_row_is_drawn_by_a_graph_as_by_the_host() -> None:
         for compiled in ("graph", True):
             found = Generator(model, compiled=compiled, **values).generate(PROMPTS[:1])
             assert [row.tokens for row in found] == [row.tokens for row in wanted]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("gqa_scaled", "graph"),
+        ("decoupled", "graph"),
+        ("latent", "graph"),
+        ("latent", False),
+        ("gqa_scaled", True),
+    ],
+)
+def test_products_of_few_rows_give_the_text_of_the_library(name: str, form: bool | str) -> None:
+    kernels.load("cuda")
+    torch._dynamo.reset()
+    model = build_model(transformer(name), seed=0).cuda()
+    values: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.0, "compiled": form}
+    for prompts in (PROMPTS[:1], PROMPTS):
+        here = Generator(model, **values).generate(prompts)
+        with without_kernels("row_linear", "likeliest"):
+            there = Generator(copy.deepcopy(model), **values).generate(prompts)
+        assert [row.tokens for row in here] == [row.tokens for row in there]
+        for one, other in zip(here, there, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)

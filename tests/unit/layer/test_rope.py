@@ -11,6 +11,7 @@ import torch
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
+from caramba.layer.rope import angles_of
 from caramba.ops import backend
 
 LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
@@ -231,3 +232,14 @@ def test_a_compiled_rotation_reads_tables_where_kernels_are(monkeypatch: pytest.
     torch.library.opcheck(
         torch.ops.caramba.cos_sin.default, (torch.randn(3),), test_utils=("test_schema", "test_faketensor")
     )
+
+
+def test_angles_of_several_layers_at_once_are_those_of_each() -> None:
+    ropes = [RotaryEmbedding(8, base, None, n_groups=2, explicit=True) for base in (10.0, 50.0, 1e4)]
+    offset = torch.tensor([[3, 4], [9, 10]], dtype=torch.int32)
+    found = angles_of(ropes, offset)
+    for rope in ropes:
+        assert all(map(torch.equal, found[rope], rope(offset, 2, offset.device)))
+    # Of layers that share a key each step has one table, and unequal ones do not stand side by side.
+    assert angles_of([RotaryEmbedding(8, 10.0)], offset) == angles_of([], offset) == {}
+    assert angles_of([*ropes, RotaryEmbedding(4, 10.0, explicit=True)], offset) == {}

@@ -1,0 +1,48 @@
+"""The op `caramba::likeliest`: the greatest of a row of logits and its log-probability, in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import direct
+from caramba.ops.widen import wide_empty, widened
+
+torch.library.define("caramba::likeliest", "(Tensor logits) -> (Tensor, Tensor)")
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (argmax z, log softmax(z) there) of every row z, of equals the first; the latter in at least fp32.
+
+    log softmax(z)[argmax z] = -log(sum exp(z - max z)), which is NaN where z holds one. There are no gradients.
+
+    Shape: logits [B, V] to int64 [B] and [B].
+
+    Raises:
+        ConfigError: logits that are not floating [B, V] with V at least 1.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
+        raise ConfigError(
+            f"likeliest: logits are {logits.dtype} of shape {tuple(logits.shape)}, expected floating [B, V], V >= 1"
+        )
+    with torch.no_grad():
+        if logits.dtype == torch.float64:  # no kernel takes it
+            return reference_likeliest(logits)
+        return (direct("likeliest", logits) or torch.ops.caramba.likeliest.default)(logits)
+
+
+def reference_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the op in plain PyTorch."""
+    index = logits.argmax(-1)
+    wide = widened(logits)
+    return index, wide.log_softmax(-1).gather(1, index[:, None])[:, 0].contiguous()
+
+
+torch.library.impl("caramba::likeliest", "CompositeExplicitAutograd", reference_likeliest)
+
+
+@torch.library.register_fake("caramba::likeliest")
+def _(logits: Tensor) -> tuple[Tensor, Tensor]:
+    n_rows = logits.shape[:1]
+    return logits.new_empty(n_rows, dtype=torch.int64), wide_empty(logits, n_rows)

@@ -1,0 +1,137 @@
+"""The op `caramba::row_linear`: a linear map of a few rows, with the norm before it and the sum behind it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import direct
+from caramba.ops.rms_norm import reference_rms_norm
+from caramba.ops.swiglu import reference_swiglu_packed
+from caramba.ops.widen import widened
+
+MAX_ROWS = 8
+"""Rows that one call takes: a few tokens of a decode step, whose time is that of reading the weights."""
+WIDEST = 16384
+"""Widest row that kernels take: a whole one lies in the registers of a program."""
+NARROW = (torch.bfloat16, torch.float16, torch.float32)
+
+torch.library.define(
+    "caramba::row_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm, float? eps, bool gated) -> Tensor",
+)
+
+
+def row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    norm: Tensor | None = None,
+    eps: float | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Return y = act(W rms_norm(x) + b) + residual for a few rows x, sums in at least fp32.
+
+    With `eps` rows are normalised first, by the weight `norm` if there is one. `gated` takes [gate; up] for W and b and
+    silu(gate) * up for act, which is the identity otherwise. Every step rounds to x's dtype as the ops do that it
+    stands for: the norm, the product with its bias, the gate, the sum. There are no gradients.
+
+    Shape: x [..., K] of at most 8 rows, weight [N, K], bias [N], residual [..., N], norm [K], to [..., N]; gated N is
+    2F, and residual and result are [..., F]. All of x's dtype, norm of any floating one.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices that do not fit, more rows, or gradients that are wanted.
+
+    Reference: Zhang and Sennrich, 2019, arXiv:1910.07467; Shazeer, 2020, arXiv:2002.05202.
+    """
+    _check(x, weight, bias, residual, norm, eps, gated)
+    if not rows_fit(x, weight):  # no kernel takes it, attached or not
+        return reference_row_linear(x, weight, bias, residual, norm, eps, gated)
+    run = direct("row_linear", x, weight, bias, residual, norm) or torch.ops.caramba.row_linear.default
+    return run(x, weight, bias, residual, norm, eps, gated)
+
+
+def rows_fit(x: Tensor, weight: Tensor) -> bool:
+    """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, rows of the weight contiguous."""
+    return 0 < x.numel() <= MAX_ROWS * x.shape[-1] and x.dtype == weight.dtype and weight_fits(weight)
+
+
+def weight_fits(weight: Tensor) -> bool:
+    """Whether kernels take a weight."""
+    return (
+        weight.dtype in NARROW and weight.dim() == 2 and weight.shape[1] <= WIDEST and weight.is_contiguous()
+    )
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float | None,
+    gated: bool,
+) -> None:
+    if not x.is_floating_point() or x.dim() < 1 or not 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
+        raise _wrong("x", _said(x), f"a floating [..., K] of 1 to {MAX_ROWS} rows")
+    width = x.shape[-1]
+    if weight.dim() != 2 or weight.shape[1] != width or (gated and weight.shape[0] % 2):
+        raise _wrong("weight", _said(weight), f"[{'2F' if gated else 'N'}, {width}]")
+    n_out = weight.shape[0]
+    shapes = {"weight": (weight, tuple(weight.shape)), "bias": (bias, (n_out,))}
+    shapes["residual"] = (residual, (*x.shape[:-1], n_out // 2 if gated else n_out))
+    for name, (tensor, shape) in shapes.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.dtype != x.dtype or tensor.device != x.device:
+            raise _wrong(name, _said(tensor), f"{x.dtype} of shape {shape} on {x.device}")
+    if norm is not None and (eps is None or tuple(norm.shape) != (width,) or norm.device != x.device):
+        raise _wrong("norm", f"{_said(norm)} with eps={eps}", f"({width},) on {x.device}, and an eps")
+    given = (x, weight, bias, residual, norm)
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given):
+        raise _wrong("gradients", "inputs that require some", "none; call it under torch.inference_mode()")
+
+
+def _said(x: Tensor) -> str:
+    return f"{x.dtype} of shape {tuple(x.shape)} on {x.device}"
+
+
+def _wrong(name: str, got: str, expected: str) -> ConfigError:
+    return ConfigError(f"row_linear: {name}: got {got}, expected {expected}")
+
+
+def reference_row_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float | None,
+    gated: bool,
+) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    rows = x if eps is None else reference_rms_norm(x, norm, eps)[0]
+    y = F.linear(widened(rows), widened(weight), None if bias is None else widened(bias)).to(x.dtype)
+    if gated:
+        y = reference_swiglu_packed(y)
+    return (y if residual is None else (widened(y) + widened(residual)).to(x.dtype)).contiguous()
+
+
+torch.library.impl("caramba::row_linear", "CompositeExplicitAutograd", reference_row_linear)
+
+
+@torch.library.register_fake("caramba::row_linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float | None,
+    gated: bool,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if gated else 1)))

@@ -1,0 +1,24 @@
+"""`likeliest`: its contract, its reference, and its kernel, on a GPU or, by `test_in_the_interpreter.py`, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from caramba.errors import ConfigError
+from caramba.ops import likeliest
+from caramba.ops.likeliest import reference_likeliest
+
+
+def test_it_is_argmax_and_log_softmax() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    index, logprob = likeliest(logits)
+    assert torch.equal(index, logits.argmax(-1))
+    wanted = logits.amax(-1) - logits.logsumexp(-1)
+    torch.testing.assert_close(logprob, wanted, rtol=1e-12, atol=1e-12)
+    torch.library.opcheck(torch.ops.caramba.likeliest.default, (logits.float(),))
+    assert torch.equal(reference_likeliest(logits.half())[0], logits.half().argmax(-1))
+    with pytest.raises(
+        ConfigError, match=r"likeliest: logits are .*\(3, 0\).*expected floating \[B, V\], V >= 1"
+    ):
+        likeliest(logits[:, :0])

@@ -1,0 +1,79 @@
+"""`row_linear` against its parts in float64: its contract and its reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops import row_linear
+from caramba.ops.row_linear import MAX_ROWS
+
+
+def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def arguments(
+    rows: int, width: int, n_out: int, gated: bool, dtype: torch.dtype = torch.float64
+) -> dict[str, Any]:
+    """x of another shape than rows alone, and everything that the op can add to a product."""
+    n_rows = n_out * (2 if gated else 1)
+    return {
+        "x": drawn(rows, 1, width, seed=0, dtype=dtype),
+        "weight": drawn(n_rows, width, seed=1, dtype=dtype) * width**-0.5,
+        "bias": drawn(n_rows, seed=2, dtype=dtype),
+        "residual": drawn(rows, 1, n_out, seed=3, dtype=dtype),
+        "norm": drawn(width, seed=4, dtype=dtype),
+        "eps": 0.01,
+        "gated": gated,
+    }
+
+
+def by_parts(given: dict[str, Any]) -> Tensor:
+    """The same from the modules that it stands for."""
+    x = given["x"]
+    if given["eps"] is not None:
+        x = F.rms_norm(x, x.shape[-1:], given["norm"], given["eps"])
+    y = F.linear(x, given["weight"], given["bias"])
+    if given["gated"]:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if given["residual"] is None else given["residual"] + y
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("without", [(), ("bias", "norm"), ("residual", "norm", "eps")])
+def test_it_is_its_parts(gated: bool, without: tuple[str, ...]) -> None:
+    given: dict[str, Any] = arguments(3, 6, 5, gated) | dict.fromkeys(without)
+    torch.testing.assert_close(row_linear(**given), by_parts(given), rtol=1e-12, atol=1e-12)
+    torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
+
+
+def test_every_step_rounds_as_the_op_that_it_stands_for() -> None:
+    given = arguments(2, 32, 16, gated=False, dtype=torch.bfloat16)
+    normed = F.rms_norm(given["x"].float(), (32,), given["norm"].float(), 0.01).bfloat16()
+    product = F.linear(normed.float(), given["weight"].float(), given["bias"].float()).bfloat16()
+    torch.testing.assert_close(row_linear(**given), given["residual"] + product, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"x": drawn(MAX_ROWS + 1, 1, 6, seed=0)}, "x: got torch.float64 of shape .9, 1, 6."),
+        ({"weight": drawn(5, 7, seed=0)}, "weight: got .* expected .N, 6."),
+        ({"weight": drawn(5, 6, seed=0), "gated": True}, "expected .2F, 6."),
+        ({"bias": drawn(4, seed=0)}, "bias: got .*expected torch.float64 of shape .5,."),
+        ({"residual": drawn(3, 5, seed=0)}, "residual: got .* expected .* of shape .3, 1, 5."),
+        ({"weight": drawn(5, 6, seed=0, dtype=torch.float32)}, "weight: got torch.float32"),
+        ({"eps": None}, "norm: got .* with eps=None, expected .6,. .* and an eps"),
+        ({"x": drawn(3, 1, 6, seed=0).requires_grad_()}, "gradients: .*under torch.inference_mode"),
+    ],
+)
+def test_what_does_not_fit_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"row_linear: .*{said}"):
+        row_linear(**(arguments(3, 6, 5, gated=False) | wrong))

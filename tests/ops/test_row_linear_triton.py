@@ -1,0 +1,81 @@
+"""The Triton kernel of `row_linear` against float64, on a GPU or, by `test_in_the_interpreter.py`, interpreted."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.ops.row_linear import reference_row_linear
+from tests.ops.test_row_linear import arguments
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = torch.cuda.is_available()
+pytestmark = [
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+    pytest.mark.skipif(HAS_GPU == INTERPRETED, reason="needs a CUDA device, or TRITON_INTERPRET=1 without"),
+]
+# A part of a norm's, a product's and a sum's rounding each, of the norm of the result.
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+# Rows, width, results: odd ones, whole tiles, and on a GPU the shapes of a model of a billion weights.
+SHAPES = [(1, 7, 5), (2, 100, 33), (8, 16, 12), (1, 1030, 1)]
+LARGE = [(rows, *shape) for rows in (1, 2, 4, 8) for shape in ((2048, 3072), (8192, 2048), (3000, 8192))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
+@pytest.mark.parametrize("shape", [*SHAPES, *(LARGE if HAS_GPU else [])])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_kernel_against_float64(
+    shape: tuple[int, int, int], gated: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("caramba.kernels.triton.row_linear")
+    if INTERPRETED:
+        monkeypatch.setattr(module, "PROGRAMS", 2)  # tiles of many rows, whose last one is not full
+    device = "cuda" if HAS_GPU else "cpu"
+    for without in ((), ("bias", "norm"), ("residual", "bias", "norm", "eps"), ("residual", "bias")):
+        given: dict[str, Any] = arguments(*shape, gated=gated, dtype=dtype) | dict.fromkeys(without)
+        given = {
+            name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()
+        }
+        wide: dict[str, Any] = {
+            name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()
+        }
+        got, want = module.row_linear(**given), reference_row_linear(**wide)
+        assert got.dtype == dtype
+        assert got.shape == want.shape
+        error = float((got.double() - want).norm() / want.norm())
+        assert error <= BOUNDS[dtype], (without, error)
+
+
+def test_rows_do_not_depend_on_each_other_and_other_dtypes_are_refused() -> None:
+    launched = importlib.import_module("caramba.kernels.triton.row_linear").row_linear
+    device = "cuda" if HAS_GPU else "cpu"
+    given = {
+        name: value.to(device, torch.float32) if isinstance(value, Tensor) else value
+        for name, value in arguments(3, 40, 3, gated=True).items()
+    }
+    together = launched(**given)
+    one = given | {"x": given["x"][1:2], "residual": given["residual"][1:2]}
+    torch.testing.assert_close(launched(**one), together[1:2], rtol=1e-6, atol=1e-6)
+    wide: dict[str, Any] = {
+        name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()
+    }
+    with pytest.raises(ValueError, match=r"row_linear: got torch\.float64"):
+        launched(**wide)
+
+
+def test_measured_tiles_are_taken_and_others_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("caramba.kernels.triton.row_linear")
+    monkeypatch.setattr(module, "_measured", {})
+    # Tiles fill a device where there are rows enough, and rows of x leave less room beside them.
+    assert module.guessed(module.Product(2048, 2048, 1, 2, False)) == module.Tile(4, 4)
+    assert module.guessed(module.Product(128256, 2048, 1, 2, False)) == module.Tile(8, 4)
+    assert module.guessed(module.Product(8192, 2048, 8, 2, True)) == module.Tile(2, 4)
+    product = module.Product(40, 64, 1, 4, False)
+    guess = module.tile_of(product)
+    module.adopt([(list(product), [guess.block_n * 2, 2])])
+    assert module.tile_of(product) == module.Tile(guess.block_n * 2, 2)

@@ -1,0 +1,138 @@
+"""Decode steps by products of few rows: the same numbers as by the layers, and who keeps the layers."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from tests.unit.model.model_specs import VOCAB, transformer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from caramba.cache import KVCacheKind, StepContext
+from caramba.infer import Generator
+from caramba.layer import SwiGLULayer
+from caramba.layer.few_rows import FEW_ROWS
+from caramba.layer.joined import joined_weights
+from caramba.model import Model, build_model
+from caramba.ops import backend
+
+NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
+
+
+class Ops(TorchDispatchMode):
+    """How often which op ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran[func._schema.name.split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference stands for a kernel of the CPU's."""
+    monkeypatch.setitem(backend._attached, ("row_linear", "cpu"), "triton")
+
+
+def lively(name: str) -> Model:
+    model = build_model(transformer(name), seed=0).eval()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+@torch.inference_mode()
+def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tensor, Counter[str]]:
+    """The logits of a step behind a prompt, and the ops of that step."""
+    tokens = torch.randint(VOCAB, (batch, 7), generator=torch.Generator().manual_seed(1))
+    with joined_weights(model):
+        ctx = model.new_context(batch, 8, KVCacheKind.FP32, static=True)
+        with backend.without_kernels("row_linear"):
+            model(tokens[:, :-1], ctx)
+        behind = StepContext(ctx) if on_device else ctx
+        if isinstance(behind, StepContext):
+            behind.advance()
+        with Ops() as ops:
+            logits = model(tokens[:, -1:], behind)
+    return logits, ops.ran
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_step_gives_the_same_logits_in_fewer_ops(name: str, kernels: None) -> None:
+    model = lively(name)
+    for batch, on_device in ((1, True), (FEW_ROWS, True), (1, False)):
+        logits, ran = step(model, batch, on_device=on_device)
+        assert ran["row_linear"] >= 4
+        assert ran["rms_norm"] <= 1  # the last one, before the head
+        assert not ran["linear"] + ran["mm"] + ran["addmm"]
+        with backend.without_kernels("row_linear"):
+            want, by_layers = step(model, batch, on_device=on_device)
+        assert by_layers["row_linear"] == 0
+        assert sum(by_layers.values()) > sum(ran.values()) or not on_device
+        torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
+
+
+def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None:
+    model = lively("gqa_scaled")
+    assert step(model, FEW_ROWS + 1)[1]["row_linear"] == 0
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(model)[1]["row_linear"] == 0
+    tokens = torch.randint(VOCAB, (1, 2))
+    with Ops() as ops:
+        loss = model(tokens).sum()
+    loss.backward()
+    assert ops.ran["row_linear"] == 0
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def hooked(mlp: SwiGLULayer) -> None:
+    mlp.down.register_forward_hook(lambda *_: None)
+
+
+def watched(mlp: SwiGLULayer) -> None:
+    mlp.register_forward_pre_hook(lambda *_: None)
+
+
+def replaced(mlp: SwiGLULayer) -> None:
+    class Other(nn.Linear):
+        """As an adapter or a quantised layer stands in for one."""
+
+    mlp.up.__class__ = Other
+
+
+def in_another_dtype(mlp: SwiGLULayer) -> None:
+    mlp.gate.double()
+    mlp.gate.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+    mlp.gate.register_forward_hook(lambda *given: given[-1].float())
+
+
+@pytest.mark.parametrize("change", [hooked, watched, replaced, in_another_dtype])
+def test_a_changed_layer_runs_as_ever_and_the_others_do_not(
+    change: Callable[[SwiGLULayer], None], kernels: None
+) -> None:
+    model = lively("gqa_scaled")
+    want, plain = step(model)
+    changed = copy.deepcopy(model)
+    change(next(module for module in changed.modules() if isinstance(module, SwiGLULayer)))
+    logits, ran = step(changed)
+    assert 0 < ran["row_linear"] < plain["row_linear"]
+    torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
+
+
+def test_generated_tokens_are_those_of_the_layers(kernels: None) -> None:
+    model, prompt = lively("gqa_scaled"), [[3, 1, 4]]
+    generator = Generator(model, None, max_new_tokens=6, temperature=0.0)
+    (got,) = generator.generate(prompt)
+    with backend.without_kernels("row_linear"):
+        (want,) = generator.generate(prompt)
+    assert got.tokens == want.tokens
+    torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(want.logprobs), rtol=1e-4, atol=1e-4)
