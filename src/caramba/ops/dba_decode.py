@@ -11,6 +11,7 @@ from torch import Tensor
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
 from caramba.ops.backend import REFERENCE, direct, implementation
+from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.ops.formats import STORED, stored_format
 
@@ -227,7 +228,7 @@ def _wrong(name: str, got: object, expected: str) -> ConfigError:
     return ConfigError(f"dba_decode: {name}: got {got}, expected {expected}")
 
 
-torch.library.impl("caramba::dba_decode", "CompositeExplicitAutograd", reference_dba_decode)
+torch.library.impl("caramba::dba_decode", "CompositeExplicitAutograd", host_dba_decode)
 
 
 @torch.library.register_fake("caramba::dba_decode")
