@@ -281,7 +281,9 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_
             if key not in steps:
                 present = rotary.step_table
                 is_enough = present is not None and present.reaches(n_tokens, device)
-                steps[key] = present if present is not None and is_enough else StepTable(*rotary(0, n_tokens, device))
+                steps[key] = (
+                    present if present is not None and is_enough else StepTable(*rotary(0, n_tokens, device))
+                )
             rotary.step_table = steps[key]
             continue
         if key not in tables:

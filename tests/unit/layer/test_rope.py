@@ -11,6 +11,7 @@ import torch
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
+from caramba.layer.rope import share_tables
 from caramba.ops import backend
 
 LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
@@ -231,3 +232,15 @@ def test_a_compiled_rotation_reads_tables_where_kernels_are(monkeypatch: pytest.
     torch.library.opcheck(
         torch.ops.caramba.cos_sin.default, (torch.randn(3),), test_utils=("test_schema", "test_faketensor")
     )
+
+
+@torch.no_grad()
+def test_a_step_turns_by_the_table_to_the_last_bit() -> None:
+    module = torch.nn.ModuleList(RotaryEmbedding(8, 10000.0, YARN[0]) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    share_tables(module, 40, torch.device("cpu"), for_steps=True)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for offset, n_tokens in ((0, 3), (5, 1), (6, 1), (39, 1), (39, 2)):  # the last is beyond the table
+            x = torch.randn(2, 3, n_tokens, 8, generator=generator).to(dtype)
+            for rope in module:
+                assert torch.equal(rope.turn(x, offset), rotate(x, *rope(offset, n_tokens, x.device)))
