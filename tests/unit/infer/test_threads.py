@@ -14,7 +14,7 @@ from tests.unit.model.model_specs import transformer
 
 @pytest.fixture
 def model() -> Model:
-    return build_model(transformer("gqa"), seed=0).eval()
+    return build_model(transformer("gqa_scaled"), seed=0).eval()
 
 
 @pytest.fixture(autouse=True)
