@@ -29,6 +29,9 @@ CASES = {
         ("fp32", "q4_0", "nf4"), (99, 31), dims=(4, 8, 152), heads=(3, 1), packed=16
     ),
     "all in the tail": Case(("q8_0", "q8_0", "q8_0"), (80, 12)),
+    "numbers, ragged, window": Case(("fp32", "bf16", "fp16"), (150, 0, 1, 97), queries=3, window=40),
+    "numbers, latent, ragged": Case(("fp32", "fp16"), (130, 64), heads=(6, 1), dims=(48, 24, 48), queries=5),
+    "numbers, of one length": Case(("fp32", "fp32", "bf16"), (97, 97)),
     "nothing stored": Case(("fp32", "fp32"), (0, 0), heads=(2, 1)),
 }
 

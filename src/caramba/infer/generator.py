@@ -35,6 +35,7 @@ from caramba.infer.row import OnText, Row
 from caramba.infer.scoring import KINDS
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import StepPool
+from caramba.infer.threads import step_threads
 from caramba.layer.joined import joined_weights
 from caramba.model import Model
 from caramba.runtime import synchronize
@@ -208,20 +209,21 @@ class Generator:
         compiled = compilations() if config.compiled is True else 0
         n_steps = longest - start + config.max_new_tokens
         every = config.read_every or (1 if on_text is not None else READ_EVERY)
-        for step in range(n_steps):
-            token = steps.choose(logits)
-            is_last = step + 1 == n_steps
-            if (is_last or (step + 1) % every == 0) and state.read(rows, start + step + 1, on_text):
-                break
-            if not is_last:
-                if probe is not None:
-                    seen = partial(fed_tokens, state.prompts, state.delay + start, state.tokens, ctx.position)
-                    checked = probe.check(ctx, seen)
-                    self.stats.cache_kind = probe.kind.value
-                    if checked is not ctx:  # another cache has steps of its own
-                        ctx, steps = checked, self._steps(state, checked)
-                logits = steps.forward(token)
-                self.stats.steps += 1
+        with step_threads(self.model, len(rows)):
+            for step in range(n_steps):
+                token = steps.choose(logits)
+                is_last = step + 1 == n_steps
+                if (is_last or (step + 1) % every == 0) and state.read(rows, start + step + 1, on_text):
+                    break
+                if not is_last:
+                    if probe is not None:
+                        fed = (state.prompts, state.delay + start, state.tokens, ctx.position)
+                        checked = probe.check(ctx, partial(fed_tokens, *fed))
+                        self.stats.cache_kind = probe.kind.value
+                        if checked is not ctx:  # another cache has steps of its own
+                            ctx, steps = checked, self._steps(state, checked)
+                    logits = steps.forward(token)
+                    self.stats.steps += 1
         for row in rows:
             row.close(on_text)
         self.stats.captures += captures_of(steps) - (captured if steps is first else 0)

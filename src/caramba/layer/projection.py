@@ -222,13 +222,12 @@ class StandardProjection(Projection):
     def _together(self, joined: Joined, x: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """As `forward` without norms, queries and keys turned as heads of one tensor: half the calls of a step."""
         heads, kv_heads, width = self.dims.n_heads, self.dims.n_kv_heads, self.dims.qk
-        n_turned = heads + kv_heads
-        parts = [n_turned * width, kv_heads * self.dims.v]
-        turned, v = joined.product(x).split_with_sizes(parts, dim=-1)
-        turned, v = split_heads(turned, n_turned), split_heads(v, kv_heads)
-        found = self.angles(offset, x.shape[1], x.device)
-        if found is not None:
-            turned = rotate(turned, *found)
+        n_turned, (batch, n_tokens, _) = heads + kv_heads, x.shape
+        turned, v = joined.product(x).split_with_sizes([n_turned * width, kv_heads * self.dims.v], dim=-1)
+        turned = turned.view(batch, n_tokens, n_turned, width).transpose(1, 2)
+        v = v.view(batch, n_tokens, kv_heads, self.dims.v).transpose(1, 2)
+        if self.rope is not None:
+            turned = self.rope.turn(turned, offset)
         q, k = turned.split_with_sizes([heads, kv_heads], dim=1)
         return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 

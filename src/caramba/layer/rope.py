@@ -96,6 +96,31 @@ def rotate(
     return rotated if dtype is None or dtype == rotated.dtype else rotated.to(dtype)
 
 
+class StepTable:
+    """cos and sin [G, S, D/2] of positions 0 to S - 1, which decode steps of all layers of the same angles read."""
+
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+        self._last: tuple[tuple[int, int], tuple[Tensor, Tensor]] | None = None
+
+    def reaches(self, n_tokens: int, device: torch.device) -> bool:
+        """Whether it holds so many positions on a device."""
+        return self.cos.shape[1] >= n_tokens and self.cos.device == device
+
+    def at(self, offset: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of these positions, [G, T, D/2] each."""
+        return self.cos.narrow(1, offset, n_tokens), self.sin.narrow(1, offset, n_tokens)
+
+    def halves(self, offset: int, n_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return cos [G, T, 1, D/2] and (-sin, sin) [G, T, 2, D/2] of these positions: made by the first layer of a
+        step, read by the others."""
+        key, last = (offset, n_tokens), self._last
+        if last is None or last[0] != key:
+            cos, sin = self.at(offset, n_tokens)
+            last = self._last = (key, (cos.unsqueeze(-2), torch.stack((-sin, sin), dim=-2)))
+        return last[1]
+
+
 class RotaryEmbedding(nn.Module):
     """Angles of rotary positions, from frequencies held in a buffer `inv_freq` [G, D/2], one row per head
     group.
@@ -139,7 +164,7 @@ class RotaryEmbedding(nn.Module):
         is_fixed = not explicit and self.dynamic is None
         self.key = repr((width, base, scaling, n_groups)) if is_fixed else None
         self.table: tuple[Tensor, Tensor] | None = None
-        self.step_table: tuple[Tensor, Tensor] | None = None
+        self.step_table: StepTable | None = None
 
     def forward(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2] float32.
@@ -150,9 +175,9 @@ class RotaryEmbedding(nn.Module):
             if offset == 0 and (table := _reaching(self.table, n_tokens, device)) is not None:
                 return table[0][:, :n_tokens], table[1][:, :n_tokens]
             if offset > 0 and not torch.compiler.is_compiling():
-                table = _reaching(self.step_table, offset + n_tokens, device)
-                if table is not None:
-                    return table[0].narrow(1, offset, n_tokens), table[1].narrow(1, offset, n_tokens)
+                steps = self.step_table
+                if steps is not None and steps.reaches(offset + n_tokens, device):
+                    return steps.at(offset, n_tokens)
         frequencies = self.inv_freq.to(device)
         if isinstance(offset, Tensor):
             self._refuse_documents(n_tokens)
@@ -174,6 +199,23 @@ class RotaryEmbedding(nn.Module):
         if self.attention_factor == 1.0:
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
+
+    def turn(self, x: Tensor, offset: int | Tensor) -> Tensor:
+        """Return `rotate` of x [B, N, T, D] by the angles of its positions, in a decode step on a table by fewer
+        calls: the same numbers."""
+        n_tokens, table = x.shape[2], self.step_table
+        if (
+            table is None
+            or not isinstance(offset, int)
+            or torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not table.reaches(offset + n_tokens, x.device)
+            or is_fused("rope", x)
+        ):
+            return rotate(x, *self(offset, n_tokens, x.device))
+        cos, sines = table.halves(offset, n_tokens)
+        halves = widened(x).unflatten(-1, (2, -1))
+        return (halves * cos).add_(halves.flip(-2).mul_(sines)).flatten(-2)
 
     def _refuse_documents(self, n_tokens: int) -> None:
         if self.dynamic is None or n_tokens <= self.dynamic.original_max_position_embeddings:
@@ -256,15 +298,25 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_
     forward and backward, which takes longer than reading the element; eager layers save the launches. A table
     `for_steps` is one of its own, which forwards behind cached tokens read: its length changes no compiled forward.
     """
-    name = "step_table" if for_steps else "table"
     tables: dict[str, tuple[Tensor, Tensor]] = {}
+    steps: dict[str, StepTable] = {}
     for rotary in module.modules():
         if not isinstance(rotary, RotaryEmbedding) or rotary.key is None:
             continue
-        if rotary.key not in tables:
-            table = _reaching(getattr(rotary, name), n_tokens, device)
+        key = rotary.key
+        if for_steps:
+            if key not in steps:
+                present = rotary.step_table
+                is_enough = present is not None and present.reaches(n_tokens, device)
+                steps[key] = (
+                    present if present is not None and is_enough else StepTable(*rotary(0, n_tokens, device))
+                )
+            rotary.step_table = steps[key]
+            continue
+        if key not in tables:
+            table = _reaching(rotary.table, n_tokens, device)
             if table is None:
-                rotary.table = None if name == "table" else rotary.table
+                rotary.table = None
                 table = rotary(0, n_tokens, device)
-            tables[rotary.key] = table
-        setattr(rotary, name, tables[rotary.key])
+            tables[key] = table
+        rotary.table = tables[key]

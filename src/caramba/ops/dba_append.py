@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.decode_on_host import put
 from caramba.ops.widen import widened
 
 torch.library.define(
@@ -137,6 +138,27 @@ def reference_dba_append(
         _write(x, buffers[buffer][..., column : column + x.shape[-1]], lengths)
 
 
+def _append(
+    streams: list[Tensor],
+    buffers: list[Tensor],
+    lengths: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotated: int,
+) -> None:
+    """Compute the op where no kernel is attached: on a CPU, which knows the places, by plain copies."""
+    if not lengths.is_cpu:
+        reference_dba_append(streams, buffers, lengths, cos, sin, rotated)
+        return
+    places = columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers])
+    assert places is not None  # checked before the call
+    starts = lengths.tolist()
+    for index, (x, (buffer, column)) in enumerate(zip(streams, places, strict=True)):
+        if index == rotated and cos is not None and sin is not None:
+            x = _turned(x, cos, sin)
+        put(x, buffers[buffer][..., column : column + x.shape[-1]], starts)
+
+
 def _write(x: Tensor, into: Tensor, lengths: Tensor) -> None:
     capacity = into.shape[2]
     if not capacity:
@@ -152,13 +174,15 @@ def _write(x: Tensor, into: Tensor, lengths: Tensor) -> None:
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     wide = widened(x)
-    repeats = x.shape[1] // cos.shape[-3]
-    cos, sin = (table.to(wide.dtype).repeat_interleave(repeats, -3) for table in (cos, sin))
+    repeats = 1 if cos.shape[-3] == 1 else x.shape[1] // cos.shape[-3]
+    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
+    if repeats > 1:
+        cos, sin = cos.repeat_interleave(repeats, -3), sin.repeat_interleave(repeats, -3)
     first, second = wide.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-torch.library.impl("caramba::dba_append", "CompositeExplicitAutograd", reference_dba_append)
+torch.library.impl("caramba::dba_append", "CompositeExplicitAutograd", _append)
 
 
 @torch.library.register_fake("caramba::dba_append")

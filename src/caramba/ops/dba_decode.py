@@ -11,6 +11,7 @@ from torch import Tensor
 from caramba.console import logger
 from caramba.ops.backend import REFERENCE, direct, implementation
 from caramba.ops.decode_arguments import check_dba_decode, check_lengths
+from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.decode_reference import reference_dba_decode
 
 WIDEST = {torch.float32: 128, torch.float16: 512, torch.bfloat16: 512}
@@ -115,7 +116,7 @@ def _admit(*given: Any) -> Callable[..., tuple[Tensor, Tensor]] | None:
     return None if kernel_takes(q_sem.dtype, widths) else reference_dba_decode
 
 
-torch.library.impl("caramba::dba_decode", "CompositeExplicitAutograd", reference_dba_decode)
+torch.library.impl("caramba::dba_decode", "CompositeExplicitAutograd", host_dba_decode)
 
 
 @torch.library.register_fake("caramba::dba_decode")

@@ -39,7 +39,7 @@ def reference_dba_decode(
     scores = torch.zeros((), dtype=wide, device=q_sem.device)
     for q, k in zip(queries, read[:2], strict=True):
         scores = scores + torch.einsum("bkgtd,bksd->bkgts", q, k)
-    mask = _visible(lengths, q_sem.shape[2], n_keys, window)
+    mask = visible(lengths, q_sem.shape[2], n_keys, window)
     scores = scores.masked_fill(~mask[:, None, None], -torch.inf)
     values = read[-1] if v else read[0]
     if null:
@@ -63,7 +63,7 @@ def _softmax_read(scores: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[T
     return out.flatten(1, 2).to(dtype), sums.flatten(1, 2).float()
 
 
-def _visible(lengths: Tensor, n_queries: int, n_keys: int, window: int) -> Tensor:
+def visible(lengths: Tensor, n_queries: int, n_keys: int, window: int) -> Tensor:
     """Return which keys each query sees, [B, T, S]."""
     keys = torch.arange(n_keys, device=lengths.device)
     end = lengths[:, None] - n_queries + 1 + torch.arange(n_queries, device=lengths.device)

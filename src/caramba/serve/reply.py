@@ -7,7 +7,7 @@ import contextlib
 
 from pydantic import BaseModel
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from caramba.serve.failure import ApiError
 from caramba.serve.running import ClientGone, Piece, Running
@@ -26,17 +26,23 @@ class Reply:
 
     def __init__(self, running: Running, shape: Shape, timeout_s: float) -> None:
         self.running, self.shape, self.timeout_s = running, shape, timeout_s
+        self.is_begun = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
+
+        async def noted(message: Message) -> None:
+            self.is_begun = True
+            await send(message)
+
         watch = asyncio.create_task(self._watch(receive))
         try:
             async with asyncio.timeout(self.timeout_s):
-                await self._answer(scope, receive, send)
+                await self._answer(scope, receive, noted)
         except TimeoutError:
-            await self._fail(_too_long(self.timeout_s), scope, receive, send)
+            await self._last_word(_too_long(self.timeout_s), scope, receive, send)
         except ApiError as error:
-            await self._fail(error, scope, receive, send)
+            await self._last_word(error, scope, receive, send)
         except ClientGone:
             pass  # there is nobody to tell
         finally:
@@ -57,8 +63,16 @@ class Reply:
         body = self.shape.whole(whole, self.running.usage).model_dump_json()
         await Response(body, media_type="application/json")(scope, receive, send)
 
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        await error.response()(scope, receive, send)
+    async def _last_word(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        with contextlib.suppress(TimeoutError):  # one that does not read is cut off
+            async with asyncio.timeout(LAST_WORD_SECONDS):
+                if self.is_begun:
+                    await self._break_off(error, send)
+                else:  # until the first token a failure has its own status
+                    await error.response()(scope, receive, send)
+
+    async def _break_off(self, error: ApiError, send: Send) -> None:
+        """End an answer of which a part is sent: without its end, so that the client sees that it is not whole."""
 
 
 class EventStream(Reply):
@@ -69,12 +83,10 @@ class EventStream(Reply):
     ) -> None:
         super().__init__(running, shape, timeout_s)
         self.with_usage, self.with_tokens = with_usage, with_tokens
-        self.is_begun = False
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         async for piece in self.running.pieces():
-            if not self.is_begun:  # until the first token a failure still has its own status
-                self.is_begun = True
+            if not self.is_begun:
                 await send({"type": "http.response.start", "status": 200, "headers": list(EVENT_STREAM)})
                 await self._send(send, *self.shape.opening())
             if piece.text or piece.finish is not None or self.with_tokens:
@@ -88,14 +100,9 @@ class EventStream(Reply):
         if body:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
-    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self.is_begun:
-            await super()._fail(error, scope, receive, send)
-            return
+    async def _break_off(self, error: ApiError, send: Send) -> None:
         event = b"data: " + bytes(error.response().body) + b"\n\n"
-        with contextlib.suppress(TimeoutError):  # one that does not read is cut off
-            async with asyncio.timeout(LAST_WORD_SECONDS):
-                await send({"type": "http.response.body", "body": event})
+        await send({"type": "http.response.body", "body": event})
 
 
 def _too_long(timeout_s: float) -> ApiError:

@@ -11,7 +11,7 @@ import torch
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
-from caramba.layer.rope import angles_of
+from caramba.layer.rope import angles_of, share_tables
 from caramba.ops import backend
 
 LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
@@ -243,3 +243,15 @@ def test_angles_of_several_layers_at_once_are_those_of_each() -> None:
     # Of layers that share a key each step has one table, and unequal ones do not stand side by side.
     assert angles_of([RotaryEmbedding(8, 10.0)], offset) == angles_of([], offset) == {}
     assert angles_of([*ropes, RotaryEmbedding(4, 10.0, explicit=True)], offset) == {}
+
+
+@torch.no_grad()
+def test_a_step_turns_by_the_table_to_the_last_bit() -> None:
+    module = torch.nn.ModuleList(RotaryEmbedding(8, 10000.0, YARN[0]) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    share_tables(module, 40, torch.device("cpu"), for_steps=True)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for offset, n_tokens in ((0, 3), (5, 1), (6, 1), (39, 1), (39, 2)):  # the last is beyond the table
+            x = torch.randn(2, 3, n_tokens, 8, generator=generator).to(dtype)
+            for rope in module:
+                assert torch.equal(rope.turn(x, offset), rotate(x, *rope(offset, n_tokens, x.device)))

@@ -235,12 +235,25 @@ def test_a_client_that_leaves_frees_its_slot_and_all_is_counted(
     assert found['caramba_requests_total{path="/v1/completions",status="200"}'] > 0
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_holds_no_slot(model: Model) -> None:
+HEAD, PART = "http.response.start", "http.response.body"
+
+
+@pytest.mark.parametrize(
+    ("more", "unread", "sent_in_all"),
+    [
+        ({"stream": True}, PART, [HEAD, PART, PART]),  # the first words, and the last ones
+        ({"max_tokens": 2}, PART, [HEAD, PART]),
+        ({"stream": True}, HEAD, [HEAD]),  # the engine is late, and its client reads nothing of the failure
+    ],
+)
+def test_a_client_that_does_not_read_is_cut_off_and_holds_no_slot(
+    model: Model, more: dict[str, Any], unread: str, sent_in_all: list[str]
+) -> None:
     # One thread does it all, and time is passed by hand: nothing hangs on how fast this machine is.
     service = service_of(model, timeout_s=10)
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-    body = json.dumps(LONG | {"stream": True}).encode()
+    body = json.dumps(LONG | more).encode()
     sent: list[str] = []
     passed = [0.0]
 
@@ -257,13 +270,16 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_no_slot(model: Model) 
 
         async def send(message: Any) -> None:
             sent.append(message["type"])
-            if message["type"] == "http.response.body":
+            if message["type"] == unread:
                 passed[0] += service.limits.timeout_s
                 await asyncio.Event().wait()  # the socket's buffer is full for good
 
         async def step() -> None:
-            while "http.response.body" not in sent:
-                service.engine.step()
+            while unread not in sent:
+                if unread == PART:
+                    service.engine.step()
+                elif service.engine.stats().queued and not passed[0]:
+                    passed[0] = service.limits.timeout_s
                 await asyncio.sleep(0)
 
         answer = build_app(service)(scope | {"headers": headers}, receive, send)
@@ -271,15 +287,14 @@ def test_a_client_that_does_not_read_is_cut_off_and_holds_no_slot(model: Model) 
 
     with asyncio.Runner(loop_factory=loop_of_its_own_time) as runner:
         runner.run(ask())
-        assert service.engine.stats().active == 1  # until the engine's next step
         assert not service.engine.step()
-    assert (service.engine.stats().active, service.engine.stats().cancelled) == (0, 1)
+    stats = service.engine.stats()
+    assert (stats.active, stats.queued, stats.cancelled + stats.finished) == (0, 0, 1)
     ticket = service.engine.submit([1, 2], max_new_tokens=2, temperature=0.0, seed=0)
     while service.engine.step():
         pass
     assert (ticket.finish_reason, len(ticket.tokens)) == ("length", 2)
-    # A head, the first words, and the last ones.
-    assert sent == ["http.response.start", "http.response.body", "http.response.body"]
+    assert sent == sent_in_all
 
 
 def test_a_failing_model_is_told_and_the_next_request_is_answered(

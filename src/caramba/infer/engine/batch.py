@@ -16,6 +16,7 @@ from caramba.infer.engine.slots import Slots
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import ENDS, Event, FinishReason, Ticket
 from caramba.infer.row import Row
+from caramba.infer.threads import step_threads
 from caramba.model import Model
 
 RATE_OVER = 32
@@ -161,14 +162,15 @@ class Batch:
         if not decoding:
             return
         try:
-            self.slots.choose()
-            for slot in decoding:
-                row = self._row(slot)
-                if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
-                    self.slots.set_decoding(slot, False)
-            failed = self.slots.forward() if any(self.slots.is_decoding) else {}
-            self.stats.steps += 1
-            tokens, logprobs = self.slots.sampler.read()
+            with step_threads(self.slots.model, len(self.requests)):
+                self.slots.choose()
+                for slot in decoding:
+                    row = self._row(slot)
+                    if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
+                        self.slots.set_decoding(slot, False)
+                failed = self.slots.forward() if any(self.slots.is_decoding) else {}
+                self.stats.steps += 1
+                tokens, logprobs = self.slots.sampler.read()
         except Exception as error:
             for slot in decoding:
                 self.leave(slot, "error", error)

@@ -1,0 +1,46 @@
+"""Small decode steps on a CPU run in one thread, whatever comes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from caramba.infer import Generator, threads
+from caramba.infer.step import StepState
+from caramba.infer.threads import step_threads
+from caramba.model import Model, build_model
+from tests.unit.model.model_specs import transformer
+
+
+@pytest.fixture
+def model() -> Model:
+    return build_model(transformer("gqa_scaled"), seed=0).eval()
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_steps_of_a_small_model_take_one_thread_and_leave_the_others(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(
+        StepState, "read", lambda *given: seen.append(torch.get_num_threads()) or len(seen) == 2
+    )
+    generator = Generator(model, max_new_tokens=40, temperature=0.0, eos_token_id=[])
+    generator.generate([[1, 2]])
+    assert (seen, torch.get_num_threads()) == ([1, 1], 2)
+    with pytest.raises(KeyError), step_threads(model, 1):
+        raise KeyError
+    assert torch.get_num_threads() == 2
+
+
+def test_steps_that_are_worth_it_are_shared_out(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "WORTH_THREADS", 1)
+    with step_threads(model, 1):
+        assert torch.get_num_threads() == 2
