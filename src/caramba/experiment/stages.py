@@ -294,7 +294,7 @@ def _details(phase: PhaseConfig, schedule: BlockSchedule | None) -> dict[str, An
 
 def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
     """Run a run's verifications on the current teacher and student."""
-    session.move_to(session.device)  # Lightning leaves a trained model on the CPU
+    session.move_to(session.device)  # Lightning leaves what several ranks trained on the CPU
     teacher, student = session.model_of("teacher"), session.model_of("student")
     return check(
         run.verify,
