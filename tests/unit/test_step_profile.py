@@ -103,3 +103,23 @@ def test_without_a_device_ops_have_their_own_time(profile: ModuleType) -> None:
         "aten::mm [4, 8] x [8, 16]": pytest.approx(0.010),
     }
     assert found["calls"][0]["tflops"] == pytest.approx(2 * 2 * 4 * 8 * 16 / 10e-6 / 1e12)
+
+
+def test_every_gap_of_the_page_says_what_was_done(
+    profile: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = importlib.import_module("sections_training")
+    roofs = profile.Roofs(flops=1e12, bytes=1e9, optimizer_bytes=20_000)
+    found = profile.analyse(EVENTS, 2, roofs, 1.0)
+    lines = sections.step_profile({"model": "x", **found})
+    said = lines[lines.index("What was done about each:") + 2 :][: profile.GAPS]
+    assert [line.split("`")[1] for line in said] == [gap["what"].split(" [")[0] for gap in found["gaps"]]
+    about = {line.split("`")[1]: line.split("): ", 1)[1] for line in said}
+    assert about["device idle"].startswith("Blocks are compiled one by one")
+    found["gaps"][0]["what"] = "another kernel [3]"
+    assert any(
+        line.startswith("- `another kernel` (") and line.endswith("): **nothing yet**.")
+        for line in sections.step_profile(found)
+    )
+    notes = json.loads(sections.NOTES.read_text())
+    assert all(note["match"] and note["done"] for note in notes)
