@@ -72,6 +72,11 @@ def settle_plans(session: Session) -> None:
                 session.measured[run.id] = made
                 run = run.model_copy(update={"train": settled(phase, made)})
         runs.append(run)
+    asked = session.manifest.plan
+    if asked not in ("auto", "refresh", "off") and not session.measured:
+        logger.warning(
+            f"plan={asked}: nothing is left to auto, so it decides nothing; give a key the value auto"
+        )
     session.group = session.group.model_copy(update={"runs": tuple(runs)})
 
 
