@@ -47,6 +47,7 @@ SETTLED = (
 )
 PRECISION = ("dtype", "weights", "precision")
 MEASURED = ("precision", "step_seconds", "planning")
+ENDING_S = 5.0  # of the budget: ending a process that compiles, moving models back, timing the data
 UNMEASURED = {"compile_model": False, "activation_checkpointing": "none", "num_workers": 0}
 
 
@@ -201,7 +202,7 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
         with TrialProcess(MODULE, request_of(session, run)) as process:
 
             def measure(candidate: Candidate) -> Trial:
-                trial = process.measure(candidate, budget.left)
+                trial = process.measure(candidate, budget.left - ENDING_S)
                 if trial.refusal and not trial.is_out_of_memory:
                     budget.skip(candidate, trial.refusal)
                 logger.info(f"plan {run.id}: {_said(trial, ground)}")

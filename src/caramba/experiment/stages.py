@@ -161,6 +161,10 @@ def fit_phase(
     if session.ranks is not None:
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
+    if (
+        session.device.type != "cpu"
+    ):  # cycles of references hold what the phase had on the device beside the model
+        release_memory()
     if outcome.steps < phase.steps:
         logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
     result = PhaseResult(
