@@ -36,14 +36,13 @@ from caramba.runtime import choose_device, device_facts
 WORDS = [
     *("model=llama32_1b", "model.topology.layers.0.repeat=2"),  # widths of 1B; a run of it saves 0.5 GB
     *("model.embedder.vocab_size=2048", "data.vocab_size=2048", "train.block_size=2048"),
+    "train.lr=3e-4",  # the preset's is for narrow models
     *("train=pretrain", "benchmark=none", "verify=none", "resume=never", "logger.tensorboard=false"),
 ]
 AUTO = ["train.batch_size=auto", "train.activation_checkpointing=auto"]
 MODES = ["train.compile_model=auto", "train.num_workers=auto", "train.steps=5000"]
-STEPS, FEW = (
-    24,
-    3,
-)  # speed is that of the 4th to 23rd step; memory is at its peak in the second, with all states
+STEPS = 24  # the speed of a run is that of its 4th to 23rd step
+FEW = 3  # memory is at its peak in the second, which begins with all states
 SHARES = (0.25, 0.5, 0.75, 1.1)  # of the chosen batch: what a hand would try, and one more than fits
 PARTS = ("plan", "replay", "runs", "hand", "modes")
 SMOKE = ("plan", "replay", "runs")
