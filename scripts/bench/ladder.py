@@ -5,9 +5,10 @@ in progress is measured anew. At another commit, on another device, with another
 begins. The JSON and the plot hold the rows so far. The last row of the ladder that keeps all
 activations is its top; with --again a new run begins.
 
-Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--batch 2] [--work runs/bench_ladder]
-    [--out docs/benchmarks/ladder.json] [-- OVERRIDES]
-`--size tiny --out FILE` shows on a CPU that it works.
+Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--size 1b_quarter] [--batch 2]
+    [--work runs/bench_ladder] [--out docs/benchmarks/ladder.json] [-- OVERRIDES]
+`--size 1b_quarter` is the widths and the vocabulary of 1B in 4 layers, which one call finishes; `1b` all 16, in two or
+three. `--smoke --out FILE` runs its means once in a minute, `--size tiny --out FILE` shows on a CPU that it works.
 """
 
 from __future__ import annotations
@@ -34,32 +35,63 @@ from caramba.runs.files import write_json, write_whole
 from caramba.runtime import choose_device, device_facts
 
 CONFIG = "benchmark.benchmarks.0.config"
-ROWS = f"{CONFIG}.rows=[{','.join(RUNGS)}]"  # bf16_weights too, which has to be asked for
-COMMON = ["train=none", "verify=none", "benchmark=ladder", "resume=never", "logger.tensorboard=false", ROWS]
-SIZES = {
-    "1b": [
-        "model=llama32_1b",
-        "data.vocab_size=2048",
-        f"+{CONFIG}.largest_seconds=120",
-        f"+{CONFIG}.most_batch=64",
-    ],
-    "tiny": [
-        *("model=tiny", "model.topology.layers.0.repeat=1", "data.max_bytes=400000"),
-        *(
-            "data.vocab_size=512",
-            "model.embedder.vocab_size=512",
-            f"{CONFIG}.block_size=32",
-            f"{CONFIG}.warmup_steps=1",
-        ),
-        *(
-            f"{CONFIG}.timed_steps=2",
-            f"{CONFIG}.loss_steps=3",
-            f"+{CONFIG}.most_batch=1",
-            f"+{CONFIG}.val_windows=2",
-        ),
-    ],
+ROWS = f"[{','.join(RUNGS)}]"  # bf16_weights too, which has to be asked for
+COMMON = ["train=none", "verify=none", "benchmark=ladder", "resume=never", "logger.tensorboard=false"]
+FILES = ("train-00000.npy", "val-00000.npy")
+# The standard library in 2048 tokens; a model of 128256 reads these as well, and its head is no smaller for it.
+TOKENS = ["data=tokens", f"data.path={{tokens}}/{FILES[0]}", f"data.val_path={{tokens}}/{FILES[1]}"]
+VALUES = {  # of the ladder's own keys, where a size does not say otherwise
+    "val_windows": 16,  # the same ones for every row
+    "most_batch": 128,
+}
+SIZES: dict[str, tuple[list[str], dict[str, int | str]]] = {
+    # The whole model: two or three calls. A row is 4096 tokens a step, row 0 alone takes two minutes.
+    "1b": (["model=llama32_1b", *TOKENS], {"largest_seconds": 240, "most_batch": 64}),
+    # Its widths and vocabulary, a quarter of its depth: one call.
+    "1b_quarter": (
+        ["model=llama32_1b", "model.topology.layers.0.repeat=4", *TOKENS],
+        {"largest_seconds": 150},
+    ),
+    # Rows that compile, cast and checkpoint once: whether it runs on this machine, in a minute.
+    "smoke": (
+        ["model=llama32_1b", "model.topology.layers.0.repeat=1", *TOKENS],
+        {
+            "rows": "[baseline,bf16,flash,compile,fp8,bf16_weights,full,largest_batch]",
+            "leave_one_out": "false",
+            **{"block_size": 512, "warmup_steps": 3, "timed_steps": 4, "loss_steps": 8},
+            **{"largest_seconds": 12, "most_batch": 8, "val_windows": 2},
+        },
+    ),
+    "tiny": (
+        [
+            *("model=tiny", "model.topology.layers.0.repeat=1", "data.max_bytes=400000"),
+            *("data.vocab_size=512", "model.embedder.vocab_size=512"),
+        ],
+        {
+            **{"block_size": 32, "warmup_steps": 1, "timed_steps": 2, "loss_steps": 3},
+            **{"most_batch": 1, "val_windows": 2},
+        },
+    ),
 }
 SPEED, MEMORY, LOSS = 8.0, 1 / 3, 0.01
+
+
+def words_of(size: str, batch: int, tokens: Path, overrides: list[str]) -> list[str]:
+    """Return the words of the ladder's command line."""
+    words, values = SIZES[size]
+    words = [word.format(tokens=tokens) for word in words]
+    values = {"rows": ROWS, **VALUES, **values, "batch_size": batch}
+    return [*words, *COMMON, *(f"++{CONFIG}.{key}={value}" for key, value in values.items()), *overrides]
+
+
+def prepared(work: Path) -> Path:
+    """Return the folder of the tokens, which is made by the first call."""
+    folder = work / "tokens"
+    if not all((folder / name).is_file() for name in FILES):
+        command = [sys.executable, "-m", "caramba", "prepare", "stdlib", "--train-bpe", "2048"]
+        work.mkdir(parents=True, exist_ok=True)
+        subprocess.run([*command, "--output", str(folder)], check=True, stdout=subprocess.DEVNULL, cwd=work)
+    return folder
 
 
 def ended(child: subprocess.Popen[bytes], seconds: float = 6.0) -> int:
@@ -138,6 +170,7 @@ def main() -> int:
     """Climb, write what there is."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=tuple(SIZES), default="1b")
+    parser.add_argument("--smoke", action="store_true", help="the size that takes a minute")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a step in every row")
     parser.add_argument(
         "--seconds", type=float, default=580.0, help="after which the run is stopped, to go on later"
@@ -150,11 +183,14 @@ def main() -> int:
     began, work = time.monotonic(), given.work.absolute()
     if given.again:
         shutil.rmtree(work, ignore_errors=True)
-    words = [*SIZES[given.size], *COMMON, f"{CONFIG}.batch_size={given.batch}", *given.overrides]
+    size = "smoke" if given.smoke else given.size
+    tokens = work / "tokens" if size == "tiny" else prepared(work)
+    words = words_of(size, given.batch, tokens, given.overrides)
     machine, commit = device_facts(choose_device("auto")), head_commit()
     folder = folder_of(work, words, machine, commit)
     folder.mkdir(parents=True, exist_ok=True)
-    run, status = climb(words, folder, work / "cache", given.seconds)
+    left = max(10.0, given.seconds - (time.monotonic() - began))
+    run, status = climb(words, folder, work / "cache", left)
     rows = [] if run is None else rows_of(run)
     is_whole = run is not None and (run / "result.json").is_file()
     if not rows:

@@ -1,19 +1,21 @@
 """What `auto` chooses beside batches set by hand: speed, memory, the time of planning, runs that fit. Writes JSON.
 
-Parts, each a launch or several of the real command: `plan` measures batch and checkpointing and trains; `replay` is the
-same command again, which plans in 0 s; `hand` fixes batches around the chosen one; `runs` takes a few steps of many
-more runs, none of which may run out of memory; `modes` leaves compilation and workers open too, and ends when it is
-planned. The JSON is written after every launch. Called again, it does what is missing: what was measured at another
-commit or on another machine is measured anew.
+Parts, each the real command: `plan` measures batch and checkpointing and trains; `replay` is the same command again,
+which plans in 0 s; `runs` takes a few steps of many more runs, none of which may run out of memory; `hand` fixes
+batches around the chosen one; `modes` leaves compilation and workers open too, and ends when it is planned. Before
+that nothing is compiled, which would be once for every batch. The JSON is written after every part. Called again, it
+does what is missing: what was measured at another commit or on another machine is measured anew.
 
-Usage on a GPU: python scripts/bench/planned.py [--parts plan,replay,hand,runs,modes] [--seconds 580] [--runs 20]
+Usage on a GPU: python scripts/bench/planned.py [--parts plan,replay,runs,hand,modes] [--seconds 580] [--runs 20]
     [--work runs/bench_planned] [--out docs/benchmarks/planned.json] [-- OVERRIDES]
-`--runs 2 --out FILE -- model=tiny train.block_size=64 train.memory_utilization=0.02` shows on a CPU that it works.
+`--smoke --out FILE` plans, replays and runs twice within 5% of the memory, in a minute. On a CPU `--runs 2 --out FILE
+-- model=tiny train.block_size=64 train.memory_utilization=0.02` shows that it works.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -24,7 +26,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from ladder import ended
 from training import head_commit
 
@@ -33,25 +34,18 @@ from caramba.runs.files import write_json
 from caramba.runtime import choose_device, device_facts
 
 WORDS = [
-    *("model=llama32_1b", "model.topology.layers.0.repeat=4"),  # widths of 1B; a run of it saves 1 GB
+    *("model=llama32_1b", "model.topology.layers.0.repeat=2"),  # widths of 1B; a run of it saves 0.5 GB
     *("model.embedder.vocab_size=2048", "data.vocab_size=2048", "train.block_size=2048"),
+    "train.lr=3e-4",  # the preset's is for narrow models
     *("train=pretrain", "benchmark=none", "verify=none", "resume=never", "logger.tensorboard=false"),
 ]
 AUTO = ["train.batch_size=auto", "train.activation_checkpointing=auto"]
 MODES = ["train.compile_model=auto", "train.num_workers=auto", "train.steps=5000"]
-STEPS, FEW = (
-    24,
-    6,
-)  # the speed of a run is that of its 4th to 23rd step; memory is at its peak in the first few
-SHARES = (
-    0.125,
-    0.25,
-    0.5,
-    0.75,
-    0.9,
-    1.1,
-)  # of the chosen batch: what a hand would try, and one more than fits
-PARTS = ("plan", "replay", "hand", "runs", "modes")
+STEPS = 24  # the speed of a run is that of its 4th to 23rd step
+FEW = 3  # memory is at its peak in the second, which begins with all states
+SHARES = (0.25, 0.5, 0.75, 1.1)  # of the chosen batch: what a hand would try, and one more than fits
+PARTS = ("plan", "replay", "runs", "hand", "modes")
+SMOKE = ("plan", "replay", "runs")
 MUST_SPEED = 0.95
 
 
@@ -63,10 +57,9 @@ class Bench:
     """The launches of one bench, in a folder that stays: the cached plan and an unfinished sweep are found again."""
 
     def __init__(self, words: Any) -> None:
-        self.words, self.work = words, words.work.absolute()
+        self.words, self.cache = words, words.work.absolute() / "cache"
         self.deadline = time.monotonic() + words.seconds
-        compiled = f"train.compile_model={str(torch.cuda.is_available()).lower()}"
-        self.base = [*WORDS, compiled, *words.overrides]
+        self.base = [*WORDS, "train.compile_model=false", *words.overrides]
         self.machine = device_facts(choose_device("auto"))
         about = {"commit": head_commit(), "gpu": self.machine["name"], "words": self.base}
         known = json.loads(words.out.read_text()) if words.out.is_file() else {}
@@ -80,6 +73,10 @@ class Bench:
             "command": " ".join(["caramba launch", *self.base, *AUTO]),
             "parts": self.parts,
         }
+        # Sweeps go on in a folder that is theirs alone: a point that another commit finished is not skipped.
+        self.work = words.work.absolute() / hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+        if words.again:
+            shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True, exist_ok=True)
 
     def run(self, part: str) -> None:
@@ -99,31 +96,35 @@ class Bench:
 
     def _hand(self) -> None:
         chosen = self._chosen()
-        rows = self.parts.get("hand", {})
-        for size in sorted(
-            {max(1, round(share * chosen["batch_size"])) for share in SHARES} if chosen else ()
-        ):
-            if str(size) not in rows:
-                keys = {**chosen, "batch_size": size}
-                found = self._launch(
-                    [*(f"train.{key}={value}" for key, value in keys.items()), f"train.steps={STEPS}"]
-                )
-                rows[str(size)] = {
-                    key: found[key] for key in ("tokens_per_s", "out_of_memory", "status", "seconds")
-                }
-                self._keep("hand", rows, rows[str(size)] | {"batch_size": size})
+        if "hand" in self.parts or not chosen:
+            return
+        sizes = sorted({max(1, round(share * chosen["batch_size"])) for share in SHARES})
+        fixed = [f"train.{key}={value}" for key, value in chosen.items() if key != "batch_size"]
+        swept = f"train.batch_size={','.join(map(str, sizes))}"
+        _, said = self._sweep([swept, *fixed, f"train.steps={STEPS}"], "hand")
+        rows: dict[str, Any] = {}
+        for run in self._runs_in("hand"):
+            manifest = json.loads((run / "manifest.json").read_text())
+            size = manifest["groups"][0]["runs"][0]["train"]["batch_size"]
+            events = list(read_events(run))
+            speed = next((event for event in events if event["event"] == "speed"), {})
+            rows[str(size)] = {
+                "tokens_per_s": speed.get("tokens_per_s"),
+                "out_of_memory": sum(event["event"] == "out_of_memory" for event in events),
+                "finished": (run / "result.json").is_file(),
+            }
+        if not rows:
+            raise RuntimeError(f"no batch by hand made a run; it said:\n{said}")
+        self._keep("hand", dict(sorted(rows.items(), key=lambda item: int(item[0]))))
 
     def _runs(self) -> None:
         """A sweep over seeds, in turn in one process; what it has finished before is not repeated."""
         if self.parts.get("runs", {}).get("finished") == self.words.runs or not self._chosen():
             return
-        folder = self.work / "runs"
-        folder.mkdir(exist_ok=True)
         seeds = ",".join(str(seed) for seed in range(1, self.words.runs + 1))
         began = time.monotonic()
-        # Of a sweep only points that are not finished run again, and `resume=never` is about whole runs.
-        status, said = self._call(["-m", f"seed={seeds}", *self.base, *AUTO, f"train.steps={FEW}"], folder)
-        runs = [path for path in folder.glob("runs/*/*") if (path / "events.jsonl").is_file()]
+        status, said = self._sweep([f"seed={seeds}", *AUTO, f"train.steps={FEW}"], "runs")
+        runs = self._runs_in("runs")
         events = [event["event"] for path in runs for event in read_events(path)]
         found = {
             "status": status,
@@ -134,6 +135,16 @@ class Bench:
             "planned": events.count("planned"),
         }
         self._keep("runs", found)
+
+    def _sweep(self, words: list[str], name: str) -> tuple[int, str]:
+        """Run a sweep in a folder that stays: only points that are not finished run again."""
+        folder = self.work / name
+        folder.mkdir(exist_ok=True)
+        base = [word for word in self.base if word != "resume=never"]  # which is about whole runs
+        return self._call(["-m", *base, *words], folder)
+
+    def _runs_in(self, name: str) -> list[Path]:
+        return [path for path in (self.work / name).glob("runs/*/*") if (path / "events.jsonl").is_file()]
 
     def _modes(self) -> None:
         if "modes" not in self.parts:
@@ -187,7 +198,7 @@ class Bench:
 
     def _decisions(self, run: Path) -> dict[str, Any]:
         """Return what the run's plan decided; of one that was stopped before its first step, what the cache keeps."""
-        cached = sorted(self.work.glob("cache/runtime_plans/*.json"), key=lambda path: path.stat().st_mtime)
+        cached = sorted(self.cache.glob("runtime_plans/*.json"), key=lambda path: path.stat().st_mtime)
         found = next((path for path in (run / "plan.json", *cached[-1:]) if path.is_file()), None)
         return {} if found is None else json.loads(found.read_text())["pretrain"]["decisions"]
 
@@ -199,7 +210,7 @@ class Bench:
         """
         if time.monotonic() > self.deadline:
             raise OutOfTimeError
-        environment = {**os.environ, "CARAMBA_HOME": str(self.work / "cache")}
+        environment = {**os.environ, "CARAMBA_HOME": str(self.cache)}
         log = self.work / "said.txt"
         with log.open("w") as errors:
             child = subprocess.Popen(
@@ -258,6 +269,7 @@ def main() -> int:
         "--seconds", type=float, default=580.0, help="after which what runs is stopped, to be done again"
     )
     parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--smoke", action="store_true", help=f"{', '.join(SMOKE)} in a minute")
     parser.add_argument("--again", action="store_true", help="measure what is in the file already, too")
     parser.add_argument("--work", type=Path, default=Path("runs/bench_planned"))
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/planned.json"))
@@ -266,6 +278,9 @@ def main() -> int:
     unknown = set(given.parts.split(",")) - set(PARTS)
     if unknown:
         parser.error(f"--parts: got {', '.join(sorted(unknown))}, expected some of {', '.join(PARTS)}")
+    if given.smoke:
+        given.parts, given.runs = ",".join(SMOKE), 2
+        given.overrides.append("train.memory_utilization=0.05")
     bench = Bench(given)
     for part in given.parts.split(","):
         try:

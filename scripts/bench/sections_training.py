@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+NOTES = Path(__file__).with_name("step_gaps.json")
 TITLES = {
     "bf16": "weights and states in bfloat16",
     "masters": "bfloat16 weights rounded from float32 masters",
@@ -111,8 +114,25 @@ def step_profile(data: dict[str, Any]) -> list[str]:
         f"Busy {data['busy_ms']:.2f} ms a step, idle {data['idle_ms']:.2f}; all calls at the roofs"
         f" ({data['roof_tflops']:.0f} TFLOP/s, {data['roof_tb_s']:.2f} TB/s) {data['roof_ms']:.2f} ms.",
     ]
+    if data.get("traced_idle_ms") is not None:
+        lines[-1] += f" The trace itself is idle for {data['traced_idle_ms']:.2f} ms a step."
+    lines += ["", "What was done about each:", ""]
+    lines += [
+        f"- `{_short(gap['what'])}` ({gap['gap_ms']:.2f} ms): {_done(gap['what'])}" for gap in data["gaps"]
+    ]
     between = [f"{place['between']} {place['ms']:.2f} ms" for place in data["idle_between"][:3]]
     return lines + (["", f"Idle between: {'; '.join(between)}."] if between else [])
+
+
+def _short(what: str) -> str:
+    """Return a call without its shapes."""
+    return what.split(" [")[0][:60]
+
+
+def _done(what: str) -> str:
+    """Return what is on record, by hand, about a gap."""
+    notes = json.loads(NOTES.read_text(encoding="utf-8"))
+    return next((note["done"] for note in notes if note["match"] in what), "**nothing yet**.")
 
 
 def ladder(data: dict[str, Any]) -> list[str]:

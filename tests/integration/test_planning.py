@@ -84,6 +84,10 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
     done = caramba([*SHORT, "train.batch_size=auto", "plan=nothing.json"], tmp_path, cache)
     assert done.returncode == 2
     assert "plan=nothing.json: no such file; give a plan.json, or auto, refresh or off" in done.stderr
+    done = caramba([*SHORT, "plan=refrehs"], tmp_path, cache)  # whether or not there is anything to plan
+    assert done.returncode == 2
+    assert "plan=refrehs: no such file;" in done.stderr
+    assert "did you mean 'refresh'?" in done.stderr
 
 
 @pytest.mark.slow

@@ -111,3 +111,23 @@ def test_bytes_of_our_ops_hold_what_they_write(profile: ModuleType) -> None:
     assert calls._bytes("caramba::swiglu_packed_backward", shapes, [BF16, BF16]) == 2 * (32 + 64 + 64)
     assert calls._bytes("caramba::swiglu_packed", shapes[1:], [BF16]) == 2 * (64 + 32)
     assert calls._bytes("triton_poi_fused_mul_0", shapes, [BF16, BF16]) == 2 * (32 + 64)
+
+
+def test_every_gap_of_the_page_says_what_was_done(
+    profile: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = importlib.import_module("sections_training")
+    roofs = profile.Roofs(flops=1e12, bytes=1e9, optimizer_bytes=20_000)
+    found = profile.analyse(EVENTS, 2, roofs, 1.0)
+    lines = sections.step_profile({"model": "x", **found})
+    said = lines[lines.index("What was done about each:") + 2 :][: profile.GAPS]
+    assert [line.split("`")[1] for line in said] == [gap["what"].split(" [")[0] for gap in found["gaps"]]
+    about = {line.split("`")[1]: line.split("): ", 1)[1] for line in said}
+    assert about["device idle"].startswith("Blocks are compiled one by one")
+    found["gaps"][0]["what"] = "another kernel [3]"
+    assert any(
+        line.startswith("- `another kernel` (") and line.endswith("): **nothing yet**.")
+        for line in sections.step_profile(found)
+    )
+    notes = json.loads(sections.NOTES.read_text())
+    assert all(note["match"] and note["done"] for note in notes)

@@ -116,7 +116,7 @@ def _subjects(session: Session, bench_id: str, config: ControlsBenchmarkConfig) 
 
 def _row(session: Session, subject: Subject, config: ControlsBenchmarkConfig) -> dict[str, Any]:
     """Measure one subject beside the teacher; bytes are counted from cache tensors."""
-    session.move_to(session.device)  # Lightning leaves a trained model on the CPU
+    session.move_to(session.device)  # Lightning leaves what several ranks trained on the CPU
     teacher, model = session.model_of("teacher"), subject.make().to(session.device)
     found = agreement(
         teacher,

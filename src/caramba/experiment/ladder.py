@@ -13,9 +13,10 @@ from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.ladder import CHECKPOINTING, RUNGS, LadderConfig, RowName, row_keys, without
 from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
-from caramba.experiment.ladder_steps import Steps, spread, take_steps
+from caramba.experiment.ladder_steps import Steps, Taken, spread, take_steps
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.session import Session
+from caramba.model import Model, build_model
 from caramba.ops.backend import REFERENCE
 from caramba.planning import Budget, Candidate, Trial, largest_batch
 from caramba.result import BenchmarkResult, Metric, PhaseResult
@@ -53,6 +54,8 @@ class Ladder:
         self.on: list[RowName] = []
         self.rows: list[Row] = []
         self.largest_left = float(self.config.largest_seconds)
+        self.largest_batch = 1  # of the row before, where the search of the next one begins
+        self._fresh: Model | None = None
 
     def climb(self) -> None:
         """Measure every row that is not on record yet."""
@@ -76,7 +79,9 @@ class Ladder:
         if stage in self.session.ledger:
             known = self.session.ledger[stage].benchmarks[0].rows
             self.rows += known
-            self.largest_left -= sum(found.get("largest_s", 0.0) for found in known)
+            for found in known:
+                self.largest_left -= found.get("largest_s", 0.0)
+                self.largest_batch = found.get("largest_batch", self.largest_batch)
             return
         began = time.perf_counter()
         result = BenchmarkResult(stage, self.config.type)
@@ -108,10 +113,11 @@ class Ladder:
             raise ConfigError(f"no op has a kernel on {self.session.device.type} here")
         config = self.config
         steps = self._steps(names, row_keys(names), config.loss_steps)
-        found = self._words(name) | self._measured(steps, measures_loss=True)
+        measured, taken = self._measured(steps, self.fresh())
+        found = self._words(name) | measured
         if config.largest:
             try:
-                found |= self._largest(steps)
+                found |= self._largest(name, steps, taken if measured["accumulation"] == 1 else None)
             except (ConfigError, KernelUnavailable, OutOfMemory) as error:  # the fixed batch's figures stand
                 found["largest_skipped"] = str(error)
         return found
@@ -119,7 +125,7 @@ class Ladder:
     def _left_out(self, top: list[RowName], name: RowName) -> Row:
         names: list[RowName] = [other for other in top if other != name]
         steps = self._steps(names, without(top, name), self.config.warmup_steps + self.config.timed_steps)
-        return self._words(LEFT_OUT + name) | self._measured(steps, measures_loss=False)
+        return self._words(LEFT_OUT + name) | self._measured(steps, None)[0]
 
     def _steps(self, names: Sequence[RowName], keys: dict[str, Any], n_steps: int) -> Steps:
         return Steps(
@@ -135,11 +141,17 @@ class Ladder:
         attached = kernels.load(self.session.device, self.session.manifest.kernels)
         return any(backend != REFERENCE for backend in attached.values())
 
-    def _measured(self, steps: Steps, *, measures_loss: bool) -> Row:
+    def fresh(self) -> Model:
+        """The weights that every row begins with, on the host: drawing them takes seconds, copying them less."""
+        if self._fresh is None:
+            self._fresh = build_model(self.spec, seed=self.session.manifest.seed)
+        return self._fresh
+
+    def _measured(self, steps: Steps, fresh: Model | None) -> tuple[Row, Taken]:
         """Take a row's steps, with half the batch twice where memory runs out, and compare with the first row."""
         while True:
             try:
-                taken = take_steps(self.session, self.config, self.spec, steps, measures_loss=measures_loss)
+                taken = take_steps(self.session, self.config, self.spec, steps, fresh=fresh)
                 break
             except OutOfMemory:
                 if steps.batch_size % 2:
@@ -173,20 +185,30 @@ class Ladder:
         found["memory_ratio"] = found["peak_bytes"] / max(1, first["peak_bytes"])
         if taken.val_loss is not None:
             found["val_loss_delta"] = taken.val_loss - first["val_loss"]
-        return found
+        return found, taken
 
     def first(self) -> Row | None:
         """The row that others are compared with."""
         return next((row for row in self.rows if row["skipped"] is None), None)
 
-    def _largest(self, steps: Steps) -> Row:
-        """Find the largest batch of a row, one micro-batch a step, and how fast it is there."""
+    def _largest(self, name: RowName, steps: Steps, taken: Taken | None) -> Row:
+        """Find the largest batch of a row, one micro-batch a step, and how fast it is there.
+
+        Each row has its share of the seconds that are left. The search knows what the row's own batch took, and begins
+        where the row before ended: every batch that a compiled row tries is compiled anew.
+        """
         if self.largest_left <= 0:
             return {
                 "largest_skipped": f"largest_seconds={self.config.largest_seconds} were used up before it"
             }
-        budget = Budget(self.largest_left)
+        others = [row for row in self.config.rows if row != "largest_batch"]
+        budget = Budget(self.largest_left / (len(others) - others.index(name)))
         candidate = Candidate(1, compile_model=bool(steps.keys.get("compile_model")))
+        known = None
+        if taken is not None and len(taken.seconds) > candidate.warm_up:
+            known = Trial(
+                dataclasses.replace(candidate, batch_size=steps.batch_size), taken.seconds, taken.peak_bytes
+            )
 
         def measure(candidate: Candidate) -> Trial:
             n_steps = candidate.warm_up + candidate.timed
@@ -194,7 +216,7 @@ class Ladder:
                 steps, batch_size=candidate.batch_size, accumulation=1, n_steps=n_steps
             )
             try:
-                taken = take_steps(self.session, self.config, self.spec, tried, measures_loss=False)
+                taken = take_steps(self.session, self.config, self.spec, tried, fresh=None)
             except OutOfMemory:
                 release_memory()
                 return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
@@ -208,10 +230,13 @@ class Ladder:
             target_bytes=self.config.memory_utilization * free_bytes(self.session.device),
             most=min(self.config.most_batch, windows),
             budget=budget,
+            known=known,
+            first=self.largest_batch,
         )
         self.largest_left -= budget.spent
         if best is None:
             return {"largest_skipped": "not even one sequence fits", "largest_s": budget.spent}
+        self.largest_batch = best.candidate.batch_size
         tok_s = best.samples_per_s * self.config.block_size
         first = self.first()
         found: Row = {

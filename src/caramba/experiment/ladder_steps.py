@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from caramba.experiment.objectives import build_objective
 from caramba.experiment.session import Session
 from caramba.layer import attention_backends
 from caramba.measure import windowed_nll
-from caramba.model import Model, build_model
+from caramba.model import Model, build_stand_in
 from caramba.ops.backend import without_kernels
 from caramba.planning import Stopwatch, unrecorded
 from caramba.runtime import AttentionChoice, MemoryMeter, seed_process
@@ -56,9 +57,12 @@ class Taken:
 
 
 def take_steps(
-    session: Session, config: LadderConfig, spec: ModelSpec, steps: Steps, *, measures_loss: bool
+    session: Session, config: LadderConfig, spec: ModelSpec, steps: Steps, *, fresh: Model | None
 ) -> Taken:
     """Train a fresh model for a row's steps through `fit`, as any phase is trained.
+
+    Args:
+        fresh: whose weights a copy begins with, and is then held against held-out text. Without, a stand-in is timed.
 
     Raises:
         ConfigError: the device cannot do what the row asks for.
@@ -84,7 +88,10 @@ def take_steps(
     seed_process(session.manifest.seed, 0)
     meter = MemoryMeter(session.device)
     meter.start()  # which also gives back what the row before it left
-    model = build_model(spec, seed=session.manifest.seed).to(session.device).train()
+    if fresh is None:
+        model = build_stand_in(spec, session.device).train()
+    else:
+        model = copy.deepcopy(fresh).to(session.device).train()
     watch = Stopwatch(session.device, steps.n_steps, 1)
     data = PhaseData(
         session.windows("train", config.block_size),
@@ -111,7 +118,7 @@ def take_steps(
         outcome.measured.get("peak_allocated_bytes"),
         _mfu_per_tok_s(outcome),
         outcome.loss,
-        _held_out_loss(session, config, model) if measures_loss else None,
+        None if fresh is None else _held_out_loss(session, config, model),
     )
 
 

@@ -47,6 +47,7 @@ SETTLED = (
 )
 PRECISION = ("dtype", "weights", "precision")
 MEASURED = ("precision", "step_seconds", "planning")
+ENDING_S = 5.0  # of the budget: ending a process that compiles, moving models back, timing the data
 UNMEASURED = {"compile_model": False, "activation_checkpointing": "none", "num_workers": 0}
 
 
@@ -72,6 +73,11 @@ def settle_plans(session: Session) -> None:
                 session.measured[run.id] = made
                 run = run.model_copy(update={"train": settled(phase, made)})
         runs.append(run)
+    asked = session.manifest.plan
+    if asked not in ("auto", "refresh", "off") and not session.measured:
+        logger.warning(
+            f"plan={asked}: nothing is left to auto, so it decides nothing; give a key the value auto"
+        )
     session.group = session.group.model_copy(update={"runs": tuple(runs)})
 
 
@@ -196,7 +202,7 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
         with TrialProcess(MODULE, request_of(session, run)) as process:
 
             def measure(candidate: Candidate) -> Trial:
-                trial = process.measure(candidate, budget.left)
+                trial = process.measure(candidate, budget.left - ENDING_S)
                 if trial.refusal and not trial.is_out_of_memory:
                     budget.skip(candidate, trial.refusal)
                 logger.info(f"plan {run.id}: {_said(trial, ground)}")

@@ -374,7 +374,7 @@ class Session:
             for bench in self.group.benchmarks
             if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.cache_kind is None
         ]
-        # Lightning has put the trained model on the CPU by the time a phase's end is announced.
+        # Lightning has put a model of several ranks on the CPU by the time a phase's end is announced.
         results = self.measure(benchmarks, {row: model.to(self.device)})
         return tuple(dataclasses.replace(result, id=f"{result.id}.{row}") for result in results)
 

@@ -161,6 +161,10 @@ def fit_phase(
     if session.ranks is not None:
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
+    if (
+        session.device.type != "cpu"
+    ):  # cycles of references hold what the phase had on the device beside the model
+        release_memory()
     if outcome.steps < phase.steps:
         logger.info(f"{name}: ended after {outcome.steps} of {phase.steps} steps: every block has converged")
     result = PhaseResult(
@@ -294,7 +298,7 @@ def _details(phase: PhaseConfig, schedule: BlockSchedule | None) -> dict[str, An
 
 def verify(session: Session, run: RunConfig) -> tuple[Verdict, ...]:
     """Run a run's verifications on the current teacher and student."""
-    session.move_to(session.device)  # Lightning leaves a trained model on the CPU
+    session.move_to(session.device)  # Lightning leaves what several ranks trained on the CPU
     teacher, student = session.model_of("teacher"), session.model_of("student")
     return check(
         run.verify,

@@ -20,12 +20,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
-from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.groups import conf_root, config_file, groups
 from caramba.launch.locate import Given, Layer, Origin
 from caramba.launch.refuse import refuse_folder, refuse_words
-from caramba.launch.words import Word, read_words, refuse_sweeps
+from caramba.launch.words import Word, names_of, read_words, refuse_sweeps, renamed
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
         refuse_folder(folder)
     words = read_words(overrides, groups(folders), default_groups())
     refuse_sweeps(words)
+    words = _deleted_as_written(words, folders)
     config, choices = _compose(words, folders)
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
@@ -78,6 +78,34 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
     )
 
 
+def _deleted_as_written(words: Sequence[Word], folders: Sequence[File]) -> list[Word]:
+    """Let `~train.KEY` delete what a file set under any name of the key."""
+    several = [
+        word
+        for word in words
+        if word.group is None and word.override.is_delete() and len(names_of(word.path)) > 1
+    ]
+    if not several:
+        return list(words)
+    config, _ = _compose([word for word in words if word.group is not None], folders)
+    made: list[Word] = []
+    for word in words:
+        if word not in several:
+            made.append(word)
+            continue
+        node: Any = OmegaConf.to_container(config, resolve=False)
+        for part in word.path[:-1]:
+            node = node.get(part) if isinstance(node, dict) else None
+        found = [name for name in names_of(word.path) if isinstance(node, dict) and name in node]
+        if not found:
+            raise ConfigError(
+                f"command line: {word.typed}: no file sets {' or '.join(names_of(word.path))} there, so there is "
+                "nothing to delete; remove it"
+            )
+        made += [renamed(word, name) for name in found]
+    return made
+
+
 def _without_other_names(raw: dict[str, Any], given: Collection[Path]) -> dict[str, Any]:
     """Return a copy whose phases lack what a file set under another name of a key that the command line gives."""
     tree = copy.deepcopy(raw)
@@ -87,8 +115,7 @@ def _without_other_names(raw: dict[str, Any], given: Collection[Path]) -> dict[s
         node: Any = tree
         for part in path[:-1]:
             node = node[part] if isinstance(node, dict) and part in node else None
-        name = PhaseConfig.aliases.get(str(path[-1]), str(path[-1]))
-        for other in (name, *(alias for alias, target in PhaseConfig.aliases.items() if target == name)):
+        for other in names_of(path):
             if isinstance(node, dict) and (*path[:-1], other) not in given:
                 node.pop(other, None)
     return tree

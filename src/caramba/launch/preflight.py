@@ -12,10 +12,12 @@ from caramba.config.crosscheck import cross_check
 from caramba.config.extras import need_harness, need_library
 from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
+from caramba.config.names import nearest
 from caramba.errors import CheckpointError, ConfigError
 from caramba.runs import MANIFEST, resolve_run
 
 LOADED = "loaded.json"  # what caramba.model.hf_folder writes; importing that would load torch
+PLANS = ("auto", "refresh", "off")
 _PATH_HINT = "give a Hugging Face folder, or a hub id such as HuggingFaceTB/SmolLM-135M"
 
 
@@ -57,12 +59,17 @@ def check_weights(manifest: Manifest) -> Manifest:
 
 
 def check_extras(manifest: Manifest) -> None:
-    """Check that what a manifest needs beside the model is here: the libraries of its instruments, and the extra and
-    folders of its accuracy benchmarks.
+    """Check that what a manifest needs beside the model is here: the file of its plan, the libraries of its
+    instruments, and the extra and folders of its accuracy benchmarks.
 
     Raises:
-        ConfigError: naming the setting or the benchmark, and the extra or the folder.
+        ConfigError: naming the setting or the benchmark, and the extra, file or folder.
     """
+    if manifest.plan not in PLANS and not Path(manifest.plan).is_file():
+        raise ConfigError(
+            f"plan={manifest.plan}: no such file; give a plan.json, or {', '.join(PLANS[:-1])} or {PLANS[-1]}"
+            f"{nearest(manifest.plan, PLANS)}"
+        )
     if manifest.logger.hdf5:
         need_library("h5py", "hdf5", "settings.instrument=hdf5")
     if manifest.logger.wandb:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
@@ -96,9 +96,25 @@ def _canonical(key: str) -> str:
     parts = key.split(".")
     if parts[0] == "defaults":
         parts[0] = "settings"
-    if len(parts) > 1 and "train" in parts[:-1]:
-        parts[-1] = PhaseConfig.aliases.get(parts[-1], parts[-1])
-    return ".".join(parts)
+    return ".".join((*parts[:-1], names_of(parts)[0]))
+
+
+def names_of(path: Sequence[str | int]) -> tuple[str, ...]:
+    """Return the names of the last key of a path, the schema's first: a phase's key has its aliases beside it."""
+    last = str(path[-1])
+    if "train" not in path[:-1]:
+        return (last,)
+    name = PhaseConfig.aliases.get(last, last)
+    return (name, *(alias for alias, target in PhaseConfig.aliases.items() if target == name))
+
+
+def renamed(word: Word, name: str) -> Word:
+    """Return an override of a key under another of its names."""
+    path = (*word.path[:-1], name)
+    sign, _, value = word.text.partition("=")
+    key = ".".join(str(part) for part in path)
+    text = f"{'~' if sign.startswith('~') else '++'}{key}{'=' if '=' in word.text else ''}{value}"
+    return Word(word.typed, _parse(word.typed, text), path=path)
 
 
 def _parse(typed: str, text: str) -> Override:

@@ -92,6 +92,13 @@ class WideWeights(torch.optim.Optimizer):
             for weight, wide in zip(self.weights, self.wide, strict=True):
                 weight.copy_(wide)
 
+    def forget(self) -> None:
+        """Let masters and states go, when no step follows."""
+        self.state.clear()
+        self.inner.state.clear()
+        for wide in self.wide:
+            wide.data = wide.data.new_empty(0)
+
     def state_dict(self) -> dict[str, Any]:
         masters = [wide.detach() for wide in self.wide] if self.keeps else []
         return {"inner": self.inner.state_dict(), "masters": masters}

@@ -21,6 +21,8 @@ def largest_batch(
     most: int,
     budget: Budget,
     share: float = 1.0,
+    known: Trial | None = None,
+    first: int = 1,
 ) -> tuple[Trial | None, list[Trial]]:
     """Find the largest batch up to `most` whose step peaks at `target_bytes` or less.
 
@@ -31,6 +33,8 @@ def largest_batch(
 
     Args:
         share: of the budget, which this may use up.
+        known: a trial that was made before; if it fits, smaller batches are not tried.
+        first: the batch to begin with; what another way of the same step could take.
 
     Returns:
         (the trial to go by, None when not even one sequence fits; every trial).
@@ -38,7 +42,15 @@ def largest_batch(
     fits: list[Trial] = []
     trials: list[Trial] = []
     over: int | None = None  # the smallest batch that is known not to fit
-    size = 1
+    size = min(first, most)
+    if known is not None and known.candidate.batch_size <= most and known.peak_bytes <= target_bytes:
+        fits.append(known)
+        trials.append(known)
+        if size <= known.candidate.batch_size:
+            following = _next_size(fits, over, target_bytes, most)
+            if following is None:
+                return known, trials
+            size = following
     while True:
         candidate = replace(candidate, batch_size=size)
         if fits and not budget.allows(candidate, _expected_s(fits[-1], candidate), share):
@@ -61,12 +73,12 @@ def largest_batch(
 def _next_size(fits: list[Trial], over: int | None, target_bytes: float, most: int) -> int | None:
     """Return the batch to try next, None when the largest is known closely enough."""
     if not fits:
-        return None
+        return None if over is None or over == 1 else over // 2
     last = max(fits, key=lambda trial: trial.candidate.batch_size)
     size = last.candidate.batch_size
     bound = most if over is None else min(most, over - 1)
     if len(fits) == 1 and over is None:
-        return 2 if most >= 2 else None
+        return min(2 * size, most) if most > size else None
     foretold = bound if len(fits) == 1 else _foretold(fits, target_bytes)
     following = min(foretold, GROWTH * size, bound)
     if over is not None:  # the forecast was wrong once: no further than half way
@@ -85,9 +97,11 @@ def _foretold(fits: list[Trial], target_bytes: float) -> int:
 
 
 def _expected_s(last: Trial, candidate: Candidate) -> float:
-    """Seconds of a trial, were its time that of the last in proportion to its batch."""
+    """Seconds of a trial, were its time that of the last in proportion to its batch, with as long a start."""
     growth = candidate.batch_size / last.candidate.batch_size
-    return OVERHEAD_S + growth * last.step_seconds * (candidate.warm_up + candidate.timed)
+    return (
+        OVERHEAD_S + last.start_seconds + growth * last.step_seconds * (candidate.warm_up + candidate.timed)
+    )
 
 
 def _is_past_best(fits: list[Trial]) -> bool:

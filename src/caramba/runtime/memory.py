@@ -16,7 +16,13 @@ CGROUP = Path("/sys/fs/cgroup")
 RESERVE = (
     128 * 2**20
 )  # what a process takes beside its tensors once it trains: loggers, the heaps of its threads
-REFUSALS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+REFUSALS = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cannot allocate memory",
+    "status_alloc_failed",  # cuBLAS and cuDNN, whose own memory is not of the allocator
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

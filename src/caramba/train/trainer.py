@@ -119,7 +119,7 @@ def fit(
     loader = train_loader(
         data.train, phase, seed=data.seed, start=data.start + position * per_step, pin=pin, share=share
     )
-    places, who = strategy_arguments(parallel, way)
+    places, who = strategy_arguments(parallel, way, device)
     work = Work(tokens_per_step, flops_per_token and flops_per_token * per_step * phase.block_size)
     meter, memory = PhaseMeter(work, waited=lambda: loader.waited_s), PeakMemory(device)
     display = Display(plan.phase, phase.steps, manifest.settings.console, shown=is_main_process())

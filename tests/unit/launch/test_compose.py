@@ -85,6 +85,18 @@ def test_either_name_replaces_the_alias_of_a_preset():
         assert {run.train.gradient_accumulation_steps for run in found} == {3}
 
 
+@pytest.mark.parametrize("name", ["accumulate", "gradient_accumulation_steps"])
+def test_either_name_deletes_what_a_preset_set(name: str):
+    train = compose(["train=upcycle_1b", f"~train.{name}", "~train.phases.global.lr"]).tree["train"]
+    assert not {"accumulate", "gradient_accumulation_steps"} & train.keys()
+    assert "lr" not in train["phases"]["global"]
+    with pytest.raises(
+        ConfigError,
+        match=r"~train.accumulate: no file sets gradient_accumulation_steps or accumulate there",
+    ):
+        compose(["~train.accumulate"])
+
+
 def test_the_tree_as_composed_keeps_both_names_and_the_resolved_one_has_one():
     composed = compose(["train=upcycle_1b", "train.gradient_accumulation_steps=3"])
     names = {"accumulate", "gradient_accumulation_steps"}

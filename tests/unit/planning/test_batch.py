@@ -103,3 +103,27 @@ def test_a_slower_batch_is_not_taken_for_its_size() -> None:
     assert best is not None
     assert best.candidate.batch_size == 8
     assert machine.asked == [1, 2, 8, 32, 128]
+
+
+@pytest.mark.parametrize(("limit", "asked"), [(40 * GB, [16, 32]), (12 * GB, [16, 8, 11])])
+def test_a_search_goes_on_from_what_is_known(limit: float, asked: list[int]) -> None:
+    machine = Machine(GB, GB, limit)
+    known = machine.measure(Candidate(2))
+    machine.asked.clear()
+    best, trials = largest_batch(
+        machine.measure,
+        Candidate(1),
+        target_bytes=limit,
+        most=10**6,
+        budget=Budget(10**9),
+        known=known,
+        first=16,
+    )
+    assert best is not None
+    assert (machine.asked, best.candidate.batch_size) == (asked, asked[-1])
+    assert trials[0] is known
+    none, tried = largest_batch(
+        Machine(9, 9, 10).measure, Candidate(1), target_bytes=10, most=8, budget=Budget(), first=8
+    )
+    assert none is None
+    assert [trial.candidate.batch_size for trial in tried] == [8, 4, 2, 1]

@@ -59,6 +59,16 @@ def test_compilation_is_held_against_what_the_run_saves() -> None:
         assert decided(ground, compile_model="auto", steps=steps)["compile_model"] == mode
 
 
+def test_a_mode_that_compiles_longer_than_is_left_is_skipped_by_name() -> None:
+    phase = PhaseConfig.model_validate(
+        {"phase": "pretrain", "steps": 1000, "batch_size": 4, "compile_model": "auto"}
+    )
+    ground = Ground(200, 1, "float32", compile_modes=("default", "reduce-overhead", "max-autotune"))
+    found = decide(phase, ground, measure, Budget(33, clock=lambda: 0.0))
+    assert found["compile_model"].value == "reduce-overhead"
+    assert "compiled (max-autotune): about 34 s, 33 s of 33 s left for it" in found["planning"].reason
+
+
 def test_bfloat16_has_to_be_faster_and_near() -> None:
     ground = Ground(200, 1, "bfloat16", compares_dtypes=True)
     phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": 4})

@@ -76,4 +76,7 @@ def test_memory_is_measured_and_its_end_recognised() -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**50, dtype=torch.float64)
     assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    )
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
