@@ -71,6 +71,7 @@ from caramba.train import PhaseData, fit
 
 SIZES = {"1b": "llama32_1b", "tiny": "tiny"}
 SHAPES = {"1b": "8x2048,2x8192", "tiny": "1x16,1x32"}
+FLOAT8_WIDTH = {"1b": 1024, "tiny": 16}  # of the narrowest layer that takes part
 LONG = {"1b": "65536", "tiny": "64"}
 PART_S = {"bf16": 100.0, "masters": 75.0, "fp8": 120.0, "long": 40.0, "profile": 60.0, "profile_fp8": 60.0}
 """What a part takes at least, compilation included: it is not begun with less left."""
@@ -114,8 +115,8 @@ class Bench:
         """A phase with weights in bfloat16 that no bench comes to the end of."""
         given = {"batch_size": batch, "block_size": length, "compile_model": self.compiled, **keys}
         base = {"phase": "pretrain", "trains": "student", "steps": 100_000, "lr": 1e-5, "scheduler": "none"}
-        clip = {"max_grad_norm": self.words.clip}
-        return PhaseConfig.model_validate(base | clip | {"dtype": "bfloat16", "use_amp": False} | given)
+        more = {"max_grad_norm": self.words.clip, "float8_min_width": FLOAT8_WIDTH[self.words.size]}
+        return PhaseConfig.model_validate(base | more | {"dtype": "bfloat16", "use_amp": False} | given)
 
     def train(self, phase: PhaseConfig, callback: pl.Callback) -> Any:
         """Train a fresh model until the callback ends it."""
@@ -153,7 +154,10 @@ class Bench:
         }
         sides = {name: made[name]() for name in SIDES[part]}
         for name, recipe in recipes_of(self.words.recipes, self.device) if part == "fp8" else ():
-            sides[name] = ours_bare(self.spec, x, y, self.compiled, float8=recipe, **options)
+            least = FLOAT8_WIDTH[self.words.size]
+            sides[name] = ours_bare(
+                self.spec, x, y, self.compiled, float8=recipe, least_width=least, **options
+            )
         return sides
 
     def beside(self, part: str, batch: int, length: int, deadline: float) -> dict[str, Any]:
