@@ -36,7 +36,8 @@ class Float8Recipe:
         self.product: Any = None
         self.options: tuple[Any, ...] = ()
         if not self.is_ours:
-            self.product, *self.options = _torchaos(name)
+            self.product, *options = _torchaos(name)
+            self.options = tuple(options)
 
     @property
     def casts(self) -> str:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
-from caramba.config.layer import AttentionLayerConfig, SwiGLULayerConfig
+from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
 from caramba.topology import build_node
 from caramba.train.callbacks.float8 import float8_layers
 
 
 def test_layers_of_one_product_are_as_wide_as_it_and_others_are_named() -> None:
     parts = {
-        "attention": build_node(AttentionLayerConfig(d_model=32, mode="gqa", n_heads=2, n_kv_heads=1)),
+        "attention": build_node(
+            AttentionLayerConfig(d_model=32, mode=AttentionMode.GQA, n_heads=2, n_kv_heads=1)
+        ),
         "ffn": build_node(SwiGLULayerConfig(d_model=32, d_ff=40)),
         "head": nn.Linear(32, 64),
     }
