@@ -51,7 +51,8 @@ def by_parts(given: dict[str, Any]) -> Tensor:
 def test_it_is_its_parts(gated: bool, without: tuple[str, ...]) -> None:
     given: dict[str, Any] = arguments(3, 6, 5, gated) | dict.fromkeys(without)
     torch.testing.assert_close(row_linear(**given), by_parts(given), rtol=1e-12, atol=1e-12)
-    torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
+    if without == ("bias", "norm"):
+        torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
 
 
 def test_every_step_rounds_as_the_op_that_it_stands_for() -> None:
