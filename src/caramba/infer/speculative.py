@@ -29,6 +29,7 @@ from caramba.infer.row_steps import RowSteps
 from caramba.infer.sampling import next_token
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import identity_of
+from caramba.infer.threads import step_threads
 from caramba.infer.verification import SpeculativeStats, Verifier
 from caramba.layer.joined import joined_weights
 from caramba.model import EarlyExit, Model
@@ -256,8 +257,9 @@ class SpeculativeGenerator(Generator):
             self.model, rows, rows_ctx, config, self.speculation, drafter, generators, stats, steps
         )
         verifier.take_first(self.model.logits(hidden), on_text)
-        while not verifier.is_done:
-            verifier.round(on_text)
+        with step_threads(self.model, len(rows)):
+            while not verifier.is_done:
+                verifier.round(on_text)
         for row in rows:
             row.close(on_text)
         stats.captures += captures_of(steps) - captures
