@@ -61,6 +61,10 @@ def parse_as(
     raise ConfigError(f"{len(lines)} problems:\n  " + "\n  ".join(shown) + more)
 
 
+# Of a list with a wrong item: it lacks one then, or could have been one name in place of several.
+KNOCK_ON = ("too_short", "literal_error")
+
+
 def error_lines(
     error: ValidationError, data: Any, source: Source | None, origins: Mapping[Path, Path], typed: Any
 ) -> list[str]:
@@ -73,7 +77,7 @@ def error_lines(
     paths = list(found)
     lines: list[str] = []
     for path, items in found.items():
-        if all(item["type"] == "too_short" for item in items) and any(_below(other, path) for other in paths):
+        if all(item["type"] in KNOCK_ON for item in items) and any(_below(other, path) for other in paths):
             continue
         user = retrace(path, origins)
         if typed is not None:

@@ -85,6 +85,11 @@ def test_either_name_replaces_the_alias_of_a_preset():
         assert {run.train.gradient_accumulation_steps for run in found} == {3}
 
 
+def test_a_wrong_item_of_a_list_that_could_be_one_name_is_one_problem():
+    with pytest.raises(ConfigError, match=r"^settings.instrument\[1\]: got 'hdf', .*did you mean 'hdf5'"):
+        manifest_of("settings.instrument=[plot,hdf]")
+
+
 @pytest.mark.parametrize("name", ["accumulate", "gradient_accumulation_steps"])
 def test_either_name_deletes_what_a_preset_set(name: str):
     train = compose(["train=upcycle_1b", f"~train.{name}", "~train.phases.global.lr"]).tree["train"]
