@@ -9,7 +9,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-TILE = 2048
+TILE = 1024
 """Pairs of a program."""
 
 

@@ -14,9 +14,7 @@ import functools
 import importlib
 import itertools
 import json
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +33,7 @@ from caramba.runtime import release_memory, synchronize
 
 # d_model, layers, key/value width, d_ff, vocabulary: the second is Llama 3.2 1B's, embedding tied to the head.
 SIZES = {"tiny": (64, 2, 32, 128, 128), "1b": (2048, 16, 512, 8192, 128256)}
+MADE_BY = "python scripts/bench/optimizer_steps.py"
 BFLOAT16 = {"dtype": "bfloat16", "use_amp": False}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -190,7 +189,8 @@ def main() -> int:
     if words.adamw:
         found = adamw_rows(words.size, device, words.repeats, words.sweep)
         known = json.loads(words.out.read_text()) if words.out.is_file() else {}
-        write_json(words.out, known | {"adamw": {**machine(device), "size": words.size, "rows": found}})
+        about = {"benchmark": "optimizer_steps", "made_by": MADE_BY, "machine": machine(device)}
+        write_json(words.out, known | about | {"adamw": {"size": words.size, "rows": found}})
         return 0
     rows: list[dict[str, Any]] = []
     for name, settings in OPTIMIZERS.items():
@@ -218,10 +218,13 @@ def main() -> int:
     for name, way in ways.items():
         call = (lambda clip: lambda: clip([weights]))(way) if name == "adagc" else way
         rows.append(row(name, timed(call, device, words.repeats), device))
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    device_name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     parameters = sum(weight.numel() for weight in weights)
-    facts = {"device": device_name, "torch": torch.__version__, "commit": commit, "size": words.size}
+    facts = {
+        "benchmark": "optimizer_steps",
+        "made_by": MADE_BY,
+        "machine": machine(device),
+        "size": words.size,
+    }
     known = json.loads(words.out.read_text()) if words.out.is_file() else {}
     write_json(words.out, known | {**facts, "parameters": parameters, "rows": rows})
     return 0

@@ -17,6 +17,7 @@ import sections_inference
 import sections_kernels
 import sections_loss
 import sections_scaling
+import sections_step
 import sections_study
 import sections_sweeps
 import sections_training
@@ -182,6 +183,9 @@ SECTIONS = {
     "prepare": prepare,
     "kernels": sections_kernels.kernels,
     "host_cost": sections_kernels.host_cost,
+    "step_kernels": sections_step.step_kernels,
+    "optimizer_steps": sections_step.optimizer_steps,
+    "row_linear": sections_step.row_linear,
     "batching": sections_batching.batching,
     "decode": sections_decode.decode,
     "inference": sections_inference.inference,

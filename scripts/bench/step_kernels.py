@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from machine_facts import machine
 from torch import Tensor
 
 from caramba import kernels
 from caramba.ops import cross_entropy_rows, implementation, rope_qkv, scale_, swiglu
 from caramba.runs.files import write_json
-from caramba.runtime import device_facts, synchronize
+from caramba.runtime import synchronize
 
 ROUNDS = 15
 SIZES = {
@@ -156,8 +157,10 @@ def main() -> None:
         others = ", ".join(f"{name} {value:.1f}" for name, value in row["other"].items())
         print(f"{case.name:45} {us:9.1f} us {row['tb_per_s']:6.2f} TB/s  {others}", flush=True)
     result = {
+        "benchmark": "step_kernels",
+        "made_by": "python scripts/bench/step_kernels.py",
+        "machine": machine(device),
         "size": arguments.size,
-        "device": device_facts(device),
         "kernels": {op: implementation(op, device) for op in ("rope_qkv", "swiglu_packed", "scale_")},
         "rows": rows,
         "seconds": time.perf_counter() - began,

@@ -15,8 +15,12 @@ from caramba.layer.joined import Joined
 from caramba.layer.rms_norm import RMSNorm
 from caramba.ops import has_kernel, row_linear, rows_fit, weight_fits
 
-FEW_ROWS = 4
-"""Rows up to which products by `row_linear` are taken: with more, arithmetic takes longer than reading the weights."""
+FEW_ROWS = 2
+"""Rows up to which products by `row_linear` are taken: with more, arithmetic takes longer than reading the weights.
+
+The four products of a 1B layer with norm, gate and sums take 39 us by it and 63 by the library with 1 row on an H200,
+64 and 65 with 2, 86 and 65 with 4 (docs/benchmarks/row_linear.json).
+"""
 
 
 def is_few(x: Tensor) -> bool:

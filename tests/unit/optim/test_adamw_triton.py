@@ -65,7 +65,8 @@ def groups(parameters: list[torch.nn.Parameter]) -> list[dict[str, object]]:
 
 def give_gradients(parameters: list[torch.nn.Parameter], step: int, scale: float = 1.0) -> None:
     for p in parameters[:-1]:  # the last one never has any
-        p.grad = scale * gradient(torch.zeros(p.shape), step).to(DEVICE, p.dtype)
+        # In the parameter's own strides, as autograd makes it and torch's kernel for CUDA asks for.
+        p.grad = torch.empty_like(p).copy_(scale * gradient(torch.zeros(p.shape), step))
 
 
 def test_steps_and_states_are_torchs_and_each_goes_on_from_the_others(taken: list[int]) -> None:
