@@ -31,6 +31,8 @@ def table_of(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
         # Pinned: torch keeps the memory until the copy is done.
         table = table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
         _keep(_tables, key, table)
+    else:
+        _tables[key] = _tables.pop(key)  # seen last
     return _tables[key]
 
 
@@ -43,6 +45,8 @@ def places_of(sizes: Sequence[int], device: torch.device, block: int = BLOCK) ->
         first = counts.cumsum(0) - counts
         places = torch.stack((index, torch.arange(len(index)) - first[index]), dim=1)
         _keep(_places, key, places.to(torch.int32).contiguous().to(device))
+    else:
+        _places[key] = _places.pop(key)
     return _places[key]
 
 
@@ -63,4 +67,4 @@ def are_aligned(addresses: Sequence[int]) -> bool:
 def _keep(kept: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     kept[key] = value
     if len(kept) > KEPT:
-        del kept[next(iter(kept))]  # the oldest
+        del kept[next(iter(kept))]  # not seen for longest

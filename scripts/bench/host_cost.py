@@ -5,7 +5,7 @@ nothing: what is left is the Python of the ops, torch's dispatcher and allocatio
 is missing there, so figures of the two kinds do not compare. A backward holds `torch.autograd.grad` itself, which is
 measured beside it.
 
-Usage: python scripts/bench/host_cost.py [--only rms_norm,rope] [--calls 400] [--profile rms_norm] [--out FILE]
+Usage: python scripts/bench/host_cost.py [--only rms_norm,rope] [--calls 400] [--profile] [--out FILE]
 """
 
 from __future__ import annotations

@@ -58,6 +58,12 @@ def _beside(part: dict[str, Any]) -> list[str]:
             "",
             f"As transformers comes, torch tries {', '.join(order).lower()}, with the mask that it makes.",
         ]
+    if part.get("bare_optimizer") != "ours":
+        lines += [
+            "",
+            "In these figures our model bare took torch's fused AdamW and the Trainer ours, which is faster by itself "
+            "(the section on optimiser steps): their ratio is not what Lightning adds alone.",
+        ]
     if "over_bf16" in part:
         lines += ["", *_float8(part)]
     return lines + _verdicts(part.get("musts", []))

@@ -242,14 +242,15 @@ def main() -> int:
     )
     parser.add_argument("--flops-roof", type=float, default=H200_FLOPS)
     parser.add_argument("--bytes-roof", type=float, default=H200_BYTES)
-    parser.add_argument("--out", type=Path, default=Path("step_profile.json"))
+    parser.add_argument("--out", type=Path, help="default: beside the trace")
     words = parser.parse_args()
     roofs = Roofs(words.flops_roof, words.bytes_roof, float(ADAMW_BYTES * words.params))
     about = {
         "made_by": f"python scripts/bench/step_profile.py {words.trace}",
         "machine": {"trace": str(words.trace)},
     }
-    print("\n".join(report(words.trace, words.steps, words.step_ms, roofs, words.out, about)["lines"]))
+    out = words.out or words.trace.with_name(f"{words.trace.name.split('.')[0]}_profile.json")
+    print("\n".join(report(words.trace, words.steps, words.step_ms, roofs, out, about)["lines"]))
     return 0
 
 

@@ -188,6 +188,7 @@ class Bench:
             "ratios": ratios,
             "musts": musts_of(part, length, ratios),
             "transformers_attention": [backend.name for backend in self.torchs_own],
+            "bare_optimizer": "ours",
             **about,
         }
 

@@ -16,6 +16,7 @@ from caramba.ops.backend import without_kernels
 
 RECIPES = "rowwise,tensorwise,rowwise_with_gw_hp"
 MUST_FP8 = 1.15
+WITHOUT = {"": (), "apart": ("float8_swiglu",), "torchao": ("float8_cast",)}
 
 
 def recipes_of(words: str, device: torch.device) -> Iterator[tuple[str, Float8Recipe]]:
@@ -23,8 +24,11 @@ def recipes_of(words: str, device: torch.device) -> Iterator[tuple[str, Float8Re
     of NAME/torchao torchao makes."""
     for asked in words.split(","):
         name, _, casts = asked.partition("/")
-        without = {"torchao": ("float8_cast",), "apart": ("float8_swiglu",)}.get(casts)
-        with without_kernels(*without) if without else contextlib.nullcontext():
+        if name not in RECIPES.split(",") or casts not in WITHOUT:
+            raise SystemExit(
+                f"--recipes: got {asked!r}, expected some of {RECIPES}, each with /apart or /torchao or alone"
+            )
+        with without_kernels(*WITHOUT[casts]) if casts else contextlib.nullcontext():
             recipe = Float8Recipe(name, device)  # pyright: ignore[reportArgumentType] - torchao refuses others
         yield f"float8 {name}, cast by {recipe.casts}", recipe
 

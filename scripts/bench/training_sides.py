@@ -17,7 +17,7 @@ from caramba.distill import LanguageModelObjective
 from caramba.export.llama import llama_config
 from caramba.layer.float8 import Float8Linear, Float8Recipe
 from caramba.model import build_stand_in
-from caramba.optim import clip_gradients
+from caramba.optim import AdamW, WideWeights, clip_gradients
 from caramba.train.callbacks.float8 import float8_layers
 
 
@@ -115,7 +115,7 @@ LOSSES = 20  # of as many first steps, kept
 class Side:
     """A bare training loop: forward, backward, clipping where asked for, the optimiser, gradients set to None.
 
-    Every step of it is taken within `surroundings()`.
+    Every step of it is taken within `surroundings()`. `optimizer` None is torch's own AdamW, of masters if asked.
     """
 
     def __init__(
@@ -126,15 +126,18 @@ class Side:
         has_masters: bool,
         clip: float | None,
         surroundings: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        optimizer: torch.optim.Optimizer | None = None,
     ):
         self.net, self.run_backward, self.clip = net, backward, clip
         self.losses: list[Tensor] = []
         self.surroundings = surroundings
         weights = list(net.parameters())
         self.weights = weights
-        self.optimizer: Any = (
-            Masters(weights, 1e-5) if has_masters else torch.optim.AdamW(weights, lr=1e-5, fused=True)
-        )
+        self.optimizer: Any = optimizer
+        if optimizer is None:
+            self.optimizer = (
+                Masters(weights, 1e-5) if has_masters else torch.optim.AdamW(weights, lr=1e-5, fused=True)
+            )
 
     def step(self) -> None:
         """Take one step."""
@@ -148,6 +151,7 @@ class Side:
         """Bytes of what the side holds between steps: weights, states and masters."""
         inner = getattr(self.optimizer, "inner", self.optimizer)
         tensors: list[Tensor] = [*self.weights, *getattr(self.optimizer, "masters", [])]
+        tensors += [wide.detach() for wide in getattr(self.optimizer, "wide", [])]
         tensors += [master.grad for master in getattr(self.optimizer, "masters", [])]
         tensors += [x for state in inner.state.values() for x in state.values() if isinstance(x, Tensor)]
         return sum(x.numel() * x.element_size() for x in tensors)
@@ -231,7 +235,7 @@ def ours_bare(
     """
     net = build_stand_in(spec, x.device).to(torch.bfloat16).train()
     if float8 is not None:
-        for name, layer in float8_layers(net, least_width)[0].items():
+        for name, layer in float8_layers(net, least_width, is_compiled=compiled)[0].items():
             net.set_submodule(name, Float8Linear(layer, float8))
     objective = LanguageModelObjective(net)
     if compiled:
@@ -244,6 +248,14 @@ def ours_bare(
         if len(losses) < LOSSES:
             losses.append(found["loss"].detach().clone())
 
-    side = Side(net, backward, **options)
+    side = Side(net, backward, optimizer=our_optimizer(net, options["has_masters"]), **options)
     side.losses = losses
     return side
+
+
+def our_optimizer(net: nn.Module, has_masters: bool) -> torch.optim.Optimizer:
+    """AdamW as a phase steps it, so that what stands beside it is Lightning, callbacks and monitors alone."""
+    named = list(net.named_parameters())
+    if not has_masters:
+        return AdamW([weight for _, weight in named], lr=1e-5)
+    return WideWeights(named, lambda copies: AdamW([wide for _, wide in copies], lr=1e-5), keeps=True)

@@ -16,7 +16,7 @@ torch.library.define("caramba::list_norms", "(Tensor[] tensors) -> Tensor")
 def list_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return norms_i = sqrt(sum_j x_ij^2), computed in at least fp32, in the same order of additions every time.
 
-    Shape: n tensors of any shapes, contiguous and on one device -> [n], in fp32 or, for float64, in that.
+    Shape: n tensors of any shapes, contiguous and on one device -> [n], in fp32 or, where one is float64, in that.
 
     Raises:
         ConfigError: no tensor, or one on another device or not contiguous.
@@ -34,9 +34,13 @@ def list_norms(tensors: Sequence[Tensor]) -> Tensor:
     return run(list(tensors))
 
 
+def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+
+
 def reference_list_norms(tensors: list[Tensor]) -> Tensor:
     """Compute the op in plain PyTorch."""
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    dtype = _dtype_of(tensors)
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -45,4 +49,4 @@ torch.library.impl("caramba::list_norms", "CompositeExplicitAutograd", reference
 
 @torch.library.register_fake("caramba::list_norms")
 def _(tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty(len(tensors), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    return tensors[0].new_empty(len(tensors), dtype=_dtype_of(tensors))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.ops import has_kernel, list_norms
+from caramba.ops.list_norms import reference_list_norms
 from caramba.optim.shards import complete_squares, is_sharded, local, sum_over_ranks
 
 EPSILON = 1e-6  # torch's own
@@ -63,11 +64,7 @@ def clip_gradients(
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of n tensors, or of all parts of sharded ones, in one pass, [n], in at least float32."""
     parts = [local(tensor) for tensor in tensors]
-    if _has_kernel(parts):
-        norms = list_norms(parts)
-    else:
-        dtype = torch.promote_types(parts[0].dtype, torch.float32)
-        norms = torch.stack(torch._foreach_norm(parts, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
+    norms = list_norms(parts) if _has_kernel(parts) else reference_list_norms(parts)
     if not any(is_sharded(tensor) for tensor in tensors):
         return norms
     return complete_squares(norms.square(), tensors).sqrt()

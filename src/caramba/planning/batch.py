@@ -55,6 +55,11 @@ def largest_batch(
         candidate = replace(candidate, batch_size=size)
         if fits and not budget.allows(candidate, _expected_s(fits[-1], candidate), share):
             break
+        if trials and not fits and not budget.left:
+            budget.skip(
+                candidate, f"{budget.spent:.0f} s of {budget.seconds:.0f} s went into batches that do not fit"
+            )
+            break
         trial = measure(candidate)
         trials.append(trial)
         if trial.refusal and not trial.is_out_of_memory:

@@ -145,7 +145,9 @@ def fit(
             *callbacks,
             Checkpointing(state, phase.save_every, save_final, phase.eval_every),
             RuntimePlanning(plan, run_dir, tokens_per_step),
-            *_float8(objective, phase, run_dir),  # before anything is compiled
+            *_float8(
+                objective, phase, run_dir, plan.value("compile_model") is not False
+            ),  # before anything is compiled
             *_compilation(objective, plan.value("compile_model")),
             *([Profiling(run_dir / "profile" / plan.phase, plan.phase)] if profiling else []),
         ],
@@ -191,10 +193,11 @@ def fit(
     return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured)
 
 
-def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path) -> list[Callback]:
+def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path, is_compiled: bool) -> list[Callback]:
     if phase.float8 == "none":
         return []
-    return [Float8Products(objective.model, phase.float8, phase.float8_min_width, run_dir)]
+    least = phase.float8_min_width
+    return [Float8Products(objective.model, phase.float8, least, run_dir, is_compiled=is_compiled)]
 
 
 def _compilation(objective: Objective, mode: bool | str) -> list[Callback]:

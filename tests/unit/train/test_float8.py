@@ -19,7 +19,7 @@ def test_layers_of_one_product_are_as_wide_as_it_and_others_are_named() -> None:
     }
     model = nn.ModuleDict(parts)
     names = [f"attention.projection.{name}" for name in "qkv"]
-    chosen, left = float8_layers(model, 32)
+    chosen, left = float8_layers(model, 32, is_compiled=True)
     assert list(chosen) == [*names, "attention.out"], (
         "k and v are 16 wide, and parts of a product that is 64 wide"
     )
@@ -27,5 +27,9 @@ def test_layers_of_one_product_are_as_wide_as_it_and_others_are_named() -> None:
         f"ffn.{name}": f"{sizes} features, of which one is no multiple of 16"
         for name, sizes in (("gate", "32 to 40"), ("up", "32 to 40"), ("down", "40 to 32"))
     }
-    chosen, left = float8_layers(model, 48)
+    for is_compiled in (False, True):  # the second time q is frozen: neither makes one product
+        chosen, left = float8_layers(model, 32, is_compiled=is_compiled)
+        assert (list(chosen), len(left)) == ([names[0], "attention.out"], 5)
+        model.get_submodule(names[0]).requires_grad_(False)
+    chosen, left = float8_layers(model, 48, is_compiled=True)
     assert (list(chosen), left[names[1]]) == ([], "32 to 16 features, of which one is below 48")

@@ -27,12 +27,15 @@ class Float8Products(WhileTraining):
     Reference: Micikevicius et al., 2022, arXiv:2209.05433 (the formats).
     """
 
-    def __init__(self, model: nn.Module, recipe: str, least_width: int, run_dir: Path) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: str, least_width: int, run_dir: Path, *, is_compiled: bool
+    ) -> None:
         self.model, self.recipe, self.least_width, self.run_dir = model, recipe, least_width, run_dir
+        self.is_compiled = is_compiled
         self._plain: dict[str, nn.Module] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        layers, left = float8_layers(self.model, self.least_width)
+        layers, left = float8_layers(self.model, self.least_width, is_compiled=self.is_compiled)
         if not layers:
             raise ConfigError(
                 f"float8={self.recipe}: no linear layer is at least {self.least_width} wide on both sides, in "
@@ -55,9 +58,11 @@ class Float8Products(WhileTraining):
         self._plain = {}
 
 
-def float8_layers(model: nn.Module, least_width: int) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+def float8_layers(
+    model: nn.Module, least_width: int, *, is_compiled: bool
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """Return the linear layers of a model that are wide enough for float8, by name, and why the others are not."""
-    joined = _joined_widths(model)
+    joined = _joined_widths(model) if is_compiled else {}
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -82,7 +87,8 @@ def _joined_widths(model: nn.Module) -> dict[int, int]:
             assert isinstance(owner, nn.Module)
             layers = [owner.get_submodule(name) for name in owner.joins]
             plain = [layer for layer in layers if type(layer) is nn.Linear]
-            if len(plain) == len(layers) and not any(layer.out_features % TILE for layer in plain):
+            trained = all(layer.weight.requires_grad for layer in plain)
+            if trained and len(plain) == len(layers) and not any(one.out_features % TILE for one in plain):
                 found |= {id(layer): sum(one.out_features for one in plain) for layer in plain}
     return found
 
