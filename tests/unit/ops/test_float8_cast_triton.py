@@ -69,8 +69,8 @@ def described(
     """How many numbers differ, where the first and last do, what they are, and the scales by their bits."""
     places = bad.nonzero()
     few = torch.cat((places[:4], places[-4:]))
-    pairs = [(got[at][i, j].float().item(), wants[at][i, j].float().item()) for i, j in few.tolist()]
-    scales = [(got[i].flatten()[0].item().hex(), wants[i].flatten()[0].item().hex()) for i in (1, 3)]
+    pairs = [(float(got[at][i, j]), float(wants[at][i, j])) for i, j in few.tolist()]
+    scales = [(float(got[i][0, 0]).hex(), float(wants[i][0, 0]).hex()) for i in (1, 3)]
     return (
         f"{what} of {dtype} {tuple(bad.shape)}: {len(places)} differ, in {len(places[:, 0].unique())} rows and "
         f"{len(places[:, 1].unique())} columns, such as {few.tolist()}: (ours, reference) {pairs}; scales {scales}"
