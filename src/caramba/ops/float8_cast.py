@@ -53,10 +53,10 @@ def reference_float8_cast(x: Tensor, per_tensor: bool, e5m2: bool) -> tuple[Tens
     """Compute the op in plain PyTorch."""
     wide, dtype = x.float(), format_of(e5m2)
     if per_tensor:
-        scale = torch.finfo(dtype).max / _amax(wide).reshape(1, 1)
+        scale = _scale(_amax(wide).reshape(1, 1), dtype)
         cast = _cast(wide * scale, dtype)
         return cast, scale.reciprocal(), cast.t().contiguous(), scale.reciprocal()
-    by_row, by_column = (_power_of_two(torch.finfo(dtype).max / _amax(wide, dim)) for dim in (1, 0))
+    by_row, by_column = (_power_of_two(_scale(_amax(wide, dim), dtype)) for dim in (1, 0))
     columns = _cast(wide * by_column, dtype).t().contiguous()
     return _cast(wide * by_row, dtype), by_row.reciprocal(), columns, by_column.reciprocal().t().contiguous()
 
@@ -65,6 +65,12 @@ def _amax(wide: Tensor, dim: int | None = None) -> Tensor:
     """The largest magnitude, NaN left out: it stays NaN in its own place, and need not be in others."""
     known = wide.abs().nan_to_num(nan=0.0, posinf=torch.inf)
     return (known.amax() if dim is None else known.amax(dim, keepdim=True)).clamp(min=LEAST_AMAX)
+
+
+def _scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """What takes a magnitude to the largest of a format, rounded once: a number over a tensor is its reciprocal times
+    the number, rounded twice, and torchao, which divides in float64, rounds to the same as one division."""
+    return torch.full_like(amax, torch.finfo(dtype).max) / amax
 
 
 def _power_of_two(scale: Tensor) -> Tensor:
