@@ -23,7 +23,8 @@ EXCHANGES: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
