@@ -62,7 +62,8 @@ def test_a_block_without_gradients_is_refused_by_its_weights(tmp_path: Path) -> 
     own = {id(value) for value in region.parameters()}
     names = [name for name, value in model.named_parameters() if id(value) in own]
     with pytest.raises(
-        CarambaError, match=rf"pretrain: compiled blocks are not trained: {len(names)} weights .* {names[0]}"
+        CarambaError,
+        match=rf"pretrain: compiled blocks are not trained: the gradients of {len(names)} weights .* {names[0]}",
     ):
         train(model, tmp_path)
 

@@ -43,11 +43,11 @@ class CompiledGradients(pl.Callback):
             missed = {id(parameter) for module in self._waiting for parameter in trained(module)}
             names = [name for name, value in pl_module.model.named_parameters() if id(value) in missed]
             if names:
+                some = ", ".join(names[:3]) + (" among them" if len(names) > 3 else "")
                 raise CarambaError(
-                    f"{pl_module.phase.phase}: compiled blocks are not trained: {len(names)} weights have no gradient "
-                    f"in {STEPS} steps, {', '.join(names[:3])}{' among them' if len(names) > 3 else ''}, and others "
-                    f"have; this is a fault of compilation with torch {torch.__version__}: run with "
-                    "train.compile=false"
+                    f"{pl_module.phase.phase}: compiled blocks are not trained: the gradients of {len(names)} weights "
+                    f"are missing or zero in {STEPS} steps, {some}, and those of others are not; this is a fault of "
+                    f"compilation with torch {torch.__version__}: run with train.compile=false"
                 )
 
 
