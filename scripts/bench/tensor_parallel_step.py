@@ -76,33 +76,34 @@ class Step:
         windows = torch.randint(spec.embedder.vocab_size, shape, generator=generator).to(device)
         self.batch = (windows[:, :-1].contiguous(), windows[:, 1:].contiguous())
 
-    def __call__(self) -> float:
-        """Take the step; return its loss."""
+    def __call__(self) -> tuple[float, float]:
+        """Take the step; return its loss and the norm of its gradients."""
         loss = self.objective.step(self.batch, lambda loss: loss.backward())["loss"]
-        clip_gradients(self.objective.clip_groups(), 1.0)
+        norm = clip_gradients(self.objective.clip_groups(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return float(loss)
+        return float(loss), float(norm)
 
 
 def measure(words: argparse.Namespace, device: torch.device, row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with losses, seconds of every step after warm-up, and the peak of memory on this rank."""
+    """Return a row with losses and gradients' norms, seconds of steps after warm-up, and this rank's peak of memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     step = Step(words, device, row)
-    losses = [step() for _ in range(words.warm_up)]
+    taken = [step() for _ in range(words.warm_up)]
     ready = time.perf_counter() - began
     seconds = []
     for _ in range(words.steps):
         synchronize(device)
         at = time.perf_counter()
-        losses.append(step())
+        taken.append(step())
         synchronize(device)
         seconds.append(time.perf_counter() - at)
     peak = {"peak_allocated_bytes": torch.cuda.max_memory_allocated()} if device.type == "cuda" else {}
     median = statistics.median(seconds)
     tokens = words.batch * words.block
+    losses, norms = zip(*taken, strict=True)
     return {
         **row,
         "step_s": median,
@@ -110,6 +111,7 @@ def measure(words: argparse.Namespace, device: torch.device, row: dict[str, Any]
         "tokens_per_s": tokens / median,
         "ready_s": ready,
         "losses": losses,
+        "grad_norms": norms,
         **peak,
     }
 
@@ -139,6 +141,8 @@ def rows_of(words: argparse.Namespace) -> list[dict[str, Any]]:
     world, forms = get_world_size(), words.forms.split(",")
     shapes = [(form, devices, False) for form in forms for devices in (1, world)]
     shapes += [(form, world, True) for form in reversed(forms)]
+    if words.rows is not None:
+        shapes = [shapes[int(index)] for index in words.rows.split(",")]
     names = ("form", "devices", "sequence_parallel")
     return [dict(zip(names, shape, strict=True), checkpointing="none") for shape in shapes]
 
@@ -187,6 +191,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--forms", default="eager,compiled")
+    parser.add_argument("--rows", help="some of the rows, by their places from 0, as in 0,3; else all")
     parser.add_argument("--budget-s", type=float, default=105.0, help="seconds in which rows have to end")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/tensor_parallel_step.json"))
     words = parser.parse_args()

@@ -81,35 +81,24 @@ def test_a_model_split_over_two_gpus_trains_as_on_one(tmp_path: Path, cache: Pat
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_step_split_over_two_gpus_gives_the_losses_of_one(tmp_path: Path) -> None:
-    """Eager and compiled, with and without a split of the sequence; and no row is begun that would not end in time."""
+    """Compiled, with and without a split of the sequence, beside one GPU; most of its time compiles."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = [
-        "--size",
-        "tiny",
-        "--batch",
-        "4",
-        "--block",
-        "128",
-        "--steps",
-        "3",
-        "--out",
-        str(tmp_path / "a.json"),
-    ]
+    words = ["--size", "tiny", "--batch", "4", "--block", "128", "--steps", "3", "--rows", "0,3,4"]
+    words += ["--budget-s", "200", "--out", str(tmp_path / "a.json")]
     done = subprocess.run(
-        [*launcher, str(BENCH.with_name("tensor_parallel_step.py")), *words, "--budget-s", "200"],
+        [*launcher, str(BENCH.with_name("tensor_parallel_step.py")), *words],
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [(row["form"], row["devices"], row["sequence_parallel"]) for row in rows] == [
+    one, *rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert [(row["form"], row["devices"], row["sequence_parallel"]) for row in (one, *rows)] == [
         ("eager", 1, False),
-        ("eager", 2, False),
-        ("compiled", 1, False),
         ("compiled", 2, False),
         ("compiled", 2, True),
-        ("eager", 2, True),
     ]
-    for row in rows[1:]:
-        assert row["losses"] == pytest.approx(rows[0]["losses"], abs=WITHIN)
+    for row in rows:
+        assert row["losses"] == pytest.approx(one["losses"], abs=WITHIN)
+        # In a few steps losses hardly show that some weights are not trained.
+        assert row["grad_norms"] == pytest.approx(one["grad_norms"], rel=WITHIN)

@@ -1,4 +1,9 @@
-"""What ranks exchange at the borders of a split layer, and how gradients go back through it."""
+"""What ranks exchange at the borders of a split layer, and how gradients go back through it.
+
+Each forward returns a tensor that nothing else in it is: torch 2.11 compiles a function so that it also returns every
+tensor on the way. One of them that is the result itself, as what an operation in place returns or `contiguous()` of
+what is contiguous, takes the result's gradient, and its argument has a gradient of zeros, without a word.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,7 @@ class _Leaving(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
-        return total
+        return total.view_as(total)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -93,11 +98,12 @@ def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     parts = torch.cat(x.chunk(dist.get_world_size(group), dim=1))  # what a compiler knows as one collective
     own = parts.new_empty((x.shape[0], x.shape[1] // dist.get_world_size(group), *x.shape[2:]))
     _reduce_scatter(own, parts, group=group)
-    return own
+    return own.view_as(own)
 
 
 def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)].contiguous()
+    own = x.chunk(dist.get_world_size(group), dim=1)[dist.get_rank(group)]
+    return own.clone(memory_format=torch.contiguous_format)
 
 
 def entering(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -21,7 +21,7 @@ from caramba.checkpoint.sharded import LOOP, latest_sharded_state
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
 from caramba.data import TokenDataset, count_targets
-from caramba.distill import Batch, Objective
+from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory
 from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
@@ -30,6 +30,7 @@ from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_pro
 from caramba.train.callbacks import (
     Checkpointing,
     Compilation,
+    CompiledGradients,
     Float8Products,
     Monitoring,
     Profiling,
@@ -203,7 +204,10 @@ def _float8(objective: Objective, phase: PhaseConfig, run_dir: Path, is_compiled
 def _compilation(objective: Objective, mode: bool | str) -> list[Callback]:
     if mode is False:
         return []
-    return [Compilation(objective.compilable(), "default" if mode is True else str(mode))]
+    modules = objective.compilable()
+    # Which blocks train at a step a blockwise objective's schedule says.
+    checks = [] if isinstance(objective, BlockwiseObjective) else [CompiledGradients(modules)]
+    return [Compilation(modules, "default" if mode is True else str(mode)), *checks]
 
 
 def _out_of_memory(error: BaseException, phase: PhaseConfig, module: CarambaModule) -> OutOfMemory:

@@ -4,6 +4,7 @@ from caramba.train.callbacks.blockwise import BlockwiseDistillation
 from caramba.train.callbacks.checkpointing import Checkpointing
 from caramba.train.callbacks.compiling import Compilation
 from caramba.train.callbacks.float8 import Float8Products
+from caramba.train.callbacks.gradients import CompiledGradients
 from caramba.train.callbacks.monitoring import Monitoring
 from caramba.train.callbacks.planning import RuntimePlanning
 from caramba.train.callbacks.profiling import Profiling
@@ -14,6 +15,7 @@ __all__ = [
     "BlockwiseDistillation",
     "Checkpointing",
     "Compilation",
+    "CompiledGradients",
     "Float8Products",
     "Monitoring",
     "Profiling",
