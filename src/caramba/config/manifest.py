@@ -228,6 +228,20 @@ class Manifest(Config):
             raise ValueError("a manifest whose origin is an agent may not name plugins; remove plugins")
         return self
 
+    @property
+    def open_ranks_per_node(self) -> int | None:
+        """Ranks that `parallel.dp=auto` makes of a node, None where only the machine that runs them can tell.
+
+        They are `launcher.nproc_per_node`, else of a SLURM job the multiple of tp nearest below `cluster.gpus`.
+        """
+        launcher, tp = self.launcher, self.parallel.tp
+        if launcher.nproc_per_node is not None or not launcher.is_slurm:
+            return launcher.nproc_per_node
+        number = str(self.cluster.gpus).rpartition(":")[2]
+        if self.device not in ("auto", "cuda") or not number.isdecimal() or int(number) < tp:
+            return None
+        return int(number) // tp * tp
+
     def selected_groups(self) -> tuple[GroupConfig, ...]:
         """Return the groups that run, in order."""
         return tuple(group for group in self.groups if self.group in (None, group.name))

@@ -17,7 +17,7 @@ SHARDED_OPTIMIZERS = ("adamw", "sgd")
 
 
 def check_parallel(manifest: Manifest) -> None:
-    """Refuse what the strategy of a manifest cannot train.
+    """Refuse what the strategy of a manifest cannot train; layers of variants are checked by `cost`.
 
     Raises:
         ConfigError: naming the run or the benchmark, the key and what to use.
@@ -52,6 +52,8 @@ def _check_model(manifest: Manifest, run_id: str, phase: PhaseConfig) -> None:
     if spec is None:
         return
     if parallel.tp > 1:
+        if phase.trains == "variant":  # of other widths than the manifest's model, in the same tree
+            return
         try:
             path = "model" if is_student else "model.teacher.manifest"
             check_layers(spec, parallel.tp, split_sequence=parallel.sequence_parallel, path=path)

@@ -234,12 +234,7 @@ def _stage_note(manifest: Manifest, phase: PhaseConfig, trains: str, teacher: Mo
         notes.append("the teacher is not counted: it is not described here")
     if phase.batch_size == "auto":
         notes.append("batch size auto: memory is for a batch of 1")
-    parallel, launcher = manifest.parallel, manifest.launcher
-    if (
-        parallel.strategy not in ("single", "pipeline")
-        and parallel.dp == "auto"
-        and not launcher.nproc_per_node
-    ):
+    if spread_of(manifest).is_open:
         notes.append("parallel.dp auto: memory and tokens are for dp=1")
     if phase.activation_checkpointing != "none":
         notes.append("activation checkpointing is not counted")

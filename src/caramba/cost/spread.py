@@ -29,11 +29,15 @@ SPLIT_BY_TP = ("AttentionLayer", "SwiGLULayer")
 
 @dataclass(frozen=True)
 class Spread:
-    """A strategy, how many ranks share the data (1 where that is left to the launcher), and on how many nodes."""
+    """A strategy, how many ranks share the data, and on how many nodes.
+
+    Where dp=auto is what the machine that runs it has, `is_open`, both numbers are 1.
+    """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data_ranks: int = 1
     nodes: int = 1
+    is_open: bool = False
 
     @property
     def shards(self) -> int:
@@ -57,13 +61,15 @@ class Holding:
 
 def spread_of(manifest: Manifest) -> Spread:
     """Return how a manifest spreads its phases; dp=auto counts the ranks of the launcher where it names them."""
-    parallel, launcher = manifest.parallel, manifest.launcher
-    nodes = launcher.nodes or 1
+    parallel, nodes = manifest.parallel, manifest.launcher.nodes or 1
     if parallel.strategy in ("single", "pipeline"):
         return Spread(parallel)
-    ranks = nodes * (launcher.nproc_per_node or 1)
-    dp = max(1, ranks // parallel.tp) if parallel.dp == "auto" else parallel.dp
-    return Spread(parallel, dp, nodes)
+    if parallel.dp != "auto":
+        return Spread(parallel, parallel.dp, nodes)
+    on_node = manifest.open_ranks_per_node
+    if on_node is None:
+        return Spread(parallel, is_open=True)
+    return Spread(parallel, max(1, nodes * on_node // parallel.tp), nodes)
 
 
 def holdings(phase: PhaseConfig, model: ModelCost, spread: Spread) -> tuple[Holding, ...]:

@@ -9,6 +9,8 @@ from caramba.config.controls import map_attention
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.config.manifest import ExperimentName, Manifest
 from caramba.config.model import ModelSpec
+from caramba.config.parallel import ParallelConfig
+from caramba.config.tensor_parallel import check_layers
 from caramba.config.topology import TopologyConfig
 from caramba.cost.model import model_cost
 from caramba.errors import ConfigError
@@ -58,18 +60,30 @@ def variant(model: ModelSpec, exp: ExperimentName) -> ModelSpec:
 
 
 def check_variants(manifest: Manifest) -> None:
-    """Derive every variant that a manifest trains.
+    """Derive every variant that a manifest trains, and check that ranks can share its layers, where they are to.
 
     Raises:
-        ConfigError: naming the run whose variant the model does not allow.
+        ConfigError: naming the run whose variant the model does not allow, and the layer that ranks cannot share.
     """
     for group in manifest.selected_groups():
         for run in group.runs:
             if run.exp is not None:
                 try:
-                    variant(manifest.model, run.exp)
+                    _check_ranks(variant(manifest.model, run.exp), run.exp, manifest.parallel)
                 except ConfigError as error:
                     raise ConfigError(f"run {run.id!r}: {error}") from None
+
+
+def _check_ranks(spec: ModelSpec, exp: ExperimentName, parallel: ParallelConfig) -> None:
+    if parallel.tp == 1:
+        return
+    try:
+        check_layers(spec, parallel.tp, split_sequence=parallel.sequence_parallel)
+    except ConfigError as error:
+        raise ConfigError(
+            f"exp={exp}: {error}; the widths of a variant follow from the model, so change those of the model, or use "
+            "parallel=fsdp2"
+        ) from None
 
 
 def feed_forward_widths(node: Any) -> list[int]:

@@ -68,29 +68,22 @@ def ranks_per_node(manifest: Manifest) -> int:
         return 1
     total = parallel.ranks
     if total is None:  # as many as there are
-        if asked is not None:
-            return asked
-        count = _gpus_of_node(manifest) if launcher.is_slurm else len(_devices(manifest))
-        return max(1, count // parallel.tp) * parallel.tp
+        known = manifest.open_ranks_per_node
+        if known is not None:
+            return known
+        if launcher.is_slurm:  # this machine, which submits the job, may have other GPUs than its nodes
+            raise ConfigError(
+                f"launcher={launcher.type}: parallel.dp=auto is a rank for each GPU of a node, tp={parallel.tp} at "
+                f"a time, and cluster.gpus={manifest.cluster.gpus} with device={manifest.device} does not say how "
+                "many; set launcher.nproc_per_node, parallel.dp, or cluster.gpus to a number of them"
+            )
+        return max(1, len(_devices(manifest)) // parallel.tp) * parallel.tp
     if total % nodes or (asked is not None and asked * nodes != total):
         raise ConfigError(
             f"launcher: parallel.{parallel.sizes} are {total} ranks, and launcher.nodes={nodes} x "
             f"launcher.nproc_per_node={asked or 'auto'} do not make them; change one so that both are the same number"
         )
     return total // nodes
-
-
-def _gpus_of_node(manifest: Manifest) -> int:
-    """Return the GPUs that a SLURM job gets on each node; this machine, which submits it, may have others."""
-    gpus, tp = manifest.cluster.gpus, manifest.parallel.tp
-    number = str(gpus).rpartition(":")[2]
-    if manifest.device not in ("auto", "cuda") or not number.isdecimal() or int(number) < tp:
-        raise ConfigError(
-            f"launcher={manifest.launcher.type}: parallel.dp=auto is a rank for each GPU of a node, tp={tp} at "
-            f"a time, and cluster.gpus={gpus} with device={manifest.device} does not say how many; set "
-            "launcher.nproc_per_node, parallel.dp, or cluster.gpus to a number of them"
-        )
-    return int(number)
 
 
 def _devices(manifest: Manifest) -> list[str]:

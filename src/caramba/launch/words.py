@@ -109,11 +109,10 @@ def names_of(path: Sequence[str | int]) -> tuple[str, ...]:
 
 
 def renamed(word: Word, name: str) -> Word:
-    """Return an override of a key under another of its names."""
+    """Return an override that deletes a key, `~KEY` or `~KEY=VALUE`, under another of the key's names."""
     path = (*word.path[:-1], name)
-    sign, _, value = word.text.partition("=")
-    key = ".".join(str(part) for part in path)
-    text = f"{'~' if sign.startswith('~') else '++'}{key}{'=' if '=' in word.text else ''}{value}"
+    _, equals, value = word.text.partition("=")
+    text = f"~{'.'.join(str(part) for part in path)}{equals}{value}"
     return Word(word.typed, _parse(word.typed, text), path=path)
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from caramba.config.kvcache import KVCacheKind
-from caramba.config.launcher import LauncherConfig
+from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.model import ModelConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.cost import as_json, check_widths, model_cost, plan, render_text
@@ -169,6 +169,32 @@ class TestStages:
         )
         assert "parallel.dp auto: memory and tokens are for dp=1" in text
         assert "gathered" not in text
+
+    def test_dp_auto_counts_nodes_only_where_the_ranks_of_one_are_known(self):
+        """By what a SLURM job asks for, as the job itself counts; else it is planned, and said to be, as one rank."""
+
+        def on(gpus: int | str | None, device: str = "auto", **parallel: object):
+            changes = {
+                "parallel": ParallelConfig.model_validate({"strategy": "fsdp2", **parallel}),
+                "launcher": LauncherConfig(type="slurm", nodes=2),
+                "cluster": ClusterConfig(gpus=gpus),
+                "device": device,
+            }
+            stage = plan(manifest("tiny", phase("pretrain")).model_copy(update=changes)).stages[0]
+            return (
+                stage.tokens,
+                stage.estimate.memory.weights_bytes,
+                "memory and tokens are for dp=1" in stage.note,
+            )
+
+        alone = plan(manifest("tiny", phase("pretrain"))).stages[0]
+        tokens, weights = alone.tokens, alone.estimate.memory.weights_bytes
+        assert on(4) == on("h100:4") == (8 * tokens, weights // 4, False), "replicas of four shards"
+        assert on(None) == on("h100") == on(4, "cpu") == (tokens, weights, True)
+        assert on(None, dp=8) == (8 * tokens, weights // 4, False)
+        split = {"strategy": "fsdp2_tp", "tp": 2}
+        assert [on(gpus, **split)[0] for gpus in (5, 1)] == [4 * tokens, tokens], "two of five ranks by two"
+        assert [on(gpus, **split)[2] for gpus in (5, 1)] == [False, True]
 
     def test_steps_of_the_run_and_of_debug(self):
         run = {**phase("pretrain"), "steps": 50}

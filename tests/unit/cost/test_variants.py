@@ -6,8 +6,11 @@ import pytest
 
 from caramba.config.manifest import Manifest
 from caramba.config.model import ModelSpec
+from caramba.config.parallel import ParallelConfig
+from caramba.config.parallel_check import check_parallel
 from caramba.config.surgery import attention_configs
 from caramba.cost import check_variants, model_cost, variant
+from caramba.cost.variants import feed_forward_widths
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
 from tests.unit.upcycle.models import spec
@@ -31,29 +34,44 @@ def test_parameters_agree_and_caches_differ(option: str):
         assert kept == [(a.n_heads, a.rope_base, a.rope_scaling) for a in layers]
 
 
-def test_a_model_that_cannot_be_matched_is_refused_by_run():
-    def with_width(d_ff: int) -> ModelSpec:
-        text = spec(mode="bottleneck", n_kv_heads=4, head_dim=None, attn_dim=8).model_dump_json()
-        return ModelSpec.model_validate_json(text.replace('"d_ff":48', f'"d_ff":{d_ff}'))
+def manifest_of(model: ModelSpec, *names: str) -> Manifest:
+    runs = [
+        {"id": f"{name}_run", "exp": name, "train": {"phase": "pretrain", "steps": 1, "trains": "variant"}}
+        for name in names
+    ]
+    group = {"name": "g", "data": {"type": "stdlib", "vocab_size": 512}, "runs": runs}
+    return Manifest.model_validate({"name": "x", "model": model.model_dump(mode="json"), "groups": [group]})
 
-    manifest = Manifest.model_validate(
-        {
-            "name": "x",
-            "model": with_width(8).model_dump(mode="json"),
-            "groups": [
-                {
-                    "name": "g",
-                    "data": {"type": "stdlib", "vocab_size": 512},
-                    "runs": [
-                        {
-                            "id": "wide",
-                            "exp": "baseline",
-                            "train": {"phase": "pretrain", "steps": 1, "trains": "variant"},
-                        }
-                    ],
-                }
-            ],
-        }
-    )
-    with pytest.raises(ConfigError, match=r"run 'wide': exp=baseline: matching .* parameters needs d_ff -"):
+
+def widened(model: ModelSpec, d_ff: int) -> ModelSpec:
+    return ModelSpec.model_validate_json(model.model_dump_json().replace('"d_ff":48', f'"d_ff":{d_ff}'))
+
+
+def test_a_model_that_cannot_be_matched_is_refused_by_run():
+    model = widened(spec(mode="bottleneck", n_kv_heads=4, head_dim=None, attn_dim=8), 8)
+    with pytest.raises(
+        ConfigError, match=r"run 'baseline_run': exp=baseline: matching .* parameters needs d_ff -"
+    ):
+        check_variants(manifest_of(model, "baseline"))
+
+
+def test_ranks_share_the_layers_of_the_variant_and_not_of_the_model():
+    """As a launch checks it: before anything is started, by the widths that the run trains."""
+
+    def check(model: ModelSpec, tp: int, *names: str) -> None:
+        split = ParallelConfig(strategy="fsdp2_tp", tp=tp)
+        manifest = manifest_of(model, *names).model_copy(update={"parallel": split})
+        check_parallel(manifest)
         check_variants(manifest)
+
+    check(spec(), 2, "gqa")
+    with pytest.raises(ConfigError) as caught:
+        check(spec(), 2, "gqa", "baseline")
+    assert str(caught.value) == (
+        "run 'baseline_run': exp=baseline: tensor parallel: 2 ranks cannot share d_ff=37 features; use a multiple of "
+        "2, or fewer ranks (model.topology.layers[0].layers[1].layers[1]); the widths of a variant follow from the "
+        "model, so change those of the model, or use parallel=fsdp2"
+    )
+    fits = widened(spec(), 47)  # it has two key/value heads and an odd d_ff; its baseline four, and d_ff 36
+    assert feed_forward_widths(variant(fits, "baseline")) == [36]
+    check(fits, 4, "baseline")
