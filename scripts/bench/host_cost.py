@@ -113,7 +113,7 @@ def calls_of_autograd(device: torch.device) -> dict[str, dict[str, Call]]:
 def microseconds(call: Call, calls: int, device: torch.device) -> float:
     """Return the least mean time of a call over short runs; the device's own queue is emptied between them."""
     best = float("inf")
-    for _ in range(calls // RUN):
+    for _ in range(max(1, calls // RUN)):
         if device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()

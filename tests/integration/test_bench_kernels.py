@@ -49,7 +49,7 @@ def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
             "--only",
             "swiglu",
             "--calls",
-            "20",
+            "5",
             "--out",
             str(host),
         ],

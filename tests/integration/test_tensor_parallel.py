@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
+from caramba.cache import StepContext
 from caramba.cli import main
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.infer import Generator
+from caramba.infer.device_steps import step_refusal
 from caramba.model import Model, build_model, save_model
 from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from caramba.topology import checkpoint_topology, compilable_regions
@@ -90,6 +92,18 @@ def generated(model: Model, **values: Any) -> list[tuple[int, ...]]:
     return [row.tokens for row in found]
 
 
+def last_on_device(model: Model) -> torch.Tensor | None:
+    """Return the logits of the last token from a step whose length the device counts, None where it is refused."""
+    ctx = model.new_context(2, TOKENS.shape[1], static=True)
+    if step_refusal(model, ctx) is not None:
+        return None
+    with torch.no_grad():
+        model(TOKENS[:, :-1], ctx)
+        step = StepContext(ctx)
+        step.advance()
+        return model(TOKENS[:, -1:], step)
+
+
 def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
     """Compare this rank's share of a model with the whole model, run beside it."""
     alone, shared = built(name), apply_tensor_parallel(built(name), mesh)
@@ -111,6 +125,7 @@ def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
         pieces, others = (
             [one(TOKENS[:, a:b], own) for a, b in PIECES] for one, own in ((served, ctx), (alone, other))
         )
+    ours, wanted = last_on_device(served), last_on_device(alone)
     return {
         "loss": abs(loss - shared_loss),
         "gradients": difference(whole(shared_gradients), gradients),
@@ -118,6 +133,7 @@ def compared(name: str, mesh: DeviceMesh) -> dict[str, Any]:
         "gradients_by_sequence": difference(whole(apart_gradients), gradients),
         "weights": difference(full_state_dict(shared), alone.state_dict()),
         "logits": float((torch.cat(pieces, 1) - torch.cat(others, 1)).abs().max()),
+        "device_step": None if ours is None or wanted is None else float((ours - wanted).abs().max()),
         "split": sum(value.to_local().numel() for value in shared.parameters() if isinstance(value, DTensor)),
         "parameters": sum(value.numel() for value in alone.parameters()),
         "cache_share": ctx.nbytes() / other.nbytes(),
@@ -209,6 +225,12 @@ def test_two_ranks_do_the_work_of_one(both: list[dict[str, dict[str, Any]]], nam
         for key, limit in (*((key, 1e-12) for key in exact), ("logits", 1e-6)):  # the caches are float32
             assert one[key] < limit, (key, one[key])
         assert one["weights"] == 0
+        if name.startswith(
+            "latent_first"
+        ):  # its first tokens are kept apart, which a step on the device refuses
+            assert one["device_step"] is None
+        else:
+            assert one["device_step"] < 1e-6
         assert one["tokens"]
         assert one["split"] < one["parameters"]
 

@@ -83,6 +83,7 @@ def check(run: Callable[..., None], dtype: torch.dtype, into: torch.dtype, toler
             ([0, 3], 1, False),
             ([5, 6, -1, 2**30], 1, True),
             ([4, 1], 4, True),
+            ([], 1, False),
         ):
             args = arguments(name, lengths, n_tokens, dtype, into, per_row)
             wanted = looped(*args)

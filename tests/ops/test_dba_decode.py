@@ -12,7 +12,7 @@ import torch
 
 from caramba.console import logger
 from caramba.errors import ConfigError
-from caramba.ops import dba_decode
+from caramba.ops import StoredStream, dba_decode
 from tests.ops.decode_cases import Case, arguments, expected
 
 KINDS = ("fp32", "fp16", "bf16", "q8_0", "q4_0", "nf4")
@@ -158,6 +158,21 @@ def three(q: torch.Tensor) -> torch.Tensor:
 
 def strided(v: Any) -> Any:
     return v._replace(values=v.values.transpose(2, 3).contiguous().transpose(2, 3))
+
+
+def emptied(x: Any) -> Any:
+    if isinstance(x, StoredStream):
+        return StoredStream(x.kind, *(part[:0] for part in x.tensors))
+    return None if x is None else x[:0]
+
+
+@pytest.mark.parametrize("kinds", [("fp32", "fp32"), ("fp32", "fp32", "bf16"), ("q8_0", "fp16", "bf16")])
+def test_no_sequence_gives_no_row(kinds: tuple[str, ...]) -> None:
+    args, options = arguments(Case(kinds, (4, 2), heads=(4, len(kinds) - 1)), torch.float32)
+    none = [emptied(x) for x in args]
+    whole, rows = dba_decode(*args, **options), dba_decode(*none, **options)
+    assert [x.shape for x in rows] == [(0, *x.shape[1:]) for x in whole]
+    assert [x.dtype for x in rows] == [x.dtype for x in whole]
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -37,6 +38,8 @@ class StepContext:
         offset: position of this step's token, once a forward has begun, int32 [B, 1].
         width: tokens per sequence that a forward takes.
         angles: cosines and sines of this step's positions, by frequencies that layers share or by who has them.
+        apart: who has frequencies of their own, None until a forward has looked for them. Layers that are swapped for
+            others later make their own angles.
 
     Raises:
         ConfigError: a context that `refusal` names a reason for.
@@ -58,6 +61,7 @@ class StepContext:
         self.limit = min(tensor.max_tokens for cache in ctx.caches for tensor in cache.tensors.values())
         self._cursor = 0
         self.angles: dict[Hashable, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.apart: Sequence[Any] | None = None
 
     @classmethod
     def refusal(cls, ctx: Context) -> str | None:

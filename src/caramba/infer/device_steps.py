@@ -24,8 +24,6 @@ from caramba.ops.backend import REFERENCE
 
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
-SINGLE_ROW_REDUCTIONS = True
-"""Whether compiled CUDA steps of one sequence take products as reductions where `row_linear` does not take them."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
@@ -165,7 +163,7 @@ def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool
     long to compile, and is nothing to steps whose products `row_linear` takes.
     """
     weight = model.embedder.token.weight
-    if batch_size > 1 or weight.device.type != "cuda" or not SINGLE_ROW_REDUCTIONS:
+    if batch_size > 1 or weight.device.type != "cuda":
         return None
     by_rows = has_kernel("row_linear", weight) and all(
         are_plain((layer.out,), weight.dtype) for _, layer in model.attention_layers()

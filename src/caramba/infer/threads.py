@@ -14,13 +14,18 @@ WORTH_THREADS = 1 << 22
 where another process has a core they wait for it at every one."""
 
 
+def n_weights_of(model: Model) -> int:
+    """Return how many weights a model has, what one row of a step multiplies by."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
 @contextlib.contextmanager
-def step_threads(model: Model, n_rows: int) -> Iterator[None]:
+def step_threads(model: Model, n_rows: int, n_weights: int | None = None) -> Iterator[None]:
     """Run decode steps of `n_rows` rows in the calling thread alone where they are too small to share, then go on as
-    before."""
+    before. Whoever enters at every step gives the `n_weights`: to count them takes longer than a small step."""
     n_threads = torch.get_num_threads()
-    is_small = n_rows * sum(weight.numel() for weight in model.parameters()) < WORTH_THREADS
-    if n_threads == 1 or not is_small or model.embedder.token.weight.device.type != "cpu":
+    is_alone = n_threads == 1 or model.embedder.token.weight.device.type != "cpu"
+    if is_alone or n_rows * (n_weights_of(model) if n_weights is None else n_weights) >= WORTH_THREADS:
         yield
         return
     torch.set_num_threads(1)

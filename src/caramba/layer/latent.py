@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -114,8 +113,8 @@ class LatentProjection(GatedProjection):
             k_geo = k_geo if angles is not None else rotate(k_geo, *found)
         streams = {"c": c[:, None], "k_geo": k_geo.to(c.dtype)}
         if asked is not None and self._is_fused(q, is_step=norm is not None):
-            scale = 1.0 / math.sqrt(self.query_dim)
-            return latent_queries(q.transpose(1, 2), self.q_geo_map, *asked, scale).transpose(1, 2), streams
+            fused = latent_queries(q.transpose(1, 2), self.q_geo_map, *asked, self.scale)
+            return fused.transpose(1, 2), streams
         q_geo = torch.einsum("bhtd,hdg->bhtg", q, self.q_geo_map)
         if asked is not None:
             q_geo = rotate(q_geo, *asked)

@@ -18,7 +18,7 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
-from caramba.ops import StoredStream, has_kernel, is_fused, rope, rope_qkv
+from caramba.ops import StoredStream, has_kernel, rope_qkv
 from caramba.ops.widen import widened
 
 Angles = tuple[Tensor, Tensor] | None
@@ -138,17 +138,6 @@ class Projection(nn.Module):
             scaled = scaled * widened(self.temperature).exp()[:, None, None]
         return scaled if scaled.dtype == dtype else scaled.to(dtype)
 
-    def _turned_for_step(self, q: Tensor, angles: Angles, dtype: torch.dtype) -> Tensor | None:
-        """Return queries turned and scaled by one kernel, in a step that gives the angles; None where there is none."""
-        if (
-            angles is None
-            or self.temperature is not None
-            or torch.is_grad_enabled()
-            or not is_fused("rope", q)
-        ):
-            return None
-        return rope(q, *angles, scale=1.0 / math.sqrt(self.query_dim), dtype=dtype)
-
 
 class StandardProjection(Projection):
     """Queries, keys and values of one width per head: standard, grouped-query and bottleneck attention.
@@ -204,9 +193,6 @@ class StandardProjection(Projection):
         q = self.q_norm(split_heads(q, self.dims.n_heads))
         k = self.k_norm(split_heads(k, self.dims.n_kv_heads))
         v = split_heads(v, self.dims.n_kv_heads)
-        turned = self._turned_for_step(q, angles, v.dtype)
-        if turned is not None:
-            return turned, {"k": k.to(v.dtype), "v": v}
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         if found is not None:
             cos, sin = found

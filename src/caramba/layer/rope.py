@@ -262,7 +262,8 @@ def angles_of(
 ) -> dict[RotaryEmbedding, tuple[Tensor, Tensor]]:
     """Return cos and sin of all whose frequencies are of one shape and parts of the weights, each as `forward` has it.
 
-    A captured step launches a few kernels for each layer's angles otherwise. Empty where they differ in kind.
+    A captured step launches a few kernels for each layer's angles otherwise. Empty where they differ in kind, or have
+    a `forward` of their own: a rank's share of the heads has the angles of these alone.
 
     Shape: offset [B, T] to [B, G, T, D/2] each.
     """
@@ -272,6 +273,8 @@ def angles_of(
     ):
         return {}
     if ropes[0].key is not None or ropes[0].dynamic is not None:
+        return {}
+    if any(type(rope) is not RotaryEmbedding for rope in ropes):
         return {}
     frequencies = torch.stack([rope.inv_freq.to(offset.device) for rope in ropes])
     angles = offset.to(torch.float32)[None, :, None, :, None] * frequencies[:, None, :, None, :]

@@ -14,7 +14,7 @@ from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
-from caramba.layer.rope import angles_of, share_tables
+from caramba.layer.rope import RotaryEmbedding, angles_of, share_tables
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
 from caramba.topology.base import attention_applications
@@ -81,11 +81,18 @@ class Model(nn.Module):
         ctx.begin()
         offset = ctx.offset if isinstance(ctx, StepContext) else ctx.position
         if isinstance(ctx, StepContext) and not torch.compiler.is_compiling():
-            ropes = (layer.projection.rope for _, layer in self.attention_layers())
-            ctx.angles |= angles_of([rope for rope in ropes if rope is not None], ctx.offset)
+            if ctx.apart is None:  # a walk over the modules, too long for every step
+                ctx.apart = self._ropes_apart()
+            if ctx.apart:
+                ctx.angles |= angles_of(ctx.apart, ctx.offset)
         hidden = self.topology(self.embedder(tokens, offset), ctx)
         ctx.commit(tokens.shape[1])
         return hidden
+
+    def _ropes_apart(self) -> list[RotaryEmbedding]:
+        """Return those whose frequencies are parts of the weights: others read a table that layers share."""
+        ropes = (layer.projection.rope for _, layer in self.attention_layers())
+        return [rope for rope in ropes if rope is not None and rope.key is None and rope.dynamic is None]
 
     def _share_angles(self, tokens: Tensor) -> None:
         """Compute the angles of a forward once for all layers, outside of what is compiled."""

@@ -31,7 +31,7 @@ def host_dba_decode(
     stored = [k_sem[0], k_geo[0], *v[:1]]
     n_stored = min(stream.shape[2] for stream in stored)
     counts = [min(count, n_stored) for count in seqlens.tolist()]
-    (batch, heads, n_queries, _), kv_heads, n_keys = q_sem.shape, stored[0].shape[1], max(counts)
+    (batch, heads, n_queries, _), kv_heads, n_keys = q_sem.shape, stored[0].shape[1], max(counts, default=0)
     shape = (batch, heads, n_queries)
     if n_keys < 1:
         width = (v[0] if v else k_sem[0]).shape[-1]
@@ -65,6 +65,8 @@ def put(x: Tensor, into: Tensor, starts: list[int]) -> None:
 
     Shape: x [B, K, T, D], into [B, K, S, D].
     """
+    if not starts:
+        return
     n_tokens, capacity = x.shape[2], into.shape[2]
     start = starts[0]
     if 0 <= start <= capacity - n_tokens and starts.count(start) == len(starts):

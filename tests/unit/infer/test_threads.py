@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from caramba.infer import Generator, threads
+from caramba.infer.engine import Engine
 from caramba.infer.step import StepState
 from caramba.infer.threads import step_threads
 from caramba.model import Model, build_model
@@ -44,3 +45,25 @@ def test_steps_that_are_worth_it_are_shared_out(model: Model, monkeypatch: pytes
     monkeypatch.setattr(threads, "WORTH_THREADS", 1)
     with step_threads(model, 1):
         assert torch.get_num_threads() == 2
+
+
+def test_no_step_counts_the_weights_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(model, n_slots=2, max_len=16)
+    seen: list[int] = []
+    ticket = engine.submit(
+        [1, 2], max_new_tokens=4, temperature=0, on_event=lambda _: seen.append(torch.get_num_threads())
+    )
+    elsewhere = build_model(transformer("gqa_scaled"), seed=0).to("meta")
+
+    def refuse(self: Model, recurse: bool = True) -> object:
+        raise AssertionError("the weights are walked")
+
+    monkeypatch.setattr(Model, "parameters", refuse)
+    while engine.step():
+        pass
+    assert len(ticket.row.tokens) == 4
+    with step_threads(elsewhere, 1):
+        assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    with step_threads(model, 1):
+        assert torch.get_num_threads() == 1

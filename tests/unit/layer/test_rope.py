@@ -243,6 +243,9 @@ def test_angles_of_several_layers_at_once_are_those_of_each() -> None:
     # Of layers that share a key each step has one table, and unequal ones do not stand side by side.
     assert angles_of([RotaryEmbedding(8, 10.0)], offset) == angles_of([], offset) == {}
     assert angles_of([*ropes, RotaryEmbedding(4, 10.0, explicit=True)], offset) == {}
+    own = RotaryEmbedding(8, 10.0, n_groups=2, explicit=True)
+    own.__class__ = type("OfOneHead", (RotaryEmbedding,), {})  # its forward may give a part of the heads
+    assert angles_of([*ropes, own], offset) == {}
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from model_specs import ATTENTION, DECOUPLED, VOCAB, block, spec, transformer
@@ -98,6 +100,26 @@ def test_device_steps_pack_the_tail_of_a_quantised_cache_when_the_host_would(
     assert packed.tolist() == [step.ctx.n_packed] * 2 == [PROMPT + 1] * 2
     step.advance()
     assert model(tokens_of()[:, PROMPT + 1 : PROMPT + 2], step).isfinite().all()
+
+
+@pytest.mark.parametrize(("name", "n_apart"), [("gqa_scaled", 0), ("decoupled", 2), ("latent", 2)])
+@torch.no_grad()
+def test_steps_look_for_angles_of_layers_once_and_swapped_layers_make_their_own(
+    name: str, n_apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, walks = lively(name), []
+    step = StepContext(prefilled(model, KVCacheKind.FP32))
+    layers = model.attention_layers()
+    monkeypatch.setattr(Model, "attention_layers", lambda _: walks.append(1) or layers)
+    wanted = stepped(model, step)
+    assert (len(walks), len(step.apart or ())) == (1, n_apart)
+    for path, layer in layers:
+        model.set_submodule(path, copy.deepcopy(layer))
+        rope = layer.projection.rope
+        assert rope is not None
+        rope.inv_freq.fill_(torch.nan)  # what has left the model is no longer read
+    step.truncate(PROMPT)
+    torch.testing.assert_close(stepped(model, step), wanted, rtol=0, atol=0)
 
 
 @torch.no_grad()

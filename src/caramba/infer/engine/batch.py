@@ -162,7 +162,7 @@ class Batch:
         if not decoding:
             return
         try:
-            with step_threads(self.slots.model, len(self.requests)):
+            with step_threads(self.slots.model, len(self.requests), self.slots.n_weights):
                 self.slots.choose()
                 for slot in decoding:
                     row = self._row(slot)

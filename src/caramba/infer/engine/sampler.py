@@ -9,6 +9,7 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.sampling import draw, uniforms, wide_dtype
+from caramba.ops import likeliest
 
 Form = tuple[bool, bool, bool]
 
@@ -105,6 +106,9 @@ class SlotSampler:
         Shape: logits [B, V] to [B].
         """
         samples, ranks, penalises = form
+        if not samples and not penalises:
+            token, logprob = likeliest(logits)
+            return self._keep(token, logprob)
         scores = logits.to(self.temperature.dtype) if samples or penalises else logits
         if penalises and self.seen is not None:
             penalty = self.penalty
@@ -117,11 +121,14 @@ class SlotSampler:
             at = self.drawn.clamp(max=self.uniform.shape[1] - 1)[:, None]
             drawn = draw(self._probabilities(scores, is_greedy, ranks), self.uniform.gather(1, at)[:, 0])
             chosen = torch.where(is_greedy[:, 0], chosen, drawn)
-        self.logprob.copy_(logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0])
-        self.token.copy_(chosen)
-        self.drawn += 1
         if penalises and self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
+        return self._keep(chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0])
+
+    def _keep(self, chosen: Tensor, logprob: Tensor) -> Tensor:
+        self.logprob.copy_(logprob)
+        self.token.copy_(chosen)
+        self.drawn += 1
         return self.token
 
     def _probabilities(self, scores: Tensor, is_greedy: Tensor, ranks: bool) -> Tensor:

@@ -25,6 +25,7 @@ from caramba.infer.device_steps import (
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
+from caramba.infer.threads import n_weights_of
 from caramba.model import Model
 
 ROUND = 64
@@ -40,6 +41,7 @@ class Slots:
     Attributes:
         form: how steps run; `rows` one row after the other.
         not_compiled: why they run otherwise than asked, if so.
+        n_weights: of the model, what a row of a step multiplies by.
         lengths: tokens that each slot holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -59,6 +61,7 @@ class Slots:
         refused = step_refusal(model, self.ctx, SlotContext)
         self.step = SlotContext(self.ctx) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
+        self.n_weights = n_weights_of(model)
         self.lengths = [0] * n
         self.is_decoding = [False] * n
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
