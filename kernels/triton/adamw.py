@@ -10,7 +10,6 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from caramba.ops.adamw import reference_adamw_step
 
 COLUMNS = tl.constexpr(7)
 """Of the table: parameter, first moment, second moment, gradient, weight, step, size."""
@@ -173,12 +172,8 @@ def adamw_step(
         dtypes = (p.dtype, m.dtype, v.dtype, g.dtype, None if w is None else w.dtype)
         places = (p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(), 0 if w is None else w.data_ptr())
         kinds.setdefault(dtypes, []).append((*places, step.data_ptr(), p.numel()))
-    if any(torch.float64 in dtypes for dtypes in kinds):  # the kernel computes in float32
-        reference_adamw_step(
-            *(parameters, exp_avgs, exp_avg_sqs, steps, grads, weights, lr, beta1, beta2, eps, weight_decay),
-            *(maximize, rate, clip, grad_scale, found_inf),
-        )
-        return
+    if any(torch.float64 in dtypes for dtypes in kinds):
+        raise ValueError("adamw_step: the kernel computes in float32, and a tensor is float64")
     device = parameters[0].device
     logs = [math.log(beta) if beta > 0 else -math.inf for beta in (beta1, beta2)]
     with torch.cuda.device_of(parameters[0]):

@@ -79,8 +79,11 @@ def adamw_step(
                 f"adamw_step: {name if isinstance(name, str) else f'step {name}'} is {tuple(x.shape)} of {x.dtype} on "
                 f"{x.device}; expected one float32 on {device}"
             )
+    is_wide = any(x.dtype == torch.float64 for x in (*parameters, *exp_avgs, *exp_avg_sqs, *grads))
     run = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
-    if run is None:
+    if is_wide:
+        run = torch.no_grad()(reference_adamw_step)  # no kernel takes float64
+    elif run is None:
         run = torch.ops.caramba.adamw_step.default
     else:  # as the op would, so that a backward through what has changed is refused
         torch.autograd.graph.increment_version((*parameters, *exp_avgs, *exp_avg_sqs, *steps, *weights))

@@ -320,6 +320,9 @@ def test_norms_of_many_tensors_are_those_in_float64(dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.double(), want, rtol=2e-6, atol=0)
         assert torch.equal(found, list_norms(listed)), "the same additions every time"
     assert list_norms([torch.full((3,), torch.inf, device=DEVICE), tensors[0]])[0] == torch.inf
+    wide = list_norms([tensors[0], tensors[1].double()])  # which the kernel does not take
+    assert wide.dtype == torch.float64
+    torch.testing.assert_close(wide[1], torch.linalg.vector_norm(tensors[1].double()), rtol=1e-12, atol=0)
 
 
 def test_eager_calls_go_straight_to_the_launcher_with_the_bits_and_gradients_of_the_op() -> None:
