@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +81,7 @@ def adamw_step(
                 f"{x.device}; expected one float32 on {device}"
             )
     is_wide = any(x.dtype == torch.float64 for x in (*parameters, *exp_avgs, *exp_avg_sqs, *grads))
-    run = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
+    run: Any = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
     if is_wide:
         run = torch.no_grad()(reference_adamw_step)  # no kernel takes float64
     elif run is None:
