@@ -13,6 +13,8 @@ COLOURS = {
     "bare loop": "#009E73",
     "our model bare": "#999999",
 }
+OTHERS = ("#56B4E9", "#CC79A7", "#F0E442", "#000000")
+"""Of sides that have no colour of their own, as recipes of float8, in turn."""
 
 
 def draw_training(data: dict[str, Any]) -> bytes | None:
@@ -25,6 +27,8 @@ def draw_training(data: dict[str, Any]) -> bytes | None:
         figure = new_figure(9.0, 1.2 + 0.28 * places)
         axes = figure.subplots(1, 1)
         at, ticks, named = 0, [], set[str]()
+        others = [side for part in parts.values() for side in part["rows"] if side not in COLOURS]
+        colours = COLOURS | {side: OTHERS[at % len(OTHERS)] for at, side in enumerate(dict.fromkeys(others))}
         for name, part in parts.items():
             first = at
             for side, row in part["rows"].items():
@@ -32,7 +36,7 @@ def draw_training(data: dict[str, Any]) -> bytes | None:
                 spread = [[max(0.0, rate - row["p20"])], [max(0.0, row["p80"] - rate)]]
                 label = None if side in named else side
                 named.add(side)
-                axes.barh(at, rate, height=0.85, color=COLOURS.get(side, "#56B4E9"), label=label, xerr=spread)
+                axes.barh(at, rate, height=0.85, color=colours[side], label=label, xerr=spread)
                 mfu = "" if row["mfu"] is None else f" ({row['mfu']:.1%} MFU)"
                 axes.annotate(
                     f"{short_number(rate)}{mfu}",
