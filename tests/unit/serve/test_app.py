@@ -212,8 +212,11 @@ def test_paths_methods_types_and_hosts(client: httpx.Client) -> None:
 
 
 def test_a_client_that_leaves_frees_its_slot_and_all_is_counted(
-    client: httpx.Client, service: Service
+    client: httpx.Client, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    decode = service.engine.batch.decode
+    # Slow enough that the answer is not whole before the client leaves, however busy the machine is.
+    monkeypatch.setattr(service.engine.batch, "decode", lambda: (time.sleep(0.005), decode())[1])
     body = LONG | {"stream": True, "logprobs": 0}
     with client.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
