@@ -66,12 +66,13 @@ def adamw_step(
         )
     if not parameters:
         return
-    device = parameters[0].device
+    device, is_wide = parameters[0].device, False
     for index, group in enumerate(zip(*lists, strict=True)):
         shape = group[0].shape
         for x in group:
             if x.shape != shape or x.device != device or not x.is_contiguous():
                 raise _refusal(index, group)
+            is_wide = is_wide or x.dtype == torch.float64
     single = {"lr": lr, "clip": clip, "grad_scale": grad_scale, "found_inf": found_inf}
     numbers = [(name, x) for name, x in single.items() if isinstance(x, Tensor)]
     for name, x in (*numbers, *enumerate(steps)):
@@ -80,7 +81,6 @@ def adamw_step(
                 f"adamw_step: {name if isinstance(name, str) else f'step {name}'} is {tuple(x.shape)} of {x.dtype} on "
                 f"{x.device}; expected one float32 on {device}"
             )
-    is_wide = any(x.dtype == torch.float64 for x in (*parameters, *exp_avgs, *exp_avg_sqs, *grads))
     run: Any = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
     if is_wide:
         run = torch.no_grad()(reference_adamw_step)  # no kernel takes float64

@@ -6,7 +6,6 @@ Everything that is allocated and not written is NaN.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,16 +32,9 @@ from caramba.ops import (
 from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.lion import reference_lion_step
 from caramba.ops.philox import kept, resolved
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 
-HAS_GPU = torch.cuda.is_available()
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if HAS_GPU else "cpu"
-pytestmark = [
-    *([] if INTERPRETS else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
-    ),
-]
+pytestmark = RUNS_KERNELS
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 SHAPES = [(2, 3, 33), (64,), (1, 1), (0, 8), (3, 300)]
 LARGE = [(4099, 2048), (300, 16384), (37, 20000), (9, 65536), (70001, 64), (2**16 + 1, 5)] if HAS_GPU else []

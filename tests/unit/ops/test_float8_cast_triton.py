@@ -4,7 +4,6 @@ without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,15 +14,10 @@ from caramba import kernels
 from caramba.ops import backend, float8_cast, float8_swiglu, float8_swiglu_backward
 from caramba.ops.float8_cast import reference_float8_cast
 from caramba.ops.float8_swiglu import reference_float8_swiglu, reference_float8_swiglu_backward
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 
-HAS_GPU = torch.cuda.is_available()
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if HAS_GPU else "cpu"
 pytestmark = [
-    *([] if INTERPRETS else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
-    ),
+    *RUNS_KERNELS,
     pytest.mark.skipif(
         HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="no float8 on this device"
     ),

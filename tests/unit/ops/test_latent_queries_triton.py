@@ -4,7 +4,6 @@ without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,17 +13,10 @@ from torch import Tensor
 from caramba import kernels
 from caramba.ops import backend, latent_queries
 from caramba.ops.latent_queries import reference_latent_queries
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 
-HAS_GPU = torch.cuda.is_available()
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if HAS_GPU else "cpu"
 OPS = ("latent_queries", "latent_queries_backward")
-pytestmark = [
-    *([] if INTERPRETS else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
-    ),
-]
+pytestmark = RUNS_KERNELS
 CASES = [(2, 70, 3, 6, 4), (1, 130, 2, 64, 64), (2, 33, 2, 24, 80)]
 LARGE = [(8, 2048, 32, 64, 64), (2, 1111, 32, 64, 256), (1, 5000, 3, 128, 256)] if HAS_GPU else []
 

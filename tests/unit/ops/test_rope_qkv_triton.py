@@ -7,7 +7,6 @@ On a GPU in all dtypes and at the sizes of a 1B model; without one in the interp
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -17,16 +16,9 @@ from torch import Tensor
 from caramba import kernels
 from caramba.ops import backend, rope_qkv, scale_
 from caramba.ops.rope_qkv import reference_rope_qkv, reference_rope_qkv_backward
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 
-HAS_GPU = torch.cuda.is_available()
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if HAS_GPU else "cpu"
-pytestmark = [
-    *([] if INTERPRETS else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
-    ),
-]
+pytestmark = RUNS_KERNELS
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 CASES = [(2, 5, 4, 2, 3), (1, 7, 3, 3, 8), (3, 1, 2, 1, 1), (0, 4, 2, 1, 4), (1, 70, 5, 1, 16)]
 LARGE = [(8, 2048, 32, 8, 32), (2, 1000, 16, 16, 64)] if HAS_GPU else []

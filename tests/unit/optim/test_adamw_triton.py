@@ -6,7 +6,6 @@ On a GPU; without one in Triton's interpreter, by `tests/ops/test_in_the_interpr
 from __future__ import annotations
 
 import importlib
-import os
 
 import pytest
 import torch
@@ -18,17 +17,10 @@ from caramba.monitor import StepNorms
 from caramba.ops import adamw_step, backend
 from caramba.optim import AdamW, WideWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 from tests.unit.optim.test_optimizers import gradient, made
 
-HAS_GPU = torch.cuda.is_available()
-INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if HAS_GPU else "cpu"
-pytestmark = [
-    *([] if INTERPRETS else [pytest.mark.gpu]),
-    pytest.mark.skipif(
-        HAS_GPU == INTERPRETS, reason="needs a CUDA device, or TRITON_INTERPRET=1 without one"
-    ),
-]
+pytestmark = RUNS_KERNELS
 NARROW = torch.bfloat16 if HAS_GPU else torch.float16
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.99), "weight_decay": 0.1}
 
