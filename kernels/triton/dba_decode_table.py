@@ -32,6 +32,17 @@ READINGS = {
     ),
 }
 """Ways to read a tile worth timing, by whether any stream is quantised."""
+GROUPED = (
+    *((128, 4, n_stages, 0) for n_stages in (2, 3)),
+    *((128, 8, n_stages, 0) for n_stages in (2, 3)),
+    *((64, 4, n_stages, 0) for n_stages in (2, 3, 4)),
+    *((64, 4, n_stages, 168) for n_stages in (2, 3)),
+    *((64, 8, n_stages, 0) for n_stages in (2, 3)),
+    (128, 8, 2, 128),
+)
+"""The same for GROUP_ROWS rows, of which half may be empty: Hopper's warp-group products take no fewer."""
+GROUP_ROWS = 64
+
 
 
 @dataclass(frozen=True)
@@ -151,9 +162,13 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
     """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each."""
     first = rule(shape, n_processors)
     found = {first: None}
-    for block_tokens, n_warps, n_stages, n_registers in READINGS[_is_quantised(shape)]:
+    readings = [(first.block_rows, *way) for way in READINGS[_is_quantised(shape)]]
+    if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
+        readings += [(GROUP_ROWS, *way) for way in GROUPED]
+    for block_rows, block_tokens, n_warps, n_stages, n_registers in readings:
         reading = replace(
             first,
+            block_rows=block_rows,
             block_tokens=block_tokens,
             n_warps=n_warps,
             n_stages=n_stages,

@@ -211,7 +211,7 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
             # The count of splits is not compiled in, but for one.
             ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
     jobs = [job for _, job in sorted(ranked, key=lambda item: item[0])]
-    n_workers = max(1, min(14, (os.cpu_count() or 2) - 2))
+    n_workers = max(1, min(24, (os.cpu_count() or 2) - 4))
     with ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(warm, job): job for job in jobs}
         wait(futures, timeout=seconds)
