@@ -26,6 +26,7 @@ from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
 from caramba.infer.threads import n_weights_of
+from caramba.layer import unplanned_attention
 from caramba.model import Model
 
 ROUND = 64
@@ -83,7 +84,8 @@ class Slots:
     def prefill(self, slot: int, tokens: Sequence[int], *, is_last: bool) -> None:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
         ctx = self.rows[slot]
-        hidden = self.model.hidden(self._ids([list(tokens)]), ctx)
+        with unplanned_attention(self.device, len(tokens) * (ctx.position + len(tokens))):
+            hidden = self.model.hidden(self._ids([list(tokens)]), ctx)
         self.lengths[slot] = ctx.position
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
@@ -96,7 +98,8 @@ class Slots:
         longest = max(map(len, prompts))
         tokens = self._ids([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         staged = self.model.new_context(len(slots), longest, self.kind, static=True)
-        hidden = self.model.hidden(tokens, staged)
+        with unplanned_attention(self.device, tokens.numel() * longest):
+            hidden = self.model.hidden(tokens, staged)
         at = self._ids(slots)
         for cache, part in zip(self.ctx.caches, staged.caches, strict=True):
             for into, values in zip(cache.allocations, part.allocations, strict=True):
