@@ -128,11 +128,14 @@ class Batch:
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
         group, longest, n_tokens = list[int](), 0, 0
+        is_first = left == self.config.prefill_chunk
         for slot in self._order if self.slots.runs_together else ():
             request = self.requests[slot]
             assert request is not None
             width = max(longest, len(request.row.prompt))
-            fitting = 0 if request.done else self.slots.tokens_together(len(group) + 1, width, left)
+            if request.done:
+                break
+            fitting = self.slots.tokens_together(len(group) + 1, width, left, is_first=is_first)
             if not fitting:
                 break
             group.append(slot)

@@ -21,6 +21,8 @@ FEWEST = 256
 """Tokens of the smallest forward: with fewer, reading the weights takes longer than the products."""
 MOST = 2048
 """Tokens of the largest forward: with more, the device works longer on its kernels than the host launches them."""
+WHOLE = 512
+"""Tokens up to which a prompt runs whole, whatever the chunk: launching a part of it takes longer than running all."""
 Shape = tuple[int, int]
 """Rows and tokens of a row."""
 
@@ -29,14 +31,15 @@ def shapes_of(chunk: int, n_slots: int, max_len: int) -> list[Shape]:
     """Return the shapes of forwards of up to `chunk` tokens, those of fewest tokens first, narrow ones before wide.
 
     Tokens double from `FEWEST` up to the chunk or `MOST`, and so do the widths of rows, from `NARROWEST` up to all of
-    a forward's tokens or a slot's: padding at most doubles what a forward or a row runs.
+    a forward's tokens or a slot's: padding at most doubles what a forward or a row runs. Below a chunk of `WHOLE` there
+    are rows of more tokens, one alone.
     """
-    most = min(chunk, MOST)
     shapes = {
         (min(n_tokens // width, n_slots), width)
-        for n_tokens in _doubled(FEWEST, most)
+        for n_tokens in _doubled(FEWEST, min(chunk, MOST))
         for width in _doubled(NARROWEST, min(n_tokens, max_len))
     }
+    shapes |= {(1, width) for width in _doubled(NARROWEST, min(WHOLE, max_len)) if width > chunk}
     return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 

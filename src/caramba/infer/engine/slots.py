@@ -22,7 +22,7 @@ from caramba.infer.device_steps import (
     replayed,
     step_refusal,
 )
-from caramba.infer.engine.prompts import PromptForwards, shapes_of
+from caramba.infer.engine.prompts import WHOLE, PromptForwards, shapes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
@@ -91,11 +91,16 @@ class Slots:
         """Whether a whole prompt of so many tokens runs in a forward of fixed shape."""
         return self.prompts is not None and n_tokens <= self.prompts.widest
 
-    def tokens_together(self, n_prompts: int, longest: int, most: int) -> int:
-        """Return the tokens, at most `most`, of a forward of whole prompts, padding included; 0 where they fit none."""
+    def tokens_together(self, n_prompts: int, longest: int, most: int, *, is_first: bool = False) -> int:
+        """Return the tokens, at most `most`, of a forward of whole prompts, padding included; 0 where they fit none.
+
+        One prompt that is the first of a step fits all that has a shape.
+        """
         if self.prompts is None or not self.has_shape(longest):
             n_tokens = n_prompts * longest
             return n_tokens if n_tokens <= most else 0
+        if is_first and n_prompts == 1:
+            most = max(most, WHOLE)
         n_rows, width = self.prompts.shape_for(n_prompts, longest, most) or (0, 0)
         return n_rows * width
 

@@ -9,6 +9,7 @@ import torch
 
 from caramba.infer import generate
 from caramba.infer.engine import Engine, Ticket, prompts
+from caramba.infer.engine import slots as slots_module
 from caramba.infer.engine.prompts import PromptForwards, shapes_of
 from caramba.model import Model, build_model
 from tests.unit.infer.engine.test_engine import run
@@ -25,7 +26,8 @@ def test_shapes_double_up_to_the_chunk_and_the_slots() -> None:
         *[(8, 64), (4, 128), (2, 256), (1, 512)],
     ]
     assert shapes_of(300, 2, 200) == [(2, 64), (1, 200), (2, 128)]
-    assert shapes_of(16, 3, 32) == [(1, 16)]
+    assert shapes_of(16, 3, 32) == [(1, 16), (1, 32)]
+    assert shapes_of(128, 8, 400) == [(2, 64), (1, 128), (1, 256), (1, 400)]
     assert max(rows * width for rows, width in shapes_of(1 << 20, 64, 1 << 20)) == prompts.MOST
 
 
@@ -45,15 +47,26 @@ def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["gqa_scaled", "latent_gate"])
-def test_padded_prompts_give_what_each_gives_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+WIDE = [(2, 16), (1, 8), (1, 32), (2, 4), (1, 16), (2, 16)]
+NARROW = [(2, 4), (1, 16), (1, 8), (1, 32), (2, 4), (1, 16), (1, 16), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk", "wanted"),
+    # The longest prompt: beyond a chunk of 32 in parts as they are, and whole where 48 tokens are no part to launch.
+    [("gqa_scaled", 32, [*WIDE, (1, 32), (1, 8)]), ("latent_gate", 8, [*NARROW, (1, 48)])],
+)
+def test_padded_prompts_give_what_each_gives_alone(
+    name: str, chunk: int, wanted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, whole in ((prompts, "WHOLE"), (slots_module, "WHOLE")):
+        monkeypatch.setattr(module, whole, 32 if chunk == 32 else 512)
     monkeypatch.setattr(prompts, "NARROWEST", 4)
     monkeypatch.setattr(prompts, "FEWEST", 8)
     model = sharp(transformer(name, repeat=1))
-    engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=32)
+    engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=chunk)
     slots = engine.batch.slots
-    shapes = shapes_of(32, 4, 48)
-    assert shapes == [(2, 4), (1, 8), (4, 4), (2, 8), (1, 16), (4, 8), (2, 16), (1, 32)]
+    shapes = shapes_of(chunk, 4, 48)
     # What a CUDA device captures, here without a graph.
     slots.prompts = PromptForwards(model, slots.ctx, slots.kind, shapes, is_captured=False)
     tickets = submit_all(engine)
@@ -62,9 +75,7 @@ def test_padded_prompts_give_what_each_gives_alone(name: str, monkeypatch: pytes
     run(engine)
     handle.remove()
     assert [ticket.tokens for ticket in tickets] == alone(model)
-    # Whole prompts in the order in which they came, a chunk in a step; the longest, beyond it, in parts as they are.
-    whole = [(2, 16), (1, 8), (1, 32), (2, 4), (1, 16), (2, 16)]
-    assert [shape for shape in ran if shape[1] > 1] == [*whole, (1, 32), (1, 8)]
+    assert [shape for shape in ran if shape[1] > 1] == wanted
     stats = engine.stats()
     assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
     assert stats.cache_bytes == slots.ctx.nbytes() + slots.prompts.nbytes > slots.ctx.nbytes()
