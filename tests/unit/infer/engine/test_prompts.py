@@ -109,3 +109,12 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
     run(engine)
     assert [ticket.tokens for ticket in tickets] == wanted
     assert len(spoilt) == 12
+    # In its thread the engine lays weights side by side, and prompts run on joined products.
+    with Engine(model, n_slots=4, max_len=48, prefill_chunk=64, compiled="graph") as threaded:
+        for _ in range(2):
+            tickets = submit_all(threaded)
+            for ticket in tickets:
+                ticket.wait()
+            assert [ticket.tokens for ticket in tickets] == wanted
+        assert threaded.batch.slots.prompts is not None
+        assert threaded.batch.slots.prompts.captures == 6
