@@ -159,19 +159,23 @@ def arrivals(
         if any(row["way"] == name for row in known):
             continue
         engine = engine_of(model, words, words.slots, chunk)
+        prompts = engine.batch.slots.prompts
+        n_captured = 0 if prompts is None else prompts.captures
         runs = []
         for seed in range(words.repeats):
             asked = requests_of(words, rate, seed)
             runs.append(measured(asked, way(engine, asked, words)))
         stats = engine.stats()
+        n_later = 0 if prompts is None else prompts.captures - n_captured
         engine.close()
-        del engine
+        del engine, prompts
         print(
             f"{name} ({stats.decode}): "
             + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items()),
             flush=True,
         )
-        yield {"way": name, "ran": stats.decode, **middle(runs), "all": runs}
+        captures = {"prompt_graphs": n_captured, "captured_while_measured": n_later}
+        yield {"way": name, "ran": stats.decode, **captures, **middle(runs), "all": runs}
 
 
 def batch(model: Model, words: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

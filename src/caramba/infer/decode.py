@@ -40,7 +40,8 @@ def decode_step(model: Model, token: Tensor, ctx: Context) -> Tensor:
 
     Shape: token [B] or [B, 1] int64 to [B, V].
     """
-    return model.logits(model.hidden(token.reshape(-1, 1), ctx)[:, -1])
+    with unplanned_attention(token.device, token.numel() * (ctx.position + 1)):
+        return model.logits(model.hidden(token.reshape(-1, 1), ctx)[:, -1])
 
 
 @torch.inference_mode()

@@ -119,24 +119,29 @@ class PromptForwards:
 
     def _capture(self, slot: int) -> None:
         """Make the graphs of all shapes, filling a slot with nothing of worth."""
-        self._tables = tables_of(
-            self.model
-        )  # longer ones take their place; a graph goes on reading those that it saw
+        # Longer tables of angles may take the place of these, which the graphs go on reading.
+        self._tables = tables_of(self.model)
         graphs: dict[Shape, Captured] = {}
         for shape in self.shapes:
             given = torch.zeros(shape[0], 2 + shape[1], dtype=torch.int64, device=self._device)
             given[:, 0] = slot
+            # Here, not among what the runs before a capture allocate on a stream of their own.
+            self._stage(shape)
             run = functools.partial(self._forward, shape)
             graphs[shape] = captured(given, run, run, self._pool)
             self.captures += 1
         self._graphs = graphs
 
+    def _stage(self, shape: Shape) -> Context:
+        """Return the caches that a shape's keys and values are written to before they go to their slots."""
+        if shape not in self._staged:
+            self._staged[shape] = self.model.new_context(*shape, self.kind, static=True)
+        return self._staged[shape]
+
     def _forward(self, shape: Shape, given: Tensor) -> Tensor:
         """Run rows of a slot, the place of the last token, and tokens, [n, 2 + T], to logits [n, V]."""
         slots, last, tokens = given[:, 0], given[:, 1], given[:, 2:]
-        if shape not in self._staged:
-            self._staged[shape] = self.model.new_context(*shape, self.kind, static=True)
-        staged, width = self._staged[shape], shape[1]
+        staged, width = self._stage(shape), shape[1]
         staged.truncate(0)
         with unplanned_attention(tokens.device, tokens.numel() * width):
             hidden = self.model.hidden(tokens, staged)
