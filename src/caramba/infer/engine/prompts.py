@@ -73,7 +73,6 @@ class PromptForwards:
         self._staged: dict[Shape, Context] = {}
         self._graphs: dict[Shape, Captured] = {}
         self._tables: list[object] = []
-        self._pool = torch.cuda.graph_pool_handle() if is_captured else None
 
     @property
     def widest(self) -> int:
@@ -122,13 +121,14 @@ class PromptForwards:
         # Longer tables of angles may take the place of these, which the graphs go on reading.
         self._tables = tables_of(self.model)
         graphs: dict[Shape, Captured] = {}
+        pool = torch.cuda.graph_pool_handle()
         for shape in self.shapes:
             given = torch.zeros(shape[0], 2 + shape[1], dtype=torch.int64, device=self._device)
             given[:, 0] = slot
             # Here, not among what the runs before a capture allocate on a stream of their own.
             self._stage(shape)
             run = functools.partial(self._forward, shape)
-            graphs[shape] = captured(given, run, run, self._pool)
+            graphs[shape] = captured(given, run, run, pool)
             self.captures += 1
         self._graphs = graphs
 

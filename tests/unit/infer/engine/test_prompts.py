@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from caramba.infer import generate
+from caramba.infer.device_steps import WARM_UPS
 from caramba.infer.engine import Engine, Ticket, prompts
 from caramba.infer.engine import slots as slots_module
 from caramba.infer.engine.prompts import PromptForwards, shapes_of
@@ -47,6 +48,24 @@ def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
     ]
 
 
+def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a graph be the function that it would hold, run as often before as a capture runs it."""
+
+    def captured(given: torch.Tensor, run: Any, trial: Any, pool: Any) -> Any:
+        for _ in range(WARM_UPS):
+            trial(given.clone())
+        run(given.clone())
+        return run, given.clone(), None
+
+    def replayed(graph: Any, given: torch.Tensor) -> torch.Tensor:
+        graph[1].copy_(given)
+        return graph[0](graph[1])
+
+    monkeypatch.setattr(prompts, "captured", captured)
+    monkeypatch.setattr(prompts, "replayed", replayed)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+
 WIDE = [(2, 16), (1, 8), (1, 32), (2, 4), (1, 16), (2, 16)]
 NARROW = [(2, 4), (1, 16), (1, 8), (1, 32), (2, 4), (1, 16), (1, 16), (2, 4)]
 
@@ -68,14 +87,21 @@ def test_padded_prompts_give_what_each_gives_alone(
     slots = engine.batch.slots
     shapes = shapes_of(chunk, 4, 48)
     # What a CUDA device captures, here without a graph.
-    slots.prompts = PromptForwards(model, slots.ctx, slots.kind, shapes, is_captured=False)
+    is_captured = chunk == 8
+    if is_captured:
+        stand_for_graphs(monkeypatch)
+    slots.prompts = PromptForwards(model, slots.ctx, slots.kind, shapes, is_captured=is_captured)
     tickets = submit_all(engine)
     ran: list[tuple[int, ...]] = []
     handle = model.embedder.register_forward_hook(lambda _, given, out: ran.append(tuple(given[0].shape)))
     run(engine)
     handle.remove()
     assert [ticket.tokens for ticket in tickets] == alone(model)
-    assert [shape for shape in ran if shape[1] > 1] == wanted
+    # All graphs are made before the first prompt runs, none later.
+    n_made = WARM_UPS + 1 if is_captured else 0
+    made = [shape for shape in shapes for _ in range(n_made)]
+    assert [shape for shape in ran if shape[1] > 1] == [*made, *wanted]
+    assert slots.prompts.captures == (len(shapes) if is_captured else 0)
     stats = engine.stats()
     assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
     assert stats.cache_bytes == slots.ctx.nbytes() + slots.prompts.nbytes > slots.ctx.nbytes()
