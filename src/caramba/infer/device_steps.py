@@ -16,6 +16,7 @@ from caramba.cache import Context, StepContext
 from caramba.config.generate import GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
+from caramba.kernels import overlapped
 from caramba.layer import AttentionLayer
 from caramba.layer.few_rows import are_plain
 from caramba.model import Model
@@ -193,13 +194,14 @@ def captured(given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Te
     fixed = given.clone()
     side = torch.cuda.Stream(given.device)
     side.wait_stream(torch.cuda.current_stream(given.device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            trial(fixed)
-    torch.cuda.current_stream(given.device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device_of(given), torch.cuda.graph(graph):
-        out = run(fixed)
+    with overlapped():
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                trial(fixed)
+        torch.cuda.current_stream(given.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device_of(given), torch.cuda.graph(graph):
+            out = run(fixed)
     return graph, fixed, out
 
 
