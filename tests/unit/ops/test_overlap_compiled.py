@@ -36,7 +36,8 @@ def test_weights_are_asked_for_ahead_of_the_wait_and_all_else_behind_it(rows: in
     ahead, behind = found[1:wait], found[wait + 1 :]
     # Weights are those read once; before the wait beside them: the norm's weight and the bias of gate and up.
     assert ahead.count("ld.global.L1::evict_first") == 8, "four rows, 16 bytes to a thread twice"
-    assert "st.global" not in ahead and "ld.global.L1::evict_first" not in behind
+    assert "st.global" not in ahead
+    assert "ld.global.L1::evict_first" not in behind
     assert behind.count("st.global") == rows, "a result to a row of x"
 
 
