@@ -16,13 +16,13 @@ from tests.integration.commands import SMALL, caramba, only_run
 ROWS = "[baseline,tf32,bf16,flash,kernels,fused_adamw,fused_ce,full,largest_batch]"
 LADDER = "benchmark.benchmarks.0.config"
 TINY = {"batch_size": 2, "block_size": 32, "warmup_steps": 1, "timed_steps": 2, "loss_steps": 3}
-MORE = {"most_batch": 1, "val_windows": 2, "twins": 1}
+MORE = {"most_batch": 1, "val_windows": 2}
 
 
 def test_a_training_ladder_is_climbed_as_far_as_the_device_goes(tmp_path: Path, cache: Path) -> None:
     words = ["launch", "model=tiny", "train=none", "verify=none", "benchmark=ladder", *SMALL]
     words += ["model.topology.layers.0.repeat=1", f"{LADDER}.rows={ROWS}"]
-    words += [f"{LADDER}.{key}={value}" for key, value in TINY.items()]
+    words += [f"{LADDER}.{key}={value}" for key, value in {**TINY, "twins": 1}.items()]
     words += [f"+{LADDER}.{key}={value}" for key, value in MORE.items()]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -62,7 +62,7 @@ def test_the_top_is_the_fastest_row_that_keeps_activations_and_of_equally_fast_o
     ]
     top = top_of(rows)
     assert top is not None
-    assert top["row"] == "fp8"
+    assert top["row"] == "fp8"  # 1.5% slower than the fastest; bf16_weights is 2.1%
     assert top_of(rows[1:2]) is None
     largest = [
         _row("fp8", 1.0, 1, largest_tok_s=199.0, largest_peak_bytes=100),
