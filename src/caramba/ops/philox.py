@@ -10,10 +10,12 @@ LEVELS = 2**16
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
+TILE = 2048
+"""Elements that 256 counters of `halves` serve."""
 
 
 def philox(
-    seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
+    seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four 32-bit words for each counter of four: Philox 4x32, keyed by the seed's two halves.
 
@@ -45,6 +47,24 @@ def kept(seed: int, p: float, rows: int, width: int, device: torch.device) -> Te
     words = philox(seed, (octet, row & MASK, row >> 32, torch.zeros_like(octet)))
     halves = torch.stack([half for word in words for half in (word % LEVELS, word // LEVELS)], dim=-1)
     return (halves.flatten(-2)[:, :width] >= round(p * LEVELS)).contiguous()
+
+
+def halves(seed: Tensor, number: int, start: int, count: int) -> Tensor:
+    """Return 16 random bits for each element from `start`, a multiple of 2048, on of tensor `number`, int32 [count].
+
+    One counter serves eight elements, four neighbours of each half of 2048, as a kernel's thread holds them: element
+    2048 b + i has of counter k = 256 b + (i mod 1024) div 4, as (k mod 2^32, k div 2^32, number, 0), the word i mod 4,
+    its lower half for i < 1024 and its upper one else.
+
+    Shape: seed [], int64.
+    """
+    device, counters = seed.device, TILE // 8
+    first, last = start // TILE, -(-(start + count) // TILE)
+    place = torch.arange(first * counters, last * counters, device=device, dtype=torch.int64)
+    tensor, zero = (torch.full((1,), value, device=device, dtype=torch.int64) for value in (number, 0))
+    words = torch.stack(philox(seed, (place & MASK, place >> 32, tensor, zero)), dim=-1)
+    words = words.view(last - first, TILE // 2)
+    return torch.stack((words & (LEVELS - 1), words >> 16), dim=1).flatten()[:count].int()
 
 
 def resolved(p: float) -> float:
