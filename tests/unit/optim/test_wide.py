@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.optim import WideWeights, build_optimizer, round_at_random
+from caramba.ops import round_at_random
+from caramba.optim import WideWeights, build_optimizer
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
 
 MASTERS, RANDOM = {"master_weights": True}, {"stochastic_rounding": True}
@@ -71,16 +72,18 @@ def test_random_rounding_is_to_a_neighbour_and_right_in_the_mean() -> None:
     torch.manual_seed(0)
     step = 2.0**-7  # of bfloat16 between 1 and 2
     x = torch.tensor([1.0 + 0.3 * step, -1.0 - 0.3 * step, 3.0e-3]).repeat_interleave(40_000)
-    rounded = round_at_random(x, torch.bfloat16).float()
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    round_at_random([x], [out], torch.tensor(5))
+    rounded = out.float()
     assert ((rounded - x).abs() < 2.0**-7 * x.abs()).all(), "less than a step away"
     for part, want in zip(rounded.reshape(3, -1), x.reshape(3, -1), strict=True):
         assert part.unique().numel() == 2
         error = 5 * float(part.std()) / 200  # five standard errors
         assert part.double().mean() == pytest.approx(float(want[0]), abs=error)
     kept = torch.tensor([0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan])
-    torch.testing.assert_close(
-        round_at_random(kept, torch.bfloat16), kept.bfloat16(), equal_nan=True, rtol=0, atol=0
-    )
+    out = torch.empty_like(kept, dtype=torch.bfloat16)
+    round_at_random([kept], [out], torch.tensor(5))
+    torch.testing.assert_close(out, kept.bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
 def test_updates_below_a_step_of_bfloat16_are_not_lost() -> None:
