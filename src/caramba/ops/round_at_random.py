@@ -11,7 +11,7 @@ from caramba.errors import ConfigError
 from caramba.ops.backend import direct
 from caramba.ops.philox import TILE, halves
 
-CHUNK = 512 * TILE
+CHUNK = 128 * TILE
 """Elements that a reference computes at a time, so that what it needs beside its tensors stays small."""
 
 torch.library.define(
