@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from caramba.errors import ConfigError
 from caramba.ops import adamw_step, round_at_random
+from caramba.ops.adamw import reference_adamw_step
+from caramba.ops.round_at_random import CHUNK, reference_round_at_random
 from caramba.optim import AdamW, WideWeights, build_optimizer, wide
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
 
@@ -102,7 +108,7 @@ def test_updates_below_a_step_of_bfloat16_are_not_lost() -> None:
     assert moved["random"] == pytest.approx(32 * 2.0**-11, rel=0.05)
 
 
-def stepped(weight: Tensor, grad: Tensor, seed: int, **options: float) -> tuple[Tensor, WideWeights]:
+def stepped(weight: Tensor, grad: Tensor, seed: int, **options: Any) -> tuple[Tensor, WideWeights]:
     """A weight after one step of AdamW that rounds at random."""
     held = torch.nn.Parameter(weight.clone())
     optimizer = WideWeights([("w", held)], lambda named: AdamW([w for _, w in named], **options), keeps=False)
@@ -113,7 +119,7 @@ def stepped(weight: Tensor, grad: Tensor, seed: int, **options: float) -> tuple[
 
 
 def test_adamw_steps_bfloat16_weights_to_the_float32_update_in_the_mean() -> None:
-    options = {"lr": 3e-4, "weight_decay": 0.1}
+    options: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
     weight = torch.tensor([1.0, -0.7, 3.0e-3]).bfloat16().repeat_interleave(40_000)
     grad = torch.tensor([0.3, 2.0, -1e-3]).bfloat16().repeat_interleave(40_000)
     exact = torch.nn.Parameter(weight.float())
@@ -153,6 +159,32 @@ def test_copies_of_a_part_at_a_time_step_as_copies_of_all(
     n_parts, parts = trained()
     assert n_parts == 4, "the largest matrix stands alone beside parts of at most its size"
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest memory that an operation makes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.found = max(self.found, x.untyped_storage().nbytes())
+        return result
+
+
+def test_the_references_need_memory_for_a_part_of_a_tensor_alone() -> None:
+    count = 3 * CHUNK + 5
+    moments, step = [torch.zeros(count) for _ in range(2)], torch.zeros(())
+    weight, seed = torch.ones(count, dtype=torch.bfloat16), torch.tensor(1)
+    first, second = moments
+    rest = (0.1, 0.9, 0.999, 1e-8, 0.1, False, None, None, None, None, seed, 0)
+    with Largest() as seen:
+        reference_adamw_step([weight], [first], [second], [step], [weight], [], *rest)
+        reference_round_at_random(moments[:1], [weight], seed, 0)
+    assert 4 * CHUNK <= seen.found <= 8 * CHUNK, "float32 values, and the random words of eight bytes"
 
 
 def test_what_is_not_rounded_at_random_is_refused() -> None:
