@@ -12,8 +12,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-from caramba.ops.philox import halves
-from caramba.ops.round_at_random import check_seed, chunks, rounded
+from caramba.ops.round_at_random import check_seed, chunks, noise_in_turn, rounded
 from caramba.ops.widen import widened
 
 NAMES = ("parameter", "first moment", "second moment", "gradient", "weight")
@@ -154,6 +153,7 @@ def reference_adamw_step(
     first: int = 0,
 ) -> None:
     """Compute the op in plain PyTorch, so many elements at a time that a step needs little memory of its own."""
+    noise = None if seed is None else noise_in_turn(seed, first, [p.numel() for p in parameters])
     for index, (p, m, v, step, grad) in enumerate(
         zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)
     ):
@@ -176,11 +176,10 @@ def reference_adamw_step(
             moment = moment + (g - moment) * (1 - beta1)
             square = square + (g * g - square) * (1 - beta2)
             wide = wide * (1 - r * weight_decay) - size * moment / (square.sqrt() / root + eps)
-            if seed is not None:
-                wide = rounded(wide, halves(seed.view(()), first + index, start, stop - start))
+            wide = wide if noise is None else rounded(wide, next(noise))
             updated = [(part[0], wide), (part[1], moment), (part[2], square), *((w, wide) for w in part[4:])]
             for held, value in updated:
-                held.copy_(torch.where(is_taken, value, held.to(value.dtype)))
+                held.copy_(value if found_inf is None else torch.where(is_taken, value, held.to(value.dtype)))
 
 
 def log_of(beta: float) -> float:

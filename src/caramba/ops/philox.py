@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -49,8 +51,12 @@ def kept(seed: int, p: float, rows: int, width: int, device: torch.device) -> Te
     return (halves.flatten(-2)[:, :width] >= round(p * LEVELS)).contiguous()
 
 
-def halves(seed: Tensor, number: int, start: int, count: int) -> Tensor:
-    """Return 16 random bits for each element from `start`, a multiple of 2048, on of tensor `number`, int32 [count].
+Piece = tuple[int, int, int]
+
+
+def halves(seed: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return 16 random bits, int32, for each element of pieces of tensors: (number, first element, count), the first
+    element a multiple of 2048.
 
     One counter serves eight elements, four neighbours of each half of 2048, as a kernel's thread holds them: element
     2048 b + i has of counter k = 256 b + (i mod 1024) div 4, as (k mod 2^32, k div 2^32, number, 0), the word i mod 4,
@@ -58,13 +64,18 @@ def halves(seed: Tensor, number: int, start: int, count: int) -> Tensor:
 
     Shape: seed [], int64.
     """
-    device, counters = seed.device, TILE // 8
-    first, last = start // TILE, -(-(start + count) // TILE)
-    place = torch.arange(first * counters, last * counters, device=device, dtype=torch.int64)
-    tensor, zero = (torch.full((1,), value, device=device, dtype=torch.int64) for value in (number, 0))
-    words = torch.stack(philox(seed, (place & MASK, place >> 32, tensor, zero)), dim=-1)
-    words = words.view(last - first, TILE // 2)
-    return torch.stack((words & (LEVELS - 1), words >> 16), dim=1).flatten()[:count].int()
+    device, tiles = seed.device, [-(-count // TILE) for _, _, count in pieces]
+    counters = [tile * TILE // 8 for tile in tiles]
+    ranges = [(start // 8, start // 8 + size) for (_, start, _), size in zip(pieces, counters, strict=True)]
+    place = torch.cat([torch.arange(*ends, device=device) for ends in ranges])
+    number = torch.cat(
+        [torch.full((size,), piece[0], device=device) for piece, size in zip(pieces, counters, strict=True)]
+    )
+    zero = torch.zeros((1,), dtype=torch.int64, device=device)
+    words = torch.stack(philox(seed, (place & MASK, place >> 32, number, zero)), dim=-1).view(-1, TILE // 2)
+    bits = torch.stack((words & (LEVELS - 1), words >> 16), dim=1).int()
+    parts = bits.split(tiles)
+    return [part.flatten()[:count] for part, (_, _, count) in zip(parts, pieces, strict=True)]
 
 
 def resolved(p: float) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-from caramba.ops.philox import TILE, halves
+from caramba.ops.philox import TILE, Piece, halves
 
 CHUNK = 128 * TILE
 """Elements that a reference computes at a time, so that what it needs beside its tensors stays small."""
@@ -70,11 +70,11 @@ def check_seed(op: str, seed: Tensor, device: torch.device) -> None:
 
 def reference_round_at_random(xs: list[Tensor], outs: list[Tensor], seed: Tensor, first: int) -> None:
     """Compute the op in plain PyTorch."""
-    for number, (x, out) in enumerate(zip(xs, outs, strict=True), first):
+    noise = noise_in_turn(seed, first, [x.numel() for x in xs])
+    for x, out in zip(xs, outs, strict=True):
         wide, narrow = x.view(-1), out.view(-1)
         for start, stop in chunks(x.numel()):
-            noise = halves(seed.view(()), number, start, stop - start)
-            narrow[start:stop] = rounded(wide[start:stop], noise)
+            narrow[start:stop] = rounded(wide[start:stop], next(noise))
 
 
 def rounded(x: Tensor, noise: Tensor) -> Tensor:
@@ -84,6 +84,23 @@ def rounded(x: Tensor, noise: Tensor) -> Tensor:
     """
     bits = (x.contiguous().view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
     return torch.where(x.isnan(), x, bits).to(torch.bfloat16)
+
+
+def noise_in_turn(seed: Tensor, first: int, sizes: Sequence[int]) -> Iterator[Tensor]:
+    """Yield the noise of all chunks of tensors, in order, computed for about as many elements as a chunk has at once:
+    that of small tensors takes as long as that of a large one."""
+    pieces: list[Piece] = []
+    held = 0
+    for number, size in enumerate(sizes, first):
+        for start, stop in chunks(size):
+            padded = -(-(stop - start) // TILE) * TILE
+            if pieces and held + padded > CHUNK:
+                yield from halves(seed.view(()), pieces)
+                pieces, held = [], 0
+            pieces.append((number, start, stop - start))
+            held += padded
+    if pieces:
+        yield from halves(seed.view(()), pieces)
 
 
 def chunks(count: int) -> Iterator[tuple[int, int]]:
