@@ -167,7 +167,7 @@ def reference_adamw_step(
         root = (-torch.expm1(t * log_of(beta2))).sqrt()
         size = r / -torch.expm1(t * log_of(beta1))
         flat = [x.view(-1) for x in (p, m, v, grad, *([weights[index]] if weights else []))]
-        for start, stop in chunks(p.numel()):
+        for start, stop in chunks(p.numel(), p.device):
             part = [x[start:stop] for x in flat]
             wide, moment, square, g = (widened(x) for x in part[:4])
             g = -g if maximize else g

@@ -12,7 +12,8 @@ from caramba.ops.backend import direct
 from caramba.ops.philox import TILE, Piece, halves
 
 CHUNK = 128 * TILE
-"""Elements that a reference computes at a time, so that what it needs beside its tensors stays small."""
+"""Elements that a reference computes at a time on a CPU, whose caches hold them; 32 times as many on other devices,
+whose launches would take longer than the work. What it needs beside its tensors stays small."""
 
 torch.library.define(
     "caramba::round_at_random", "(Tensor[] xs, Tensor(a!)[] outs, Tensor seed, int first) -> ()"
@@ -73,7 +74,7 @@ def reference_round_at_random(xs: list[Tensor], outs: list[Tensor], seed: Tensor
     noise = noise_in_turn(seed, first, [x.numel() for x in xs])
     for x, out in zip(xs, outs, strict=True):
         wide, narrow = x.view(-1), out.view(-1)
-        for start, stop in chunks(x.numel()):
+        for start, stop in chunks(x.numel(), x.device):
             narrow[start:stop] = rounded(wide[start:stop], next(noise))
 
 
@@ -90,11 +91,11 @@ def noise_in_turn(seed: Tensor, first: int, sizes: Sequence[int]) -> Iterator[Te
     """Yield the noise of all chunks of tensors, in order, computed for about as many elements as a chunk has at once:
     that of small tensors takes as long as that of a large one."""
     pieces: list[Piece] = []
-    held = 0
+    held, most = 0, _chunk_on(seed.device)
     for number, size in enumerate(sizes, first):
-        for start, stop in chunks(size):
+        for start, stop in chunks(size, seed.device):
             padded = -(-(stop - start) // TILE) * TILE
-            if pieces and held + padded > CHUNK:
+            if pieces and held + padded > most:
                 yield from halves(seed.view(()), pieces)
                 pieces, held = [], 0
             pieces.append((number, start, stop - start))
@@ -103,10 +104,15 @@ def noise_in_turn(seed: Tensor, first: int, sizes: Sequence[int]) -> Iterator[Te
         yield from halves(seed.view(()), pieces)
 
 
-def chunks(count: int) -> Iterator[tuple[int, int]]:
+def chunks(count: int, device: torch.device) -> Iterator[tuple[int, int]]:
     """Yield where chunks of `count` elements start and stop."""
-    for start in range(0, count, CHUNK):
-        yield start, min(start + CHUNK, count)
+    size = _chunk_on(device)
+    for start in range(0, count, size):
+        yield start, min(start + size, count)
+
+
+def _chunk_on(device: torch.device) -> int:
+    return CHUNK if device.type == "cpu" else 32 * CHUNK
 
 
 torch.library.impl("caramba::round_at_random", "CompositeExplicitAutograd", reference_round_at_random)

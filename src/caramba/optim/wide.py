@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba.ops import has_kernel, round_at_random
-from caramba.optim.adamw import AdamW
+from caramba.ops.round_at_random import reference_round_at_random
+from caramba.optim.adamw import AdamW, is_capturing
 from caramba.optim.groups import Named
 from caramba.optim.shards import local, of_rank_0
 from caramba.runtime import synchronize
@@ -183,7 +184,11 @@ def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
     """Round copies into their weights, bfloat16, at random by `seed`, [] int64, as tensors number `first` and on."""
     weights, copies = ([local(x.detach()) for x in column] for column in zip(*part, strict=True))
     outs = [w if w.is_contiguous() else w.contiguous() for w in weights]
-    round_at_random([x.contiguous() for x in copies], outs, seed.to(outs[0].device), first=first)
+    xs, seed = [x.contiguous() for x in copies], seed.to(outs[0].device)
+    if is_capturing(outs[0]):
+        reference_round_at_random(xs, outs, seed, first)
+    else:
+        round_at_random(xs, outs, seed, first=first)
     for weight, out in zip(weights, outs, strict=True):
         if out is not weight:
             weight.copy_(out)
