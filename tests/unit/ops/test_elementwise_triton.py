@@ -304,8 +304,10 @@ def test_adamw_is_its_reference_in_float64_within_a_rounding(dtype: torch.dtype,
         )
 
 
-def test_rounding_at_random_gives_the_references_bits() -> None:
-    wide, *_, t, w = states_of(torch.bfloat16, masters=True)
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_rounding_at_random_gives_the_references_bits(is_aligned: bool) -> None:
+    # One tensor at an unaligned address has all of them read a value at a time.
+    wide, *_, t, w = (xs[: -1 if is_aligned else None] for xs in states_of(torch.bfloat16, masters=True))
     seed = torch.randint(2**62, (), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     outs, want = ([torch.empty_like(x) for x in w] for _ in range(2))
     wide[1][:4] = torch.tensor([torch.inf, -torch.inf, -0.0, 3.4e38])
@@ -317,7 +319,7 @@ def test_rounding_at_random_gives_the_references_bits() -> None:
     assert outs[1].isnan().nonzero().tolist() == [[0]]
     assert not torch.equal(outs[3], want[3]), "another number, other bits"
     # Products of so few bits that both compute them exactly: without gradients the weights decay by 2^-15.
-    ours, theirs = [x.clone() for x in w], [x.clone() for x in w]
+    ours, theirs = ([x.clone() for x in w] for _ in range(2))
     nothing = [[torch.zeros_like(x, dtype=torch.float32) for x in w] for _ in range(3)]
     adamw_step(ours, *nothing[:2], t, nothing[2], lr=0.5, weight_decay=2.0**-14, seed=seed, first=2)
     rest = (0.5, 0.9, 0.999, 1e-8, 2.0**-14, False, None, None, None, None, seed, 2)
@@ -328,7 +330,7 @@ def test_rounding_at_random_gives_the_references_bits() -> None:
 
 @pytest.mark.parametrize("left_out", [False, True])
 def test_adamw_rounds_the_float32_update_to_a_neighbour(left_out: bool) -> None:
-    _, m, v, g, t, w = states_of(torch.bfloat16, masters=True)
+    _, m, v, g, t, w = (xs[:-1] for xs in states_of(torch.bfloat16, masters=True))  # aligned
     wide = [[x.double() for x in xs] for xs in (w, m, v)]
     before = [[x.clone() for x in xs] for xs in (w, m, v, t)]
     given: dict[str, Any] = {
