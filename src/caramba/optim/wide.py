@@ -1,5 +1,5 @@
-"""An optimiser over float32 copies of the weights: kept ones, here or on the host, or those of a step that are rounded
-at random."""
+"""An optimiser over float32 copies of the weights, kept here or on the host, or over bfloat16 weights that it rounds at
+random."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 
 
 class WideWeights(torch.optim.Optimizer):
-    """Steps float32 copies of weights with any optimiser, whose states are then float32 too.
+    """Steps 16-bit weights in float32 with any optimiser, whose states are then float32 too.
 
     With `keeps` the copies (masters) stay and a weight is its master rounded to nearest, as exact as float32 weights.
     Without, each weight is rounded at random, up with the probability of how far up it is, so that the expected weight
