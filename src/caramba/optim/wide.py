@@ -22,7 +22,7 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 
 
 class WideWeights(torch.optim.Optimizer):
-    """Steps 16-bit weights in float32 with any optimiser, whose states are then float32 too.
+    """Steps weights in float32 with any optimiser, whose states are then float32 too.
 
     With `keeps` the copies (masters) stay and a weight is its master rounded to nearest, as exact as float32 weights.
     Without, each weight is rounded at random, up with the probability of how far up it is, so that the expected weight
