@@ -24,6 +24,7 @@ LAUNCHERS: dict[str, str] = {
     "rope": "caramba.kernels.triton.rope:rope",
     "rope_qkv": "caramba.kernels.triton.rope_qkv:rope_qkv",
     "rope_qkv_backward": "caramba.kernels.triton.rope_qkv:rope_qkv_backward",
+    "round_at_random": "caramba.kernels.triton.round_at_random:round_at_random",
     "row_linear": "caramba.kernels.triton.row_linear:row_linear",
     "scale_": "caramba.kernels.triton.scale:scale_",
     "swiglu": "caramba.kernels.triton.swiglu:swiglu",

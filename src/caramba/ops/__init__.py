@@ -31,6 +31,7 @@ from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
 from caramba.ops.rope import rope
 from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.round_at_random import round_at_random
 from caramba.ops.row_linear import row_linear, rows_fit, weight_fits
 from caramba.ops.scale import scale_
 from caramba.ops.swiglu import swiglu
@@ -72,6 +73,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_qkv",
+    "round_at_random",
     "row_linear",
     "rows_fit",
     "scale_",

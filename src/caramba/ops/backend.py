@@ -40,6 +40,7 @@ OPS = (
     "rope",
     "rope_qkv",
     "rope_qkv_backward",
+    "round_at_random",
     "row_linear",
     "scale_",
     "swiglu",
