@@ -47,7 +47,7 @@ VALUES = {  # of the ladder's own keys, where a size does not say otherwise
 SIZES: dict[str, tuple[list[str], dict[str, int | str]]] = {
     # The whole model: two or three calls. A row is 4096 tokens a step, row 0 alone takes two minutes.
     "1b": (["model=llama32_1b", *TOKENS], {"largest_seconds": 240, "most_batch": 64}),
-    # Its widths and vocabulary, a quarter of its depth: one call, by the speeds of its rows on an H200 470 s of --batch 4.
+    # Its widths and vocabulary, a quarter of its depth: one call, 470 s of --batch 4 by the speeds of its rows.
     "1b_quarter": (
         ["model=llama32_1b", "model.topology.layers.0.repeat=4", *TOKENS],
         {"largest_seconds": 70},

@@ -58,7 +58,7 @@ RUNGS: dict[RowName, Rung] = {
     "fused_ce": Rung("+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}),
     "fp8": Rung("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
     "bf16_weights": Rung(
-        "+ bfloat16 weights and states, rounded at random",
+        "+ bfloat16 weights, rounded at random",
         {"dtype": "bfloat16", "use_amp": False, "stochastic_rounding": True},
         {"use_amp": True, "stochastic_rounding": False},
     ),
