@@ -38,7 +38,8 @@ def _turn(x, into, cos, sin, is_inside, D: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(into + HALF + p, high.to(into.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+# Where a row ends is only compared with: one kernel serves caches of every length.
+@triton.jit(do_not_specialize=["capacity"])
 def _append(
     x0, x1, x2, into0, into1, into2, lengths, cos, sin,
     x0_b, x0_k, x0_t, x1_b, x1_k, x1_t, x2_b, x2_k, x2_t,

@@ -69,7 +69,8 @@ def _block(
     tl.store(target + PAIRS, second.to(dtype), mask=mask)
 
 
-@triton.jit
+# Counts change from prompt to prompt, and no load depends on what divides them: one kernel serves all.
+@triton.jit(do_not_specialize=["n_tokens", "n_places", "q_blocks", "kv_blocks"])
 def _kernel(
     joined_ptr,
     q_ptr,

@@ -21,7 +21,8 @@ def _place(width, n_blocks, BLOCK_N: tl.constexpr):
     return row, col, col < width
 
 
-@triton.jit
+# Counts change from prompt to prompt, and no load depends on what divides them: one kernel serves all.
+@triton.jit(do_not_specialize=["n_blocks"])
 def _forward_kernel(
     gate_ptr, up_ptr, y_ptr, width, n_blocks, gate_row, up_row, ACC: tl.constexpr, BLOCK_N: tl.constexpr
 ):

@@ -25,15 +25,12 @@ def batching(data: dict[str, Any]) -> list[str]:
         for row in data["arrivals"]
     ]
     if "over_static" in data:
-        said = (
-            "at no more time between tokens (p99)"
-            if data["itl_p99_is_equal"]
-            else "at a longer time between tokens (p99): none of these came as evenly"
-        )
+        bound = f"{words['itl_ms']:g} ms between tokens (p99)"
+        said = f"with at most {bound}" if data["itl_p99_is_equal"] else f"with more than {bound}"
         lines += [
             "",
             f"Continuous over static: **{data['over_static']:.2f}x** the throughput {said}"
-            f" (must: {must['throughput']:g}x).",
+            f" (must: {must['throughput']:g}x). At other bounds of that time: {_bounds(data)}.",
         ]
     if "over_one_at_a_time" in data:
         one, many = sorted(data["batch"], key=lambda row: row["at_once"])
@@ -44,3 +41,12 @@ def batching(data: dict[str, Any]) -> list[str]:
             f" **{data['over_one_at_a_time']:.1f}x** (must: {must['batch']:g}x for 64).",
         ]
     return lines
+
+
+def _bounds(data: dict[str, Any]) -> str:
+    """Say the ratio within every bound of the time between tokens."""
+    found = []
+    for row in data["at_equal_p99"]:
+        ratio = "none" if row["over_static"] is None else f"{row['over_static']:.2f}x"
+        found.append(f"{row['itl_p99_within_ms']:.2f} ms {ratio}")
+    return ", ".join(found)

@@ -8,6 +8,7 @@ from torch import Tensor
 from caramba.cache import Context
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
+from caramba.layer import unplanned_attention
 from caramba.model import Model
 
 
@@ -27,9 +28,10 @@ def prefill(model: Model, tokens: Tensor, ctx: Context, chunk: int | None = None
     if n_tokens < 1 or size < 1:
         raise ConfigError(f"prefill: got {n_tokens} tokens and chunk={chunk}; both are at least 1")
     *firsts, last = tokens.split(size, dim=1)
-    for part in firsts:
-        model.hidden(part, ctx)
-    return model.logits(model.hidden(last, ctx)[:, -1])
+    with unplanned_attention(tokens.device, tokens.shape[0] * min(size, n_tokens) * n_tokens):
+        for part in firsts:
+            model.hidden(part, ctx)
+        return model.logits(model.hidden(last, ctx)[:, -1])
 
 
 @torch.inference_mode()
@@ -38,7 +40,8 @@ def decode_step(model: Model, token: Tensor, ctx: Context) -> Tensor:
 
     Shape: token [B] or [B, 1] int64 to [B, V].
     """
-    return model.logits(model.hidden(token.reshape(-1, 1), ctx)[:, -1])
+    with unplanned_attention(token.device, token.numel() * (ctx.position + 1)):
+        return model.logits(model.hidden(token.reshape(-1, 1), ctx)[:, -1])
 
 
 @torch.inference_mode()

@@ -189,8 +189,13 @@ def compilations() -> int:
     return 0 if loaded is None else loaded.counters["stats"]["unique_graphs"]
 
 
-def captured(given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor]) -> Captured:
-    """Capture `run` in a CUDA graph after some runs of `trial`; return it with its own input and output."""
+def captured(
+    given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor], pool: Any = None
+) -> Captured:
+    """Capture `run` in a CUDA graph after some runs of `trial`; return it with its own input and output.
+
+    Graphs of one `pool` share the memory between input and output, and may not be replayed at once.
+    """
     fixed = given.clone()
     side = torch.cuda.Stream(given.device)
     side.wait_stream(torch.cuda.current_stream(given.device))
@@ -200,7 +205,7 @@ def captured(given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Te
                 trial(fixed)
         torch.cuda.current_stream(given.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device_of(given), torch.cuda.graph(graph):
+        with torch.cuda.device_of(given), torch.cuda.graph(graph, pool=pool):
             out = run(fixed)
     return graph, fixed, out
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context, RowsContext, StepContext
 from caramba.config.kvcache import KVCacheKind
+from caramba.layer import unplanned_attention
 from caramba.ops import MAX_QUERIES
 
 
@@ -48,9 +49,10 @@ def prefill_rows(
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor(text)
     found: list[Tensor] = [torch.empty(0)] * len(texts)
-    start = 0
-    for part in tokens.to(device_of(network)).split(chunk or max(lengths), dim=1):
-        hidden, end = network.hidden(part, ctx), start + part.shape[1]
+    start, device, size = 0, device_of(network), chunk or max(lengths)
+    for part in tokens.to(device).split(size, dim=1):
+        with unplanned_attention(device, tokens.numel() * size):
+            hidden, end = network.hidden(part, ctx), start + part.shape[1]
         for row, length in enumerate(lengths):
             if start < length <= end:
                 found[row] = hidden[row, length - 1 - start]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.decode import decode_step, prefill
+from caramba.layer import unplanned_attention
 from caramba.model import Model
 
 KINDS = {
@@ -66,7 +67,8 @@ def score_continuations(
         tokens = torch.zeros(len(rows), width, dtype=torch.int64)
         for at, row in enumerate(rows):
             tokens[at, : len(row) - 1] = torch.tensor(row[:-1], dtype=torch.int64)
-        hidden = model.hidden(tokens.to(device))
+        with unplanned_attention(device, tokens.numel() * width):
+            hidden = model.hidden(tokens.to(device))
         for at, (index, row) in enumerate(zip(chosen, rows, strict=True)):
             targets = torch.tensor(pairs[index][1], dtype=torch.int64, device=device)
             end = len(row) - 1

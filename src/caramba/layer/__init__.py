@@ -1,7 +1,7 @@
 """Layers: one torch module per file, each built from its config and called as layer(x, ctx=None)."""
 
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.backends import attention_backends, documents_path
+from caramba.layer.backends import attention_backends, documents_path, unplanned_attention
 from caramba.layer.documents import Documents
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
@@ -31,4 +31,5 @@ __all__ = [
     "documents_path",
     "rope_frequencies",
     "rotate",
+    "unplanned_attention",
 ]

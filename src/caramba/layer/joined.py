@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.ops import has_kernel
+from caramba.ops import MAX_QUERIES, has_kernel
 
 
 class Joined(NamedTuple):
@@ -42,6 +42,18 @@ def usable(joined: Joined | None, x: Tensor) -> TypeGuard[Joined]:
     whole rows and would copy the parts."""
     is_wanted = joined is not None and not torch.is_grad_enabled()
     return is_wanted and joins_on(x.device, is_compiled=torch.compiler.is_compiling())
+
+
+def prompt_product(joined: Joined | None, x: Tensor) -> Tensor | None:
+    """Return the joined product of prompts in an eager forward without gradients, for kernels that read it whole.
+
+    None for steps of few tokens, whose products were measured apart, and where nothing is joined.
+
+    Shape: x [B, T, M] to [B, T, sum of N_i].
+    """
+    if joined is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    return joined.product(x) if x.dim() == 3 and x.shape[1] > MAX_QUERIES else None
 
 
 def joins_on(device: torch.device, *, is_compiled: bool) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.few_rows import normed
-from caramba.layer.joined import Joined, usable
+from caramba.layer.joined import Joined, prompt_product, usable
 from caramba.layer.products import joined_product, products
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
@@ -225,7 +225,8 @@ class StandardProjection(Projection):
         is_plain = self.rope is not None and self._turns_together and self.temperature is None
         if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
             return None
-        return joined_product(x, (self.q, self.k, self.v))
+        together = prompt_product(self.joined, x)
+        return joined_product(x, (self.q, self.k, self.v)) if together is None else together
 
     def _from_product(self, together: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.rope is not None

@@ -174,7 +174,7 @@ class RotaryEmbedding(nn.Module):
         if isinstance(offset, int):
             if offset == 0 and (table := _reaching(self.table, n_tokens, device)) is not None:
                 return table[0][:, :n_tokens], table[1][:, :n_tokens]
-            if offset > 0 and not torch.compiler.is_compiling():
+            if not torch.compiler.is_compiling():
                 steps = self.step_table
                 if steps is not None and steps.reaches(offset + n_tokens, device):
                     return steps.at(offset, n_tokens)
@@ -323,3 +323,9 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_
                 table = rotary(0, n_tokens, device)
             tables[key] = table
         rotary.table = tables[key]
+
+
+def tables_of(module: nn.Module) -> list[object]:
+    """Return the tables of a module's rotary embeddings, for who has to keep what a captured forward has read."""
+    ropes = (one for one in module.modules() if isinstance(one, RotaryEmbedding))
+    return [(rope.table, rope.step_table) for rope in ropes]

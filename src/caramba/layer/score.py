@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from caramba.layer.varlen import VarlenKernel, active_kernel
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
 Null = tuple[Tensor, Tensor] | None
 """A key [K*Dqk] and a value [K*Dv] that belong to no position."""
+
+LOWER_RIGHT_ON = ("cuda",)
+"""Devices whose backends know the last T of S positions as such: no mask [T, S] is made or read there."""
 
 
 TWO_WIDTHS = (
@@ -89,7 +94,21 @@ class CausalScore(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if n_queries == 1 and first is None:
             return _attend_single(q, k, v, dropout)
+        if self._is_lower_right(q, n_keys, null, first):
+            return _attend_lower_right(q, k, v, dropout)
         return _attend(q, k, v, self._mask(n_queries, n_keys, null is not None, first, q.device), dropout)
+
+    def _is_lower_right(self, q: Tensor, n_keys: int, null: Null, first: Tensor | None) -> bool:
+        """Whether plain causality behind a prefix says it all, and a backend is to be told so in place of a mask."""
+        return (
+            q.device.type in LOWER_RIGHT_ON
+            and q.shape[2] < n_keys
+            and (self.window is None or self.window >= n_keys)
+            and null is None
+            and first is None
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+        )
 
     def _mask(
         self, n_queries: int, n_keys: int, has_null: bool, first: Tensor | None, device: torch.device
@@ -140,6 +159,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
         k, v = _repeat(k, groups), _repeat(v, groups)
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=1.0, enable_gqa=is_grouped
+    )
+    return out[..., :v_width]
+
+
+def _attend_lower_right(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Attend from the last T of S positions; flash reads grouped heads, others one for each query head."""
+    groups, v_width = q.shape[1] // k.shape[1], v.shape[-1]
+    width = max(q.shape[-1], v_width)
+    q, k, v = (_widen(x, width) for x in (q, k, v))
+    is_grouped = groups > 1 and can_use_flash_attention(SDPAParams(q, k, v, None, dropout, False, True))
+    if groups > 1 and not is_grouped:
+        k, v = _repeat(k, groups), _repeat(v, groups)
+    bias: CausalBias = causal_lower_right(q.shape[2], k.shape[2])
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0, enable_gqa=is_grouped
     )
     return out[..., :v_width]
 

@@ -12,7 +12,7 @@ from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer.few_rows import added, are_plain, normed
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
-from caramba.layer.joined import Joined, usable
+from caramba.layer.joined import Joined, prompt_product, usable
 from caramba.layer.products import joined_product, products
 from caramba.layer.rms_norm import RMSNorm
 from caramba.ops import has_kernel, is_fused, swiglu
@@ -41,7 +41,9 @@ class SwiGLULayer(nn.Module):
             return float8_feed_forward(x, self.gate, self.up, self.down)  # pyright: ignore[reportArgumentType]
         if has_kernel("swiglu_packed", x):
             # The compiler joins the gradients of both halves by computing either at every element of the pair.
-            packed = joined_product(x, (self.gate, self.up))
+            packed = prompt_product(self.joined, x)
+            if packed is None:
+                packed = joined_product(x, (self.gate, self.up))
             if packed is not None:
                 return self.down(swiglu(packed))
         joined = self.joined

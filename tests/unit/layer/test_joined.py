@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from caramba.config.layer import SwiGLULayerConfig
-from caramba.layer import SwiGLULayer
-from caramba.layer.joined import joined_weights, joins_on, usable
+from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
+from caramba.layer import StandardProjection, SwiGLULayer, projection
+from caramba.layer import swiglu as swiglu_layer
+from caramba.layer.joined import joined_weights, joins_on, prompt_product, usable
 from caramba.ops.backend import without_kernels
 
 
@@ -27,6 +28,24 @@ def test_one_product_gives_what_the_layers_give(bias: bool) -> None:
         torch.testing.assert_close(layer(x), expected, rtol=1e-13, atol=1e-13)
     assert layer.joined is None
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_prompts_read_the_joined_product_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = AttentionLayerConfig(d_model=8, n_heads=4, n_kv_heads=2, bias=True, mode=AttentionMode.GQA)
+    heads, gated, x = StandardProjection(config).double(), swiglu(), torch.randn(2, 9, 8, dtype=torch.float64)
+    (q, streams), y = heads(x, 3), gated(x)
+    # As on a GPU, whose eager forwards take joined products only where a kernel reads them whole.
+    for module in (projection, swiglu_layer):
+        monkeypatch.setattr(module, "usable", lambda joined, x: False)
+        monkeypatch.setattr(module, "has_kernel", lambda op, x: op in ("rope_qkv", "swiglu_packed"))
+        monkeypatch.setattr(module, "products", None)
+    with torch.no_grad(), joined_weights(heads), joined_weights(gated):
+        for found, wanted in ((heads(x, 3), (q, streams)), (gated(x), y)):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # float32 angles
+        assert prompt_product(gated.joined, x[:, :8]) is None
+    with joined_weights(gated):
+        assert prompt_product(gated.joined, x) is None
 
 
 def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from caramba.layer import CausalScore
+from caramba.layer import CausalScore, score, unplanned_attention
 
 
 def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -73,3 +73,57 @@ def test_dropout_acts_in_training_only() -> None:
     score = CausalScore(dropout=0.5)
     assert not torch.equal(score(q, k, v), score(q, k, v))
     assert torch.equal(score.eval()(q, k, v), CausalScore()(q, k, v))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("heads", "kv_heads", "v_width"), [(4, 2, 10), (6, 1, 6)])
+def test_behind_a_prefix_no_mask_gives_what_a_mask_does(
+    heads: int, kv_heads: int, v_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v = (
+        torch.randn(2, heads, 4, 6),
+        torch.randn(2, kv_heads, 9, 6),
+        torch.randn(2, kv_heads, 9, v_width),
+    )
+    null = torch.randn(kv_heads * 6), torch.randn(kv_heads * v_width)
+    wanted = CausalScore()(q, k, v)
+    masked = CausalScore(3)(q, k, v), CausalScore()(q, k, v, null)
+    monkeypatch.setattr(score, "LOWER_RIGHT_ON", ("cpu",))
+    monkeypatch.setattr(score, "_attend", None)  # what makes masks
+    torch.testing.assert_close(CausalScore(9)(q, k, v), wanted)
+    assert CausalScore()(q.half(), k.half(), v.half()).dtype == torch.float16
+    monkeypatch.undo()
+    monkeypatch.setattr(score, "LOWER_RIGHT_ON", ("cpu",))
+    monkeypatch.setattr(score, "_attend_lower_right", None)  # a window or a null key keeps the mask
+    assert torch.equal(CausalScore(3)(q, k, v), masked[0])
+    assert torch.equal(CausalScore()(q, k, v, null), masked[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("dtype", "heads", "kv_heads", "width", "v_width"),
+    [
+        (torch.bfloat16, 8, 2, 64, 64),
+        (torch.float16, 6, 1, 100, 60),
+        (torch.bfloat16, 4, 1, 416, 384),
+        (torch.float32, 4, 2, 64, 64),
+    ],
+)
+def test_prompts_behind_a_prefix_on_a_gpu(
+    dtype: torch.dtype, heads: int, kv_heads: int, width: int, v_width: int
+) -> None:
+    q = (torch.randn(2, heads, 33, width) * width**-0.5).to("cuda", dtype)
+    k, v = (torch.randn(2, kv_heads, 128, w).to("cuda", dtype)[:, :, :97] for w in (width, v_width))
+    tolerance = 1e-4 if dtype == torch.float32 else 0.03
+    for n_keys in (97, 33):
+        part = k[:, :, :n_keys], v[:, :, :n_keys]
+        wanted = naive(q.cpu(), *(x.cpu() for x in part), None)
+        with unplanned_attention(q.device, 2 * 33 * n_keys), torch.profiler.profile() as profile:
+            found = CausalScore()(q, *part)
+        torch.testing.assert_close(found.double().cpu(), wanted, rtol=tolerance, atol=tolerance)
+        called = {event.key for event in profile.key_averages()}
+        assert "aten::_cudnn_attention_forward" not in called
+        assert ("aten::_flash_attention_forward" in called) == (dtype != torch.float32 and width <= 256)
+        assert "aten::repeat_interleave" not in called or dtype == torch.float32 or width > 256

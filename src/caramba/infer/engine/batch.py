@@ -100,12 +100,14 @@ class Batch:
     def prefill(self) -> None:
         """Run up to `prefill_chunk` tokens of prompts, the earliest first."""
         left = self.config.prefill_chunk
-        left -= self._prefill_together(left)
+        while n_tokens := self._prefill_together(left):
+            left -= n_tokens
         for slot in list(self._order):
-            if left <= 0:
-                return
             request = self.requests[slot]
             assert request is not None
+            # What has a shape runs whole, in a later step if need be.
+            if left <= 0 or (not request.done and self.slots.has_shape(len(request.row.prompt))):
+                return
             # What a quantised cache has rounded depends on the chunks: they are then those of the prompt alone.
             size = left if self.slots.kind in EXACT_KINDS else self.config.prefill_chunk
             part = request.row.prompt[request.done : request.done + size]
@@ -125,16 +127,20 @@ class Batch:
 
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
-        group, longest = list[int](), 0
+        group, longest, n_tokens = list[int](), 0, 0
+        is_first = left == self.config.prefill_chunk
         for slot in self._order if self.slots.runs_together else ():
             request = self.requests[slot]
             assert request is not None
             width = max(longest, len(request.row.prompt))
-            if request.done or width * (len(group) + 1) > left:
+            if request.done:
+                break
+            fitting = self.slots.tokens_together(len(group) + 1, width, left, is_first=is_first)
+            if not fitting:
                 break
             group.append(slot)
-            longest = width
-        if len(group) < 2:
+            longest, n_tokens = width, fitting
+        if len(group) < 2 and not (group and self.slots.has_shape(longest)):
             return 0
         taken = [request for slot in group if (request := self.requests[slot]) is not None]
         try:
@@ -144,12 +150,12 @@ class Batch:
         except Exception as error:
             for slot in group:
                 self.leave(slot, "error", error)
-            return longest * len(group)
+            return n_tokens
         for slot, request in zip(group, taken, strict=True):
             request.done = len(request.row.prompt)
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
-        return longest * len(group)
+        return n_tokens
 
     def _ready(self, slot: int, request: Request) -> None:
         """Let a slot whose prompt has run decode: from here on each step draws for it."""

@@ -163,7 +163,7 @@ class Engine:
                 self.batch.stats,
                 active=self.batch.n_active,
                 queued=len(self._queue),
-                cache_bytes=self.batch.slots.ctx.nbytes(),
+                cache_bytes=self.batch.slots.nbytes,
                 decode=self.batch.slots.form,
                 prefix_bytes=0 if self.batch.prefixes is None else self.batch.prefixes.nbytes,
                 not_compiled=self.batch.slots.not_compiled,

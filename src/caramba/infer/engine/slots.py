@@ -22,10 +22,12 @@ from caramba.infer.device_steps import (
     replayed,
     step_refusal,
 )
+from caramba.infer.engine.prompts import WHOLE, PromptForwards, shapes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
 from caramba.infer.threads import n_weights_of
+from caramba.layer import unplanned_attention
 from caramba.model import Model
 
 ROUND = 64
@@ -42,6 +44,7 @@ class Slots:
         form: how steps run; `rows` one row after the other.
         not_compiled: why they run otherwise than asked, if so.
         n_weights: of the model, what a row of a step multiplies by.
+        prompts: whole prompts in captured forwards, None where they run as they come.
         lengths: tokens that each slot holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -61,6 +64,10 @@ class Slots:
         refused = step_refusal(model, self.ctx, SlotContext)
         self.step = SlotContext(self.ctx) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
+        self.prompts: PromptForwards | None = None
+        if self.form.endswith("graph") and self.runs_together:
+            shapes = shapes_of(config.prefill_chunk, n, config.max_len)
+            self.prompts = PromptForwards(model, self.ctx, self.kind, shapes, is_captured=True)
         self.n_weights = n_weights_of(model)
         self.lengths = [0] * n
         self.is_decoding = [False] * n
@@ -80,10 +87,28 @@ class Slots:
         """Whether several prompts may run in one forward: what they leave is then the same rows of every buffer."""
         return self.step is not None and self.step.packed is None
 
+    def has_shape(self, n_tokens: int) -> bool:
+        """Whether a whole prompt of so many tokens runs in a forward of fixed shape."""
+        return self.prompts is not None and n_tokens <= self.prompts.widest
+
+    def tokens_together(self, n_prompts: int, longest: int, most: int, *, is_first: bool = False) -> int:
+        """Return the tokens, at most `most`, of a forward of whole prompts, padding included; 0 where they fit none.
+
+        One prompt that is the first of a step fits all that has a shape.
+        """
+        if self.prompts is None or not self.has_shape(longest):
+            n_tokens = n_prompts * longest
+            return n_tokens if n_tokens <= most else 0
+        if is_first and n_prompts == 1:
+            most = max(most, WHOLE)
+        n_rows, width = self.prompts.shape_for(n_prompts, longest, most) or (0, 0)
+        return n_rows * width
+
     def prefill(self, slot: int, tokens: Sequence[int], *, is_last: bool) -> None:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
         ctx = self.rows[slot]
-        hidden = self.model.hidden(self._ids([list(tokens)]), ctx)
+        with unplanned_attention(self.device, len(tokens) * (ctx.position + len(tokens))):
+            hidden = self.model.hidden(self._ids([list(tokens)]), ctx)
         self.lengths[slot] = ctx.position
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
@@ -94,17 +119,27 @@ class Slots:
         The keys and values of padding lie behind a row's own, where its next tokens overwrite them unread.
         """
         longest = max(map(len, prompts))
+        if self.prompts is not None and self.has_shape(longest):
+            self._follow_weights()
+            logits = self.prompts.run(slots, prompts)
+        else:
+            logits = self._run_padded(slots, prompts, longest)
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self.lengths[slot] = len(prompt)
+        self._begin(slots, logits)
+
+    def _run_padded(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], longest: int) -> Tensor:
+        """Fill slots with prompts in one forward of their own shape; return the logits after each, [n, V]."""
         tokens = self._ids([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         staged = self.model.new_context(len(slots), longest, self.kind, static=True)
-        hidden = self.model.hidden(tokens, staged)
+        with unplanned_attention(self.device, tokens.numel() * longest):
+            hidden = self.model.hidden(tokens, staged)
         at = self._ids(slots)
         for cache, part in zip(self.ctx.caches, staged.caches, strict=True):
             for into, values in zip(cache.allocations, part.allocations, strict=True):
                 into[:, :, :longest].index_copy_(0, at, values)
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self.lengths[slot] = len(prompt)
         last = self._ids([len(prompt) - 1 for prompt in prompts])
-        self._begin(slots, self.model.logits(hidden[torch.arange(len(slots), device=self.device), last]))
+        return self.model.logits(hidden[torch.arange(len(slots), device=self.device), last])
 
     def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Fill a slot with what a row held."""
@@ -162,6 +197,11 @@ class Slots:
         if self.logits is not None:
             self.logits[slot] = 0.0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the cache, that of staged prompts included."""
+        return self.ctx.nbytes() + (0 if self.prompts is None else self.prompts.nbytes)
+
     def row(self, slot: int) -> Context:
         """Return a slot's own context, which counts all tokens that the slot holds."""
         ctx, n_tokens = self.rows[slot], self.lengths[slot]
@@ -212,15 +252,24 @@ class Slots:
         if not self.form.endswith("graph"):
             run(self.sampler.token)
             return
-        # Weights move when a generation on the same model, or the engine's thread, lays them side by side: a graph
-        # would go on reading the memory that they left.
-        if self._next is None or addresses(self._weights) != self._places:
-            self._next = None  # its memory first
-            self._weights = tuple(self.model.parameters())
-            self._places = addresses(self._weights)
+        self._follow_weights()
+        if self._next is None:
             self._next = captured(self.sampler.token, run, trial)
             self._hold(step)
         replayed(self._next, self.sampler.token)
+
+    def _follow_weights(self) -> None:
+        """Forget the graphs of forwards whose weights have moved: they would go on reading the memory that those left.
+
+        They do when a generation on the same model, or the engine's thread, lays them side by side.
+        """
+        if self._weights and addresses(self._weights) == self._places:
+            return
+        self._next = None
+        if self.prompts is not None:
+            self.prompts.forget()
+        self._weights = tuple(self.model.parameters())
+        self._places = addresses(self._weights)
 
     def _forward_one_by_one(self, decoding: Sequence[int]) -> Mapping[int, Exception]:
         assert self.logits is not None

@@ -1,0 +1,120 @@
+"""Whole prompts in forwards of fixed shapes: which shapes there are, and that a text is what it would be alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from caramba.infer import generate
+from caramba.infer.engine import Engine, Ticket, prompts
+from caramba.infer.engine import slots as slots_module
+from caramba.infer.engine.prompts import PromptForwards, shapes_of
+from caramba.model import Model, build_model
+from tests.unit.infer.engine.test_engine import run
+from tests.unit.infer.test_generator import sharp
+from tests.unit.model.model_specs import transformer
+
+LENGTHS = (3, 13, 5, 30, 2, 9, 16, 1, 40)
+TEXTS = [[(3 * index + at) % 23 for at in range(n)] for index, n in enumerate(LENGTHS)]
+
+
+def test_shapes_double_up_to_the_chunk_and_the_slots() -> None:
+    assert shapes_of(512, 64, 1024) == [
+        *[(4, 64), (2, 128), (1, 256)],
+        *[(8, 64), (4, 128), (2, 256), (1, 512)],
+    ]
+    assert shapes_of(300, 2, 200) == [(2, 64), (1, 200), (2, 128)]
+    assert shapes_of(16, 3, 32) == [(1, 16), (1, 32)]
+    assert shapes_of(128, 8, 400) == [(2, 64), (1, 128), (1, 256), (1, 400)]
+    assert max(rows * width for rows, width in shapes_of(1 << 20, 64, 1 << 20)) == prompts.MOST
+
+
+def submit_all(engine: Engine) -> list[Ticket]:
+    return [
+        engine.submit(text, seed=7 + index, max_new_tokens=3 + index % 4, temperature=0.7)
+        for index, text in enumerate(TEXTS)
+    ]
+
+
+def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
+    return [
+        generate(model, [text], seeds=[7 + index], max_new_tokens=3 + index % 4, temperature=0.7, **settings)[
+            0
+        ].tokens
+        for index, text in enumerate(TEXTS)
+    ]
+
+
+WIDE = [(2, 16), (1, 8), (1, 32), (2, 4), (1, 16), (2, 16)]
+NARROW = [(2, 4), (1, 16), (1, 8), (1, 32), (2, 4), (1, 16), (1, 16), (2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "chunk", "wanted"),
+    # The longest prompt: beyond a chunk of 32 in parts as they are, and whole where 48 tokens are no part to launch.
+    [("gqa_scaled", 32, [*WIDE, (1, 32), (1, 8)]), ("latent_gate", 8, [*NARROW, (1, 48)])],
+)
+def test_padded_prompts_give_what_each_gives_alone(
+    name: str, chunk: int, wanted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, whole in ((prompts, "WHOLE"), (slots_module, "WHOLE")):
+        monkeypatch.setattr(module, whole, 32 if chunk == 32 else 512)
+    monkeypatch.setattr(prompts, "NARROWEST", 4)
+    monkeypatch.setattr(prompts, "FEWEST", 8)
+    model = sharp(transformer(name, repeat=1))
+    engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=chunk)
+    slots = engine.batch.slots
+    shapes = shapes_of(chunk, 4, 48)
+    # What a CUDA device captures, here without a graph.
+    slots.prompts = PromptForwards(model, slots.ctx, slots.kind, shapes, is_captured=False)
+    tickets = submit_all(engine)
+    ran: list[tuple[int, ...]] = []
+    handle = model.embedder.register_forward_hook(lambda _, given, out: ran.append(tuple(given[0].shape)))
+    run(engine)
+    handle.remove()
+    assert [ticket.tokens for ticket in tickets] == alone(model)
+    assert [shape for shape in ran if shape[1] > 1] == wanted
+    stats = engine.stats()
+    assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
+    assert stats.cache_bytes == slots.ctx.nbytes() + slots.prompts.nbytes > slots.ctx.nbytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
+def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "NARROWEST", 16)
+    monkeypatch.setattr(prompts, "FEWEST", 16)
+    model = build_model(transformer(name), seed=0)
+    wanted = alone(model)
+    model = model.cuda()
+    for compiled in (False, "graph"):
+        engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=64, compiled=compiled)
+        forwards = engine.batch.slots.prompts
+        assert (forwards is not None) == (compiled == "graph")
+        captures = list[int]()
+        for _ in range(3):
+            tickets = submit_all(engine)
+            run(engine)
+            assert [ticket.tokens for ticket in tickets] == wanted
+            captures.append(0 if forwards is None else forwards.captures)
+        assert captures == ([6, 6, 6] if compiled else [0, 0, 0])
+        assert engine.stats().failed == 0
+    # Tables of angles that a longer context makes do not take those away that the graphs read.
+    model.new_context(1, 4096)
+    spoilt = [torch.full((2**at,), torch.nan, device="cuda") for at in range(4, 16)]
+    tickets = submit_all(engine)
+    run(engine)
+    assert [ticket.tokens for ticket in tickets] == wanted
+    assert len(spoilt) == 12
+    # In its thread the engine lays weights side by side, and prompts run on joined products.
+    with Engine(model, n_slots=4, max_len=48, prefill_chunk=64, compiled="graph") as threaded:
+        for _ in range(2):
+            tickets = submit_all(threaded)
+            for ticket in tickets:
+                ticket.wait()
+            assert [ticket.tokens for ticket in tickets] == wanted
+        assert threaded.batch.slots.prompts is not None
+        assert threaded.batch.slots.prompts.captures == 6
