@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.few_rows import normed
 from caramba.layer.first_tokens import FirstTokens, attend_beside
-from caramba.layer.projection import Angles, GatedProjection, angles_at, picked, read_by, split_heads
+from caramba.layer.joined import Joined, usable
+from caramba.layer.projection import Angles, GatedProjection, angles_at, picked, split_heads
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
@@ -59,8 +62,12 @@ class LatentProjection(GatedProjection):
     Reference: DeepSeek-AI, 2024, arXiv:2405.04434 (latent attention and its absorbed form).
     """
 
+    joins: ClassVar[tuple[str, ...]] = ("q", "c", "k_geo")
+    joins_to_train: ClassVar[bool] = False
+
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
+        self.joined: Joined | None = None
         heads, width, latent, geo = self.dims.n_heads, self.query_dim, self.dims.v, self.dims.rope
         self.q = nn.Linear(config.d_model, heads * width, bias=bool(config.bias))
         self.c = nn.Linear(config.d_model, latent)
@@ -103,9 +110,8 @@ class LatentProjection(GatedProjection):
         norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         asking = picked(x, rows)
-        q = split_heads(read_by(self.q, asking, norm), self.dims.n_heads)
-        c, k_geo = self._keys(x) if norm is None else (read_by(self.c, x, norm), read_by(self.k_geo, x, norm))
-        k_geo = k_geo[:, None]
+        q, c, k_geo = self._products(x, asking, norm)
+        q, k_geo = split_heads(q, self.dims.n_heads), k_geo[:, None]
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         asked = None
         if found is not None:
@@ -135,6 +141,17 @@ class LatentProjection(GatedProjection):
             and has_narrow_queries(q.dtype, self.query_dim, self.dims.rope)
             and has_kernel("latent_queries", q)
         )
+
+    def _products(self, x: Tensor, asking: Tensor, norm: RMSNorm | None) -> tuple[Tensor, ...]:
+        """Return the heads' queries of the tokens `asking`, and the latent c and the geometric key of x, before RoPE."""
+        joined = self.joined if asking is x else None
+        if norm is not None:
+            if joined is not None:
+                return normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
+            return normed(self.q, asking, norm), normed(self.c, x, norm), normed(self.k_geo, x, norm)
+        if usable(joined, x):
+            return joined(x)
+        return self.q(asking), *self._keys(x)
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent c [B, T, R] and the geometric key before RoPE [B, T, Dgeo].

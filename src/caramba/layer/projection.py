@@ -147,6 +147,7 @@ class StandardProjection(Projection):
 
     turned = "k"
     joins: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    joins_to_train: ClassVar[bool] = True
 
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
