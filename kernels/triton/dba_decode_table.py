@@ -44,7 +44,6 @@ GROUPED = (
 GROUP_ROWS = 64
 
 
-
 @dataclass(frozen=True)
 class DecodeShape:
     """What a choice depends on: `rows` = queries of a key/value head, `lanes` = sequences times key/value heads."""

@@ -58,9 +58,10 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
 
     Their weights and biases move once into memory where they lie side by side, each parameter a part of it, so nothing
     is held twice and the parameters stay themselves: names, values, and what an optimiser changes in place. What was
-    captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Where some layers
-    have a bias the others get zeros for one. Layers that are not plain, or unlike each other, run as ever, and so do those of forwards that would take no joined product:
-    `is_compiled` says whether the block runs compiled ones. Where products of few rows have a kernel it reads them.
+    captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Where some
+    layers have a bias the others get zeros for one. Layers that are not plain, or unlike each other, run as ever, and
+    so do those of forwards that would take no joined product: `is_compiled` says whether the block runs compiled ones.
+    Where products of few rows have a kernel it reads them.
     """
     owners = [owner for owner in module.modules() if isinstance(owner, Joins) and owner.joined is None]
     try:

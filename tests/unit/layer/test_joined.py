@@ -56,7 +56,14 @@ def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
 
 
 def test_a_latent_layer_joins_layers_with_and_without_a_bias() -> None:
-    fields = {"mode": "decoupled", "layout": "latent", "n_heads": 4, "head_dim": 6, "sem_dim": 10, "geo_dim": 4}
+    fields = {
+        "mode": "decoupled",
+        "layout": "latent",
+        "n_heads": 4,
+        "head_dim": 6,
+        "sem_dim": 10,
+        "geo_dim": 4,
+    }
     torch.manual_seed(0)
     layer = LatentProjection(AttentionLayerConfig.model_validate({"d_model": 16, **fields})).double()
     assert [one.bias is None for one in (layer.q, layer.c, layer.k_geo)] == [True, False, True]
