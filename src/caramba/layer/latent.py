@@ -144,14 +144,19 @@ class LatentProjection(GatedProjection):
     def _is_one_path(self) -> bool:
         return self.gate is None and self.temperature is None and self.first is None
 
-    def _products(self, x: Tensor, asking: Tensor, norm: RMSNorm | None) -> tuple[Tensor, ...]:
-        """Return the queries of the tokens `asking`, and the latent c and the geometric key of x before RoPE."""
+    def _products(
+        self, x: Tensor, asking: Tensor, norm: RMSNorm | None, *, takes_parts: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Return the queries of the tokens `asking`, and the latent c and the geometric key of x before RoPE.
+
+        `takes_parts` says that whoever reads them copies no parts of a joined product.
+        """
         joined = self.joined if asking is x else None
         if norm is not None:
             if joined is not None:
                 return normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
             return normed(self.q, asking, norm), normed(self.c, x, norm), normed(self.k_geo, x, norm)
-        if usable(joined, x):
+        if joined is not None and (takes_parts or usable(joined, x)):
             return joined(x)
         return self.q(asking), *self._keys(x)
 
@@ -263,7 +268,7 @@ class LatentProjection(GatedProjection):
     ) -> tuple[Queries, dict[str, Tensor]]:
         if angles is None or not self._is_absorbed(x):
             return super().step(x, offset, angles, norm)
-        q, c, k_geo = self._products(x, x, norm)
+        q, c, k_geo = self._products(x, x, norm, takes_parts=True)
         q = q.unflatten(-1, (self.dims.n_heads, -1))
         q = absorbed_queries(q, self.q_sem_map, self.q_geo_map, *angles, self.scale).transpose(1, 2)
         q_sem, q_geo = q.split((self.dims.v, self.dims.rope), dim=-1)
