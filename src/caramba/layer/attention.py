@@ -145,7 +145,7 @@ class AttentionLayer(nn.Module):
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
         rope = projection.rope
         key = None if rope is None else rope.key
-        if key is None and not torch.compiler.is_compiling():  # a compiler makes one kernel of them itself
+        if key is None and (ctx.apart or not torch.compiler.is_compiling()):
             key = rope
         angles = None if key is None else ctx.angles.get(key)
         if angles is None:
