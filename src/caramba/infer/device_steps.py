@@ -80,6 +80,7 @@ class DeviceSteps:
         self.run: NextLogits = next_logits
         if is_compiled:
             self.run = compiled_logits(host.model, self.step.held.shape[0], *form_of(host.model, host.ctx))
+            find_angles(host.model, self.step)
             for buffer in (one for cache in host.ctx.caches for one in cache.memory):
                 torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
         self.captures = 0
@@ -131,6 +132,13 @@ class DeviceSteps:
 def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
     """Run one token per sequence and return the logits of the next. Shape: token [B] int64 to [B, V]."""
     return model.logits(model.hidden(token[:, None], step)[:, -1])
+
+
+def find_angles(model: Model, step: StepContext) -> None:
+    """Let compiled steps make the angles of all layers at once, where kernels read them from memory: where a compiler
+    fuses rotations each layer's are a part of them."""
+    if has_kernel("absorbed_queries", model.embedder.token.weight):
+        step.apart = model.ropes_apart()
 
 
 _compiled: WeakKeyDictionary[Model, dict[tuple[object, ...], NextLogits]] = WeakKeyDictionary()
