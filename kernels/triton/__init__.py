@@ -1,6 +1,7 @@
 """Triton kernels and their plain launchers, by op or family. Imported only by `caramba.kernels.load` on CUDA."""
 
 LAUNCHERS: dict[str, str] = {
+    "absorbed_queries": "caramba.kernels.triton.head_products:absorbed_queries",
     "adamw_step": "caramba.kernels.triton.adamw:adamw_step",
     "cross_entropy_rows": "caramba.kernels.triton.cross_entropy_rows:cross_entropy_rows",
     "dba_append": "caramba.kernels.triton.dba_append:dba_append",
@@ -10,6 +11,7 @@ LAUNCHERS: dict[str, str] = {
     "float8_cast": "caramba.kernels.triton.float8_cast:float8_cast",
     "float8_swiglu": "caramba.kernels.triton.float8_cast:float8_swiglu",
     "float8_swiglu_backward": "caramba.kernels.triton.float8_cast:float8_swiglu_backward",
+    "head_values": "caramba.kernels.triton.head_products:head_values",
     "layer_norm": "caramba.kernels.triton.norm:layer_norm",
     "layer_norm_backward": "caramba.kernels.triton.norm:layer_norm_backward",
     "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",
@@ -24,6 +26,7 @@ LAUNCHERS: dict[str, str] = {
     "rope": "caramba.kernels.triton.rope:rope",
     "rope_qkv": "caramba.kernels.triton.rope_qkv:rope_qkv",
     "rope_qkv_backward": "caramba.kernels.triton.rope_qkv:rope_qkv_backward",
+    "round_at_random": "caramba.kernels.triton.round_at_random:round_at_random",
     "row_linear": "caramba.kernels.triton.row_linear:row_linear",
     "scale_": "caramba.kernels.triton.scale:scale_",
     "swiglu": "caramba.kernels.triton.swiglu:swiglu",

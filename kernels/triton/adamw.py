@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
+from caramba.kernels.triton.round_at_random import noise_of, rounded
 from caramba.kernels.triton.tensor_lists import BLOCK, TYPES, WARPS, are_aligned, places_of, table_of
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
-COLUMNS = tl.constexpr(7)
-"""Of the table: parameter, first moment, second moment, gradient, weight, step, size."""
+COLUMNS = tl.constexpr(8)
+"""Of the table: parameter, first moment, second moment, gradient, weight, step, size, number for random rounding."""
 COEFFICIENTS = tl.constexpr(4)
 ROWS = 128  # tensors of one program of the first launch
 
@@ -78,11 +79,22 @@ def _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps):
 
 
 @triton.jit
+def _held(p, seed, number, block, P: tl.constexpr, AT_RANDOM: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The parameter as it is stored; its noise is computed here, while what is loaded is waited for."""
+    if AT_RANDOM:
+        held = rounded(p, noise_of(seed, number, block, BLOCK_N))
+    else:
+        held = p.to(P)
+    return held
+
+
+@triton.jit
 def _adamw_step(
     table_ptr,
     place_ptr,
     coefficient_ptr,
     found_ptr,
+    seed_ptr,
     rest1,
     rest2,
     eps,
@@ -93,6 +105,7 @@ def _adamw_step(
     W: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_FOUND: tl.constexpr,
+    AT_RANDOM: tl.constexpr,
     ALIGNED: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -121,10 +134,11 @@ def _adamw_step(
     length = tl.load(entry + 6)
     if HAS_FOUND:  # no element is in a tensor that has none
         length = tl.where(tl.load(found_ptr) == 0, length, 0)
+    seed, number = tl.load(seed_ptr), tl.load(entry + 7)
     if ALIGNED and (block + 1) * BLOCK_N <= length:
         p, m, v, g = tl.load(p_ptr + at), tl.load(m_ptr + at), tl.load(v_ptr + at), tl.load(g_ptr + at)
         p, m, v = _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
-        tl.store(p_ptr + at, p.to(P))
+        tl.store(p_ptr + at, _held(p, seed, number, block, P, AT_RANDOM, BLOCK_N))
         tl.store(m_ptr + at, m.to(M))
         tl.store(v_ptr + at, v.to(V))
         if HAS_WEIGHT:
@@ -134,7 +148,7 @@ def _adamw_step(
         p, m = tl.load(p_ptr + at, mask=mask, other=0.0), tl.load(m_ptr + at, mask=mask, other=0.0)
         v, g = tl.load(v_ptr + at, mask=mask, other=0.0), tl.load(g_ptr + at, mask=mask, other=0.0)
         p, m, v = _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
-        tl.store(p_ptr + at, p.to(P), mask=mask)
+        tl.store(p_ptr + at, _held(p, seed, number, block, P, AT_RANDOM, BLOCK_N), mask=mask)
         tl.store(m_ptr + at, m.to(M), mask=mask)
         tl.store(v_ptr + at, v.to(V), mask=mask)
         if HAS_WEIGHT:
@@ -158,6 +172,8 @@ def adamw_step(
     clip: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    seed: Tensor | None,
+    first: int,
 ) -> None:
     kinds: dict[tuple[torch.dtype | None, ...], list[tuple[int, ...]]] = {}
     for index, (p, m, v, step, g) in enumerate(
@@ -171,7 +187,7 @@ def adamw_step(
             raise ValueError(f"adamw_step: a tensor of shape {tuple(p.shape)} is not contiguous")
         dtypes = (p.dtype, m.dtype, v.dtype, g.dtype, None if w is None else w.dtype)
         places = (p.data_ptr(), m.data_ptr(), v.data_ptr(), g.data_ptr(), 0 if w is None else w.data_ptr())
-        kinds.setdefault(dtypes, []).append((*places, step.data_ptr(), p.numel()))
+        kinds.setdefault(dtypes, []).append((*places, step.data_ptr(), p.numel(), first + index))
     if any(torch.float64 in dtypes for dtypes in kinds):
         raise ValueError("adamw_step: the kernel computes in float32, and a tensor is float64")
     device = parameters[0].device
@@ -179,7 +195,7 @@ def adamw_step(
     with torch.cuda.device_of(parameters[0]):
         for dtypes, rows in kinds.items():
             table = table_of(rows, device)
-            places = places_of([row[-1] for row in rows], device, BLOCK)
+            places = places_of([row[6] for row in rows], device, BLOCK)
             coefficients = torch.empty(len(rows), 4, dtype=torch.float32, device=device)
             given = (rate, clip, grad_scale, found_inf)
             # A pointer that is not read may point anywhere.
@@ -194,7 +210,8 @@ def adamw_step(
                 together = 16 // max(dtype.itemsize for dtype in dtypes if dtype is not None)
                 is_aligned = are_aligned([address for row in rows for address in row[:5]])
                 _adamw_step[(len(places),)](
-                    *(table, places, coefficients, pointers[3], 1 - beta1, 1 - beta2, eps),
-                    *(*types, dtypes[4] is not None, found_inf is not None, is_aligned, together, BLOCK),
+                    *(table, places, coefficients, pointers[3], table if seed is None else seed),
+                    *(1 - beta1, 1 - beta2, eps, *types, dtypes[4] is not None, found_inf is not None),
+                    *(seed is not None, is_aligned, together, BLOCK),
                     num_warps=WARPS,
                 )

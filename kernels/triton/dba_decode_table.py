@@ -42,7 +42,8 @@ GROUPED = (
 )
 """The same for GROUP_ROWS rows, of which half may be empty: Hopper's warp-group products take no fewer."""
 GROUP_ROWS = 64
-
+WIDEST_GROUPED = 384
+"""Features of both parts up to which three stages of 64 tokens were measured beside the queries, 196 KB in all."""
 
 @dataclass(frozen=True)
 class DecodeShape:
@@ -143,7 +144,10 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
 
 
 def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
-    """Return a choice without measurements: as many splits as fill the processors twice."""
+    """Return a choice without measurements: as many splits as lie on the processors at once, two on each."""
+    if _is_grouped(shape):
+        grouped = DecodeConfig(block_rows=GROUP_ROWS)  # what was measured for every such shape of the table
+        return replace(grouped, n_splits=_splits(shape, grouped, n_processors, PROGRAMS_PER_SM))
     block_rows = min(64, max(16, _bucket(shape.rows)))
     exact = not _is_quantised(shape)
     wide = max(shape.dims) > 256 or "fp32" in shape.formats
@@ -185,14 +189,25 @@ def written(choices: dict[str, DecodeConfig]) -> str:
     return '{\n  "choices": {' + (f"\n{rows}\n  " if rows else "") + "}\n}\n"
 
 
+def _is_grouped(shape: DecodeShape) -> bool:
+    """Whether a latent in 16 bits is read for GROUP_ROWS rows: there, and of widths of which three stages fit."""
+    return (
+        shape.arch == "sm90"
+        and shape.formats in (("bf16", "bf16"), ("fp16", "fp16"))
+        and GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2
+        and sum(_bucket(width) for width in shape.dims[:2]) <= WIDEST_GROUPED
+    )
+
+
 def _is_quantised(shape: DecodeShape) -> bool:
     return any(kind not in ("fp32", "fp16", "bf16") for kind in shape.formats)
 
 
 def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm: int) -> int:
-    """Return the splits that give every processor `per_sm` programs, of a tile at least."""
+    """Return the most splits that give no processor more than `per_sm` programs, of a tile at least: one program more
+    than there is place for takes as long again as all the others."""
     programs = shape.lanes * math.ceil(shape.rows / reading.block_rows)
-    wanted = max(1, math.ceil(per_sm * n_processors / programs))
+    wanted = max(1, per_sm * n_processors // programs)
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
 
 

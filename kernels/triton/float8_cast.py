@@ -21,8 +21,8 @@ FIND = {PLAIN: (128, 128), SWIGLU: (128, 64), GRADIENT: (64, 64)}
 CAST = {PLAIN: (128, 64), SWIGLU: (128, 64), GRADIENT: (64, 64)}
 """Tiles of the two passes. Transposed, a run of memory is a tile's rows long."""
 WARPS = 8
-SLOTS = 64
-"""Places for the magnitude of a whole tensor, so that programs do not wait for each other at one."""
+SLOTS = 32
+"""Places for the magnitude of a whole tensor, so that programs do not wait for each other at one: a warp reads them."""
 LEAST_AMAX = 1e-12
 
 
@@ -76,16 +76,28 @@ def _gradients(
 
 
 @triton.jit
-def _find(x, amax_ptr, row, col, m, n, first, block, PER_TENSOR: tl.constexpr, SLOTS: tl.constexpr):
-    """Add the magnitudes of a tile to those of rows, at amax_ptr, and of columns that begin at `first`, after all m rows."""
-    size = tl.abs(x)
-    size = tl.where(size == size, size, 0.0).to(tl.int32, bitcast=True)
-    by_row = tl.max(size, axis=1)
-    if PER_TENSOR:
-        tl.atomic_max(amax_ptr + block % SLOTS, tl.max(by_row, axis=0), sem="relaxed")
-    else:
-        tl.atomic_max(amax_ptr + row, by_row, mask=row < m, sem="relaxed")
-        tl.atomic_max(amax_ptr + m + first + col, tl.max(size, axis=0), mask=col < n, sem="relaxed")
+def _made(
+    x_ptr,
+    grad_ptr,
+    grad_scale_ptr,
+    other_scale_ptr,
+    row,
+    col,
+    m,
+    n,
+    KIND: tl.constexpr,
+    PER_TENSOR: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """A tile of the matrix and the one n columns on, which only gradients have: else it is the same."""
+    if KIND == 0:
+        x = _load(x_ptr, row, col, m, n, n, EVEN)
+        return x, x
+    if KIND == 1:
+        gate, up, share = _gate_up(x_ptr, row, col, m, n, EVEN)
+        x = gate * share * up
+        return x, x
+    return _gradients(x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, PER_TENSOR, EVEN)
 
 
 @triton.jit
@@ -105,20 +117,21 @@ def _find_kernel(
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
 ):
+    """Add the magnitudes of a tile to those of rows, at amax_ptr, and to those of columns, which follow all m rows'."""
     block = tl.program_id(0)
     row, col = _tile(block, n_blocks, BLOCK_M, BLOCK_N)
-    if KIND == 0:
-        x = _load(x_ptr, row, col, m, n, n, EVEN)
-        _find(x, amax_ptr, row, col, m, n, 0, block, PER_TENSOR, SLOTS)
-    elif KIND == 1:
-        gate, up, share = _gate_up(x_ptr, row, col, m, n, EVEN)
-        _find(gate * share * up, amax_ptr, row, col, m, n, 0, block, PER_TENSOR, SLOTS)
-    else:
-        grad_gate, grad_up = _gradients(
-            x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, PER_TENSOR, EVEN
-        )
-        _find(grad_gate, amax_ptr, row, col, m, n, 0, block, PER_TENSOR, SLOTS)
-        _find(grad_up, amax_ptr, row, col, m, n, n, block, PER_TENSOR, SLOTS)
+    left, right = _made(
+        x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, KIND, PER_TENSOR, EVEN
+    )
+    for part in tl.static_range(2 if KIND == 2 else 1):
+        size = tl.abs(left if part == 0 else right)
+        size = tl.where(size == size, size, 0.0).to(tl.int32, bitcast=True)
+        by_row = tl.max(size, axis=1)
+        if PER_TENSOR:
+            tl.atomic_max(amax_ptr + block % SLOTS, tl.max(by_row, axis=0), sem="relaxed")
+        else:
+            tl.atomic_max(amax_ptr + row, by_row, mask=row < m, sem="relaxed")
+            tl.atomic_max(amax_ptr + m + part * n + col, tl.max(size, axis=0), mask=col < n, sem="relaxed")
 
 
 @triton.jit
@@ -128,57 +141,6 @@ def _scale(bits, MOST: tl.constexpr, LEAST: tl.constexpr, IS_POWER: tl.constexpr
     if IS_POWER:
         scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     return scale
-
-
-@triton.jit
-def _cast(
-    x,
-    amax_ptr,
-    rows_ptr,
-    row_scale_ptr,
-    columns_ptr,
-    column_scale_ptr,
-    row,
-    col,
-    m,
-    n,
-    first,
-    width,
-    block,
-    n_blocks,
-    PER_TENSOR: tl.constexpr,
-    SLOTS: tl.constexpr,
-    EVEN: tl.constexpr,
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
-):
-    """Write a tile by rows and by columns, into columns that begin at `first` of rows that are `width` apart."""
-    dtype = rows_ptr.dtype.element_ty
-    rows_at = rows_ptr + row.to(tl.int64)[:, None] * width + (first + col)[None, :]
-    columns_at = columns_ptr + (first + col).to(tl.int64)[None, :] * m + row[:, None]
-    if PER_TENSOR:
-        scale = _scale(tl.max(tl.load(amax_ptr + tl.arange(0, SLOTS)), axis=0), MOST, LEAST, False)
-        if block == 0:
-            tl.store(row_scale_ptr, tl.div_rn(1.0, scale))
-            tl.store(column_scale_ptr, tl.div_rn(1.0, scale))
-        by_row = (x * scale).to(dtype)
-        by_column = by_row
-    else:
-        row_scale = _scale(tl.load(amax_ptr + row, mask=row < m, other=0), MOST, LEAST, True)
-        column_scale = _scale(tl.load(amax_ptr + m + first + col, mask=col < n, other=0), MOST, LEAST, True)
-        if block % n_blocks == 0:
-            tl.store(row_scale_ptr + row, tl.div_rn(1.0, row_scale), mask=row < m)
-        if block < n_blocks:
-            tl.store(column_scale_ptr + first + col, tl.div_rn(1.0, column_scale), mask=col < n)
-        by_row = (x * row_scale[:, None]).to(dtype)
-        by_column = (x * column_scale[None, :]).to(dtype)
-    if EVEN:
-        tl.store(rows_at, by_row)
-        tl.store(columns_at, by_column)
-    else:
-        mask = (row < m)[:, None] & (col < n)[None, :]
-        tl.store(rows_at, by_row, mask=mask)
-        tl.store(columns_at, by_column, mask=mask)
 
 
 @triton.jit
@@ -204,100 +166,47 @@ def _cast_kernel(
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
 ):
+    """Write a tile by rows and by columns, and at the matrix's edges what undoes the scales."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     row, col = _tile(block, n_blocks, BLOCK_M, BLOCK_N)
-    if KIND == 0:
-        x = _load(x_ptr, row, col, m, n, n, EVEN)
-        _cast(
-            x,
-            amax_ptr,
-            rows_ptr,
-            row_scale_ptr,
-            columns_ptr,
-            column_scale_ptr,
-            row,
-            col,
-            m,
-            n,
-            0,
-            n,
-            block,
-            n_blocks,
-            PER_TENSOR,
-            SLOTS,
-            EVEN,
-            MOST,
-            LEAST,
-        )
-    elif KIND == 1:
-        gate, up, share = _gate_up(x_ptr, row, col, m, n, EVEN)
-        _cast(
-            gate * share * up,
-            amax_ptr,
-            rows_ptr,
-            row_scale_ptr,
-            columns_ptr,
-            column_scale_ptr,
-            row,
-            col,
-            m,
-            n,
-            0,
-            n,
-            block,
-            n_blocks,
-            PER_TENSOR,
-            SLOTS,
-            EVEN,
-            MOST,
-            LEAST,
-        )
+    left, right = _made(
+        x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, KIND, PER_TENSOR, EVEN
+    )
+    parts: tl.constexpr = 2 if KIND == 2 else 1
+    dtype = rows_ptr.dtype.element_ty
+    if PER_TENSOR:
+        # Rows and columns are cast each for themselves, with scales that no compiler knows to be one. Of numbers that are
+        # cast once and stored in both orders ptxas 12.8 loses some: it makes two casts one instruction, for the rows, and
+        # the columns get what the first one's register held (github.com/triton-lang/triton/issues/11111).
+        slots = amax_ptr + tl.arange(0, SLOTS)
+        row_scale = _scale(tl.max(tl.load(slots), axis=0), MOST, LEAST, False)
+        column_scale = _scale(tl.max(tl.load(slots, volatile=True), axis=0), MOST, LEAST, False)
+        if block == 0:
+            tl.store(row_scale_ptr, tl.div_rn(1.0, row_scale))
+            tl.store(column_scale_ptr, tl.div_rn(1.0, column_scale))
     else:
-        grad_gate, grad_up = _gradients(
-            x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, PER_TENSOR, EVEN
-        )
-        _cast(
-            grad_gate,
-            amax_ptr,
-            rows_ptr,
-            row_scale_ptr,
-            columns_ptr,
-            column_scale_ptr,
-            row,
-            col,
-            m,
-            n,
-            0,
-            2 * n,
-            block,
-            n_blocks,
-            PER_TENSOR,
-            SLOTS,
-            EVEN,
-            MOST,
-            LEAST,
-        )
-        _cast(
-            grad_up,
-            amax_ptr,
-            rows_ptr,
-            row_scale_ptr,
-            columns_ptr,
-            column_scale_ptr,
-            row,
-            col,
-            m,
-            n,
-            n,
-            2 * n,
-            block,
-            n_blocks,
-            PER_TENSOR,
-            SLOTS,
-            EVEN,
-            MOST,
-            LEAST,
-        )
+        row_scale = _scale(tl.load(amax_ptr + row, mask=row < m, other=0), MOST, LEAST, True)
+        if block % n_blocks == 0:
+            tl.store(row_scale_ptr + row, tl.div_rn(1.0, row_scale), mask=row < m)
+        row_scale = row_scale[:, None]
+    for part in tl.static_range(parts):
+        x = left if part == 0 else right
+        column = part * n + col
+        if not PER_TENSOR:
+            column_scale = _scale(tl.load(amax_ptr + m + column, mask=col < n, other=0), MOST, LEAST, True)
+            if block < n_blocks:
+                tl.store(column_scale_ptr + column, tl.div_rn(1.0, column_scale), mask=col < n)
+            column_scale = column_scale[None, :]
+        by_row, by_column = (x * row_scale).to(dtype), (x * column_scale).to(dtype)
+        rows_at = rows_ptr + row.to(tl.int64)[:, None] * (parts * n) + column[None, :]
+        columns_at = columns_ptr + column.to(tl.int64)[None, :] * m + row[:, None]
+        if EVEN:
+            tl.store(rows_at, by_row)
+            tl.store(columns_at, by_column)
+        else:
+            mask = (row < m)[:, None] & (col < n)[None, :]
+            tl.store(rows_at, by_row, mask=mask)
+            tl.store(columns_at, by_column, mask=mask)
 
 
 _finds, _casts = Launches(_find_kernel), Launches(_cast_kernel)

@@ -2,8 +2,8 @@
 
 Usage on a GPU: python scripts/bench/optimizer_steps.py [--size 1b] [--out docs/benchmarks/optimizer_steps.json]
 `--adamw` measures AdamW's step alone, a quarter of a minute: our kernel beside torch's fused one, over weights of every
-kind, in device time and bytes a second, beside a copy of memory; `--sweep` also sizes of its blocks. The rest of what
---out holds is kept.
+kind, rounded to nearest, from masters or at random, in device time, bytes a second and as a share of a copy of memory,
+with the peak of memory; `--sweep` also sizes of its blocks. The rest of what --out holds is kept.
 `--size tiny --repeats 2` shows on a CPU that the script works.
 """
 
@@ -35,6 +35,7 @@ from caramba.runtime import release_memory, synchronize
 SIZES = {"tiny": (64, 2, 32, 128, 128), "1b": (2048, 16, 512, 8192, 128256)}
 MADE_BY = "python scripts/bench/optimizer_steps.py"
 BFLOAT16 = {"dtype": "bfloat16", "use_amp": False}
+AT_RANDOM = "bfloat16 weights, rounded at random"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "sgd": {"optimizer": "sgd"},
@@ -115,29 +116,47 @@ def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> li
     rows: list[dict[str, Any]] = []
 
     def add(name: str, call: Callable[[], Any], moved: int) -> None:
+        call()  # makes states, of which none is needed for less than a step
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         ms = device_ms(call, device, repeats)
         found = {"name": name, "device_ms": ms, "host_ms": host_ms(call, device, repeats), "bytes": moved}
-        rows.append(found | {"bytes_per_s": moved / ms * 1e3})
-        print(f"{name}: {ms:.2f} ms, {moved / ms / 1e9:.2f} TB/s, host {found['host_ms']:.2f} ms", flush=True)
+        found["bytes_per_s"] = moved / ms * 1e3
+        found["share_of_copy"] = found["bytes_per_s"] / (rows[0] if rows else found)["bytes_per_s"]
+        found["peak_bytes"] = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        rows.append(found)
+        print(
+            f"{name}: {ms:.2f} ms, {moved / ms / 1e9:.2f} TB/s, {found['share_of_copy']:.0%} of a copy, host "
+            f"{found['host_ms']:.2f} ms"
+            + ("" if device.type != "cuda" else f", peak {found['peak_bytes'] / 1e9:.1f} GB"),
+            flush=True,
+        )
 
     for kind, dtype, has_masters in (
         ("float32 weights", torch.float32, False),
         ("bfloat16 weights", torch.bfloat16, False),
         ("bfloat16 weights, masters", torch.bfloat16, True),
+        (AT_RANDOM, torch.bfloat16, False),
     ):
         weights = [weight for _, weight in parameters_of(size, device, dtype)]
         named = [(f"topology.{place}", weight) for place, weight in enumerate(weights)]
         elements = sum(weight.numel() for weight in weights)
         # A step reads weight, moments and gradient, and writes all but the gradient; with masters the weight too.
-        moved = elements * (28 if has_masters else 7 * dtype.itemsize)
+        moved = elements * (28 if has_masters else 22 if kind == AT_RANDOM else 7 * dtype.itemsize)
         if not rows:
             source, target = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
             add("copy", lambda a=target, b=source: a.copy_(b), moved // 2 * 2)
             del source, target
-        if has_masters:
-            wide = WideWeights(named, lambda copies: AdamW([p for _, p in copies], lr=1e-4), keeps=True)
+        if has_masters or kind == AT_RANDOM:
+            wide = WideWeights(
+                named, lambda copies: AdamW([p for _, p in copies], lr=1e-4), keeps=has_masters
+            )
             add(f"{kind}, ours", wide.step, moved)
             del wide
+        if kind == AT_RANDOM:  # which torch has nothing for
+            del weights, named
+            break
+        if has_masters:
             theirs: Any = Masters(weights, 1e-4)
         else:
             ours = AdamW(weights, lr=1e-4)

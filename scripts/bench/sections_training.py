@@ -150,21 +150,23 @@ def ladder(data: dict[str, Any]) -> list[str]:
         f"`{data['command']}`",
         *_plot(data, "Speed and memory row by row"),
         "",
-        "| row | batch | tokens/s | speed-up | MFU | peak, GB | of row 0 | loss change | largest | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| row | batch | tokens/s | speed-up | MFU | peak, GB | of row 0 | loss change | noise | largest | tokens/s | "
+        "ended by |",
+        f"|{12 * '---|'}",
     ]
     for row in data["rows"]:
         if row["skipped"] is not None:
-            lines.append(f"| {row['what']} | {row['skipped']} | | | | | | | | |")
+            lines.append(f"| {row['what']} | {row['skipped']} |{10 * ' |'}")
             continue
         times = f" x {row['accumulation']}" if row["accumulation"] > 1 else ""
         mfu = f"{row['mfu']:.1%}" if row.get("mfu") else ""
         delta = "" if row.get("val_loss_delta") is None else f"{row['val_loss_delta']:+.4f}"
+        noise = "" if row.get("loss_noise") is None else f"{row['loss_noise']:.4f}"
         most = f"{row['largest_tok_s']:,.0f}" if row.get("largest_tok_s") else ""
         lines.append(
             f"| {row['what']} | {row['batch_size']}{times} | {row['tok_s']:,.0f} | {row['speed_up']:.2f}x | {mfu} | "
-            f"{row['peak_bytes'] / 1e9:.1f} | {row['memory_ratio']:.2f} | {delta} | {row.get('largest_batch', '')} | "
-            f"{most} |"
+            f"{row['peak_bytes'] / 1e9:.1f} | {row['memory_ratio']:.2f} | {delta} | {noise} | "
+            f"{row.get('largest_batch', '')} | {most} | {row.get('largest_ended') or ''} |"
         )
     return lines + _held(data["musts"])
 

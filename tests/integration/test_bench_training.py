@@ -106,17 +106,33 @@ def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pyt
         "batch: auto over the best of 1 by hand": (pytest.approx(0.96), True),
         "out of memory in 20 runs": (1, False),
     }
-    figures = {"skipped": None, "val_loss": 1.0}
+    figures = {"skipped": None, "val_loss": 1.0, "peak_bytes": 1}
     rows = [
-        {"row": "baseline", **figures, "speed_up": 1.0, "memory_ratio": 1.0, "val_loss_delta": 0.0},
-        {"row": "compile", **figures, "speed_up": 9.0, "memory_ratio": 0.4, "val_loss_delta": -0.02},
-        {"row": "full", **figures, "speed_up": 7.0, "memory_ratio": 0.2, "val_loss_delta": 0.0},
-        {"row": "without_compile", "skipped": None, "speed_up": 3.0, "memory_ratio": 0.5},
+        {
+            "row": "baseline",
+            **figures,
+            "tok_s": 1.0,
+            "speed_up": 1.0,
+            "memory_ratio": 1.0,
+            "val_loss_delta": 0.0,
+        },
+        {
+            "row": "compile",
+            **figures,
+            "tok_s": 9.0,
+            "speed_up": 9.0,
+            "memory_ratio": 0.4,
+            "val_loss_delta": -0.02,
+        },
+        {"row": "fp8", **figures, "tok_s": 8.0, "speed_up": 8.0, "memory_ratio": 0.3, "val_loss_delta": 0.0},
+        {"row": "full", **figures, "tok_s": 9.5, "speed_up": 9.5, "memory_ratio": 0.2, "val_loss_delta": 0.0},
+        {"row": "twin_1", **figures, "tok_s": 9.9, "speed_up": 9.9, "loss_noise": 0.015, "loss_runs": 2},
+        {"row": "without_compile", **figures, "tok_s": 3.0, "speed_up": 3.0, "memory_ratio": 0.5},
     ]
-    assert [(must["row"], must["is_met"]) for must in ladder.musts_of(rows)] == [
-        ("compile", True),
-        ("compile", False),
-        ("compile", False),
+    assert [(must["row"], must["what"], must["is_met"]) for must in ladder.musts_of(rows)] == [
+        ("compile", "speed over row 0", True),
+        ("compile", "memory of row 0's", False),
+        ("compile", "change of held-out loss (noise 0.0150 of 2 runs)", False),
     ]
     assert ladder.musts_of(rows[:1]) == []
 

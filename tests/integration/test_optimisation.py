@@ -71,7 +71,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float16, adamw": {"dtype": "float16", "ema_decay": 0.9},
     "bfloat16 weights": BFLOAT16,
     "bfloat16 weights, masters": {**BFLOAT16, "master_weights": True},
-    "bfloat16 weights, rounded at random": {**BFLOAT16, "stochastic_rounding": True, "optimizer": "muon"},
+    "bfloat16 weights, rounded at random": {**BFLOAT16, "stochastic_rounding": True},
+    "bfloat16 weights, muon, rounded at random": {
+        **BFLOAT16,
+        "stochastic_rounding": True,
+        "optimizer": "muon",
+    },
 }
 
 

@@ -32,11 +32,18 @@ from caramba.experiment.ledger import Ledger
 from caramba.launch.freeze import freeze
 from caramba.model import Model, build_model, load_pretrained, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
-from caramba.optim import clip_gradients, local
+from caramba.optim import build_optimizer, clip_gradients, local
 from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages
 from caramba.parallel.stages import TIED
 from caramba.runs import mint
-from caramba.runtime import data_share, gather_on_main, get_rank, is_main_process, join_ranks
+from caramba.runtime import (
+    data_share,
+    gather_on_main,
+    get_rank,
+    is_main_process,
+    join_ranks,
+    seed_process,
+)
 from caramba.train import has_saved_state, state_path
 from tests.integration.commands import SMALL, SMALL_TEACHER
 
@@ -163,6 +170,25 @@ def check_sharded_models(folder: Path) -> None:
         optimizer.zero_grad()
         labels = {"spec": spec_of(spec).model_dump_json()}
         save_sharded_state(folder, shell, optimizer, {"global_step": 5}, step=5, labels=labels)
+        check_rounded_alike()
+
+
+def check_rounded_alike() -> None:
+    """Ranks draw other numbers, as for dropout, and yet round the weights of which each has a copy alike."""
+    for name in ("adamw", "lion"):
+        weight = torch.nn.Parameter(torch.ones(64))
+        phase = {"phase": "pretrain", "steps": 1, "optimizer": name, "lr": 1e-3, "stochastic_rounding": True}
+        settings = PhaseConfig.model_validate({**phase, "dtype": "bfloat16", "use_amp": False})
+        optimizer = build_optimizer([("topology.w", weight)], settings)
+        weight.data = weight.data.bfloat16()
+        seed_process(1, get_rank())
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        ranks = [torch.empty_like(weight) for _ in range(2)]
+        dist.all_gather(ranks, weight.detach())
+        assert len(weight.unique()) > 1, "rounded to one side and the other"
+        assert torch.equal(*ranks)
 
 
 def check_stages(is_tied: bool) -> None:

@@ -269,10 +269,14 @@ def _ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
 
 def _training_ladder(result: RunResult, metrics: dict[str, Metric]) -> list[list[Cell]]:
     """List the rows of training ladders that were measured, those at one batch with their own largest."""
-    shows = (_measured_cell, _ratio_cell, _bytes_cell, _measured_cell, _measured_cell, _measured_cell)
+    shows = (_measured_cell, _ratio_cell, _bytes_cell, *(_measured_cell,) * 4)
     return [
-        [*map(Cell, words), *(show(metrics.get(key)) for show, key in zip(shows, keys, strict=True))]
-        for words, keys in ladder_keys(result)
+        [
+            *map(Cell, words),
+            *(show(metrics.get(key)) for show, key in zip(shows, keys, strict=True)),
+            Cell(ended or NOTHING),
+        ]
+        for words, keys, ended in ladder_keys(result)
     ]
 
 

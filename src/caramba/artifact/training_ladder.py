@@ -19,22 +19,25 @@ TRAINING_HEAD = (
     "Speed-up",
     "Peak memory",
     "Loss change (nats)",
+    "Loss noise (nats)",
     "Largest",
     "Fastest",
+    "Ended by",
 )
-FIELDS = ("tok_s", "speed_up", "peak_bytes", "val_loss_delta", "largest_batch", "largest_tok_s")
-FIXED, LARGEST, LEFT_OUT = "#0072B2", "#E69F00", "#999999"
+FIELDS = ("tok_s", "speed_up", "peak_bytes", "val_loss_delta", "loss_noise", "largest_batch", "largest_tok_s")
+FIXED, LARGEST, TWIN, LEFT_OUT = "#0072B2", "#E69F00", "#009E73", "#999999"
 
 
-def ladder_keys(result: RunResult) -> list[tuple[tuple[str, str], list[str]]]:
-    """Return the words of every measured row, and the keys of its `FIELDS`."""
-    found: list[tuple[tuple[str, str], list[str]]] = []
+def ladder_keys(result: RunResult) -> list[tuple[tuple[str, str], list[str], str]]:
+    """Return the words of every measured row, the keys of its `FIELDS`, and what ended the search of a larger batch."""
+    found: list[tuple[tuple[str, str], list[str], str]] = []
     for row in measured_rows(result, KIND):
         times = f" \u00d7 {row['accumulation']}" if row["accumulation"] > 1 else ""
         given = {"row": row["row"], "batch": row["batch_size"], "accumulate": row["accumulation"]}
         given |= {"block": row["block_size"]}
         keys = [MetricKey(KIND, row["model"], field, given).format() for field in FIELDS]
-        found.append(((str(row["what"]), f"{row['batch_size']}{times}"), keys))
+        ended = str(row.get("largest_ended") or "")
+        found.append(((str(row["what"]), f"{row['batch_size']}{times}"), keys, ended))
     return found
 
 
@@ -52,7 +55,7 @@ def draw_training_ladder(result: RunResult) -> tuple[bytes | None, list[Omission
         speed.set_yticks(range(len(rows)), [_label(row) for row in rows])
         speed.invert_yaxis()
         speed.set_xlabel("tokens/s (right is faster)")
-        speed.set_title("Training ladder", loc="left")
+        speed.set_title(f"Training ladder{_noise(rows)}", loc="left")
         memory.set_xlabel("peak memory (left is less)")
         handles, labels = speed.get_legend_handles_labels()
         if len(set(labels)) > 1:
@@ -84,6 +87,8 @@ def _bars(axes: Any, rows: list[dict[str, Any]], fixed: str, largest: str, text:
 def _colour(row: dict[str, Any]) -> str:
     if row["row"] == "largest_batch":
         return LARGEST
+    if row["row"].startswith("twin_"):
+        return TWIN
     return LEFT_OUT if row["row"].startswith("without_") else FIXED
 
 
@@ -91,8 +96,19 @@ def _legend(row: dict[str, Any]) -> str:
     return {
         FIXED: "at the ladder's batch",
         LARGEST: "at the largest batch",
+        TWIN: "top again",
         LEFT_OUT: "one left out of the top",
     }[_colour(row)]
+
+
+def _noise(rows: list[dict[str, Any]]) -> str:
+    """Say how the held-out losses of the runs of the top spread, where it ran again."""
+    row = next((row for row in reversed(rows) if row.get("loss_noise") is not None), None)
+    return (
+        ""
+        if row is None
+        else f": noise of loss {row['loss_noise']:.4f} nats, {row['loss_runs']} runs of the top"
+    )
 
 
 def _label(row: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -58,7 +58,7 @@ RUNGS: dict[RowName, Rung] = {
     "fused_ce": Rung("+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}),
     "fp8": Rung("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
     "bf16_weights": Rung(
-        "+ bfloat16 weights and states, rounded at random",
+        "+ bfloat16 weights, rounded at random",
         {"dtype": "bfloat16", "use_amp": False, "stochastic_rounding": True},
         {"use_amp": True, "stochastic_rounding": False},
     ),
@@ -68,16 +68,24 @@ RUNGS: dict[RowName, Rung] = {
 }
 CHECKPOINTING = ("selective", "full")
 """Rows that give speed for memory, which pays at the largest batch if anywhere; the top of the ladder is without."""
+SAME_SPEED = 0.02
+"""Share by which the speeds of two rows have to differ to be told apart: medians of a row's steps repeat that well."""
 
 
 class LadderConfig(Config):
     """Training speed, peak memory and held-out loss as each means is added to float32 eager training: see `rows`.
 
     Every row trains the model from the same fresh weights on the same `loss_steps` steps, and is timed over
-    `timed_steps` of them after `warmup_steps`. `largest` also finds each row's largest batch and its speed there, with
-    up to `most_batch` sequences and `largest_seconds` for all rows. `leave_one_out` takes each row alone out of the
-    ladder's top. `bf16_weights` is a row that has to be asked for. What a device cannot do is a row with the reason,
-    and the next row does without it. A row that runs out of memory takes half as many sequences twice.
+    `timed_steps` of them after `warmup_steps`. The rate rises over `lr_warmup_ratio` of the steps and falls to zero as
+    `scheduler` says, and gradients are clipped at the norm of any phase: a constant rate leaves a run wherever its last
+    steps have thrown it, which after few steps of few tokens differs by more than any row changes.
+    The ladder's top is its fastest row that keeps all activations (`top_of`). `twins` trains it again so many times
+    with every first weight moved by one unit in the last place, and other draws of stochastic rounding: how the losses
+    of these runs spread is `loss_noise`, which a row's change of held-out loss is to be read against. `leave_one_out`
+    takes each means alone out of the top. `largest` finds each row's largest batch and its speed there, with up to
+    `most_batch` sequences and `largest_seconds` for all rows. `bf16_weights` is a row that has to be asked for. What a
+    device cannot do is a row with the reason, and the next row does without it. A row that runs out of memory takes
+    half as many sequences twice.
     """
 
     type: Literal["ladder"]
@@ -91,7 +99,10 @@ class LadderConfig(Config):
     warmup_steps: Positive = 20
     timed_steps: Positive = 50
     loss_steps: Positive = 200
+    scheduler: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    lr_warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1
     val_windows: Positive = 64
+    twins: Annotated[int, Field(ge=0, le=16)] = 2
     float8_min_width: Positive = 1024
     leave_one_out: bool = True
     largest: bool = True
@@ -133,3 +144,22 @@ def row_keys(names: Iterable[RowName]) -> dict[str, Any]:
 def without(names: Iterable[RowName], left_out: RowName) -> dict[str, Any]:
     """Return the phase's keys with these rows' means on but one."""
     return row_keys(names) | RUNGS[left_out].undone
+
+
+def fastest(
+    rows: Iterable[Mapping[str, Any]], speed: str = "tok_s", memory: str = "peak_bytes"
+) -> Mapping[str, Any] | None:
+    """Return the fastest of measured rows, None of none; of those within `SAME_SPEED` of it the one of least memory."""
+    known = [row for row in rows if row.get(speed) is not None]
+    best = max((row[speed] for row in known), default=0.0)
+    near = [row for row in known if row[speed] >= (1.0 - SAME_SPEED) * best]
+    return min(near, key=lambda row: row[memory], default=None)
+
+
+def top_of(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Return the ladder's top: of its own rows that keep all activations, the `fastest` at the ladder's batch.
+
+    A means that costs more than it gives is thus not in the top, unless a later row makes up for it.
+    """
+    apart = {*CHECKPOINTING, "largest_batch"}
+    return fastest(row for row in rows if row["row"] in RUNGS and row["row"] not in apart)

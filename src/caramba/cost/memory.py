@@ -6,7 +6,8 @@ Gradients: as many bytes as the weights, for the parameters that train.
 Optimiser: states of the parameters that train, in the dtype of the weights: two for AdamW, one for SGD with
     momentum, Lion and Muon, and none counted for Adafactor, whose factored moments are a row and a column per
     matrix. They are fp32 beside bfloat16 weights that are rounded from fp32 (another 4 bytes for masters) or at
-    random; the fp32 copies of one step, while no activation is held, are not counted. None on the device with
+    random: with AdamW 12 bytes a parameter in all, for its step copies nothing. The fp32 copies of some weights and
+    gradients in a step of the others, while no activation is held, are not counted. None on the device with
     optimizer_offload.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and

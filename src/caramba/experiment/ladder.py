@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from caramba import kernels
 from caramba.config.benchmark import BenchmarkConfig
-from caramba.config.ladder import CHECKPOINTING, RUNGS, LadderConfig, RowName, row_keys, without
+from caramba.config.ladder import RUNGS, LadderConfig, RowName, fastest, row_keys, top_of, without
 from caramba.console import logger
 from caramba.errors import ConfigError, KernelUnavailable, OutOfMemory
+from caramba.experiment.ladder_largest import find_largest, largest_row
 from caramba.experiment.ladder_steps import Steps, Taken, spread, take_steps
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.session import Session
 from caramba.model import Model, build_model
 from caramba.ops.backend import REFERENCE
-from caramba.planning import Budget, Candidate, Trial, largest_batch
 from caramba.result import BenchmarkResult, Metric, PhaseResult
-from caramba.runtime import free_bytes, release_memory
+from caramba.runtime import release_memory
 
 UNITS = {
     "step_ms": "ms",
@@ -31,12 +32,14 @@ UNITS = {
     "memory_ratio": "ratio",
     "val_loss": "nats/token",
     "val_loss_delta": "nats/token",
+    "loss_noise": "nats/token",
     "largest_batch": "sequences",
     "largest_tok_s": "tokens/s",
     "largest_speed_up": "ratio",
     "largest_peak_bytes": "bytes",
 }
-LEFT_OUT = "without_"
+REPEATS = {"step_ms": "timed_steps", "tok_s": "timed_steps", "loss_noise": "loss_runs"}
+LEFT_OUT, TWIN = "without_", "twin_"
 Row = dict[str, Any]
 
 
@@ -67,11 +70,15 @@ class Ladder:
             self._stage(name, functools.partial(self._row, name))
             if self.rows and self.rows[-1]["row"] == name and self.rows[-1]["skipped"] is None:
                 self.on.append(name)
-        top: list[RowName] = [name for name in self.on if name not in CHECKPOINTING]
-        if self.config.leave_one_out:
-            for name in top:
-                if name != "baseline":
-                    self._stage(LEFT_OUT + name, functools.partial(self._left_out, top, name))
+        top = top_of(self.rows)
+        if top is None:
+            return
+        names = self.on[: self.on.index(top["row"]) + 1]
+        for twin in range(1, self.config.twins + 1):
+            self._stage(f"{TWIN}{twin}", functools.partial(self._twin, names, twin))
+        for name in names if self.config.leave_one_out else ():
+            if name != "baseline":
+                self._stage(LEFT_OUT + name, functools.partial(self._left_out, names, name))
 
     def _stage(self, row: str, measure: Any) -> None:
         """Put the row that `measure` returns on record as a stage, or take it from there."""
@@ -101,6 +108,9 @@ class Ladder:
         _record(self.session, dataclasses.replace(result, seconds=time.perf_counter() - began))
 
     def _words(self, row: str) -> Row:
+        if row.startswith(TWIN):
+            what = f"top again, weights moved by one ulp ({row.removeprefix(TWIN)})"
+            return {"model": self.model, "row": row, "what": what, "skipped": None}
         left_out = row.removeprefix(LEFT_OUT)
         what = RUNGS[left_out].what  # type: ignore[index]
         if left_out != row:
@@ -122,10 +132,20 @@ class Ladder:
                 found["largest_skipped"] = str(error)
         return found
 
+    def _twin(self, top: list[RowName], twin: int) -> Row:
+        """Train the top again from weights moved by one unit in the last place: what rounding does to its loss."""
+        steps = self._steps(top, row_keys(top), self.config.loss_steps)
+        words = self._words(f"{TWIN}{twin}") | {"of_row": top[-1]}
+        found = words | self._measured(dataclasses.replace(steps, twin=twin), self.fresh())[0]
+        alike = [row for row in self.rows if row["row"] == top[-1] or row.get("of_row") == top[-1]]
+        known = (row.get("val_loss") for row in (*alike, found))
+        losses = [float(loss) for loss in known if loss is not None]
+        return found | {"loss_noise": statistics.stdev(losses), "loss_runs": len(losses)}
+
     def _left_out(self, top: list[RowName], name: RowName) -> Row:
         names: list[RowName] = [other for other in top if other != name]
         steps = self._steps(names, without(top, name), self.config.warmup_steps + self.config.timed_steps)
-        return self._words(LEFT_OUT + name) | self._measured(steps, None)[0]
+        return self._words(LEFT_OUT + name) | {"of_row": top[-1]} | self._measured(steps, None)[0]
 
     def _steps(self, names: Sequence[RowName], keys: dict[str, Any], n_steps: int) -> Steps:
         return Steps(
@@ -192,74 +212,35 @@ class Ladder:
         return next((row for row in self.rows if row["skipped"] is None), None)
 
     def _largest(self, name: RowName, steps: Steps, taken: Taken | None) -> Row:
-        """Find the largest batch of a row, one micro-batch a step, and how fast it is there.
-
-        Each row has its share of the seconds that are left. The search knows what the row's own batch took, and begins
-        where the row before ended: every batch that a compiled row tries is compiled anew.
-        """
+        """Find the largest batch of a row, for its share of the seconds that are left, and how fast it is there."""
         if self.largest_left <= 0:
             return {
                 "largest_skipped": f"largest_seconds={self.config.largest_seconds} were used up before it"
             }
         others = [row for row in self.config.rows if row != "largest_batch"]
-        budget = Budget(self.largest_left / (len(others) - others.index(name)))
-        candidate = Candidate(1, compile_model=bool(steps.keys.get("compile_model")))
-        known = None
-        if taken is not None and len(taken.seconds) > candidate.warm_up:
-            known = Trial(
-                dataclasses.replace(candidate, batch_size=steps.batch_size), taken.seconds, taken.peak_bytes
-            )
-
-        def measure(candidate: Candidate) -> Trial:
-            n_steps = candidate.warm_up + candidate.timed
-            tried = dataclasses.replace(
-                steps, batch_size=candidate.batch_size, accumulation=1, n_steps=n_steps
-            )
-            try:
-                taken = take_steps(self.session, self.config, self.spec, tried, fresh=None)
-            except OutOfMemory:
-                release_memory()
-                return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
-            return Trial(candidate, taken.seconds, taken.peak_bytes)
-
-        release_memory()
-        windows = len(self.session.windows("train", self.config.block_size))
-        best, trials = largest_batch(
-            measure,
-            candidate,
-            target_bytes=self.config.memory_utilization * free_bytes(self.session.device),
-            most=min(self.config.most_batch, windows),
-            budget=budget,
-            known=known,
+        seconds = self.largest_left / (len(others) - others.index(name))
+        found = find_largest(
+            self.session,
+            self.config,
+            self.spec,
+            steps,
+            taken=taken,
             first=self.largest_batch,
+            seconds=seconds,
         )
-        self.largest_left -= budget.spent
-        if best is None:
-            return {"largest_skipped": "not even one sequence fits", "largest_s": budget.spent}
-        self.largest_batch = best.candidate.batch_size
-        tok_s = best.samples_per_s * self.config.block_size
-        first = self.first()
-        found: Row = {
-            "largest_batch": best.candidate.batch_size,
-            "largest_tok_s": tok_s,
-            "largest_peak_bytes": best.peak_bytes,
-            "largest_trials": [trial.candidate.batch_size for trial in trials],
-            "largest_not_tried": "; ".join(budget.skipped) or None,
-            "largest_s": budget.spent,
-        }
-        if first is not None and "largest_tok_s" in first:
-            found["largest_speed_up"] = tok_s / first["largest_tok_s"]
-        return found
+        self.largest_left -= found.budget.spent
+        if found.best is not None:
+            self.largest_batch = found.best.candidate.batch_size
+        return largest_row(found, self.config.block_size, self.first())
 
     def _best_of_largest(self, name: RowName) -> Row:
-        """Repeat the figures of the fastest row at its largest batch."""
-        rows = [row for row in self.rows if row["skipped"] is None and "largest_tok_s" in row]
-        first = self.first()
-        if not rows or first is None:
+        """Repeat the figures of the row that is `fastest` at its largest batch."""
+        best, first = fastest(self.rows, "largest_tok_s", "largest_peak_bytes"), self.first()
+        if best is None or first is None:
             raise ConfigError("no row found a batch that fits")
-        best = max(rows, key=lambda row: row["largest_tok_s"])
         return self._words(name) | {
             "of_row": best["row"],
+            "largest_ended": best.get("largest_ended"),
             "batch_size": best["largest_batch"],
             "accumulation": 1,
             "block_size": self.config.block_size,
@@ -279,7 +260,7 @@ class Ladder:
                 f"ladder.{self.model}.{field}@{given},block={row['block_size']}",
                 float(row[field]),
                 unit,
-                row.get("timed_steps") if field in ("step_ms", "tok_s") else None,
+                row.get(REPEATS.get(field, "")),
                 None,
                 self.bench.id,
             )
@@ -297,8 +278,11 @@ class Ladder:
         ]
         if row.get("val_loss") is not None:
             words.append(f"held-out loss {row['val_loss']:.4f} ({row['val_loss_delta']:+.4f})")
+        if row.get("loss_noise") is not None:
+            words.append(f"loss noise {row['loss_noise']:.4f} of {row['loss_runs']} runs")
         if "largest_batch" in row:
-            words.append(f"{row['largest_tok_s']:,.0f} tokens/s at batch {row['largest_batch']}")
+            at = f"batch {row['largest_batch']}, ended by {row['largest_ended']}"
+            words.append(f"{row['largest_tok_s']:,.0f} tokens/s at {at}")
         logger.info(f"{stage}: {', '.join(words)}")
 
 

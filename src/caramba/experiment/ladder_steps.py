@@ -34,7 +34,10 @@ PLAIN_ATTENTION = AttentionChoice(("math",), False, "the ladder's rows before fl
 
 @dataclass(frozen=True)
 class Steps:
-    """How a row's steps are taken: the phase's keys, which surroundings are on, and how many sequences."""
+    """How a row's steps are taken: the phase's keys, which surroundings are on, and how many sequences.
+
+    `twin` is 0 but for runs that differ from a row's in rounding alone, each with a number of its own.
+    """
 
     keys: dict[str, Any]
     is_flash: bool
@@ -42,6 +45,7 @@ class Steps:
     batch_size: int
     accumulation: int
     n_steps: int
+    twin: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ def take_steps(
             "batch_size": steps.batch_size,
             "gradient_accumulation_steps": steps.accumulation,
             "block_size": config.block_size,
-            "scheduler": "constant",
+            "scheduler": config.scheduler,
+            "warmup_steps": int(config.lr_warmup_ratio * steps.n_steps),
             "lr": config.lr,
             "float8_min_width": config.float8_min_width,
             **steps.keys,
@@ -85,13 +90,15 @@ def take_steps(
     plan = session.plan(phase, "ladder", spec.embedder.d_model)
     phase = phase.model_copy(update={"lr": plan.value("lr")})
     torch.compiler.reset()
-    seed_process(session.manifest.seed, 0)
+    seed_process(session.manifest.seed, steps.twin)  # draws alone; the order of the data has its own
     meter = MemoryMeter(session.device)
     meter.start()  # which also gives back what the row before it left
     if fresh is None:
         model = build_stand_in(spec, session.device).train()
     else:
         model = copy.deepcopy(fresh).to(session.device).train()
+        if steps.twin:
+            move_by_one_ulp(model, steps.twin)
     watch = Stopwatch(session.device, steps.n_steps, 1)
     data = PhaseData(
         session.windows("train", config.block_size),
@@ -120,6 +127,16 @@ def take_steps(
         outcome.loss,
         None if fresh is None else _held_out_loss(session, config, model),
     )
+
+
+@torch.no_grad()
+def move_by_one_ulp(model: Model, seed: int) -> None:
+    """Move every weight to the next number of its type, up or down at random: a change as small as rounding is."""
+    weights = list(model.parameters())
+    draws = torch.Generator(weights[0].device).manual_seed(seed)
+    for weight in weights:
+        up = torch.rand(weight.shape, generator=draws, device=weight.device) < 0.5
+        weight.copy_(torch.nextafter(weight, torch.where(up, torch.inf, -torch.inf).to(weight.dtype)))
 
 
 @contextlib.contextmanager

@@ -40,9 +40,11 @@ EXACT_STORE = '''def open_store(config, batch_size, n_heads, width, max_tokens, 
 # Kernels stay behind too: layers ask first whether there are any, and then take plain PyTorch.
 ASKED = {"has_kernel": "op, x", "is_fused": "op, x", "fused_decode_available": "cache, device"}
 NEVER_CALLED = (
+    "absorbed_queries",
     "cos_sin",
     "dba_append",
     "dba_decode",
+    "head_values",
     "latent_queries",
     "layer_norm",
     "rms_norm",

@@ -16,6 +16,7 @@ from caramba.cache import Context, StepContext
 from caramba.config.generate import GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
+from caramba.kernels import overlapped
 from caramba.layer import AttentionLayer
 from caramba.layer.few_rows import are_plain
 from caramba.model import Model
@@ -79,6 +80,7 @@ class DeviceSteps:
         self.run: NextLogits = next_logits
         if is_compiled:
             self.run = compiled_logits(host.model, self.step.held.shape[0], *form_of(host.model, host.ctx))
+            find_angles(host.model, self.step)
             for buffer in (one for cache in host.ctx.caches for one in cache.memory):
                 torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
         self.captures = 0
@@ -130,6 +132,13 @@ class DeviceSteps:
 def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
     """Run one token per sequence and return the logits of the next. Shape: token [B] int64 to [B, V]."""
     return model.logits(model.hidden(token[:, None], step)[:, -1])
+
+
+def find_angles(model: Model, step: StepContext) -> None:
+    """Let compiled steps make the angles of all layers at once, where kernels read them from memory: where a compiler
+    fuses rotations each layer's are a part of them."""
+    if has_kernel("absorbed_queries", model.embedder.token.weight):
+        step.apart = model.ropes_apart()
 
 
 _compiled: WeakKeyDictionary[Model, dict[tuple[object, ...], NextLogits]] = WeakKeyDictionary()
@@ -198,13 +207,14 @@ def captured(
     fixed = given.clone()
     side = torch.cuda.Stream(given.device)
     side.wait_stream(torch.cuda.current_stream(given.device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            trial(fixed)
-    torch.cuda.current_stream(given.device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device_of(given), torch.cuda.graph(graph, pool=pool):
-        out = run(fixed)
+    with overlapped():
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                trial(fixed)
+        torch.cuda.current_stream(given.device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device_of(given), torch.cuda.graph(graph, pool=pool):
+            out = run(fixed)
     return graph, fixed, out
 
 

@@ -9,11 +9,18 @@ from typing import Any
 
 import torch
 
-from caramba.cache import Context
+from caramba.cache import TAIL_TOKENS, Context
 from caramba.config.cache_policy import step_capacity
 from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
-from caramba.infer.device_steps import DecodeForm, DeviceSteps, HostSteps, Steps, choose_steps
+from caramba.infer.device_steps import (
+    DecodeForm,
+    DeviceSteps,
+    HostSteps,
+    Steps,
+    choose_steps,
+    step_refusal,
+)
 from caramba.infer.row import Row
 from caramba.infer.step import StepState
 from caramba.model import Model
@@ -62,16 +69,17 @@ class StepPool:
     ) -> Prepared:
         """Return what a generation of `n_tokens` a row, prompt and new text, runs on; `limit` is the most there is."""
         device = model.embedder.token.weight.device
-        if (
-            not config.compiled
-            or kind not in EXACT_KINDS
-            or (config.compiled == "graph" and device.type != "cuda")
-        ):
+        is_quantised = kind not in EXACT_KINDS
+        # A quantised cache of so few tokens stays in 16 bits, in a bucket it would not.
+        is_short = is_quantised and n_tokens <= 2 * TAIL_TOKENS
+        if not config.compiled or is_short or (config.compiled == "graph" and device.type != "cuda"):
             return _made(model, rows, config, kind, n_tokens, 0)
         capacity = step_capacity(n_tokens, limit)
         key = (identity_of(model), len(rows), capacity, kind, *(getattr(config, name) for name in BAKED))
         found = self._kept.pop(key, None)
         if found is None:
+            if is_quantised and not _takes_steps(model, kind):
+                return _made(model, rows, config, kind, n_tokens, 0)
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
             found = _made(model, rows, config, kind, capacity, capacity)
@@ -83,6 +91,11 @@ class StepPool:
             found.state.refill(rows)
         self._kept[key] = found
         return found
+
+
+def _takes_steps(model: Model, kind: KVCacheKind) -> bool:
+    """Whether steps on the device run on a cache of this format, which one of a token tells."""
+    return step_refusal(model, model.new_context(1, 1, kind, static=True)) is None
 
 
 def _made(

@@ -127,7 +127,8 @@ class AttentionLayer(nn.Module):
                 if self._is_fused(cache, q):
                     cache.write(streams)
                     stored = StoredKeys(cache.stored(), *ctx.lengths(cache), cache.n_tokens)
-                    heads = self.projection.attend_stored(q, stored, self.score.window, self._null())
+                    queries = self.projection.stored_queries(q)
+                    heads = self.projection.attend_stored(queries, stored, self.score.window, self._null())
                     return heads.transpose(1, 2).flatten(2)
                 streams = cache.append(streams)
         first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
@@ -144,14 +145,14 @@ class AttentionLayer(nn.Module):
             raise ConfigError(f"decode step on the device: {reason}; decode with the context itself")
         rope = projection.rope
         key = None if rope is None else rope.key
-        if key is None and not torch.compiler.is_compiling():  # a compiler makes one kernel of them itself
+        if key is None and (ctx.apart or not torch.compiler.is_compiling()):
             key = rope
         angles = None if key is None else ctx.angles.get(key)
         if angles is None:
             angles = projection.angles(ctx.offset, x.shape[1], x.device)
             if key is not None and angles is not None:
                 ctx.angles[key] = angles
-        q, streams = projection(x, ctx.offset, angles=angles, norm=norm)
+        q, streams = projection.step(x, ctx.offset, angles, norm)
         rotated = -1 if angles is None else cache.names.index(projection.turned)
         cos, sin = (None, None) if angles is None else angles
         dba_append([streams[name] for name in cache.names], cache.allocations, ctx.places, cos, sin, rotated)

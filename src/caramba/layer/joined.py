@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -31,9 +32,11 @@ class Joined(NamedTuple):
 
 @runtime_checkable
 class Joins(Protocol):
-    """A module with linear layers of one input: `joins` names them, `joined` is set while they are joined."""
+    """A module with linear layers of one input: `joins` names them, `joined` is set while they are joined, and
+    `joins_to_train` says whether a compiled training step makes one product of them too."""
 
     joins: ClassVar[tuple[str, ...]]
+    joins_to_train: ClassVar[bool]
     joined: Joined | None
 
 
@@ -67,9 +70,10 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
 
     Their weights and biases move once into memory where they lie side by side, each parameter a part of it, so nothing
     is held twice and the parameters stay themselves: names, values, and what an optimiser changes in place. What was
-    captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Layers that are
-    not plain, or unlike each other, run as ever, and so do those of forwards that would take no joined product:
-    `is_compiled` says whether the block runs compiled ones. Where products of few rows have a kernel it reads them.
+    captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Where some
+    layers have a bias the others get zeros for one. Layers that are not plain, or unlike each other, run as ever, and
+    so do those of forwards that would take no joined product: `is_compiled` says whether the block runs compiled ones.
+    Where products of few rows have a kernel it reads them.
     """
     owners = [owner for owner in module.modules() if isinstance(owner, Joins) and owner.joined is None]
     try:
@@ -89,17 +93,34 @@ def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
         return None
     if not joins_on(first.device, is_compiled=is_compiled) and not has_kernel("row_linear", first):
         return None
-    like = (first.dtype, first.device, first.shape[1], first.requires_grad, plain[0].bias is None)
+    like = (first.dtype, first.device, first.shape[1], first.requires_grad)
     for layer in plain:
         weight = layer.weight
-        if (weight.dtype, weight.device, weight.shape[1], weight.requires_grad, layer.bias is None) != like:
+        if (weight.dtype, weight.device, weight.shape[1], weight.requires_grad) != like:
             return None
+    has_bias = any(layer.bias is not None for layer in plain)
     # What is made under inference_mode could not be trained later.
     with torch.inference_mode(False), torch.no_grad():
-        biases: list[Tensor] = [layer.bias for layer in plain if layer.bias is not None]
         weight = _side_by_side([layer.weight for layer in plain])
-        bias = _side_by_side(biases) if biases else None
+        bias = _side_by_side([_bias_of(layer) for layer in plain]) if has_bias else None
     return Joined(weight, bias, [layer.weight.shape[0] for layer in plain])
+
+
+_zeros: WeakKeyDictionary[nn.Linear, Tensor] = WeakKeyDictionary()
+
+
+def _bias_of(layer: nn.Linear) -> Tensor:
+    """Return a layer's bias; of one without any zeros that stay its own, so that they too move once."""
+    if layer.bias is not None:
+        return layer.bias
+    weight, zeros = layer.weight, _zeros.get(layer)
+    if zeros is None or (zeros.shape[0], zeros.dtype, zeros.device) != (
+        weight.shape[0],
+        weight.dtype,
+        weight.device,
+    ):
+        zeros = _zeros[layer] = weight.new_zeros(weight.shape[0])
+    return zeros
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.few_rows import has_hooks, normed
 from caramba.layer.first_tokens import FirstTokens, attend_beside
-from caramba.layer.projection import Angles, GatedProjection, angles_at, picked, read_by, split_heads
+from caramba.layer.joined import Joined, usable
+from caramba.layer.projection import Angles, GatedProjection, Queries, angles_at, picked, split_heads
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
-from caramba.ops import has_kernel, has_narrow_queries, latent_queries
+from caramba.ops import absorbed_queries, has_kernel, has_narrow_queries, head_values, latent_queries
 
 
 def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
@@ -59,8 +62,12 @@ class LatentProjection(GatedProjection):
     Reference: DeepSeek-AI, 2024, arXiv:2405.04434 (latent attention and its absorbed form).
     """
 
+    joins: ClassVar[tuple[str, ...]] = ("q", "c", "k_geo")
+    joins_to_train: ClassVar[bool] = False
+
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
+        self.joined: Joined | None = None
         heads, width, latent, geo = self.dims.n_heads, self.query_dim, self.dims.v, self.dims.rope
         self.q = nn.Linear(config.d_model, heads * width, bias=bool(config.bias))
         self.c = nn.Linear(config.d_model, latent)
@@ -103,9 +110,8 @@ class LatentProjection(GatedProjection):
         norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         asking = picked(x, rows)
-        q = split_heads(read_by(self.q, asking, norm), self.dims.n_heads)
-        c, k_geo = self._keys(x) if norm is None else (read_by(self.c, x, norm), read_by(self.k_geo, x, norm))
-        k_geo = k_geo[:, None]
+        q, c, k_geo = self._products(x, asking, norm)
+        q, k_geo = split_heads(q, self.dims.n_heads), k_geo[:, None]
         found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
         asked = None
         if found is not None:
@@ -127,14 +133,32 @@ class LatentProjection(GatedProjection):
     def _is_fused(self, q: Tensor, *, is_step: bool) -> bool:
         """Whether one kernel maps, turns, scales and joins the queries q: where gradients are wanted, as these take the
         most passes, in steps of few rows, which are bound by launches, and where nothing else weighs the two paths."""
-        is_plain = self.gate is None and self.temperature is None and self.first is None
         return (
-            is_plain
+            self._is_one_path()
             and (torch.is_grad_enabled() or is_step)
             and type(self.q_geo_map) is nn.Parameter
             and has_narrow_queries(q.dtype, self.query_dim, self.dims.rope)
             and has_kernel("latent_queries", q)
         )
+
+    def _is_one_path(self) -> bool:
+        return self.gate is None and self.temperature is None and self.first is None
+
+    def _products(
+        self, x: Tensor, asking: Tensor, norm: RMSNorm | None, *, takes_parts: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Return the queries of the tokens `asking`, and the latent c and the geometric key of x before RoPE.
+
+        `takes_parts` says that whoever reads them copies no parts of a joined product.
+        """
+        joined = self.joined if asking is x else None
+        if norm is not None:
+            if joined is not None:
+                return normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
+            return normed(self.q, asking, norm), normed(self.c, x, norm), normed(self.k_geo, x, norm)
+        if joined is not None and (takes_parts or usable(joined, x)):
+            return joined(x)
+        return self.q(asking), *self._keys(x)
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the latent c [B, T, R] and the geometric key before RoPE [B, T, Dgeo].
@@ -225,11 +249,10 @@ class LatentProjection(GatedProjection):
 
     def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the queries [q_h A_h, q_geo], [B, H, T, R + Dgeo], and the one key [c, k_geo], [B, 1, S, R + Dgeo]."""
-        q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
-        mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
+        queries = torch.cat(self.stored_queries(q), dim=-1)
         joined = streams.get("joined")
         key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
-        return torch.cat((mapped, q_geo), dim=-1), key.to(q.dtype)
+        return queries, key.to(q.dtype)
 
     def _read_first(
         self, rows: FirstTokens, q: Tensor, streams: Mapping[str, Tensor], first: Tensor | None
@@ -240,14 +263,50 @@ class LatentProjection(GatedProjection):
         q_sem = q[..., : self.query_dim]
         return q, *rows.read(q_first, q_sem, streams["k_first"], streams["v_first"], n_keys, first)
 
-    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
-        """Attend in the absorbed form."""
+    def step(
+        self, x: Tensor, offset: Tensor, angles: Angles, norm: RMSNorm | None
+    ) -> tuple[Queries, dict[str, Tensor]]:
+        if angles is None or not self._is_absorbed(x):
+            return super().step(x, offset, angles, norm)
+        q, c, k_geo = self._products(x, x, norm, takes_parts=True)
+        q = q.unflatten(-1, (self.dims.n_heads, -1))
+        q = absorbed_queries(q, self.q_sem_map, self.q_geo_map, *angles, self.scale).transpose(1, 2)
+        q_sem, q_geo = q.split((self.dims.v, self.dims.rope), dim=-1)
+        return (q_sem, q_geo), {"c": c[:, None], "k_geo": k_geo[:, None]}
+
+    def _is_absorbed(self, x: Tensor) -> bool:
+        """Whether one kernel makes the queries of a decode step out of those of the heads: it spares the products of
+        each head apart, and passes that turn, join and reorder between them."""
+        maps = (self.q_sem_map, self.q_geo_map)
+        return (
+            self._is_one_path()
+            and not torch.is_grad_enabled()
+            and not torch.is_autocast_enabled(x.device.type)
+            and not has_hooks(self)
+            and all(type(one) is nn.Parameter and one.dtype == x.dtype for one in maps)
+            and has_narrow_queries(x.dtype, self.query_dim, self.dims.rope)
+            and has_kernel("absorbed_queries", x)
+        )
+
+    def stored_queries(self, q: Tensor) -> Queries:
+        """Return the queries q_h A_h [B, H, T, R] and q_geo [B, H, T, Dgeo] of the absorbed form."""
         q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
         mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
+        return mapped, q_geo.to(mapped.dtype)
+
+    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+        """Attend in the absorbed form."""
         rows = None
         if self.null_c is not None and self.null_geo is not None:
             rows = self.null_c[None], self.null_geo[None]
-        read = keys.attend(mapped, q_geo.to(mapped.dtype), ("c", "k_geo"), window=window, null=rows)
+        read = keys.attend(*q, ("c", "k_geo"), window=window, null=rows)
+        return self._up(read)
+
+    def _up(self, read: Tensor) -> Tensor:
+        """Return what heads read of the latent as their values, [B, H, T, R] to [B, H, T, D]."""
+        is_plain = type(self.v_up) is nn.Parameter and read.dtype in HALF_PRECISION
+        if is_plain and not torch.is_grad_enabled() and has_kernel("head_values", read):
+            return head_values(read.transpose(1, 2), self.v_up).transpose(1, 2)
         return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

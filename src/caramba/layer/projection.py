@@ -22,6 +22,8 @@ from caramba.ops import StoredStream, has_kernel, rope_qkv
 from caramba.ops.widen import widened
 
 Angles = tuple[Tensor, Tensor] | None
+Queries = tuple[Tensor, Tensor]
+"""Scaled queries on both parts of the keys that are stored, [B, H, T, ·] each."""
 
 
 def split_heads(x: Tensor, n_heads: int) -> Tensor:
@@ -120,7 +122,18 @@ class Projection(nn.Module):
         """Return what each head reads, [B, H, T, value_dim]; `first` and `starts` as in the score op."""
         return score(q, *self.keys_values(streams), null, first, starts)
 
-    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+    def step(
+        self, x: Tensor, offset: Tensor, angles: Angles, norm: RMSNorm | None
+    ) -> tuple[Queries, dict[str, Tensor]]:
+        """Return `stored_queries` and streams of a decode step's tokens; arguments are those of `forward`."""
+        q, streams = self(x, offset, angles=angles, norm=norm)
+        return self.stored_queries(q), streams
+
+    def stored_queries(self, q: Tensor) -> Queries:
+        """Return the queries that `forward` gives as `attend_stored` takes them."""
+        raise NotImplementedError
+
+    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
         """Return what each head reads, [B, H, T, value_dim], from the tokens in the format that they are stored in."""
         raise NotImplementedError
 
@@ -147,6 +160,7 @@ class StandardProjection(Projection):
 
     turned = "k"
     joins: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    joins_to_train: ClassVar[bool] = True
 
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
@@ -237,10 +251,17 @@ class StandardProjection(Projection):
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return streams["k"], streams["v"]
 
-    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
-        # The kernel reads keys in two parts, padded to powers of two: the first is the largest that leaves a rest.
+    def _key_parts(self) -> tuple[int, int]:
+        """Return the widths in which the kernel reads keys, padded to powers of two: the first is the largest that
+        leaves a rest."""
         sem = 1 << max((self.dims.qk - 1).bit_length() - 1, 0)
-        widths = (sem, self.dims.qk - sem)
+        return sem, self.dims.qk - sem
+
+    def stored_queries(self, q: Tensor) -> Queries:
+        return _parts(q, self._key_parts())
+
+    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+        widths = self._key_parts()
         k = keys.streams["k"]
         parts = (StoredStream(k.kind, part) for part in k.values.split(widths, dim=-1))
         halves = dict(zip(("k_sem", "k_geo"), parts, strict=True))
@@ -372,21 +393,28 @@ class DecoupledProjection(GatedProjection):
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return torch.cat((streams["k_sem"], streams["k_geo"]), dim=-1), streams["v"]
 
-    def attend_stored(self, q: Tensor, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+    def stored_queries(self, q: Tensor) -> Queries:
+        return _parts(q, (self.dims.qk - self.dims.rope, self.dims.rope))
+
+    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
         widths = (self.dims.qk - self.dims.rope, self.dims.rope)
         return _attend_per_head(q, keys, widths, self.dims.n_kv_heads, window, null)
 
 
+def _parts(q: Tensor, widths: tuple[int, int]) -> Queries:
+    q_sem, q_geo = q.split(widths, dim=-1)
+    return q_sem, q_geo
+
+
 def _attend_per_head(
-    q: Tensor, keys: StoredKeys, widths: tuple[int, int], kv_heads: int, window: int | None, null: Null
+    q: Queries, keys: StoredKeys, widths: tuple[int, int], kv_heads: int, window: int | None, null: Null
 ) -> Tensor:
     """Attend to keys in two parts of these widths and to values, per key/value head."""
     rows = None
     if null is not None:
         k, v = (row.view(kv_heads, -1) for row in null)
         rows = (*k.split(widths, dim=-1), v)
-    q_sem, q_geo = q.split(widths, dim=-1)
-    return keys.attend(q_sem, q_geo, ("k_sem", "k_geo", "v"), window=window, null=rows)
+    return keys.attend(*q, ("k_sem", "k_geo", "v"), window=window, null=rows)
 
 
 def _head_norm(config: AttentionLayerConfig, width: int) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -257,31 +257,32 @@ class RotaryEmbedding(nn.Module):
         return f"{groups} x {pairs} frequencies"
 
 
-def angles_of(
-    ropes: Sequence[RotaryEmbedding], offset: Tensor
-) -> dict[RotaryEmbedding, tuple[Tensor, Tensor]]:
-    """Return cos and sin of all whose frequencies are of one shape and parts of the weights, each as `forward` has it.
+def are_alike(ropes: Sequence[RotaryEmbedding]) -> bool:
+    """Whether `angles_of` takes them: frequencies of one shape that are parts of the weights, and no `forward` of their
+    own: a rank's share of the heads has the angles of these alone."""
+    kinds = {(rope.inv_freq.shape, rope.attention_factor, rope.key, rope.dynamic is None) for rope in ropes}
+    return (
+        len(kinds) == 1
+        and ropes[0].key is None
+        and ropes[0].dynamic is None
+        and all(type(rope) is RotaryEmbedding for rope in ropes)
+    )
 
-    A captured step launches a few kernels for each layer's angles otherwise. Empty where they differ in kind, or have
-    a `forward` of their own: a rank's share of the heads has the angles of these alone.
+
+def angles_of(ropes: Sequence[RotaryEmbedding], offset: Tensor) -> dict[Hashable, tuple[Tensor, Tensor]]:
+    """Return cos and sin of embeddings that `are_alike`, each as `forward` has it.
+
+    A step on the device launches kernels for each layer's angles otherwise.
 
     Shape: offset [B, T] to [B, G, T, D/2] each.
     """
-    if (
-        len({(rope.inv_freq.shape, rope.attention_factor, rope.key, rope.dynamic is None) for rope in ropes})
-        != 1
-    ):
-        return {}
-    if ropes[0].key is not None or ropes[0].dynamic is not None:
-        return {}
-    if any(type(rope) is not RotaryEmbedding for rope in ropes):
-        return {}
     frequencies = torch.stack([rope.inv_freq.to(offset.device) for rope in ropes])
     angles = offset.to(torch.float32)[None, :, None, :, None] * frequencies[:, None, :, None, :]
-    cos, sin = angles.cos(), angles.sin()
+    # Every part of what a compiler fuses would be a kernel of its own.
+    cos, sin = cos_sin(angles) if torch.compiler.is_compiling() else (angles.cos(), angles.sin())
     if (factor := ropes[0].attention_factor) != 1.0:
         cos, sin = cos * factor, sin * factor
-    return dict(zip(ropes, zip(cos.unbind(), sin.unbind(), strict=True), strict=True))
+    return {rope: (cos[index], sin[index]) for index, rope in enumerate(ropes)}
 
 
 def _reaching(

@@ -28,6 +28,7 @@ class SwiGLULayer(nn.Module):
 
     residual_outputs: ClassVar[tuple[str, ...]] = ("down",)
     joins: ClassVar[tuple[str, ...]] = ("gate", "up")
+    joins_to_train: ClassVar[bool] = True
 
     def __init__(self, config: SwiGLULayerConfig) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents
-from caramba.layer.rope import RotaryEmbedding, angles_of, share_tables
+from caramba.layer.rope import RotaryEmbedding, angles_of, are_alike, share_tables
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
 from caramba.topology.base import attention_applications
@@ -80,19 +80,21 @@ class Model(nn.Module):
             return self.topology(self.embedder(tokens))
         ctx.begin()
         offset = ctx.offset if isinstance(ctx, StepContext) else ctx.position
-        if isinstance(ctx, StepContext) and not torch.compiler.is_compiling():
-            if ctx.apart is None:  # a walk over the modules, too long for every step
-                ctx.apart = self._ropes_apart()
+        if isinstance(ctx, StepContext):
+            if ctx.apart is None and not torch.compiler.is_compiling():
+                ctx.apart = self.ropes_apart()  # a walk over the modules, too long for every step
             if ctx.apart:
-                ctx.angles |= angles_of(ctx.apart, ctx.offset)
+                ctx.angles.update(angles_of(ctx.apart, ctx.offset))
         hidden = self.topology(self.embedder(tokens, offset), ctx)
         ctx.commit(tokens.shape[1])
         return hidden
 
-    def _ropes_apart(self) -> list[RotaryEmbedding]:
-        """Return those whose frequencies are parts of the weights: others read a table that layers share."""
+    def ropes_apart(self) -> list[RotaryEmbedding]:
+        """Return those whose frequencies are parts of the weights, none where they differ in kind: others read a table
+        that layers share."""
         ropes = (layer.projection.rope for _, layer in self.attention_layers())
-        return [rope for rope in ropes if rope is not None and rope.key is None and rope.dynamic is None]
+        apart = [rope for rope in ropes if rope is not None and rope.key is None and rope.dynamic is None]
+        return apart if are_alike(apart) else []
 
     def _share_angles(self, tokens: Tensor) -> None:
         """Compute the angles of a forward once for all layers, outside of what is compiled."""

@@ -1,5 +1,6 @@
 """Op contracts under `torch.ops.caramba`: schema, reference, fake and a public function each, one file per op."""
 
+from caramba.ops.absorbed_queries import absorbed_queries
 from caramba.ops.adamw import adamw_step
 from caramba.ops.backend import (
     METAL_AVAILABLE,
@@ -20,6 +21,7 @@ from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
+from caramba.ops.head_values import head_values
 from caramba.ops.latent_queries import has_narrow_queries, latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
 from caramba.ops.likeliest import likeliest
@@ -31,6 +33,7 @@ from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
 from caramba.ops.rope import rope
 from caramba.ops.rope_qkv import rope_qkv
+from caramba.ops.round_at_random import round_at_random
 from caramba.ops.row_linear import row_linear, rows_fit, weight_fits
 from caramba.ops.scale import scale_
 from caramba.ops.swiglu import swiglu
@@ -42,6 +45,7 @@ __all__ = [
     "TRITON_AVAILABLE",
     "StoredFormat",
     "StoredStream",
+    "absorbed_queries",
     "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
@@ -58,6 +62,7 @@ __all__ = [
     "hadamard",
     "has_kernel",
     "has_narrow_queries",
+    "head_values",
     "implementation",
     "is_fused",
     "kernel_takes",
@@ -72,6 +77,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_qkv",
+    "round_at_random",
     "row_linear",
     "rows_fit",
     "scale_",

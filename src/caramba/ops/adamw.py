@@ -1,4 +1,5 @@
-"""The op `caramba::adamw_step`: AdamW's update of many tensors, in place, and of the 16-bit weights below them."""
+"""The op `caramba::adamw_step`: AdamW's update of many tensors, in place, of the 16-bit weights below them, or with
+bfloat16 rounded at random."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
+from caramba.ops.round_at_random import check_seed, chunks, noise_in_turn, rounded
 from caramba.ops.widen import widened
 
 NAMES = ("parameter", "first moment", "second moment", "gradient", "weight")
@@ -19,7 +21,7 @@ torch.library.define(
     "caramba::adamw_step",
     "(Tensor(a!)[] parameters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor[] grads,"
     " Tensor(e!)[] weights, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
-    " Tensor? rate, Tensor? clip, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    " Tensor? rate, Tensor? clip, Tensor? grad_scale, Tensor? found_inf, Tensor? seed, int first) -> ()",
 )
 
 
@@ -40,6 +42,8 @@ def adamw_step(
     clip: Tensor | None = None,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    seed: Tensor | None = None,
+    first: int = 0,
 ) -> None:
     """Update parameters and moments in place, in at least fp32, each rounded to its own dtype once:
 
@@ -47,16 +51,19 @@ def adamw_step(
         w <- (1 - lr weight_decay) w - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
     `maximize` turns the gradient's sign. With `weights` the parameters are masters: each is rounded into its weight,
-    whose gradient it takes. Nothing is updated, nor counted, where `found_inf` is not 0. Nothing waits for the device,
-    and gradients stay as they were.
+    whose gradient it takes. With `seed` parameters are bfloat16 and rounded at random, as `round_at_random` does with
+    the same `seed` and `first`. Nothing is updated, nor counted, where `found_inf` is not 0. Nothing waits for the
+    device, and gradients stay as they were.
 
     Shape: lists of one length, `weights` of that or empty; tensor i of each has one shape, is dense, and lies on one
-    device. steps [] each, fp32; lr, clip, grad_scale and found_inf hold one fp32 where they are tensors.
+    device. steps [] each, fp32; lr, clip, grad_scale and found_inf hold one fp32 where they are tensors, seed one
+    int64.
 
     Raises:
-        ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device.
+        ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device; with
+            `seed` parameters that are not bfloat16, or weights.
 
-    Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101.
+    Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101; Zamirai et al., 2020, arXiv:2010.06192 (`seed`).
     """
     lists = [parameters, exp_avgs, exp_avg_sqs, grads, *([weights] if weights else [])]
     lengths = [len(listed) for listed in (*lists, steps)]
@@ -81,6 +88,14 @@ def adamw_step(
                 f"adamw_step: {name if isinstance(name, str) else f'step {name}'} is {tuple(x.shape)} of {x.dtype} on "
                 f"{x.device}; expected one float32 on {device}"
             )
+    if seed is not None:
+        check_seed("adamw_step", seed, device)
+        kinds = sorted({str(p.dtype) for p in parameters})
+        if weights or kinds != ["torch.bfloat16"]:
+            raise ConfigError(
+                f"adamw_step: parameters of {', '.join(kinds)} with {len(weights)} weights, and a seed; expected "
+                "bfloat16 parameters that are weights themselves, for no other is rounded at random"
+            )
     run: Any = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
     if is_wide:
         run = torch.no_grad()(reference_adamw_step)  # no kernel takes float64
@@ -99,7 +114,7 @@ def adamw_step(
             float(weight_decay),
             maximize,
         ),
-        *(rate, clip, grad_scale, found_inf),
+        *(rate, clip, grad_scale, found_inf, seed, first),
     )
 
 
@@ -134,28 +149,37 @@ def reference_adamw_step(
     clip: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    seed: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    """Compute the op in plain PyTorch."""
+    """Compute the op in plain PyTorch, so many elements at a time that a step needs little memory of its own."""
+    noise = None if seed is None else noise_in_turn(seed, first, [p.numel() for p in parameters])
     for index, (p, m, v, step, grad) in enumerate(
         zip(parameters, exp_avgs, exp_avg_sqs, steps, grads, strict=True)
     ):
-        wide, moment, square, g = widened(p), widened(m), widened(v), widened(grad)
+        dtype = torch.promote_types(p.dtype, torch.float32)
         is_taken = torch.ones_like(step, dtype=torch.bool) if found_inf is None else found_inf == 0
-        step.add_(is_taken.reshape(()))
-        t = step.to(wide.dtype)
-        r = lr if rate is None else rate.to(wide.dtype).reshape(())
-        g = -g if maximize else g
-        g = g if clip is None else g * clip.reshape(())
-        g = g if grad_scale is None else g / grad_scale.reshape(())
-        moment = moment + (g - moment) * (1 - beta1)
-        square = square + (g * g - square) * (1 - beta2)
+        is_taken = is_taken.reshape(())
+        step.add_(is_taken)
+        t = step.to(dtype)
+        r = lr if rate is None else rate.to(dtype).reshape(())
         # expm1: in float32, 1 - beta2^t has lost half of its digits at the first step.
         root = (-torch.expm1(t * log_of(beta2))).sqrt()
         size = r / -torch.expm1(t * log_of(beta1))
-        wide = wide * (1 - r * weight_decay) - size * moment / (square.sqrt() / root + eps)
-        updated = [(p, wide), (m, moment), (v, square), *([(weights[index], wide)] if weights else [])]
-        for held, value in updated:
-            held.copy_(torch.where(is_taken.reshape(()), value, held.to(value.dtype)))
+        flat = [x.view(-1) for x in (p, m, v, grad, *([weights[index]] if weights else []))]
+        for start, stop in chunks(p.numel(), p.device):
+            part = [x[start:stop] for x in flat]
+            wide, moment, square, g = (widened(x) for x in part[:4])
+            g = -g if maximize else g
+            g = g if clip is None else g * clip.reshape(())
+            g = g if grad_scale is None else g / grad_scale.reshape(())
+            moment = moment + (g - moment) * (1 - beta1)
+            square = square + (g * g - square) * (1 - beta2)
+            wide = wide * (1 - r * weight_decay) - size * moment / (square.sqrt() / root + eps)
+            wide = wide if noise is None else rounded(wide, next(noise))
+            updated = [(part[0], wide), (part[1], moment), (part[2], square), *((w, wide) for w in part[4:])]
+            for held, value in updated:
+                held.copy_(value if found_inf is None else torch.where(is_taken, value, held.to(value.dtype)))
 
 
 def log_of(beta: float) -> float:
@@ -184,5 +208,7 @@ def _(
     clip: Tensor | None,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    seed: Tensor | None,
+    first: int,
 ) -> None:
     return None

@@ -15,6 +15,7 @@ from caramba.errors import KernelUnavailable
 
 REFERENCE = "reference"
 OPS = (
+    "absorbed_queries",
     "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
@@ -25,6 +26,7 @@ OPS = (
     "float8_cast",
     "float8_swiglu",
     "float8_swiglu_backward",
+    "head_values",
     "latent_queries",
     "latent_queries_backward",
     "layer_norm",
@@ -40,6 +42,7 @@ OPS = (
     "rope",
     "rope_qkv",
     "rope_qkv_backward",
+    "round_at_random",
     "row_linear",
     "scale_",
     "swiglu",

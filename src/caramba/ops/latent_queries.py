@@ -35,7 +35,7 @@ def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: 
     Raises:
         ConfigError: shapes, dtypes or devices that do not fit, or tables that require gradients.
     """
-    _check(q, geo_map, cos, sin)
+    check_queries("latent_queries", q, geo_map, cos, sin)
     if has_kernel("latent_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):
         return reference_latent_queries(q, geo_map, cos, sin, scale)
     return torch.ops.caramba.latent_queries.default(q, geo_map, cos, sin, scale)
@@ -46,31 +46,32 @@ def has_narrow_queries(dtype: torch.dtype, head_dim: int, geo_dim: int) -> bool:
     return dtype in HALF and head_dim <= WIDEST_HEAD and 0 < geo_dim <= WIDEST_GEO
 
 
-def _check(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor) -> None:
+def check_queries(op: str, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Refuse what an op of the queries of heads does not take.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices that do not fit, or tables that require gradients.
+    """
     if q.dim() != 4 or not q.is_floating_point():
-        raise ConfigError(
-            f"latent_queries: q is {q.dtype} of shape {tuple(q.shape)}, expected floating [B, T, H, D]"
-        )
+        raise ConfigError(f"{op}: q is {q.dtype} of shape {tuple(q.shape)}, expected floating [B, T, H, D]")
     batch, n_tokens, heads, width = q.shape
     if geo_map.dim() != 3 or geo_map.shape[:2] != (heads, width) or geo_map.shape[2] % 2:
         raise ConfigError(
-            f"latent_queries: geo_map is {tuple(geo_map.shape)}, expected [{heads}, {width}, G] with even G"
+            f"{op}: geo_map is {tuple(geo_map.shape)}, expected [{heads}, {width}, G] with even G"
         )
     table = (n_tokens, geo_map.shape[2] // 2)
     if tuple(cos.shape) not in ((1, *table), (batch, 1, *table)) or sin.shape != cos.shape:
         raise ConfigError(
-            f"latent_queries: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, expected both {(1, *table)} "
+            f"{op}: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, expected both {(1, *table)} "
             f"or {(batch, 1, *table)}"
         )
     if len({x.device for x in (q, geo_map, cos, sin)}) > 1:
         raise ConfigError(
-            f"latent_queries: q is on {q.device}, geo_map on {geo_map.device}, cos on {cos.device}, sin on "
+            f"{op}: q is on {q.device}, geo_map on {geo_map.device}, cos on {cos.device}, sin on "
             f"{sin.device}; expected one device"
         )
     if cos.requires_grad or sin.requires_grad:
-        raise ConfigError(
-            "latent_queries: cos and sin require gradients, which this op does not give; detach them"
-        )
+        raise ConfigError(f"{op}: cos and sin require gradients, which this op does not give; detach them")
 
 
 def reference_latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,10 +12,12 @@ LEVELS = 2**16
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
+TILE = 2048
+"""Elements that 256 counters of `halves` serve."""
 
 
 def philox(
-    seed: int, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
+    seed: int | Tensor, counter: tuple[Tensor, Tensor, Tensor, Tensor], rounds: int = ROUNDS
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four 32-bit words for each counter of four: Philox 4x32, keyed by the seed's two halves.
 
@@ -45,6 +49,33 @@ def kept(seed: int, p: float, rows: int, width: int, device: torch.device) -> Te
     words = philox(seed, (octet, row & MASK, row >> 32, torch.zeros_like(octet)))
     halves = torch.stack([half for word in words for half in (word % LEVELS, word // LEVELS)], dim=-1)
     return (halves.flatten(-2)[:, :width] >= round(p * LEVELS)).contiguous()
+
+
+Piece = tuple[int, int, int]
+
+
+def halves(seed: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return 16 random bits, int32, for each element of pieces of tensors: (number, first element, count), the first
+    element a multiple of 2048.
+
+    One counter serves eight elements, four neighbours of each half of 2048, as a kernel's thread holds them: element
+    2048 b + i has of counter k = 256 b + (i mod 1024) div 4, as (k mod 2^32, k div 2^32, number, 0), the word i mod 4,
+    its lower half for i < 1024 and its upper one else.
+
+    Shape: seed [], int64.
+    """
+    device, tiles = seed.device, [-(-count // TILE) for _, _, count in pieces]
+    counters = [tile * TILE // 8 for tile in tiles]
+    ranges = [(start // 8, start // 8 + size) for (_, start, _), size in zip(pieces, counters, strict=True)]
+    place = torch.cat([torch.arange(*ends, device=device) for ends in ranges])
+    number = torch.cat(
+        [torch.full((size,), piece[0], device=device) for piece, size in zip(pieces, counters, strict=True)]
+    )
+    zero = torch.zeros((1,), dtype=torch.int64, device=device)
+    words = torch.stack(philox(seed, (place & MASK, place >> 32, number, zero)), dim=-1).view(-1, TILE // 2)
+    bits = torch.stack((words & (LEVELS - 1), words >> 16), dim=1).int()
+    parts = bits.split(tiles)
+    return [part.flatten()[:count] for part, (_, _, count) in zip(parts, pieces, strict=True)]
 
 
 def resolved(p: float) -> float:

@@ -10,7 +10,7 @@ from caramba.optim.muon import MuonAdamW
 from caramba.optim.nonfinite import NONFINITE, NonFiniteWatch
 from caramba.optim.schedule import learning_rate
 from caramba.optim.shards import local
-from caramba.optim.wide import WideWeights, clipping_step, round_at_random
+from caramba.optim.wide import WideWeights, clipping_step
 
 __all__ = [
     "NONFINITE",
@@ -27,5 +27,4 @@ __all__ = [
     "clipping_step",
     "learning_rate",
     "local",
-    "round_at_random",
 ]

@@ -94,6 +94,28 @@ class AdamW(torch.optim.AdamW):
             held = [weights[p] for p in stepped]
             self._step(group, stepped, [weight.grad for weight in held], held, clip)
 
+    def takes_at_random(self, weights: Masters) -> bool:
+        """Whether `step_at_random` can step these weights, by a kernel or by the op's reference."""
+        return not any(map(is_capturing, list(weights)[:1])) and all(
+            weight.dtype == torch.bfloat16 and lies_in_order(weight, grad, self.state.get(p))
+            for p, weight in weights.items()
+            if (grad := weight.grad) is not None
+        )
+
+    @torch.no_grad()
+    def step_at_random(self, weights: Masters, seed: Tensor) -> None:
+        """Update the weights, bfloat16, that the parameters stand for, and round them at random by `seed`, [] int64.
+
+        Groups and states are the parameters', whose own values are not looked at.
+        """
+        clip, self.clip = self.clip, None
+        first = 0
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if weights[p].grad is not None]
+            held = [weights[p] for p in stepped]
+            self._step(group, stepped, [weight.grad for weight in held], held, clip, seed, first)
+            first += len(stepped)
+
     def _step(
         self,
         group: dict[str, Any],
@@ -101,19 +123,27 @@ class AdamW(torch.optim.AdamW):
         grads: list[Any],
         weights: list[Any],
         clip: Tensor | None,
+        seed: Tensor | None = None,
+        first: int = 0,
     ) -> None:
+        """Step parameters, the masters of weights if there are any; with `seed` the weights instead of them."""
         by_device: dict[torch.device, list[tuple[Tensor, ...]]] = {}
         for p, grad, weight in zip(stepped, grads, weights or stepped, strict=True):
-            state = self._state_of(p)
-            row = (p, state["exp_avg"], state["exp_avg_sq"], state["step"], grad, weight)
-            if is_sharded(p):
+            target = p if seed is None else weight
+            state = self._state_of(p, target)
+            row = (target, state["exp_avg"], state["exp_avg_sq"], state["step"], grad, weight)
+            if is_sharded(target):
                 row = tuple(local(x) for x in row)
             by_device.setdefault(row[0].device, []).append(row)
         for device, rows in by_device.items():
             own = [list(column) for column in zip(*rows, strict=True)]
             own[4] = [grad if grad.is_contiguous() else grad.contiguous() for grad in own[4]]
             settings = self._values(group, device, clip)
-            adamw_step(*own[:5], weights=own[5] if weights else [], **settings)
+            if seed is None:
+                adamw_step(*own[:5], weights=own[5] if weights else [], **settings)
+            else:
+                adamw_step(*own[:5], seed=seed.to(device), first=first, **settings)
+                first += len(rows)
 
     def _values(self, group: dict[str, Any], device: torch.device, clip: Tensor | None) -> dict[str, Any]:
         """Return the step's settings of a group, tensors on the device of what is stepped."""
@@ -133,18 +163,19 @@ class AdamW(torch.optim.AdamW):
             **{name: None if value is None else on(device, value) for name, value in scales.items()},
         }
 
-    def _state_of(self, p: Tensor) -> dict[str, Tensor]:
+    def _state_of(self, p: Tensor, like: Tensor) -> dict[str, Tensor]:
+        """Return a parameter's state, in its dtype; a new one has the shape of `like`."""
         state = self.state[p]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(like, dtype=p.dtype, memory_format=torch.preserve_format)
         return state
 
     def _step_as_torch(
         self, group: dict[str, Any], stepped: list[Any], grads: list[Any], clip: Tensor | None
     ) -> None:
-        states = [self._state_of(p) for p in stepped]
+        states = [self._state_of(p, p) for p in stepped]
         if clip is not None:
             torch._foreach_mul_([local(grad) for grad in grads], clip)  # pyright: ignore[reportPrivateImportUsage]
         # Not through the class's own step, around which torch would run the hooks a second time.
@@ -169,16 +200,21 @@ class AdamW(torch.optim.AdamW):
 
 def can_step(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bool:
     """Whether `adamw_step` has a kernel for a parameter, its gradient and its state, if any, as they lie."""
+    return has_kernel("adamw_step", local(p)) and lies_in_order(p, grad, state)
+
+
+def lies_in_order(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bool:
+    """Whether a parameter, its gradient and its state, if any, lie as `adamw_step` takes them, at most 32 bits wide."""
     held = (p, state["exp_avg"], state["exp_avg_sq"]) if state else (p,)
     if type(p) not in PLAIN or type(grad) not in PLAIN:
         sharded: Any = (*held, grad)
         if not all(is_sharded(x) and x.placements == sharded[0].placements for x in sharded):
             return False
         held, grad = tuple(local(x) for x in held), local(grad)
-    if not has_kernel("adamw_step", held[0]) or grad.dtype not in NARROW_ENOUGH:
-        return False
     device = held[0].device
-    return all(x.dtype in NARROW_ENOUGH and x.device == device and x.is_contiguous() for x in held)
+    return grad.dtype in NARROW_ENOUGH and all(
+        x.dtype in NARROW_ENOUGH and x.device == device and x.is_contiguous() for x in held
+    )
 
 
 def is_capturing(p: Tensor) -> bool:

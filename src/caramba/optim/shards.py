@@ -47,3 +47,10 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the sum of every rank's values, on all ranks, in place."""
     dist.all_reduce(values)
     return values
+
+
+def of_rank_0(value: Tensor) -> Tensor:
+    """Return rank 0's value on all ranks, in place, without waiting for the device."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(value, src=0)
+    return value

@@ -1,30 +1,39 @@
-"""An optimiser over float32 copies of the weights: kept ones, here or on the host, or those of a step that are rounded
-at random."""
+"""An optimiser over float32 copies of the weights, kept here or on the host, or over bfloat16 weights that it rounds at
+random."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from caramba.ops import has_kernel
-from caramba.optim.adamw import AdamW
+from caramba.ops import has_kernel, round_at_random
+from caramba.ops.round_at_random import reference_round_at_random
+from caramba.optim.adamw import AdamW, is_capturing
 from caramba.optim.groups import Named
+from caramba.optim.shards import local, of_rank_0
 from caramba.runtime import synchronize
+
+PARTS, LEAST = 16, 2**24
+"""Weights are copied a sixteenth of them at a time, or the largest, or as many as together have so many elements."""
+Pair = tuple[nn.Parameter, nn.Parameter]
 
 
 class WideWeights(torch.optim.Optimizer):
-    """Steps float32 copies of weights with any optimiser, whose states are then float32 too.
+    """Steps weights in float32 with any optimiser, whose states are then float32 too.
 
     With `keeps` the copies (masters) stay and a weight is its master rounded to nearest, as exact as float32 weights.
-    Without, a copy is made of each weight for the step and rounded back at random, up with the probability of how far
-    up it is, so that the expected weight is exact and small updates are not lost; nothing but the states stays.
+    Without, each weight is rounded at random, up with the probability of how far up it is, so that the expected weight
+    is exact and small updates are not lost; nothing but the states stays. AdamW reads and rounds the weights
+    themselves. For other optimisers weights and gradients are copied for the step, some at a time, so that it
+    needs little memory beside the states.
 
     With `on_host` masters and states are in the host's memory, and the step is taken there: gradients go down and
-    weights come up once a step. `param_groups` are the inner optimiser's, over the copies. The randomness is torch's
-    global generator of the device, which a run seeds and saves.
+    weights come up once a step. `param_groups` are the inner optimiser's, over the copies. The randomness is one number
+    a step of torch's global generator of the device, which a run seeds and saves; ranks all take rank 0's, so that
+    copies of a model stay one.
 
     Reference: Micikevicius et al., 2018, arXiv:1710.03740 (masters); Zamirai et al., 2020, arXiv:2010.06192
     (stochastic rounding).
@@ -45,7 +54,7 @@ class WideWeights(torch.optim.Optimizer):
         super().__init__(self.inner.param_groups, {})
         self.param_groups = self.inner.param_groups
         self._masters = dict(zip(self.wide, self.weights, strict=True))
-        self._release()
+        self._release(list(zip(self.weights, self.wide, strict=True)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -54,31 +63,78 @@ class WideWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        inner = self.one_pass
-        if inner is not None and inner.takes(self._masters):
-            inner.step_masters(self._masters)  # neither gradients nor weights are copied
+        seed = None if self.keeps else self._draw()
+        if self._stepped_in_one_pass(seed):  # neither gradients nor weights are copied
             return loss
+        inner, first = self.inner, 0
+        clip = inner.clip if isinstance(inner, AdamW) else None
+        for part in self._parts():
+            if isinstance(inner, AdamW):  # which forgets it after each step
+                inner.clip = clip
+            self._step_copies(part, seed, first)
+            first += len(part)
+        if isinstance(inner, AdamW):
+            inner.clip = None
+        return loss
+
+    def _draw(self) -> Tensor:
+        """Return the seed of a step's random rounding, [] int64, without waiting for the device."""
+        return of_rank_0(torch.randint(2**63 - 1, (), device=local(self.weights[0]).device))
+
+    def _stepped_in_one_pass(self, seed: Tensor | None) -> bool:
+        inner = self.one_pass
+        if inner is None:
+            return False
+        if seed is None:
+            is_taken = inner.takes(self._masters)
+            if is_taken:
+                inner.step_masters(self._masters)
+            return is_taken
+        is_taken = inner.takes_at_random(self._masters)
+        if is_taken:
+            inner.step_at_random(self._masters, seed)
+        return is_taken
+
+    def _parts(self) -> Iterator[list[Pair]]:
+        """Yield weights that have a gradient and their copies, as many on one device as are copied at once."""
         stepped = [pair for pair in zip(self.weights, self.wide, strict=True) if pair[0].grad is not None]
-        for weight, wide in stepped:
+        sizes = [local(weight).numel() for weight, _ in stepped]
+        most = sum(sizes) if self.on_host else max([sum(sizes) // PARTS, LEAST, *sizes])
+        part: list[Pair] = []
+        held = 0
+        for pair, size in zip(stepped, sizes, strict=True):
+            if part and (held + size > most or pair[0].device != part[0][0].device):
+                yield part
+                part, held = [], 0
+            part.append(pair)
+            held += size
+        if part:
+            yield part
+
+    def _step_copies(self, part: list[Pair], seed: Tensor | None, first: int) -> None:
+        """Step weights by way of float32 copies: those that stay, or new ones that are rounded at random by `seed`."""
+        for weight, wide in part:
             if not self.keeps:
                 wide.data = weight.detach().float()
             assert weight.grad is not None
             wide.grad = weight.grad.to(wide.device, torch.float32, non_blocking=True)
-        if self.on_host and stepped:
-            synchronize(
-                stepped[0][0].device
-            )  # gradients are here, and the weights of the step before are there
-        self.inner.step()
-        for weight, wide in stepped:
-            weight.copy_(wide if self.keeps else round_at_random(wide, weight.dtype), non_blocking=True)
+        if self.on_host:  # gradients are here, and the weights of the step before are there
+            synchronize(part[0][0].device)
+        self.inner.step()  # of those that have a gradient
+        if seed is None:
+            for weight, wide in part:
+                weight.copy_(wide, non_blocking=True)
+        else:
+            round_into(part, seed, first)
+        for _, wide in part:
             wide.grad = None
-        self._release()
-        return loss
+        self._release(part)
 
     @property
     def one_pass(self) -> AdamW | None:
-        """The inner optimiser if it can step masters by their weights' gradients and round them into the weights."""
-        return self.inner if self.keeps and not self.on_host and isinstance(self.inner, AdamW) else None
+        """The inner optimiser if it can step by the weights' own gradients: masters, which it rounds into the weights,
+        or the weights, rounded at random."""
+        return self.inner if not self.on_host and isinstance(self.inner, AdamW) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the weights' gradients; those of the copies live within a step only."""
@@ -117,26 +173,25 @@ class WideWeights(torch.optim.Optimizer):
         copy = torch.empty(weight.shape, dtype=torch.float32, pin_memory=weight.is_cuda)
         return copy.copy_(weight.detach())
 
-    def _release(self) -> None:
+    def _release(self, part: list[Pair]) -> None:
         """Give the memory of copies back that are made anew at the next step."""
         if not self.keeps:
-            for wide in self.wide:
+            for _, wide in part:
                 wide.data = wide.data.new_empty(0)
 
 
-def round_at_random(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round float32 to bfloat16 so that the mean is x: away from zero with probability (|x| - |l|) / (|u| - |l|), l and
-    u the neighbours of x. What bfloat16 has, zeros and infinities too, stays.
-
-    Raises:
-        AssertionError: another pair of dtypes.
-    """
-    assert (x.dtype, dtype) == (torch.float32, torch.bfloat16)
-    # A bfloat16 is the upper half of a float32: what is added to the lower half carries over as often as it should.
-    bits = x.detach().contiguous().view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
-    rounded = (bits + noise).bitwise_and_(-(1 << 16)).view(torch.float32)
-    return torch.where(torch.isfinite(x), rounded, x).to(dtype)
+def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
+    """Round copies into their weights, bfloat16, at random by `seed`, [] int64, as tensors number `first` and on."""
+    weights, copies = ([local(x.detach()) for x in column] for column in zip(*part, strict=True))
+    outs = [w if w.is_contiguous() else w.contiguous() for w in weights]
+    xs, seed = [x.contiguous() for x in copies], seed.to(outs[0].device)
+    if is_capturing(outs[0]):
+        reference_round_at_random(xs, outs, seed, first)
+    else:
+        round_at_random(xs, outs, seed, first=first)
+    for weight, out in zip(weights, outs, strict=True):
+        if out is not weight:
+            weight.copy_(out)
 
 
 def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:

@@ -114,5 +114,7 @@ class Budget:
         return False
 
     def skip(self, what: Any, why: str) -> None:
-        """Record what was not tried to the end."""
-        self.skipped.append(f"{what}: {why}")
+        """Record what was not tried to the end, once, whoever has to do without it."""
+        line = f"{what}: {why}"
+        if line not in self.skipped:
+            self.skipped.append(line)

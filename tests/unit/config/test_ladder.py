@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from caramba.config.ladder import RUNGS, LadderConfig, row_keys, without
+from caramba.config.ladder import RUNGS, LadderConfig, fastest, row_keys, top_of, without
 from caramba.config.train import PhaseConfig
 
 ALL = [name for name in RUNGS if name != "largest_batch"]
@@ -42,3 +42,33 @@ def test_rows_keep_the_baseline_s_keys_where_it_could_not_be_measured() -> None:
 def test_what_is_no_ladder_is_refused(settings: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LadderConfig.model_validate({"type": "ladder", **settings})
+
+
+def _row(name: str, tok_s: float, peak_bytes: int, **more: float) -> dict[str, object]:
+    return {"row": name, "tok_s": tok_s, "peak_bytes": peak_bytes, **more}
+
+
+def test_the_top_is_the_fastest_row_that_keeps_activations_and_of_equally_fast_ones_the_smaller() -> None:
+    rows = [
+        _row("baseline", 10.0, 20),
+        {"row": "tf32", "skipped": "no"},
+        _row("fused_ce", 100.0, 12),
+        _row("fp8", 98.5, 11),
+        _row("bf16_weights", 97.9, 5),
+        _row("full", 120.0, 4),
+        _row("largest_batch", 150.0, 90),
+        _row("twin_1", 130.0, 11),
+        _row("without_fp8", 140.0, 11),
+    ]
+    top = top_of(rows)
+    assert top is not None
+    assert top["row"] == "fp8"  # 1.5% slower than the fastest; bf16_weights is 2.1%
+    assert top_of(rows[1:2]) is None
+    largest = [
+        _row("fp8", 1.0, 1, largest_tok_s=199.0, largest_peak_bytes=100),
+        _row("full", 1.0, 1, largest_tok_s=201.0, largest_peak_bytes=85),
+        _row("baseline", 9.0, 9),
+    ]
+    best = fastest(largest, "largest_tok_s", "largest_peak_bytes")
+    assert best is not None
+    assert best["row"] == "full"

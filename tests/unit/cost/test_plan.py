@@ -127,6 +127,8 @@ class TestStages:
         assert [one.weights_bytes // params for one in found] == [4, 2, 2, 2]
         assert [one.gradients_bytes // params for one in found] == [4, 2, 2, 2]
         assert [one.optimizer_bytes // params for one in found] == [8, 4, 8, 12]
+        held = [one.total_bytes - one.activations_bytes for one in found]
+        assert held == [16 * params, 8 * params, 12 * params, 16 * params]
         assert found[0].activations_bytes > found[1].activations_bytes
 
     def test_ranks_hold_their_part(self):

@@ -98,6 +98,18 @@ def test_graphs_of_a_bucket_are_captured_once(name: str, compiled: Any) -> None:
     assert (stepped.stats.captures, stepped.stats.compilations) == (2, 0)
 
 
+@pytest.mark.parametrize("kind", ["mixed", "q8_0"])
+def test_graphs_of_a_quantised_cache_are_captured_once(kind: str) -> None:
+    model = build_model(transformer("latent"), seed=0).cuda()
+    options: dict[str, Any] = {"max_new_tokens": 70, "temperature": 0.0, "cache_kind": kind}
+    eager, stepped = Generator(model, **options), Generator(model, compiled="graph", **options)
+    for index, prompts in enumerate(([[1, 2, 3] * 50], [[5, 4] * 40], [[7] * 129])):
+        wanted, found = eager.generate(prompts), stepped.generate(prompts)
+        assert [row.tokens for row in found] == [row.tokens for row in wanted]
+        assert stepped.stats.decode == "graph"
+        assert stepped.stats.captures == (0 if index else 2)
+
+
 def test_memory_stays_flat_from_call_to_call() -> None:
     model = build_model(transformer("latent_gate"), seed=0).cuda()
     generator = Generator(model, compiled="graph", max_new_tokens=64, temperature=0.0)

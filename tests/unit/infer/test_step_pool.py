@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from caramba.config.cache_policy import Q_CHUNK_BUCKETS, step_capacity
+from caramba.config.kvcache import KVCacheKind
 from caramba.infer import Generator, device_steps
 from caramba.model import build_model
 from tests.unit.model.model_specs import transformer
@@ -53,3 +54,29 @@ def test_a_bucket_is_used_again_and_gives_the_same_text(monkeypatch: pytest.Monk
     stepped.generate([[1], [2]])
     assert made[4:] == [512]
     assert stepped.stats.cache_bytes == 2 * inner(1, 512, static=True).nbytes()
+
+
+def test_a_quantised_cache_is_used_again_from_the_place_where_its_blocks_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
+    model = build_model(transformer("latent"), seed=0)
+    options: dict[str, Any] = {"max_new_tokens": 6, "temperature": 1.0, "cache_kind": KVCacheKind.MIXED}
+    stepped = Generator(model, compiled=True, **options)
+    made: list[int] = []
+    inner = model.new_context
+    monkeypatch.setattr(model, "new_context", lambda *a, **k: (made.append(a[1]), inner(*a, **k))[1])
+    places: list[int] = []
+    for index, prompt in enumerate(([1, 2] * 95, [5, 4] * 63)):  # both pack while they decode
+        found = stepped.generate([prompt])
+        assert stepped.stats.decode == "compiled"
+        assert made == ([] if index else [1, 512])  # one token tells whether the format takes such steps
+        assert found[0].tokens == Generator(model, **options).generate([prompt])[0].tokens
+        made.clear()
+        (kept,) = stepped.pool._kept.values()
+        assert kept.ctx.n_packed == 64 * ((len(prompt) + 4) // 64)
+        assert kept.steps.step.packed.tolist() == [kept.ctx.n_packed]  # type: ignore[union-attr]
+        places += [part.data_ptr() for cache in kept.ctx.caches for part in cache.memory]
+    assert places[: len(places) // 2] == places[len(places) // 2 :]
+    stepped.generate([[1] * 20])  # so few tokens stay in 16 bits, which those of a bucket would not
+    assert made == [26]

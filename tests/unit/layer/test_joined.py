@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
-from caramba.layer import StandardProjection, SwiGLULayer, projection
+from caramba.layer import LatentProjection, StandardProjection, SwiGLULayer, projection
 from caramba.layer import swiglu as swiglu_layer
 from caramba.layer.joined import joined_weights, joins_on, prompt_product, usable
 from caramba.ops.backend import without_kernels
@@ -72,6 +72,39 @@ def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
     layer(x).sum().backward()  # and they can still be trained
     assert gate.grad is not None
     assert bias.grad is not None
+
+
+def test_a_latent_layer_joins_layers_with_and_without_a_bias() -> None:
+    fields = {
+        "mode": "decoupled",
+        "layout": "latent",
+        "n_heads": 4,
+        "head_dim": 6,
+        "sem_dim": 10,
+        "geo_dim": 4,
+    }
+    torch.manual_seed(0)
+    layer = LatentProjection(AttentionLayerConfig.model_validate({"d_model": 16, **fields})).double()
+    assert [one.bias is None for one in (layer.q, layer.c, layer.k_geo)] == [True, False, True]
+    x, rows = torch.randn(2, 3, 16, dtype=torch.float64), torch.tensor([[0], [2]])
+    places = []
+    for scale in (1.0, 3.0):  # and again after training has changed what lies side by side
+        with torch.no_grad():
+            layer.c.bias.mul_(scale)
+            wanted, streams = layer(x)
+            asked = layer(x, rows=rows)[0]
+        with torch.no_grad(), joined_weights(layer):
+            assert layer.joined is not None
+            assert layer.joined.bias is not None
+            places.append((layer.joined.weight.data_ptr(), layer.joined.bias.data_ptr()))
+            assert torch.equal(layer.joined.bias[24:34], layer.c.bias)
+            assert not layer.joined.bias[:24].any()
+            assert not layer.joined.bias[34:].any()
+            q, found = layer(x)
+            torch.testing.assert_close(q, wanted, rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(found, streams, rtol=1e-13, atol=1e-13)
+            assert torch.equal(layer(x, rows=rows)[0], asked)  # of some tokens alone: not by the one product
+    assert places[0] == places[1]
 
 
 def test_layers_that_are_not_plain_or_unlike_stay_apart() -> None:

@@ -11,7 +11,7 @@ import torch
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
-from caramba.layer.rope import angles_of, share_tables
+from caramba.layer.rope import angles_of, are_alike, share_tables
 from caramba.ops import backend
 
 LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
@@ -241,11 +241,16 @@ def test_angles_of_several_layers_at_once_are_those_of_each() -> None:
     for rope in ropes:
         assert all(map(torch.equal, found[rope], rope(offset, 2, offset.device)))
     # Of layers that share a key each step has one table, and unequal ones do not stand side by side.
-    assert angles_of([RotaryEmbedding(8, 10.0)], offset) == angles_of([], offset) == {}
-    assert angles_of([*ropes, RotaryEmbedding(4, 10.0, explicit=True)], offset) == {}
+    assert are_alike(ropes)
+    assert not are_alike([RotaryEmbedding(8, 10.0)])
+    assert not are_alike([])
+    assert not are_alike([*ropes, RotaryEmbedding(4, 10.0, explicit=True)])
     own = RotaryEmbedding(8, 10.0, n_groups=2, explicit=True)
     own.__class__ = type("OfOneHead", (RotaryEmbedding,), {})  # its forward may give a part of the heads
-    assert angles_of([*ropes, own], offset) == {}
+    assert not are_alike([*ropes, own])
+    # As a compiled step looks them up.
+    made = torch.compile(lambda: angles_of(ropes, offset)[ropes[1]], backend="eager", fullgraph=True)()
+    assert all(map(torch.equal, made, found[ropes[1]]))
 
 
 @torch.no_grad()

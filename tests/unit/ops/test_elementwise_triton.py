@@ -27,11 +27,13 @@ from caramba.ops import (
     norm_dropout_activation,
     rms_norm,
     rope,
+    round_at_random,
     swiglu,
 )
 from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.lion import reference_lion_step
 from caramba.ops.philox import kept, resolved
+from caramba.ops.round_at_random import reference_round_at_random
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 
 pytestmark = RUNS_KERNELS
@@ -58,6 +60,7 @@ def attached() -> Iterator[None]:
                 "swiglu",
                 "lion",
                 "adamw",
+                "round_at_random",
             ):
                 backend.attach(op, "cpu", "triton", getattr(importlib.import_module(module), name))
     for op in (
@@ -299,6 +302,55 @@ def test_adamw_is_its_reference_in_float64_within_a_rounding(dtype: torch.dtype,
         assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(w, p, strict=False)), (
             "weights are masters rounded"
         )
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_rounding_at_random_gives_the_references_bits(is_aligned: bool) -> None:
+    # One tensor at an unaligned address has all of them read a value at a time.
+    wide, *_, t, w = (xs[: -1 if is_aligned else None] for xs in states_of(torch.bfloat16, masters=True))
+    seed = torch.randint(2**62, (), generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    outs, want = ([torch.empty_like(x) for x in w] for _ in range(2))
+    wide[1][:4] = torch.tensor([torch.inf, -torch.inf, -0.0, 3.4e38])
+    round_at_random(wide, outs, seed, first=7)
+    reference_round_at_random(wide, want, seed, 7)
+    assert all(torch.equal(x, y) for x, y in zip(outs, want, strict=True))
+    wide[1][0] = torch.nan
+    round_at_random(wide, outs, seed)
+    assert outs[1].isnan().nonzero().tolist() == [[0]]
+    assert not torch.equal(outs[3], want[3]), "another number, other bits"
+    # Products of so few bits that both compute them exactly: without gradients the weights decay by 2^-15.
+    ours, theirs = ([x.clone() for x in w] for _ in range(2))
+    nothing = [[torch.zeros_like(x, dtype=torch.float32) for x in w] for _ in range(3)]
+    adamw_step(ours, *nothing[:2], t, nothing[2], lr=0.5, weight_decay=2.0**-14, seed=seed, first=2)
+    rest = (0.5, 0.9, 0.999, 1e-8, 2.0**-14, False, None, None, None, None, seed, 2)
+    reference_adamw_step(theirs, *nothing[:2], [x.clone() for x in t], nothing[2], [], *rest)
+    assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+    assert any(not torch.equal(x, y) for x, y in zip(ours, w, strict=True))
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_adamw_rounds_the_float32_update_to_a_neighbour(left_out: bool) -> None:
+    _, m, v, g, t, w = (xs[:-1] for xs in states_of(torch.bfloat16, masters=True))  # aligned
+    wide = [[x.double() for x in xs] for xs in (w, m, v)]
+    before = [[x.clone() for x in xs] for xs in (w, m, v, t)]
+    given: dict[str, Any] = {
+        name: torch.tensor(value, device=DEVICE)
+        for name, value in (("clip", 0.5), ("grad_scale", 4.0), ("found_inf", float(left_out)))
+    }
+    adamw_step(w, m, v, t, g, lr=0.01, weight_decay=0.1, seed=torch.tensor(9, device=DEVICE), **given)
+    if left_out:
+        for xs, ys in zip((w, m, v, t), before, strict=True):
+            assert all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+        return
+    reference_adamw_step(
+        *(*wide, before[3], [x.double() for x in g], [], 0.01, 0.9, 0.999, 1e-8, 0.1, False, None),
+        *(given["clip"], given["grad_scale"], None),
+    )
+    for xs, ys in zip((m, v), wide[1:], strict=True):
+        for x, y in zip(xs, ys, strict=True):
+            torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=4e-6)
+    for x, y in zip(w, wide[0], strict=True):
+        assert ((x.double() - y).abs() <= 2.0**-7 * y.abs() + 4e-6).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

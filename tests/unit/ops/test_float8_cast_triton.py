@@ -71,6 +71,11 @@ def described(
     )
 
 
+def are_each_others_transpose(rows: Tensor, columns: Tensor) -> bool:
+    """By their bits, NaN's too."""
+    return torch.equal(rows.view(torch.uint8).t(), columns.view(torch.uint8))
+
+
 def test_the_references_scale_is_one_division_as_torchaos() -> None:
     x = torch.rand(64, 16, 16, device=DEVICE) * 4.0
     for one in x:
@@ -95,6 +100,7 @@ def test_kernels_give_the_bits_of_the_reference(shape: tuple[int, int], per_tens
                 ours, want = ours.float(), want.float()
                 differs = ~((ours == want) | (ours.isnan() & want.isnan()))
                 assert not differs.any(), described(NAMES[at], dtype, got, wants, at, differs)
+            assert not per_tensor or are_each_others_transpose(got[0], got[2])
 
 
 @pytest.mark.parametrize("per_tensor", [False, True])
@@ -128,6 +134,7 @@ def test_swiglu_and_its_gradient_are_those_of_the_reference(shape: tuple[int, in
             else:
                 assert is_near.float().mean() > 0.9
             assert (ours != want).float().mean() < (0.01 if HAS_GPU else 0.25)
+        assert not per_tensor or are_each_others_transpose(got[0], got[2])
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the interpreter's casts keep no NaN")

@@ -6,6 +6,7 @@ On a GPU; without one in Triton's interpreter, by `tests/ops/test_in_the_interpr
 from __future__ import annotations
 
 import importlib
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from caramba import kernels
 from caramba.errors import ConfigError
 from caramba.monitor import StepNorms
 from caramba.ops import adamw_step, backend
+from caramba.ops.backend import without_kernels
 from caramba.optim import AdamW, WideWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
@@ -183,6 +185,71 @@ def test_what_has_no_kernel_is_torchs_and_amsgrad_is_refused(taken: list[int]) -
     assert can_step(wide[0].float(), wide[0].float())
 
 
+def rounding(named: list[tuple[str, torch.nn.Parameter]]) -> WideWeights:
+    """AdamW over weights of bfloat16 from here on, rounded at random."""
+    wide = WideWeights(named, lambda copies: AdamW([w for _, w in copies], **OPTIONS), keeps=False)
+    for _, w in named:
+        w.data = w.data.bfloat16()
+    return wide
+
+
+def test_weights_rounded_at_random_are_the_references_and_take_a_clip(
+    taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*without: str) -> list[torch.nn.Parameter]:
+        held = weights()
+        wide = rounding([(f"topology.{index}", w) for index, w in enumerate(held)])
+        with without_kernels(*without) if without else nullcontext(), monkeypatch.context() as patch:
+            if without:
+                op = importlib.import_module("caramba.ops.adamw")
+                patch.setattr(op, "direct", lambda *_: torch.no_grad()(op.reference_adamw_step))
+            for step in range(3):
+                give_gradients(held, step)
+                taker = clipping_step(wide)
+                assert (taker is None) == bool(without)
+                # The limit is a power of two and far away, so that narrow gradients are scaled exactly too.
+                clip = torch.tensor(0.25, device=DEVICE)
+                if taker is None:
+                    torch._foreach_mul_([w.grad for w in held if w.grad is not None], 0.25)
+                else:
+                    taker.take_clip(clip)
+                torch.manual_seed(step)
+                wide.step()
+                assert not any(p.numel() for p in wide.wide)
+                assert wide.inner.clip is None  # pyright: ignore[reportAttributeAccessIssue]
+        return held
+
+    for x, y in zip(run(), run("adamw_step"), strict=True):
+        if (
+            HAS_GPU
+        ):  # whose float32 update may differ in its last bit, which decides one rounding in many thousands
+            assert int((x != y).sum()) <= 2
+            torch.testing.assert_close(x, y, rtol=2.0**-6, atol=1e-6)
+        else:
+            assert torch.equal(x, y)
+    assert taken == [4] * 6
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_rounding_at_random_takes_twelve_bytes_a_parameter_and_waits_for_nothing() -> None:
+    began = torch.cuda.memory_allocated()
+    shapes = [(8192, 2048), *[(2048, 2048)] * 8]
+    held = [torch.nn.Parameter(torch.zeros(shape, device=DEVICE)) for shape in shapes]
+    wide = rounding([(f"topology.{index}", w) for index, w in enumerate(held)])
+    for w in held:
+        w.grad = torch.ones_like(w)
+    wide.step()  # makes the states and the table of addresses
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wide.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    parameters = sum(w.numel() for w in held)
+    assert torch.cuda.max_memory_allocated() - began < 12.5 * parameters
+
+
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
 def test_a_captured_step_is_torchs() -> None:
     ours, eager = weights(), weights()
@@ -198,3 +265,23 @@ def test_a_captured_step_is_torchs() -> None:
         optimizers[1].step()
     for x, y in zip(ours, eager, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_captured_steps_round_at_random_each_time_anew() -> None:
+    weight = torch.nn.Parameter(torch.ones(200_000, device=DEVICE))
+    wide = rounding([("topology.w", weight)])
+    weight.grad = torch.ones_like(weight)
+    wide.step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wide.step()
+    found = []
+    for _ in range(3):
+        before = weight.detach().clone()
+        graph.replay()
+        found.append((weight.detach() - before).double())
+    # A step is lr (1 + decay w) long, to one or two neighbours of each weight.
+    means = [float(moved.mean()) for moved in found]
+    assert means == pytest.approx([-0.011] * 3, rel=0.01)
+    assert not torch.equal(found[0], found[1])

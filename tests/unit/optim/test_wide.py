@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from caramba.optim import WideWeights, build_optimizer, round_at_random
+from caramba.errors import ConfigError
+from caramba.ops import adamw_step, round_at_random
+from caramba.ops.adamw import reference_adamw_step
+from caramba.ops.round_at_random import CHUNK, reference_round_at_random
+from caramba.optim import AdamW, WideWeights, build_optimizer, wide
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
 
 MASTERS, RANDOM = {"master_weights": True}, {"stochastic_rounding": True}
@@ -71,16 +79,18 @@ def test_random_rounding_is_to_a_neighbour_and_right_in_the_mean() -> None:
     torch.manual_seed(0)
     step = 2.0**-7  # of bfloat16 between 1 and 2
     x = torch.tensor([1.0 + 0.3 * step, -1.0 - 0.3 * step, 3.0e-3]).repeat_interleave(40_000)
-    rounded = round_at_random(x, torch.bfloat16).float()
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    round_at_random([x], [out], torch.tensor(5))
+    rounded = out.float()
     assert ((rounded - x).abs() < 2.0**-7 * x.abs()).all(), "less than a step away"
     for part, want in zip(rounded.reshape(3, -1), x.reshape(3, -1), strict=True):
         assert part.unique().numel() == 2
         error = 5 * float(part.std()) / 200  # five standard errors
         assert part.double().mean() == pytest.approx(float(want[0]), abs=error)
     kept = torch.tensor([0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan])
-    torch.testing.assert_close(
-        round_at_random(kept, torch.bfloat16), kept.bfloat16(), equal_nan=True, rtol=0, atol=0
-    )
+    out = torch.empty_like(kept, dtype=torch.bfloat16)
+    round_at_random([kept], [out], torch.tensor(5))
+    torch.testing.assert_close(out, kept.bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
 def test_updates_below_a_step_of_bfloat16_are_not_lost() -> None:
@@ -96,3 +106,97 @@ def test_updates_below_a_step_of_bfloat16_are_not_lost() -> None:
         moved[name] = 1.0 - float(weight.detach().double().mean())
     assert moved["nearest"] == 0.0
     assert moved["random"] == pytest.approx(32 * 2.0**-11, rel=0.05)
+
+
+def stepped(weight: Tensor, grad: Tensor, seed: int, **options: Any) -> tuple[Tensor, WideWeights]:
+    """A weight after one step of AdamW that rounds at random."""
+    held = torch.nn.Parameter(weight.clone())
+    optimizer = WideWeights([("w", held)], lambda named: AdamW([w for _, w in named], **options), keeps=False)
+    held.grad = grad
+    torch.manual_seed(seed)
+    optimizer.step()
+    return held.detach(), optimizer
+
+
+def test_adamw_steps_bfloat16_weights_to_the_float32_update_in_the_mean() -> None:
+    options: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.1}
+    weight = torch.tensor([1.0, -0.7, 3.0e-3]).bfloat16().repeat_interleave(40_000)
+    grad = torch.tensor([0.3, 2.0, -1e-3]).bfloat16().repeat_interleave(40_000)
+    exact = torch.nn.Parameter(weight.float())
+    exact.grad = grad.float()
+    torch.optim.AdamW([exact], **options).step()
+    found, optimizer = stepped(weight, grad, 1, **options)
+    assert not optimizer.wide[0].numel(), "nothing is copied"
+    state = optimizer.inner.state[optimizer.wide[0]]
+    assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(state, torch.float32)
+    for got, want in zip(found.reshape(3, -1), exact.detach().reshape(3, -1), strict=True):
+        got = got.float()
+        assert got.unique().numel() == 2
+        assert ((got - want).abs() < 2.0**-7 * want.abs()).all(), "a neighbour of the update"
+        assert got.double().mean() == pytest.approx(float(want[0]), abs=5 * float(got.std()) / 200)
+    assert torch.equal(stepped(weight, grad, 1, **options)[0], found), "the seed alone decides"
+    assert not torch.equal(stepped(weight, grad, 2, **options)[0], found)
+    assert torch.equal(stepped(weight, grad, 1, lr=0.0)[0], weight), "what bfloat16 holds stays"
+    # Of another layout, stepped by way of a copy.
+    turned = weight[:120].view(3, 40).t()
+    assert ((stepped(turned, grad[:120].view(3, 40).t(), 1, **options)[0] - turned).abs() < 2.0**-7).all()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "lion", "muon"])
+def test_copies_of_a_part_at_a_time_step_as_copies_of_all(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained() -> tuple[int, dict[str, Tensor]]:
+        torch.manual_seed(3)
+        made, weights = run(3, optimizer=optimizer, **RANDOM)
+        for weight in made.weights:
+            weight.grad = torch.zeros_like(weight)
+        return len(list(made._parts())), weights
+
+    n_parts, whole = trained()
+    assert n_parts == 1
+    monkeypatch.setattr(wide, "LEAST", 0)
+    n_parts, parts = trained()
+    assert n_parts == 4, "the largest matrix stands alone beside parts of at most its size"
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest memory that an operation makes."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves(args) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.found = max(self.found, x.untyped_storage().nbytes())
+        return result
+
+
+def test_the_references_need_memory_for_a_part_of_a_tensor_alone() -> None:
+    count = 3 * CHUNK + 5
+    moments, step = [torch.zeros(count) for _ in range(2)], torch.zeros(())
+    weight, seed = torch.ones(count, dtype=torch.bfloat16), torch.tensor(1)
+    first, second = moments
+    rest = (0.1, 0.9, 0.999, 1e-8, 0.1, False, None, None, None, None, seed, 0)
+    with Largest() as seen:
+        reference_adamw_step([weight], [first], [second], [step], [weight], [], *rest)
+        reference_round_at_random(moments[:1], [weight], seed, 0)
+    assert 4 * CHUNK <= seen.found <= 8 * CHUNK, "float32 values, and the random words of eight bytes"
+
+
+def test_what_is_not_rounded_at_random_is_refused() -> None:
+    x, half, seed = torch.zeros(3), torch.zeros(3, dtype=torch.float16), torch.tensor(1)
+    t = torch.zeros(())
+    with pytest.raises(
+        ConfigError, match=r"parameters of torch.float16 with 0 weights, and a seed; expected bfloat16"
+    ):
+        adamw_step([half], [x], [x], [t], [half], lr=0.1, seed=seed)
+    with pytest.raises(
+        ConfigError, match=r"round_at_random: tensor 0 is \(3,\) of torch.float32 .* torch.float16"
+    ):
+        round_at_random([x], [half], seed)
+    with pytest.raises(ConfigError, match=r"seed is \(\) of torch.float32 on cpu; expected one int64"):
+        round_at_random([x], [half.bfloat16()], t)

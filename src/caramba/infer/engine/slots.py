@@ -17,6 +17,7 @@ from caramba.infer.device_steps import (
     DecodeForm,
     captured,
     compiled_logits,
+    find_angles,
     form_of,
     next_logits,
     replayed,
@@ -74,7 +75,8 @@ class Slots:
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
         self.logits: Tensor | None = None
         self._run = next_logits
-        if self.form.startswith("compiled"):
+        if self.form.startswith("compiled") and self.step is not None:
+            find_angles(model, self.step)
             self._run = compiled_logits(model, n, config.max_len, *form_of(model, self.ctx))
         self._next: Graph | None = None
         self._weights: Sequence[Tensor] = ()

@@ -83,7 +83,7 @@ def _joined_widths(model: nn.Module) -> dict[int, int]:
     """Return id of a layer -> features of the one product that it is a part of, where all its parts can be cast."""
     found: dict[int, int] = {}
     for owner in model.modules():
-        if isinstance(owner, Joins):
+        if isinstance(owner, Joins) and owner.joins_to_train:
             assert isinstance(owner, nn.Module)
             layers = [owner.get_submodule(name) for name in owner.joins]
             plain = [layer for layer in layers if type(layer) is nn.Linear]

@@ -1,0 +1,59 @@
+"""The op `caramba::head_values`: the product of each head alone, in the order in which products of all heads read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import call_op
+from caramba.ops.widen import widened
+
+torch.library.define("caramba::head_values", "(Tensor x, Tensor weight) -> Tensor")
+
+
+def head_values(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x_h W_h for every head h, sums in at least fp32, rounded once; there are no gradients.
+
+    Shape: x [B, T, H, R] of any strides, weight [H, R, D], to [B, T, H, D], contiguous, in x's dtype.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices that do not fit, or gradients that are wanted.
+    """
+    if x.dim() != 4 or not x.is_floating_point():
+        raise ConfigError(
+            f"head_values: x is {x.dtype} of shape {tuple(x.shape)}, expected floating [B, T, H, R]"
+        )
+    if weight.dim() != 3 or weight.shape[:2] != x.shape[2:] or weight.device != x.device:
+        raise ConfigError(
+            f"head_values: weight is {tuple(weight.shape)} on {weight.device}, expected "
+            f"[{x.shape[2]}, {x.shape[3]}, D] on {x.device}"
+        )
+    refuse_gradients("head_values", x, weight)
+    return call_op("head_values", x, weight)
+
+
+def refuse_gradients(op: str, *given: Tensor) -> None:
+    """Refuse inputs of an op without gradients that some are wanted of.
+
+    Raises:
+        ConfigError: gradients that are wanted.
+    """
+    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+        raise ConfigError(
+            f"{op}: got inputs that require gradients, expected none; call it under torch.inference_mode()"
+        )
+
+
+def reference_head_values(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    wide = widened(x)
+    return torch.einsum("bthr,hrd->bthd", wide, weight.to(x.dtype).to(wide.dtype)).to(x.dtype).contiguous()
+
+
+torch.library.impl("caramba::head_values", "CompositeExplicitAutograd", reference_head_values)
+
+
+@torch.library.register_fake("caramba::head_values")
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[-1]))

@@ -1,0 +1,91 @@
+"""The ops of a latent layer's decode step: their contracts, their formulas, and the steps that call them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.cache import KVCacheKind, StepContext
+from caramba.errors import ConfigError
+from caramba.layer import latent
+from caramba.layer.joined import joined_weights
+from caramba.model import build_model
+from caramba.ops import absorbed_queries, backend, head_values, latent_queries
+from tests.unit.model.model_specs import VOCAB, transformer
+
+OPS = torch.ops.caramba
+B, T, H, D, R, G = 2, 3, 2, 4, 5, 6
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_contracts_and_formulas() -> None:
+    angles = drawn(B, 1, T, G // 2, seed=2)
+    q = drawn(B, T, 3 + H * D)[..., 3:].unflatten(-1, (H, D))  # a part of a wider product
+    sem_map, geo_map, up = drawn(H, D, R, seed=1), drawn(H, D, G, seed=3), drawn(H, R, D, seed=4)
+    given = (q, sem_map, geo_map, angles.cos(), angles.sin(), 0.5)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(OPS.absorbed_queries.default, given, test_utils=tests)
+    y = absorbed_queries(*given)
+    apart = latent_queries(q, *given[2:])
+    assert torch.equal(y[..., R:], apart[..., D:])
+    wanted = torch.stack([(q[:, :, h] * 0.5) @ sem_map[h] for h in range(H)], dim=2)
+    torch.testing.assert_close(y[..., :R], wanted, rtol=1e-13, atol=1e-13)
+    read = drawn(B, H, T, R, seed=5).transpose(1, 2)
+    torch.library.opcheck(OPS.head_values.default, (read, up), test_utils=tests)
+    values = torch.stack([read[:, :, h] @ up[h] for h in range(H)], dim=2)
+    torch.testing.assert_close(head_values(read, up), values, rtol=1e-13, atol=1e-13)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    q, maps, table = drawn(B, T, H, D), drawn(H, D, G), drawn(1, T, G // 2)
+    with pytest.raises(
+        ConfigError, match=r"absorbed_queries: sem_map is \(1, 4, 6\) on cpu, expected \[2, 4, R\]"
+    ):
+        absorbed_queries(q, maps[1:], maps, table, table, 1.0)
+    with pytest.raises(ConfigError, match=r"absorbed_queries: geo_map is \(2, 4, 5\), expected \[2, 4, G\]"):
+        absorbed_queries(q, maps, maps[..., 1:], table, table, 1.0)
+    with pytest.raises(ConfigError, match=r"absorbed_queries: got inputs that require gradients"):
+        absorbed_queries(q, maps.clone().requires_grad_(), maps, table, table, 1.0)
+    with pytest.raises(
+        ConfigError, match=r"head_values: x is torch.int64 of shape .*floating \[B, T, H, R\]"
+    ):
+        head_values(q.long(), maps)
+    with pytest.raises(ConfigError, match=r"head_values: weight is \(2, 3, 6\) on cpu, expected \[2, 4, D\]"):
+        head_values(q, maps[:, 1:])
+
+
+@pytest.mark.parametrize("name", ["latent", "latent_gate"])
+@torch.no_grad()
+def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model(transformer(name), seed=0).eval().double()
+    tokens = torch.randint(VOCAB, (3, 9), generator=torch.Generator().manual_seed(1))
+    seen: list[str] = []
+
+    def spy(name: str, op: object) -> object:
+        return lambda *given: (seen.append(name), op(*given))[1]  # type: ignore[operator]
+
+    def stepped() -> Tensor:
+        ctx = model.new_context(3, 9, KVCacheKind.FP32, static=True)
+        model(tokens[:, :5], ctx)
+        step, outputs = StepContext(ctx), []
+        for t in range(5, 9):
+            step.advance()
+            outputs.append(model(tokens[:, t : t + 1], step))
+        return torch.cat(outputs, dim=1)
+
+    wanted = stepped()
+    for op in ("absorbed_queries", "head_values"):
+        monkeypatch.setitem(backend._attached, (op, "cpu"), "reference")
+        monkeypatch.setattr(latent, op, spy(op, getattr(latent, op)))
+    monkeypatch.setattr(latent, "has_narrow_queries", lambda *_: True)
+    monkeypatch.setattr(latent, "HALF_PRECISION", (torch.float64,))
+    with joined_weights(model):
+        torch.testing.assert_close(stepped(), wanted, rtol=1e-12, atol=1e-12)
+    n_steps = 4 * len(model.new_context(1, 1, KVCacheKind.FP32).caches)
+    # A gate weighs the two paths of the queries; what is read has one.
+    assert seen.count("absorbed_queries") == (n_steps if name == "latent" else 0)
+    assert seen.count("head_values") == n_steps
