@@ -23,7 +23,8 @@ class EngineConfig(Config):
     cache_kind: CacheKind | None = Field(default=None, description="where unset the model's own precision")
     prefill_chunk: Positive = Field(
         default=512,
-        description="prompt tokens per step, so that long prompts do not hold up the decoding rows",
+        description="prompt tokens per step, padding included, so that long prompts do not hold up the decoding rows; "
+        "where steps are captured a prompt of up to 512 runs whole",
     )
     max_queue: Annotated[int, Field(ge=0)] = Field(
         default=256, description="requests that wait for a slot; one more is refused"
