@@ -37,6 +37,15 @@ class Joins(Protocol):
     joined: Joined | None
 
 
+@runtime_checkable
+class Steps(Protocol):
+    """A module whose forwards of one token run by calls of their own, which it looks for once in every block."""
+
+    step: object | None
+
+    def find_step(self) -> object | None: ...
+
+
 def usable(joined: Joined | None, x: Tensor) -> TypeGuard[Joined]:
     """Whether a forward takes the joined product: without gradients, and of eager CUDA code none, as its kernels read
     whole rows and would copy the parts."""
@@ -60,18 +69,23 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
     `is_compiled` says whether the block runs compiled ones. Where products of few rows have a kernel it reads them.
     """
     owners = [owner for owner in module.modules() if isinstance(owner, Joins) and owner.joined is None]
+    steppers: list[Steps] = []
     try:
         for owner in owners:
             assert isinstance(owner, nn.Module)
             owner.joined = _join([owner.get_submodule(name) for name in owner.joins], is_compiled)
+        if not is_compiled:
+            _look_for_steps(module, steppers)
         yield
     finally:
         for owner in owners:
             owner.joined = None
+        for stepper in steppers:
+            stepper.step = None
 
 
 def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
-    plain = [layer for layer in layers if _is_plain(layer)]
+    plain = [layer for layer in layers if is_plain_linear(layer)]
     first = plain[0].weight if plain else None
     if first is None or len(plain) < len(layers):
         return None
@@ -90,7 +104,19 @@ def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
     return Joined(weight, bias, [layer.weight.shape[0] for layer in plain])
 
 
-def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+def _look_for_steps(module: nn.Module, found: list[Steps]) -> None:
+    """Set `step` of the outermost modules that have one, and add them to `found`."""
+    if isinstance(module, Steps) and module.step is None:
+        module.step = module.find_step()
+        if module.step is not None:
+            found.append(module)
+            return
+    for child in module.children():
+        _look_for_steps(child, found)
+
+
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a layer is what it seems: its product is of its own weight and bias, and nobody watches it."""
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return False
     weight = layer.weight

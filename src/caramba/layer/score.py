@@ -83,7 +83,8 @@ class CausalScore(nn.Module):
             n_keys -= left_out
             k, v = k[:, :, -n_keys:], v[:, :, -n_keys:]
             first = None if first is None else first - left_out
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        if k.dtype != q.dtype or v.dtype != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         if null is not None:
             k, v = _prepend(null[0], k), _prepend(null[1], v)
         dropout = self.dropout if self.training else 0.0

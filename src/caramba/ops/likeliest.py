@@ -34,9 +34,8 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def reference_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
-    index = logits.argmax(-1)
-    wide = widened(logits)
-    return index, wide.log_softmax(-1).gather(1, index[:, None])[:, 0].contiguous()
+    index = logits.argmax(-1, keepdim=True)
+    return index.squeeze(1), widened(logits).log_softmax(-1).gather(1, index).squeeze(1)
 
 
 torch.library.impl("caramba::likeliest", "CompositeExplicitAutograd", reference_likeliest)
