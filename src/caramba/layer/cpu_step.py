@@ -7,7 +7,7 @@ looked at once: what it holds is kept here, and a step asks for none of it again
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeGuard
 
 import torch
@@ -138,13 +138,20 @@ class _Attention:
     def __init__(self, norm: RMSNormLayer, layer: AttentionLayer) -> None:
         self.dtype, self.heads = layer.out.weight.dtype, (-1, layer.out.weight.shape[1])
         self.norm, self.out = NormStep(norm), _Product(layer.out.weight, layer.out.bias)
-        self.attend, self.score, self.null = layer.projection.attend, layer.score, layer.null()
-        self.read = _reader(layer.projection)
+        self.read, self.attend = _reader(layer.projection), _attend(layer)
 
     def __call__(self, x: Tensor, ctx: Context) -> Tensor:
         q, streams = self.read(self.norm(x), ctx.position)
-        heads = self.attend(q, ctx.next_cache().append(streams), self.score, self.null)
+        heads = self.attend(q, ctx.next_cache().append(streams))
         return self.out.added(heads.reshape(self.heads), x)
+
+
+def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """Return what makes of queries and all that is cached what each head reads, [B, H, 1, Dv]."""
+    projection, score, null = layer.projection, layer.score, layer.null()
+    if isinstance(projection, StandardProjection) and not has_hooks(score):
+        return lambda q, streams: score.forward(q, streams["k"], streams["v"], null)
+    return lambda q, streams: projection.attend(q, streams, score, null)
 
 
 def _reader(projection: Projection) -> _Whole | _Together:

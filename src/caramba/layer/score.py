@@ -52,9 +52,10 @@ class CausalScore(nn.Module):
         first: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        kernel = self.varlen_kernel(q, v, null, starts)
-        if kernel is not None and starts is not None:
-            return kernel.attend(q, k.to(q.dtype), v.to(q.dtype), starts, self.window)
+        if starts is not None:
+            kernel = self.varlen_kernel(q, v, null, starts)
+            if kernel is not None:
+                return kernel.attend(q, k.to(q.dtype), v.to(q.dtype), starts, self.window)
         n_queries, n_keys = q.shape[2], k.shape[2]
         size = self.q_chunk
         if size is None or n_queries <= size:

@@ -26,10 +26,11 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
         raise ConfigError(
             f"likeliest: logits are {logits.dtype} of shape {tuple(logits.shape)}, expected floating [B, V], V >= 1"
         )
-    with torch.no_grad():
-        if logits.dtype == torch.float64:  # no kernel takes it
-            return reference_likeliest(logits)
-        return (direct("likeliest", logits) or torch.ops.caramba.likeliest.default)(logits)
+    if logits.requires_grad:
+        logits = logits.detach()
+    if logits.dtype == torch.float64:  # no kernel takes it
+        return reference_likeliest(logits)
+    return (direct("likeliest", logits) or torch.ops.caramba.likeliest.default)(logits)
 
 
 def reference_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
