@@ -103,7 +103,7 @@ def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
     return Joined(weight, bias, [layer.weight.shape[0] for layer in plain])
 
 
-# Asked of every module before every text, so by their class: `isinstance` of a protocol took half of what that took.
+# Asked of every module before every text, so by the class: `isinstance` of a protocol gathers its members each time.
 def is_joining(module: nn.Module) -> TypeGuard[Joins]:
     """Whether a module names layers that may be joined."""
     return hasattr(type(module), "joins")
