@@ -63,19 +63,31 @@ def cached_steps(data: dict[str, Any]) -> list[str]:
     lines = [
         f"## Decoding with and without a cache, {first['new_tokens']} tokens",
         "",
-        "One thread, eager steps unless said. Without a cache each token costs a forward over all before it.",
+        "One thread, eager steps unless said. Without a cache each token costs a forward over all before it. Ratios are"
+        " of the CPU seconds of runs of one turn: the median over the turns, and the range; load averages before and"
+        f" after {data['load_before']:.1f} and {data['load_after']:.1f}.",
         "",
-        "| model | side | tokens/s | over uncached | over uncached with all logits | same text |",
-        "|---|---|---|---|---|---|",
+        "| model | side | tokens/s | a CPU second | over uncached | over uncached with all logits | same text |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
-        ratios = (row["over_uncached"], row["over_uncached, all logits"])
+        ratios = []
+        for other in ("uncached", "uncached, all logits"):
+            low, high = row[f"range_over_{other}"]
+            ratios.append(f"{row[f'over_{other}']:.1f}x ({low:.1f} to {high:.1f})")
         is_same = "yes" if row["text_is_that_of_uncached"] else "no"
         lines.append(
-            f"| {row['model']} | {row['side']} | {row['tok_s']:,.0f} | {ratios[0]:.1f}x | {ratios[1]:.1f}x |"
+            f"| {row['model']} | {row['side']} | {row['tok_s']:,.0f} | {row['tok_cpu_s']:,.0f} | {' | '.join(ratios)} |"
             f" {is_same} |"
         )
-    return [*lines, "", f"Must: {data['must']:g}x."]
+    for must in data["musts"]:
+        state = "met" if must["met"] else "not met"
+        lines += [
+            "",
+            f"{must['model']} over uncached, whose loop computes the last logits alone: {must['reached']:.1f}x, must"
+            f" {must['must']:g}x: {state}.",
+        ]
+    return lines
 
 
 def speculation(data: dict[str, Any]) -> list[str]:

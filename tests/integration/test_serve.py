@@ -246,6 +246,12 @@ def test_what_cannot_be_served_is_said_with_status_2(
         (("--host", "203.0.113.1", "--api-key-env", "PATH"), "cannot listen on 203.0.113.1 port 0"),
         (("--port", "70000"), "argument --port: got 70000, expected 0 to 65535"),
         (("--compiled", "fast"), "argument --compiled: invalid choice: 'fast'"),
+        (("--batch-timeout", "-1"), "argument --batch-timeout: got -1, expected seconds of 0 or more"),
+        (("--batch-timeout", "nan"), "argument --batch-timeout: got nan, expected seconds of 0 or more"),
+        (
+            ("--batch-timeout", "2", "--timeout", "2"),
+            "--batch-timeout 2 is not below --timeout 2: a request that waits alone",
+        ),
         (("--timeout", "nan"), "argument --timeout: got nan, expected seconds above 0"),
         (
             ("--max-len", "16", "--max-tokens", "16"),

@@ -101,8 +101,7 @@ class LayerCache:
         Exact formats are views in the storage dtype; quantised ones come in `dtype`, without one in float32.
         """
         return {
-            name: tensor.read(None if tensor.config.is_exact else dtype)
-            for name, tensor in self._tensors.items()
+            name: tensor.read(None if tensor.is_exact else dtype) for name, tensor in self._tensors.items()
         }
 
     def append(self, streams: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -125,7 +125,7 @@ class KVCacheTensor:
                 f"KV cache: got batch_size={batch_size}, max_tokens={max_tokens}; both are at least 1"
             )
         config.check()
-        self.config = config
+        self.config, self.is_exact = config, config.is_exact
         self.batch_size, self.n_heads, self.width = batch_size, n_heads, width
         self.max_tokens = max_tokens
         self.n_tokens = 0

@@ -29,6 +29,11 @@ class EngineConfig(Config):
     max_queue: Annotated[int, Field(ge=0)] = Field(
         default=256, description="requests that wait for a slot; one more is refused"
     )
+    batch_timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0.0,
+        description="seconds that a started engine in which nothing runs waits for more requests to begin with, from "
+        "the first on and until there are n_slots",
+    )
     prefix_cache_bytes: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="memory for the keys and values of earlier texts, whose equal beginnings are not run again",

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from caramba.cache import Context, StepContext
 from caramba.config.generate import GenerateConfig
-from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.kernels import overlapped
 from caramba.layer import AttentionLayer
@@ -64,7 +63,7 @@ class HostSteps:
 
     def forward(self, token: Tensor) -> Tensor:
         """Return the logits after a token. Shape: [B] to [B, V]."""
-        return decode_step(self.model, token, self.ctx)
+        return next_logits(self.model, token, self.ctx)
 
 
 class DeviceSteps:
@@ -129,9 +128,9 @@ class DeviceSteps:
         return self.run(self.host.model, token, self.step)
 
 
-def next_logits(model: Model, token: Tensor, step: StepContext) -> Tensor:
+def next_logits(model: Model, token: Tensor, step: Context | StepContext) -> Tensor:
     """Run one token per sequence and return the logits of the next. Shape: token [B] int64 to [B, V]."""
-    return model.logits(model.hidden(token[:, None], step)[:, -1])
+    return model.logits(model.hidden(token.unsqueeze(1), step).select(1, -1))
 
 
 def find_angles(model: Model, step: StepContext) -> None:

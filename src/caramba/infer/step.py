@@ -87,8 +87,7 @@ class StepState:
             return self._choose_alone(logits, config, last)
         own = self.step - self.delay
         slot = own.clamp(0, last)[:, None]
-        uniform = self.uniform if config.temperature == 0 else self.uniform.gather(1, slot)
-        chosen, logprob = self._next(logits, config, uniform[:, 0])
+        chosen, logprob = self._next(logits, config, slot)
         counts = ((own >= 0) & (own <= last))[:, None]
         self.tokens.scatter_(1, slot, torch.where(counts, chosen, self.tokens.gather(1, slot)))
         self.logprobs.scatter_(1, slot, torch.where(counts, logprob, self.logprobs.gather(1, slot)))
@@ -100,21 +99,21 @@ class StepState:
         return fed[:, 0]
 
     def _choose_alone(self, logits: Tensor, config: GenerateConfig, last: int) -> Tensor:
-        slot = self.step.clamp(max=last)[None]
-        uniform = self.uniform[:, 0] if config.temperature == 0 else self.uniform.index_select(1, slot)[:, 0]
-        chosen, logprob = self._next(logits, config, uniform)
+        slot = self.step.clamp(max=last).view(1)
+        chosen, logprob = self._next(logits, config, slot.unsqueeze(0))
         self.tokens.index_copy_(1, slot, chosen)
         self.logprobs.index_copy_(1, slot, logprob)
         if self.seen is not None:
             self.seen.scatter_(1, chosen, True)
         self.step += 1
-        return chosen[:, 0]
+        return chosen.squeeze(1)
 
-    def _next(self, logits: Tensor, config: GenerateConfig, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """Return every row's token and its log-probability, [B, 1] each."""
+    def _next(self, logits: Tensor, config: GenerateConfig, slot: Tensor) -> tuple[Tensor, Tensor]:
+        """Return every row's token and its log-probability, [B, 1] each, of the draw `slot` [B, 1] of each row."""
         if config.temperature == 0 and self.seen is None:
             chosen, logprob = likeliest(logits)
-            return chosen[:, None], logprob.float()[:, None]
+            return chosen.unsqueeze(1), logprob.float().unsqueeze(1)
+        uniform = (self.uniform if config.temperature == 0 else self.uniform.gather(1, slot))[:, 0]
         chosen = next_token(logits, config, self.seen, uniform)[:, None]
         return chosen, logits.float().log_softmax(-1).gather(1, chosen)
 

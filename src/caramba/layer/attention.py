@@ -128,11 +128,11 @@ class AttentionLayer(nn.Module):
                     cache.write(streams)
                     stored = StoredKeys(cache.stored(), *ctx.lengths(cache), cache.n_tokens)
                     queries = self.projection.stored_queries(q)
-                    heads = self.projection.attend_stored(queries, stored, self.score.window, self._null())
+                    heads = self.projection.attend_stored(queries, stored, self.score.window, self.null())
                     return heads.transpose(1, 2).flatten(2)
                 streams = cache.append(streams)
         first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
-        heads = self.projection.attend(q, streams, self.score, self._null(), first, starts)
+        heads = self.projection.attend(q, streams, self.score, self.null(), first, starts)
         return heads.transpose(1, 2).flatten(2)
 
     def _step(self, x: Tensor, ctx: StepContext, norm: RMSNorm | None) -> Tensor:
@@ -157,7 +157,7 @@ class AttentionLayer(nn.Module):
         cos, sin = (None, None) if angles is None else angles
         dba_append([streams[name] for name in cache.names], cache.allocations, ctx.places, cos, sin, rotated)
         stored = StoredKeys(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
-        heads = projection.attend_stored(q, stored, self.score.window, self._null())
+        heads = projection.attend_stored(q, stored, self.score.window, self.null())
         return heads.transpose(1, 2).flatten(2)
 
     def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:
@@ -178,5 +178,6 @@ class AttentionLayer(nn.Module):
             _say_plain(q.dtype, max(widths))
         return False
 
-    def _null(self) -> Null:
+    def null(self) -> Null:
+        """Return the key and value that every query sees beside its tokens, None without them."""
         return None if self.null_k is None or self.null_v is None else (self.null_k, self.null_v)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol, TypeGuard, runtime_checkable
+from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,6 @@ class Joined(NamedTuple):
         return self.product(x).split_with_sizes(self.widths, dim=-1)
 
 
-@runtime_checkable
 class Joins(Protocol):
     """A module with linear layers of one input: `joins` names them, `joined` is set while they are joined, and
     `joins_to_train` says whether a compiled training step makes one product of them too."""
@@ -38,6 +37,16 @@ class Joins(Protocol):
     joins: ClassVar[tuple[str, ...]]
     joins_to_train: ClassVar[bool]
     joined: Joined | None
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+
+class Steps(Protocol):
+    """A module whose forwards of one token run by calls of their own, which it looks for once in every block."""
+
+    step: object | None
+
+    def find_step(self) -> object | None: ...
 
 
 def usable(joined: Joined | None, x: Tensor) -> TypeGuard[Joined]:
@@ -75,19 +84,23 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
     so do those of forwards that would take no joined product: `is_compiled` says whether the block runs compiled ones.
     Where products of few rows have a kernel it reads them.
     """
-    owners = [owner for owner in module.modules() if isinstance(owner, Joins) and owner.joined is None]
+    owners = [owner for owner in module.modules() if is_joining(owner) and owner.joined is None]
+    steppers: list[Steps] = []
     try:
         for owner in owners:
-            assert isinstance(owner, nn.Module)
             owner.joined = _join([owner.get_submodule(name) for name in owner.joins], is_compiled)
+        if not is_compiled:
+            _look_for_steps(module, steppers)
         yield
     finally:
         for owner in owners:
             owner.joined = None
+        for stepper in steppers:
+            stepper.step = None
 
 
 def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
-    plain = [layer for layer in layers if _is_plain(layer)]
+    plain = [layer for layer in layers if is_plain_linear(layer)]
     first = plain[0].weight if plain else None
     if first is None or len(plain) < len(layers):
         return None
@@ -123,7 +136,32 @@ def _bias_of(layer: nn.Linear) -> Tensor:
     return zeros
 
 
-def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+# Asked of every module before every text, so by the class: `isinstance` of a protocol gathers its members each time.
+def is_joining(module: nn.Module) -> TypeGuard[Joins]:
+    """Whether a module names layers that may be joined."""
+    return hasattr(type(module), "joins")
+
+
+def _has_steps(module: nn.Module) -> TypeGuard[Steps]:
+    return hasattr(type(module), "find_step")
+
+
+def _look_for_steps(module: nn.Module, found: list[Steps]) -> None:
+    """Set `step` of the outermost modules that have one, and add them to `found`."""
+    children = list(module.children())
+    if _has_steps(module):
+        if module.step is None:
+            module.step = module.find_step()
+            if module.step is not None:
+                found.append(module)
+        if module.step is not None:  # or of a block around this one
+            return
+    for child in children:
+        _look_for_steps(child, found)
+
+
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a layer is what it seems: its product is of its own weight and bias, and nobody watches it."""
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
         return False
     weight = layer.weight

@@ -144,7 +144,7 @@ class Projection(nn.Module):
         """
         return q, self.keys_values(streams)[0]
 
-    def _scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
+    def scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
         scaled = widened(q) * self.scale
         if self.temperature is not None:
@@ -174,7 +174,7 @@ class StandardProjection(Projection):
         self.rope = (
             RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
         )
-        self._turns_together = not config.qk_norm
+        self.turns_together = not config.qk_norm
 
     def readers(self) -> tuple[nn.Module, ...] | None:
         return self.q, self.k, self.v
@@ -194,7 +194,7 @@ class StandardProjection(Projection):
             else:
                 q, k, v = normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
         elif rows is None and usable(joined, x):
-            if angles is None and self._turns_together:
+            if angles is None and self.turns_together:
                 return self._together(joined, x, offset)
             q, k, v = joined(x)
         elif rows is None:
@@ -217,7 +217,7 @@ class StandardProjection(Projection):
             k = k if angles is not None else rotate(k, cos, sin, v.dtype)
             if is_plain:
                 return q, {"k": k.to(v.dtype), "v": v}
-        return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+        return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def _together(self, joined: Joined, x: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """As `forward` without norms, queries and keys turned as heads of one tensor: half the calls of a step."""
@@ -229,14 +229,14 @@ class StandardProjection(Projection):
         if self.rope is not None:
             turned = self.rope.turn(turned, offset)
         q, k = turned.split_with_sizes([heads, kv_heads], dim=1)
-        return self._scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+        return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
     def _product_to_turn(self, x: Tensor) -> Tensor | None:
         """Return q, k and v of x as one product, where a kernel turns and splits it and joins the gradients.
 
         The compiler would compute all three of them at every element of theirs.
         """
-        is_plain = self.rope is not None and self._turns_together and self.temperature is None
+        is_plain = self.rope is not None and self.turns_together and self.temperature is None
         if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
             return None
         together = prompt_product(self.joined, x)
@@ -312,7 +312,7 @@ class GatedProjection(Projection):
         heads: what fused backends return then follows it, and no copy turns outputs or gradients around.
         """
         parts = [
-            self._scaled(part, dtype).transpose(1, 2) for part in (*self._gated(x, q_sem, q_geo), *beside)
+            self.scaled(part, dtype).transpose(1, 2) for part in (*self._gated(x, q_sem, q_geo), *beside)
         ]
         return torch.cat(parts, dim=-1).transpose(1, 2)
 

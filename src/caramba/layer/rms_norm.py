@@ -40,9 +40,7 @@ class RMSNorm(nn.Module):
             return rms_norm(x, self.weight, self.eps)
         weight = self.weight
         if weight is not None and _is_plain(x, weight):
-            # The numbers of `F.rms_norm`, whose own calls on a CPU take longer than a decode step's products.
-            mean = x.mul(x).mean(-1, keepdim=True).add_(_constant(self.eps, x.dtype))
-            return x.mul(mean.rsqrt_()).mul_(weight)
+            return plain_norm(x, weight, constant(self.width, x.dtype), constant(self.eps, x.dtype))
         if weight is None or weight.dtype == x.dtype:
             normed = F.rms_norm(x, (self.width,), weight, self.eps)
             return normed if normed.dtype == x.dtype else normed.to(x.dtype)  # autocast widens it
@@ -66,8 +64,16 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def plain_norm(x: Tensor, weight: Tensor, width: Tensor, eps: Tensor) -> Tensor:
+    """Return the numbers of `F.rms_norm`, whose own calls on a CPU take longer than a decode step's products."""
+    mean = (
+        x.mul(x).sum(-1, keepdim=True).div_(width)
+    )  # what `mean` does, but for a number made a tensor each time
+    return x.mul(mean.add_(eps).rsqrt_()).mul_(weight)
+
+
 @functools.cache
-def _constant(value: float, dtype: torch.dtype) -> Tensor:
+def constant(value: float, dtype: torch.dtype) -> Tensor:
     """Return a number as a tensor, which a call takes sooner than it takes a number."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype)

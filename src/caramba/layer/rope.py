@@ -96,6 +96,12 @@ def rotate(
     return rotated if dtype is None or dtype == rotated.dtype else rotated.to(dtype)
 
 
+def turned_halves(halves: Tensor, cos: Tensor, sines: Tensor) -> Tensor:
+    """Return `rotate` of features as halves [B, N, T, 2, D/2], by cos [G, T, 1, D/2] and (-sin, sin) [G, T, 2, D/2]:
+    the same numbers without gradients. Shape: that of `halves`."""
+    return (halves * cos).add_(halves.flip(-2).mul_(sines))
+
+
 class StepTable:
     """cos and sin [G, S, D/2] of positions 0 to S - 1, which decode steps of all layers of the same angles read."""
 
@@ -203,19 +209,22 @@ class RotaryEmbedding(nn.Module):
     def turn(self, x: Tensor, offset: int | Tensor) -> Tensor:
         """Return `rotate` of x [B, N, T, D] by the angles of its positions, in a decode step on a table by fewer
         calls: the same numbers."""
-        n_tokens, table = x.shape[2], self.step_table
-        if (
-            table is None
-            or not isinstance(offset, int)
-            or torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or not table.reaches(offset + n_tokens, x.device)
-            or is_fused("rope", x)
+        n_tokens = x.shape[2]
+        angles = None
+        if isinstance(offset, int) and not (
+            torch.is_grad_enabled() or torch.compiler.is_compiling() or is_fused("rope", x)
         ):
+            angles = self.step_angles(offset, n_tokens, x.device)
+        if angles is None:
             return rotate(x, *self(offset, n_tokens, x.device))
-        cos, sines = table.halves(offset, n_tokens)
-        halves = widened(x).unflatten(-1, (2, -1))
-        return (halves * cos).add_(halves.flip(-2).mul_(sines)).flatten(-2)
+        return turned_halves(widened(x).unflatten(-1, (2, -1)), *angles).flatten(-2)
+
+    def step_angles(self, offset: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Return what `turned_halves` takes at these positions, None where no table holds them."""
+        table = self.step_table
+        if table is None or not table.reaches(offset + n_tokens, device):
+            return None
+        return table.halves(offset, n_tokens)
 
     def _refuse_documents(self, n_tokens: int) -> None:
         if self.dynamic is None or n_tokens <= self.dynamic.original_max_position_embeddings:

@@ -57,9 +57,10 @@ class CausalScore(nn.Module):
         first: Tensor | None = None,
         starts: Tensor | None = None,
     ) -> Tensor:
-        kernel = self.varlen_kernel(q, v, null, starts)
-        if kernel is not None and starts is not None:
-            return kernel.attend(q, k.to(q.dtype), v.to(q.dtype), starts, self.window)
+        if starts is not None:
+            kernel = self.varlen_kernel(q, v, null, starts)
+            if kernel is not None:
+                return kernel.attend(q, k.to(q.dtype), v.to(q.dtype), starts, self.window)
         n_queries, n_keys = q.shape[2], k.shape[2]
         size = self.q_chunk
         if size is None or n_queries <= size:
@@ -88,7 +89,8 @@ class CausalScore(nn.Module):
             n_keys -= left_out
             k, v = k[:, :, -n_keys:], v[:, :, -n_keys:]
             first = None if first is None else first - left_out
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        if k.dtype != q.dtype or v.dtype != q.dtype:
+            k, v = k.to(q.dtype), v.to(q.dtype)
         if null is not None:
             k, v = _prepend(null[0], k), _prepend(null[1], v)
         dropout = self.dropout if self.training else 0.0

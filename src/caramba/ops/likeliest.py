@@ -26,17 +26,17 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
         raise ConfigError(
             f"likeliest: logits are {logits.dtype} of shape {tuple(logits.shape)}, expected floating [B, V], V >= 1"
         )
-    with torch.no_grad():
-        if logits.dtype == torch.float64:  # no kernel takes it
-            return reference_likeliest(logits)
-        return (direct("likeliest", logits) or torch.ops.caramba.likeliest.default)(logits)
+    if logits.requires_grad:
+        logits = logits.detach()
+    if logits.dtype == torch.float64:  # no kernel takes it
+        return reference_likeliest(logits)
+    return (direct("likeliest", logits) or torch.ops.caramba.likeliest.default)(logits)
 
 
 def reference_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch."""
-    index = logits.argmax(-1)
-    wide = widened(logits)
-    return index, wide.log_softmax(-1).gather(1, index[:, None])[:, 0].contiguous()
+    index = logits.argmax(-1, keepdim=True)
+    return index.squeeze(1), widened(logits).log_softmax(-1).gather(1, index).squeeze(1)
 
 
 torch.library.impl("caramba::likeliest", "CompositeExplicitAutograd", reference_likeliest)

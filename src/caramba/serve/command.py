@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 OPTIONS = (
     "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
-    "[--max-queue 256] [--max-request-bytes 1048576] [--timeout 300] [--api-key-env NAME] [--prefix-cache-mb 0] "
-    "[--prefill-chunk 512] [--compiled graph|true|false] [--plain]" + WEIGHTS_OPTIONS
+    "[--max-queue 256] [--batch-timeout 0] [--max-request-bytes 1048576] [--timeout 300] [--api-key-env NAME] "
+    "[--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|true|false] [--plain]" + WEIGHTS_OPTIONS
 )
 MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
 COMPILED: dict[str, bool | str] = {"graph": "graph", "true": True, "false": False}
@@ -54,6 +54,11 @@ def serve(argv: list[str]) -> int:
         raise ConfigError(
             f"serve: --host {words.host} is reached by other machines, and without a key anyone there could use the "
             "model; name the environment variable of a key with --api-key-env NAME, or listen on 127.0.0.1"
+        )
+    if words.batch_timeout >= words.timeout:
+        raise ConfigError(
+            f"serve: --batch-timeout {words.batch_timeout:g} is not below --timeout {words.timeout:g}: a request that "
+            "waits alone would be cut off before it begins; lower it"
         )
     calibration_config(words)
     _engine_config(words, words.max_len)  # a wrong value, and a taken address, fail before a model loads
@@ -88,11 +93,11 @@ def _engine(opened: OpenedModel, tokenizer: Tokenizer, config: EngineConfig) -> 
 
 def _announce(service: Service, name: tuple[Any, ...], *, has_key: bool) -> None:
     host = f"[{name[0]}]" if ":" in name[0] else name[0]
-    stats = service.engine.stats()
+    stats, wait = service.engine.stats(), service.engine.config.batch_timeout
     logger.info(
         f"{service.name} at http://{host}:{name[1]}/v1: {stats.n_slots} slots of {service.context} tokens, "
         f"{stats.cache_kind} cache {stats.cache_bytes / 1e6:.2f} MB, {stats.decode} steps, "
-        f"at most {service.limits.max_tokens} new tokens, "
+        f"at most {service.limits.max_tokens} new tokens, {f'{wait:g} s for a batch to gather, ' if wait else ''}"
         f"{'with a key' if has_key else 'no key'}"
     )
 
@@ -114,6 +119,7 @@ def _words(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--cache-kind")
     parser.add_argument("--max-tokens", type=_whole(1))
     parser.add_argument("--max-queue", type=_whole(0), default=256)
+    parser.add_argument("--batch-timeout", type=_seconds_or_none, default=0.0)
     parser.add_argument("--max-request-bytes", type=_whole(1), default=1 << 20)
     parser.add_argument("--timeout", type=_seconds, default=300.0)
     parser.add_argument("--api-key-env")
@@ -132,6 +138,7 @@ def _engine_config(words: argparse.Namespace, max_len: int | None) -> EngineConf
         "max_len": max_len,
         "cache_kind": words.cache_kind,
         "max_queue": words.max_queue,
+        "batch_timeout": words.batch_timeout,
         "prefix_cache_bytes": int(words.prefix_cache_mb * 1e6),
         "prefill_chunk": words.prefill_chunk,
         "compiled": None if words.compiled is None else COMPILED[words.compiled],
@@ -167,6 +174,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"got {text}, expected seconds above 0")
+    return value
+
+
+def _seconds_or_none(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"got {text}, expected seconds of 0 or more")
     return value
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
 from caramba.cache import Context, StepContext
 from caramba.config.topology import TopologyConfig
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.cpu_step import Chain, CpuStep, NormStep, takes_step
 from caramba.layer.documents import Documents
+from caramba.layer.few_rows import has_hooks
 from caramba.topology.build import build_nodes
 
 
@@ -25,12 +27,35 @@ class Topology(nn.Module):
     def __init__(self, config: TopologyConfig) -> None:
         super().__init__()
         self.layers = build_nodes(config.layers)
+        self.step: CpuStep | None = None  # inside a block of `joined_weights`, where there is one
+
+    def find_step(self) -> CpuStep | None:
+        """Return what runs one token on a CPU in the place of `forward`, None where the nodes do as ever."""
+        return None
+
+    def stepped(self, x: Tensor, ctx: Context | StepContext | Documents | None) -> Tensor | None:
+        """Return what `step` makes of one token behind a cache, None where there is none that takes it."""
+        step = self.step
+        if step is None or not isinstance(ctx, Context) or not takes_step(step, x):
+            return None
+        return step(x.view(x.shape[0], -1), ctx).view(x.shape)
 
     def run(self, x: Tensor, ctx: Context | StepContext | Documents | None) -> Tensor:
         """Run the list once, each node on the output of the one before."""
         for layer in self.layers:
             x = layer(x, ctx)
         return x
+
+
+def step_of(nodes: Iterable[nn.Module]) -> CpuStep | None:
+    """Return what runs a list of nodes in order on one token, None where one of them has no step or is watched."""
+    steps: list[CpuStep] = []
+    for node in nodes:
+        found = node.find_step() if isinstance(node, Topology) else NormStep.of(node)
+        if found is None or has_hooks(node):
+            return None
+        steps.append(found)
+    return Chain(steps) if steps else None
 
 
 def attention_applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, AttentionLayer]]:

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.topology import NestedTopologyConfig
+from caramba.layer.cpu_step import CpuStep
 from caramba.layer.documents import Documents
-from caramba.topology.base import Topology
+from caramba.topology.base import Topology, step_of
 from caramba.topology.build import build_nodes
 
 
@@ -28,7 +29,13 @@ class NestedTopology(Topology):
         for _ in range(config.repeat - 1):
             self.layers.extend(build_nodes(config.layers))
 
+    def find_step(self) -> CpuStep | None:
+        return step_of(self.layers) if self.runs is None else None
+
     def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
+        stepped = self.stepped(x, ctx)
+        if stepped is not None:
+            return stepped
         if self.runs is None:
             return self.run(x, ctx)
         for repeat in self.runs:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from caramba.cache import Context, StepContext
 from caramba.layer.attention import AttentionLayer
+from caramba.layer.cpu_step import CpuStep, residual_step
 from caramba.layer.documents import Documents
 from caramba.layer.few_rows import has_hooks, is_few
 from caramba.layer.rms_norm import RMSNormLayer
@@ -17,14 +18,20 @@ class ResidualTopology(Topology):
     """y = x + f(x), f being the list run in order.
 
     In a decode step of few rows a norm and an attention or feed-forward layer run as that layer's products alone, where
-    there is a kernel for these.
+    there is a kernel for these; on a CPU a step of one token runs by the fewest calls.
 
     Shape: [..., M] to [..., M].
 
     Reference: He et al., 2015, arXiv:1512.03385.
     """
 
+    def find_step(self) -> CpuStep | None:
+        return residual_step(self.layers)
+
     def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+        stepped = self.stepped(x, ctx)
+        if stepped is not None:
+            return stepped
         if isinstance(ctx, (Context, StepContext)) and is_few(x):
             added = self._by_rows(x, ctx)
             if added is not None:

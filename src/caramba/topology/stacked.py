@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from caramba.cache import Context
+from caramba.layer.cpu_step import CpuStep
 from caramba.layer.documents import Documents
-from caramba.topology.base import Topology
+from caramba.topology.base import Topology, step_of
 
 
 class StackedTopology(Topology):
@@ -15,5 +16,9 @@ class StackedTopology(Topology):
     Shape: whatever the nodes make of [B, T, M].
     """
 
+    def find_step(self) -> CpuStep | None:
+        return step_of(self.layers)
+
     def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
-        return self.run(x, ctx)
+        stepped = self.stepped(x, ctx)
+        return self.run(x, ctx) if stepped is None else stepped

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from caramba.config.engine import EngineConfig
 from caramba.config.generate import GenerateConfig
@@ -24,11 +24,12 @@ RATE_OVER = 32
 
 @dataclass
 class Request:
-    """A ticket, its settings, and how many tokens of its prompt have run."""
+    """A ticket, its settings, how many tokens of its prompt have run, and when it came."""
 
     ticket: Ticket
     config: GenerateConfig
     done: int = 0
+    came_s: float = field(default_factory=time.monotonic)
 
     @property
     def row(self) -> Row:

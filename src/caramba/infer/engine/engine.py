@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -200,6 +201,24 @@ class Engine:
             return (given,) if isinstance(given, int) else tuple(given)
         return () if self.tokenizer is None else (self.tokenizer.eos_id,)
 
+    def _gather(self) -> None:
+        """Where nothing runs, wait for more requests to begin with, `batch_timeout` seconds from the first on at most.
+
+        Rows that decode already are joined by others at every step, so then nobody waits.
+        """
+        while self.config.batch_timeout > 0 and not self.batch.n_active:
+            with self._stepping, torch.inference_mode():
+                self._drop_waiting()
+            with self._news:
+                is_ending = self._is_closed or self._is_draining
+                if is_ending or not 0 < len(self._queue) < self.config.n_slots:
+                    return
+                left = self._queue[0].came_s + self.config.batch_timeout - time.monotonic()
+                if left <= 0:
+                    return
+                if not any(request.ticket.is_cancelled for request in self._queue):
+                    self._news.wait(left)
+
     def _drop_waiting(self) -> None:
         with self._news:
             gone = [request for request in self._queue if request.ticket.is_cancelled]
@@ -247,6 +266,7 @@ class Engine:
                 if self._is_closed or (self._is_draining and self._is_idle()):
                     return
             try:
+                self._gather()
                 self.step()
             except Exception as error:
                 # Not of one request: a slot that cannot be cleared is given to nobody, and nobody waits for it forever.

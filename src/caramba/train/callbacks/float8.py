@@ -11,7 +11,7 @@ from torch import nn
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.float8 import TILE, Float8Linear, Float8Recipe, RecipeName
-from caramba.layer.joined import Joins
+from caramba.layer.joined import is_joining
 from caramba.runs.events import append_event
 from caramba.train.callbacks.while_training import WhileTraining
 
@@ -83,7 +83,7 @@ def _joined_widths(model: nn.Module) -> dict[int, int]:
     """Return id of a layer -> features of the one product that it is a part of, where all its parts can be cast."""
     found: dict[int, int] = {}
     for owner in model.modules():
-        if isinstance(owner, Joins) and owner.joins_to_train:
+        if is_joining(owner) and owner.joins_to_train:
             assert isinstance(owner, nn.Module)
             layers = [owner.get_submodule(name) for name in owner.joins]
             plain = [layer for layer in layers if type(layer) is nn.Linear]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -260,6 +261,42 @@ def test_threads_submit_while_the_engine_runs(model: Model) -> None:
     assert found == {row.seed: row.tokens for row in alone}
     with pytest.raises(EngineClosed, match="closed"):
         engine.submit([1], max_new_tokens=2)
+
+
+def test_requests_that_come_together_begin_together_where_a_batch_timeout_waits_for_them(
+    model: Model,
+) -> None:
+    values: dict[str, Any] = {"max_len": 32, "cache_kind": "fp32"}
+
+    def two(engine: Engine) -> float:
+        """Seconds from the first request to its first token, with another 20 ms behind it."""
+        began, first = time.monotonic(), engine.submit([1, 2], max_new_tokens=6)
+        time.sleep(0.02)
+        if not engine.config.batch_timeout:
+            next(iter(first))  # on a busy machine it may not have begun yet
+        second = engine.submit([3], max_new_tokens=6)
+        next(iter(first))
+        seconds = time.monotonic() - began
+        assert [first.wait(30), second.wait(30)] == ["length", "length"]
+        return seconds
+
+    with Engine(model, n_slots=3, **values) as engine:
+        two(engine)
+        assert engine.stats().steps > 6
+    with Engine(model, n_slots=3, batch_timeout=0.3, **values) as engine:
+        assert 0.3 <= two(engine) < 3.0  # from the first on, not from the last
+        assert engine.stats().steps == 6
+    with Engine(model, n_slots=2, batch_timeout=60, **values) as engine:
+        assert two(engine) < 30  # a full batch waits for nobody
+        left = engine.submit([1], max_new_tokens=2)
+        left.cancel()
+        assert left.wait(30) == "cancelled"
+        engine.submit([1], max_new_tokens=2)
+        engine.close(drain=True)  # nor does an engine that ends
+        assert (engine.stats().steps, engine.stats().finished) == (8, 3)
+    for wrong in (-1, float("nan")):
+        with pytest.raises(ConfigError, match="batch_timeout"):
+            Engine(model, batch_timeout=wrong, **values)
 
 
 def test_a_graph_is_captured_again_where_the_weights_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:

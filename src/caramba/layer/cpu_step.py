@@ -1,0 +1,200 @@
+"""Residual blocks of one-token steps on a CPU: the numbers of their layers, by fewer calls.
+
+A step of a small model there takes as long as its calls do, those of modules and of views among them, and reading the
+weights comes after. Inside a block of `joined_weights`, where nothing is replaced, a block of a norm and a layer is
+looked at once: what it holds is kept here, and a step asks for none of it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from caramba.cache import Context
+from caramba.layer.attention import AttentionLayer
+from caramba.layer.few_rows import has_hooks
+from caramba.layer.joined import Joined, is_plain_linear
+from caramba.layer.projection import Projection, StandardProjection
+from caramba.layer.rms_norm import RMSNormLayer, constant, plain_norm
+from caramba.layer.rope import turned_halves
+from caramba.layer.swiglu import SwiGLULayer
+from caramba.ops import has_kernel
+from caramba.ops.widen import WIDE
+
+
+class CpuStep(Protocol):
+    """What a module makes of one token per sequence. Shape: rows [B, M] to [B, M]."""
+
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor, ctx: Context) -> Tensor: ...
+
+
+def residual_step(nodes: nn.ModuleList) -> CpuStep | None:
+    """Return x + layer(norm(x)) of a residual block's nodes, None where they run as they are: on another device, in 16
+    bits, with kernels, or where one of them was replaced, quantised, hooked or given an adapter."""
+    norm, layer = nodes[0], nodes[-1]
+    if len(nodes) != 2 or not _is_plain_norm(norm) or has_hooks(norm) or has_hooks(layer):
+        return None
+    # Exact types: what shares a layer out over ranks gives it a class of its own.
+    if type(layer) is AttentionLayer and _adds(layer.out, norm) and not has_hooks(layer.projection):
+        return _Attention(norm, layer)
+    if type(layer) is SwiGLULayer and layer.joined is not None and _adds(layer.down, norm):
+        return _FeedForward(norm, layer, layer.joined)
+    return None
+
+
+def _is_plain_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
+    if type(norm) is not RMSNormLayer or type(norm.weight) is not nn.Parameter:
+        return False
+    weight = norm.weight
+    kernels = ("dba_decode", "rms_norm", "row_linear", "swiglu")
+    return weight.is_cpu and weight.dtype in WIDE and not any(has_kernel(op, weight) for op in kernels)
+
+
+def _adds(layer: nn.Module, norm: RMSNormLayer) -> bool:
+    assert norm.weight is not None
+    return is_plain_linear(layer) and layer.weight.is_cpu and layer.weight.dtype == norm.weight.dtype
+
+
+def takes_step(step: CpuStep, x: Tensor) -> bool:
+    """Whether x is one token of every sequence, plain and without gradients."""
+    return (
+        x.shape[1] == 1
+        and type(x) is Tensor
+        and x.dtype == step.dtype
+        and x.is_contiguous()
+        and not torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class Chain:
+    """Steps one after the other."""
+
+    def __init__(self, steps: Sequence[CpuStep]) -> None:
+        self.steps = tuple(steps)
+        self.dtype = self.steps[0].dtype
+
+    def __call__(self, x: Tensor, ctx: Context) -> Tensor:
+        for step in self.steps:
+            x = step(x, ctx)
+        return x
+
+
+class NormStep:
+    """RMSNorm by itself."""
+
+    def __init__(self, norm: RMSNormLayer) -> None:
+        assert norm.weight is not None
+        self.weight, self.dtype = norm.weight.detach(), norm.weight.dtype
+        self.width, self.eps = constant(norm.width, self.dtype), constant(norm.eps, self.dtype)
+
+    @classmethod
+    def of(cls, norm: nn.Module) -> NormStep | None:
+        """Return the step of a plain RMSNorm on a CPU, None of anything else."""
+        return cls(norm) if _is_plain_norm(norm) else None
+
+    def __call__(self, x: Tensor, ctx: Context | None = None) -> Tensor:
+        return plain_norm(x, self.weight, self.width, self.eps)
+
+
+class _Product:
+    """W x + b of rows, or that and a residual. Shape: [B, M] (and [B, N]) to [B, N]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.transposed = weight.detach().t()
+        self.bias = None if bias is None else bias.detach()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.mm(x, self.transposed)
+        return torch.addmm(self.bias, x, self.transposed)
+
+    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+        if self.bias is None:
+            return torch.addmm(residual, x, self.transposed)
+        return torch.addmm(self.bias, x, self.transposed).add_(residual)
+
+
+class _FeedForward:
+    def __init__(self, norm: RMSNormLayer, layer: SwiGLULayer, joined: Joined) -> None:
+        self.dtype = layer.down.weight.dtype
+        self.norm, self.widths = NormStep(norm), joined.widths
+        self.up = _Product(joined.weight, joined.bias)
+        self.down = _Product(layer.down.weight, layer.down.bias)
+
+    def __call__(self, x: Tensor, ctx: Context) -> Tensor:
+        gate, up = self.up(self.norm(x)).split_with_sizes(self.widths, -1)
+        return self.down.added(F.silu(gate).mul_(up), x)
+
+
+class _Attention:
+    def __init__(self, norm: RMSNormLayer, layer: AttentionLayer) -> None:
+        self.dtype, self.heads = layer.out.weight.dtype, (-1, layer.out.weight.shape[1])
+        self.norm, self.out = NormStep(norm), _Product(layer.out.weight, layer.out.bias)
+        self.read, self.attend = _reader(layer.projection), _attend(layer)
+
+    def __call__(self, x: Tensor, ctx: Context) -> Tensor:
+        q, streams = self.read(self.norm(x), ctx.position)
+        heads = self.attend(q, ctx.next_cache().append(streams))
+        return self.out.added(heads.reshape(self.heads), x)
+
+
+def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
+    """Return what makes of queries and all that is cached what each head reads, [B, H, 1, Dv]."""
+    projection, score, null = layer.projection, layer.score, layer.null()
+    if isinstance(projection, StandardProjection) and not has_hooks(score):
+        return lambda q, streams: score.forward(q, streams["k"], streams["v"], null)
+    return lambda q, streams: projection.attend(q, streams, score, null)
+
+
+def _reader(projection: Projection) -> _Whole | _Together:
+    if isinstance(projection, StandardProjection) and projection.turns_together:
+        joined = projection.joined
+        if joined is not None:
+            return _Together(projection, joined)
+    return _Whole(projection)
+
+
+class _Whole:
+    """Queries and streams as the projection's own forward makes them."""
+
+    def __init__(self, projection: Projection) -> None:
+        self.forward = projection.forward
+
+    def __call__(self, rows: Tensor, position: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.forward(rows.unsqueeze(1), position)
+
+
+class _Together:
+    """Queries, keys and values of one product, queries and keys turned as heads of one tensor."""
+
+    def __init__(self, projection: StandardProjection, joined: Joined) -> None:
+        dims, self.projection = projection.dims, projection
+        self.product = _Product(joined.weight, joined.bias)
+        self.heads = [dims.n_heads, dims.n_kv_heads]
+        n_turned = sum(self.heads)
+        self.widths = [n_turned * dims.qk, dims.n_kv_heads * dims.v]
+        self.turned, self.values = (-1, n_turned, 1, dims.qk), (-1, dims.n_kv_heads, 1, dims.v)
+        self.rope, self.halves = projection.rope, (-1, n_turned, 1, 2, dims.qk // 2)
+        self.scale = (
+            constant(projection.scale, joined.weight.dtype) if projection.temperature is None else None
+        )
+
+    def __call__(self, rows: Tensor, position: int) -> tuple[Tensor, dict[str, Tensor]]:
+        turned, v = self.product(rows).split_with_sizes(self.widths, -1)
+        if self.rope is None:
+            turned = turned.view(self.turned)
+        elif (angles := self.rope.step_angles(position, 1, rows.device)) is None:
+            turned = self.rope.turn(turned.view(self.turned), position)
+        else:
+            turned = turned_halves(turned.view(self.halves), *angles).view(self.turned)
+        q, k = turned.split_with_sizes(self.heads, 1)
+        q = self.projection.scaled(q, q.dtype) if self.scale is None else q.mul(self.scale)
+        return q, {"k": k, "v": v.view(self.values)}
