@@ -17,7 +17,10 @@ import triton
 
 BLOCK_ELEMENTS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
 INTERPRETED = triton.knobs.runtime.interpret
-JOIN_FEATURES = 32
+JOIN_FEATURES = 32, 128
+"""Features of a program that joins splits: few, so that a step's few rows keep a device busy, and of MANY_ROWS most,
+so that not thousands of programs have to be started for it. Theirs lie in the registers of one warp."""
+MANY_ROWS = 512
 MOST_PLANS = 1024
 
 Mode = tuple[str, int, int, int, int, bool, bool]
@@ -253,7 +256,8 @@ def plan(
         num_stages=config.n_stages,
         **({"maxnreg": config.n_registers} if config.n_registers else {}),
     )
-    block = min(JOIN_FEATURES, power_of_2(v_width))
+    is_wide = rows >= MANY_ROWS and config.n_splits <= 16
+    block = min(JOIN_FEATURES[is_wide], power_of_2(v_width))
     join = Launch(
         decode_join,
         (rows, ceil_div(v_width, block)),

@@ -9,7 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 TABLE = Path(__file__).with_name("dba_decode_table.json")
-PROGRAMS_PER_SM = 2
+PROGRAMS_PER_SM = 2, 4
+"""Programs on a processor, of blocks and of numbers, as far as shared memory has place for their tiles: registers bound
+the first, and what was measured of narrow heads is best with as many as the second."""
+SHARED_BYTES = 227 * 1024
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 READINGS = {
@@ -139,15 +142,15 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
             lanes = int(key.split("|")[-2])
             scaled = max(1, round(choice.n_splits * lanes / _bucket(shape.lanes)))
             return replace(choice, n_splits=min(scaled, _most_splits(shape.tokens, choice.block_tokens)))
-        return replace(choice, n_splits=_splits(shape, choice, n_processors, PROGRAMS_PER_SM))
+        return replace(choice, n_splits=_splits(shape, choice, n_processors))
     return rule(shape, n_processors)
 
 
 def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
-    """Return a choice without measurements: as many splits as lie on the processors at once, two on each."""
+    """Return a choice without measurements: as many splits as lie on the processors at once."""
     if _is_grouped(shape):
         grouped = DecodeConfig(block_rows=GROUP_ROWS)  # what was measured for every such shape of the table
-        return replace(grouped, n_splits=_splits(shape, grouped, n_processors, PROGRAMS_PER_SM))
+        return replace(grouped, n_splits=_splits(shape, grouped, n_processors))
     block_rows = min(64, max(16, _bucket(shape.rows)))
     exact = not _is_quantised(shape)
     wide = max(shape.dims) > 256 or "fp32" in shape.formats
@@ -158,7 +161,7 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         n_warps=8 if block_rows == 64 else 4,
         n_stages=2 if wide else 3,
     )
-    return replace(reading, n_splits=_splits(shape, reading, n_processors, PROGRAMS_PER_SM))
+    return replace(reading, n_splits=_splits(shape, reading, n_processors))
 
 
 def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
@@ -203,9 +206,21 @@ def _is_quantised(shape: DecodeShape) -> bool:
     return any(kind not in ("fp32", "fp16", "bf16") for kind in shape.formats)
 
 
-def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm: int) -> int:
+def _per_sm(shape: DecodeShape, reading: DecodeConfig) -> int:
+    """Return the programs that lie on a processor at once."""
+    if _is_quantised(shape):
+        return PROGRAMS_PER_SM[0]
+    itemsize = 4 if "fp32" in shape.formats else 2
+    *keys, values = (max(16, _bucket(width)) for width in shape.dims)
+    stage = reading.block_tokens * (sum(keys) + (values if len(shape.formats) == 3 else 0))
+    rows = reading.block_rows * (sum(keys) + reading.block_tokens)
+    return min(PROGRAMS_PER_SM[1], max(1, SHARED_BYTES // ((reading.n_stages * stage + rows) * itemsize)))
+
+
+def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm: int | None = None) -> int:
     """Return the most splits that give no processor more than `per_sm` programs, of a tile at least: one program more
     than there is place for takes as long again as all the others."""
+    per_sm = per_sm or _per_sm(shape, reading)
     programs = shape.lanes * math.ceil(shape.rows / reading.block_rows)
     wanted = max(1, per_sm * n_processors // programs)
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))

@@ -91,6 +91,13 @@ def test_the_count_of_splits_changes_nothing() -> None:
 
 
 @runs
+def test_splits_of_many_rows_are_joined_by_fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caramba.kernels.triton.dba_decode.MANY_ROWS", 4)
+    for name in ("widths that are no power of two", "latent, nf4, window, null"):
+        check(CASES[name], torch.float32, n_splits=3)
+
+
+@runs
 def test_the_op_runs_the_launcher_with_a_choice_of_the_table() -> None:
     from caramba.kernels.triton.dba_decode import dba_decode
 

@@ -56,6 +56,13 @@ def test_latents_of_16_bits_are_read_for_a_warp_groups_rows_where_they_fit() -> 
     shape = replace(SHAPE, formats=("bf16", "bf16"), dims=(96, 64, 96), lanes=32, tokens=16384)
     assert rule(shape, 132) == DecodeConfig(64, 64, n_warps=4, n_stages=3, n_splits=8)
     assert choose(replace(shape, dims=(128, 64, 128)), 132) == rule(shape, 132), "far from what was measured"
+    assert (
+        rule(replace(shape, dims=(128, 256, 128)), 132).n_splits == 4
+    )  # one program a processor: more do not fit
+    per_head = replace(shape, formats=("bf16",) * 3, dims=(32, 32, 64), rows=4, lanes=256)
+    assert rule(per_head, 132) == DecodeConfig(
+        16, 64, n_warps=4, n_stages=3, n_splits=2
+    )  # four: tiles are small
     others = (
         {"rows": 16},
         {"rows": 33},

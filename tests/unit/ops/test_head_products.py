@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from caramba import kernels
 from caramba.cache import KVCacheKind, StepContext
 from caramba.errors import ConfigError
+from caramba.infer.device_steps import compiled_logits, find_angles, next_logits
 from caramba.layer import latent
 from caramba.layer.joined import joined_weights
 from caramba.model import build_model
@@ -89,3 +91,31 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
     # A gate weighs the two paths of the queries; what is read has one.
     assert seen.count("absorbed_queries") == (n_steps if name == "latent" else 0)
     assert seen.count("head_values") == n_steps
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("batch", [1, 2, 33])
+@torch.inference_mode()
+def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
+    kernels.load("cuda")
+    model = build_model(transformer("latent"), seed=0).eval().bfloat16().cuda()
+    tokens = torch.randint(VOCAB, (batch, 9), generator=torch.Generator().manual_seed(1)).cuda()
+
+    def stepped(*, is_compiled: bool = False) -> Tensor:
+        ctx = model.new_context(batch, 9, KVCacheKind.BF16, static=True)
+        model(tokens[:, :5], ctx)
+        step, outputs, run = StepContext(ctx), [], next_logits
+        if is_compiled:
+            find_angles(model, step)
+            run = compiled_logits(model, batch, "steps in 16 bits")
+        for t in range(5, 9):
+            step.advance()
+            outputs.append(run(model, tokens[:, t], step).float())
+        return torch.stack(outputs, dim=1)
+
+    with backend.without_kernels("absorbed_queries", "head_values", "row_linear"):
+        wanted = stepped()
+    with joined_weights(model, is_compiled=True):
+        for is_compiled in (False, True):
+            torch.testing.assert_close(stepped(is_compiled=is_compiled), wanted, rtol=0.05, atol=0.02)
