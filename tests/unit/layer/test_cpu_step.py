@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 import torch
+from tests.unit.layer.test_few_rows import Ops
 from tests.unit.model.model_specs import VOCAB, biased, transformer
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.cache import KVCacheKind
 from caramba.errors import CacheFull
@@ -26,18 +26,6 @@ NAMES = [
     "no_rope",
     "biased",
 ]
-
-
-class Ops(TorchDispatchMode):
-    """How many ops ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ran[func._schema.name.split("::")[1]] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def lively(name: str, dtype: torch.dtype = torch.float64) -> Model:
