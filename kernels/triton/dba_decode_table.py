@@ -48,6 +48,7 @@ GROUP_ROWS = 64
 WIDEST_GROUPED = 384
 """Features of both parts up to which three stages of 64 tokens were measured beside the queries, 196 KB in all."""
 
+
 @dataclass(frozen=True)
 class DecodeShape:
     """What a choice depends on: `rows` = queries of a key/value head, `lanes` = sequences times key/value heads."""
