@@ -90,14 +90,19 @@ def _made(
     EVEN: tl.constexpr,
 ):
     """A tile of the matrix and the one n columns on, which only gradients have: else it is the same."""
+    # One return: what follows one in a branch is compiled too, with pointers that are None in other kinds.
     if KIND == 0:
-        x = _load(x_ptr, row, col, m, n, n, EVEN)
-        return x, x
-    if KIND == 1:
+        left = _load(x_ptr, row, col, m, n, n, EVEN)
+        right = left
+    elif KIND == 1:
         gate, up, share = _gate_up(x_ptr, row, col, m, n, EVEN)
-        x = gate * share * up
-        return x, x
-    return _gradients(x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, PER_TENSOR, EVEN)
+        left = gate * share * up
+        right = left
+    else:
+        left, right = _gradients(
+            x_ptr, grad_ptr, grad_scale_ptr, other_scale_ptr, row, col, m, n, PER_TENSOR, EVEN
+        )
+    return left, right
 
 
 @triton.jit
