@@ -10,7 +10,6 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MAX_STREAMS = 3
 
@@ -48,12 +47,9 @@ def _append(
     C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr,
-    ROTATED: tl.constexpr, PAIRS: tl.constexpr, OVERLAP: tl.constexpr,
+    ROTATED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Write the streams of width D (0: none), each at column C of its buffer; P is D's next power of two."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     b = (tl.program_id(0) // n_tokens).to(tl.int64)
     t = (tl.program_id(0) % n_tokens).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

@@ -4,7 +4,6 @@ from caramba.kernels.triton.dba_decode_tile import blocks, columns, numbers
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -182,7 +181,6 @@ def decode_split(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One split of one sequence's key/value head, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
@@ -190,9 +188,6 @@ def decode_split(
     have strides (b, head, token), blocks (b, plane, token). With FINAL there is one split and no other kernel.
     """
     DTYPE: tl.constexpr = q_sem.dtype.element_ty
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     pid = tl.program_id(0)
     rows = pid % ROW_BLOCKS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     head = pid // ROW_BLOCKS % KV_HEADS
@@ -357,12 +352,8 @@ def decode_join(
     HAS_NULL: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Join the splits of one row, and the null key where there is one, for BLOCK of its DV features."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     h, t = row // QUERIES % HEADS, row % QUERIES
     b = row // QUERIES // HEADS

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,28 +13,6 @@ from triton.runtime import driver
 
 MOST = 512  # launches of a kernel that are remembered
 ALIGNMENT = 16  # bytes: a kernel is compiled for whether a tensor begins at a multiple of it
-OVERLAPPING = 1 << 62  # beside the bits of the tensors
-HOPPER = 9
-
-are_overlapped = False
-"""Whether kernels that have an argument OVERLAP begin while the one ahead of them ends, see `overlapped`."""
-
-
-@contextmanager
-def overlapped() -> Iterator[None]:
-    """Let kernels launched within begin before the one ahead of them has ended (programmatic dependent launch).
-
-    Those with an argument OVERLAP wait by themselves, ahead of all that another kernel may have written or still
-    reads; before that they read weights. So weights must be older than the kernel ahead, as they are in decode steps.
-    The others, and all before Hopper, are launched as ever.
-    """
-    global are_overlapped
-    before = are_overlapped
-    are_overlapped = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= HOPPER
-    try:
-        yield
-    finally:
-        are_overlapped = before
 
 
 def is_watched() -> bool:
@@ -63,11 +40,10 @@ class Launch:
         self.kernel, self.options = kernel, options
         self.grid = (*grid, 1, 1)[:3]
         self.scalars, self.constants = tuple(scalars), constants
-        self.can_overlap = kernel.arg_names[-1] == "OVERLAP"
         # In the kernel's order, which a compiled one takes them in.
         self.values = (*scalars, *(constants[name] for name in kernel.arg_names if name in constants))
         self.made: dict[int, Any] = {}
-        """The compiled kernel by which tensors are not aligned, a bit each, and by OVERLAPPING."""
+        """The compiled kernel by which tensors are not aligned, a bit each."""
 
     def __call__(self, *tensors: Tensor | None, live: tuple[Any, ...] = ()) -> None:
         """Launch on tensors, which are the kernel's first arguments, on the device of the first of them.
@@ -88,9 +64,6 @@ class Launch:
                 if address % ALIGNMENT:
                     askew |= bit
             bit += bit
-        overlap = self.can_overlap and are_overlapped
-        if overlap:
-            askew |= OVERLAPPING
         made = self.made.get(askew)
         if made is not None and not is_watched():
             device = first.get_device()
@@ -106,16 +79,10 @@ class Launch:
                     *addresses,
                     *live,
                     *self.values,
-                    *((overlap,) if self.can_overlap else ()),
                 )
                 return
-        constants: dict[str, Any] = self.constants | self.options
-        if self.can_overlap:
-            constants["OVERLAP"] = overlap
-        if overlap:
-            constants["launch_pdl"] = True
         with torch.cuda.device_of(first):
-            made = self.kernel[self.grid](*tensors, *live, *self.scalars, **constants)
+            made = self.kernel[self.grid](*tensors, *live, *self.scalars, **self.constants, **self.options)
         if made is not None:  # the interpreter makes nothing
             self.made[askew] = made
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TABLE = Path(__file__).with_name("row_linear_table.json")
 """Tiles that were measured, which `scripts/bench/row_linear.py --tune` writes; others follow from `guessed`."""
@@ -88,33 +87,28 @@ def _kernel(
     IS_WHOLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HAS_BIAS: tl.constexpr = bias_ptr is not None
-    if OVERLAP:
-        gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = n < n_out
     col = tl.arange(0, BLOCK_K)
     in_width = col < width
-    # Everything is asked for before anything is waited for, weights first: nobody writes them.
+    # Everything is asked for before anything is waited for: what is small and in the cache, then the weight.
+    if ROWS == 1:
+        first = _load(x_ptr + col, in_width, IS_WHOLE)
     if norm_ptr is not None:
         gain = _load(norm_ptr + col, in_width, IS_WHOLE)
     bias = tl.load(bias_ptr + n, mask=in_rows, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(bias_ptr + n + n_out, mask=in_rows, other=0.0) if HAS_BIAS and GATED else 0.0
+    if ROWS == 1 and residual_ptr is not None:
+        held = tl.load(residual_ptr + n, mask=in_rows, other=0.0)
     mask = in_rows[:, None] & in_width[None, :]
     at = n.to(tl.int64)[:, None] * width + col[None, :]
     tile = _load_once(weight_ptr + at, mask, IS_WHOLE)
     if GATED:
         up_at = (n.to(tl.int64) + n_out)[:, None] * width + col[None, :]
         up_tile = _load_once(weight_ptr + up_at, mask, IS_WHOLE)
-    if OVERLAP:
-        gdc_wait()
-    if ROWS == 1:
-        first = _load(x_ptr + col, in_width, IS_WHOLE)
-    if ROWS == 1 and residual_ptr is not None:
-        held = tl.load(residual_ptr + n, mask=in_rows, other=0.0)
     for r in tl.static_range(ROWS):
         x = first if ROWS == 1 else _load(x_ptr + r * width + col, in_width, IS_WHOLE)
         row = x.to(tl.float32)

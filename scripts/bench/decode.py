@@ -73,13 +73,12 @@ def calls(
 
 
 def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the replay of a graph of the call; our kernels overlap where they meet, as in a captured step."""
+    """Return the replay of a graph of the call."""
+    call()
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with kernels.overlapped():
+    with torch.cuda.graph(graph):
         call()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            call()
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay

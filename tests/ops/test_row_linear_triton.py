@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.infer.device_steps import captured, replayed
 from caramba.ops.row_linear import reference_row_linear
 from tests.ops.test_row_linear import arguments
 
@@ -80,27 +79,3 @@ def test_measured_tiles_are_taken_and_others_guessed(monkeypatch: pytest.MonkeyP
     guess = module.tile_of(product)
     module.adopt([(list(product), [guess.block_n * 2, 2])])
     assert module.tile_of(product) == module.Tile(guess.block_n * 2, 2)
-
-
-@pytest.mark.skipif(not HAS_GPU, reason="captures CUDA graphs")
-@torch.inference_mode()
-def test_captured_products_that_overlap_read_what_the_one_ahead_wrote() -> None:
-    module = importlib.import_module("caramba.kernels.triton.row_linear")
-    width, generator = 2048, torch.Generator("cuda").manual_seed(0)
-
-    def drawn(*shape: int, scale: float = 1.0) -> Tensor:
-        return (scale * torch.randn(*shape, generator=generator, device="cuda")).bfloat16()
-
-    layers = [(drawn(4 * width, width, scale=0.02), drawn(width, 2 * width, scale=0.02)) for _ in range(24)]
-    gain = drawn(width)
-
-    def chain(x: Tensor) -> Tensor:
-        for up, down in layers:
-            wide = module.row_linear(x, up, None, None, gain, 1e-5, True)
-            x = module.row_linear(wide, down, None, x, None, None, False)
-        return x
-
-    graph = captured(drawn(1, width), chain, chain)
-    for _ in range(200):
-        x = drawn(1, width)
-        assert torch.equal(replayed(graph, x), chain(x))

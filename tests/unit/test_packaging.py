@@ -56,7 +56,7 @@ def test_python_files_lie_in_packages() -> None:
 
 def test_mapped_folders_import_nothing_of_caramba() -> None:
     """The import contracts do not see these folders: kernels import torch, Triton and each other, conf nothing."""
-    standard = {"collections", "contextlib", "dataclasses", "functools", "json", "math", "pathlib", "typing"}
+    standard = {"collections", "dataclasses", "functools", "json", "math", "pathlib", "typing"}
     for folder, allowed in {
         "conf": set(),
         "kernels/triton": {"torch", "triton", "__future__", *standard},

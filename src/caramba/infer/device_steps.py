@@ -15,7 +15,6 @@ from torch import Tensor
 from caramba.cache import Context, StepContext
 from caramba.config.generate import GenerateConfig
 from caramba.infer.step import StepState
-from caramba.kernels import overlapped
 from caramba.layer import AttentionLayer
 from caramba.layer.few_rows import are_plain
 from caramba.model import Model
@@ -206,14 +205,13 @@ def captured(
     fixed = given.clone()
     side = torch.cuda.Stream(given.device)
     side.wait_stream(torch.cuda.current_stream(given.device))
-    with overlapped():
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                trial(fixed)
-        torch.cuda.current_stream(given.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device_of(given), torch.cuda.graph(graph, pool=pool):
-            out = run(fixed)
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            trial(fixed)
+    torch.cuda.current_stream(given.device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device_of(given), torch.cuda.graph(graph, pool=pool):
+        out = run(fixed)
     return graph, fixed, out
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -22,18 +20,9 @@ from caramba.ops.backend import (
 )
 from caramba.runtime.tuned import decode_choices, tuned_path
 
-__all__ = [
-    "METAL_AVAILABLE",
-    "TRITON_AVAILABLE",
-    "fused_decode_available",
-    "get_backend_info",
-    "load",
-    "overlapped",
-]
+__all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get_backend_info", "load"]
 
 BACKENDS = {"cuda": "triton", "mps": "metal"}
-OVERLAPS = True
-"""Whether kernels of captured steps overlap at all; without, the time that it saves can be measured."""
 Policy = Literal["auto", "require", "reference"]
 _told: set[str] = set()
 
@@ -60,15 +49,6 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
         _told.add(kind)
         logger.info(f"kernels on {kind}: {', '.join(missing)} run the {REFERENCE} implementation")
     return chosen
-
-
-def overlapped() -> AbstractContextManager[None]:
-    """Let kernels of a decode step begin while those ahead of them end; where no kernel can, do nothing.
-
-    For launches on weights that were written before the kernel ahead was launched.
-    """
-    launch = sys.modules.get("caramba.kernels.triton.launch")
-    return nullcontext() if launch is None or not OVERLAPS else launch.overlapped()
 
 
 def _attach_all(kind: str) -> dict[str, str]:
