@@ -76,7 +76,7 @@ def plain_norm(x: Tensor, weight: Tensor, width: Tensor, eps: Tensor) -> Tensor:
 def constant(value: float, dtype: torch.dtype) -> Tensor:
     """Return a number as a tensor, which a call takes sooner than it takes a number."""
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class RMSNormLayer(RMSNorm):
