@@ -66,9 +66,8 @@ def _is_plain(x: Tensor, weight: Tensor) -> bool:
 
 def plain_norm(x: Tensor, weight: Tensor, width: Tensor, eps: Tensor) -> Tensor:
     """Return the numbers of `F.rms_norm`, whose own calls on a CPU take longer than a decode step's products."""
-    mean = (
-        x.mul(x).sum(-1, keepdim=True).div_(width)
-    )  # what `mean` does, but for a number made a tensor each time
+    # A sum and a quotient are what `mean` does, which makes a tensor of the width each time.
+    mean = x.mul(x).sum(-1, keepdim=True).div_(width)
     return x.mul(mean.add_(eps).rsqrt_()).mul_(weight)
 
 
@@ -76,7 +75,7 @@ def plain_norm(x: Tensor, weight: Tensor, width: Tensor, eps: Tensor) -> Tensor:
 def constant(value: float, dtype: torch.dtype) -> Tensor:
     """Return a number as a tensor, which a call takes sooner than it takes a number."""
     with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
+        return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class RMSNormLayer(RMSNorm):
