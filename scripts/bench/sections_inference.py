@@ -156,7 +156,8 @@ def plot(data: dict[str, Any], file: Path) -> None:
         limits = [bound(row, data["read_bytes_per_s"]) for row in rows]
         axes.plot(xs, limits, color=colour, linestyle="--", linewidth=1, label=f"{side}, memory bound")
     axes.set_xscale("log", base=2)
-    axes.set(xlabel="tokens of context", ylabel="tokens/s, batch 1", yscale="log")
+    axes.set(xlabel="tokens of context", ylabel="tokens/s, batch 1")
+    axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     figure.savefig(file, dpi=150)
     plt.close(figure)
