@@ -13,12 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import (
-    adamw_step,
-    lion_step,
-    list_norms,
-    round_at_random,
-)
+from caramba.ops import adamw_step, lion_step, list_norms, round_at_random
 from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.lion import reference_lion_step
 from caramba.ops.round_at_random import reference_round_at_random
