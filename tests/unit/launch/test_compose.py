@@ -220,10 +220,9 @@ def test_typed_none_empties_what_an_experiment_lists():
 
 
 def test_a_teacher_alone_cannot_be_verified():
+    manifest = manifest_of()
     with pytest.raises(ConfigError, match="trains the teacher, and verify compares a student"):
-        cross_check(
-            manifest_of().model_copy(update={"groups": (_verified_teacher(manifest_of().groups[0]),)})
-        )
+        cross_check(manifest.model_copy(update={"groups": (_verified_teacher(manifest.groups[0]),)}))
 
 
 def _verified_teacher(group):
