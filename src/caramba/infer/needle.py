@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import Tokenizer
 from caramba.data.stream import Tokens
-from caramba.layer.projection import widened
 from caramba.measure import cached_hidden
 from caramba.model import Model
+from caramba.ops.widen import widened
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SEED = 0x4EED1E

@@ -2,15 +2,17 @@
 
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.backends import attention_backends, documents_path, unplanned_attention
+from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
 from caramba.layer.layer_norm import LayerNormLayer
 from caramba.layer.linear import LinearLayer
-from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
+from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate
 from caramba.layer.score import CausalScore
+from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
 
 __all__ = [

@@ -12,12 +12,14 @@ from caramba.cache import Context, LayerCache, StepContext
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
 from caramba.layer.few_rows import added, are_plain, has_hooks
 from caramba.layer.latent import LatentProjection
-from caramba.layer.projection import DecoupledProjection, Projection, StandardProjection
+from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
+from caramba.layer.standard import StandardProjection
 from caramba.layer.stored import StoredKeys
 from caramba.ops import MAX_QUERIES, dba_append, fused_decode_available, kernel_takes
 

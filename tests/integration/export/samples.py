@@ -1,4 +1,4 @@
-"""Small trained-looking models and a run directory that holds one, for the export and evaluation tests."""
+"""Small trained-looking models, run directories that hold one and folders exported from them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from caramba.cli import main
 from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.parse import parse_manifest
 from caramba.data import ByteTokenizer, Tokenizer, write_token_folder
@@ -14,6 +15,7 @@ from caramba.model import Model, build_model, save_model
 from caramba.runs import MANIFEST, canonical_json
 
 VOCAB, M = 257, 32
+TOLERANCE = 1e-4
 NORM = {"type": "RMSNormLayer", "d_model": M}
 MLP = {"type": "SwiGLULayer", "d_model": M, "d_ff": 48}
 GQA = {"type": "AttentionLayer", "d_model": M, "n_heads": 4, "n_kv_heads": 2, "mode": "gqa"}
@@ -59,6 +61,35 @@ def spec(*nodes: dict[str, Any], tied: bool = True) -> ModelSpec:
 
 def transformer(attention: dict[str, Any], tied: bool = True) -> ModelSpec:
     return spec({"type": "NestedTopology", "repeat": 2, "layers": block(attention)}, tied=tied)
+
+
+REMOTE = {
+    "dba": transformer(DBA),
+    # One latent wider than a head, one narrower: both forms of the layer, in prefill and in decode.
+    "latent": spec(
+        *block(LATENT),
+        *block({**LATENT, "sem_dim": 6, "null_attn": True, "decoupled_gate": True, "bias": True}),
+    ),
+    "first tokens": spec(*block(FIRST), *block({**FIRST, "sem_dim": 6, "bias": True})),
+    "gates": transformer(
+        {**DBA, "decoupled_gate": True, "decoupled_gate_dynamic": True, "qk_norm": True}, tied=False
+    ),
+    "every topology": spec(
+        {"type": "CyclicTopology", "n_cycles": 2, "layers": block(DBA)},
+        {"type": "RecurrentTopology", "steps": 2, "layers": block({**GQA, "learned_temperature": True})},
+        {
+            "type": "SequentialTopology",
+            "layers": [
+                {"type": "ParallelTopology", "layers": [MLP, {**GQA, "local_window": 5}]},
+                {"type": "LinearLayer", "d_in": M, "d_out": M, "reduce": "mean"},
+                {"type": "BranchingTopology", "layers": [NORM, {"type": "LayerNormLayer", "d_model": M}]},
+                {"type": "LinearLayer", "d_in": 2 * M, "d_out": M},
+                {"type": "DropoutLayer", "p": 0.5},
+            ],
+        },
+    ),
+}
+"""Models of no architecture that transformers has."""
 
 
 def loud(spec: ModelSpec, seed: int = 3) -> Model:
@@ -114,3 +145,13 @@ def make_run(
         tokenizer_hash=tokenizer.hash,
     )
     return run
+
+
+def exported(tmp_path: Path, run: Path, *words: str, name: str = "out") -> Path:
+    folder = tmp_path / name
+    assert main(["export", str(run), "--out", str(folder), *words]) == 0
+    return folder
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
-from caramba.layer import LatentProjection, StandardProjection, SwiGLULayer, projection
+from caramba.layer import LatentProjection, StandardProjection, SwiGLULayer, standard
 from caramba.layer import swiglu as swiglu_layer
 from caramba.layer.joined import joined_weights, joins_on, prompt_product, usable
 from caramba.ops.backend import without_kernels
@@ -36,7 +36,7 @@ def test_prompts_read_the_joined_product_whole(monkeypatch: pytest.MonkeyPatch) 
     heads, gated, x = StandardProjection(config).double(), swiglu(), torch.randn(2, 9, 8, dtype=torch.float64)
     (q, streams), y = heads(x, 3), gated(x)
     # As on a GPU, whose eager forwards take joined products only where a kernel reads them whole.
-    for module in (projection, swiglu_layer):
+    for module in (standard, swiglu_layer):
         monkeypatch.setattr(module, "usable", lambda joined, x: False)
         monkeypatch.setattr(module, "has_kernel", lambda op, x: op in ("rope_qkv", "swiglu_packed"))
         monkeypatch.setattr(module, "products", None)

@@ -11,8 +11,8 @@ from tests.unit.model.model_specs import VOCAB, transformer
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer import StandardProjection, standard
 from caramba.layer import products as module
-from caramba.layer import projection
 from caramba.layer.products import products
 from caramba.layer.rope import RotaryEmbedding, share_tables
 from caramba.model import build_model
@@ -93,9 +93,9 @@ def test_other_projections_turn_their_heads_by_themselves(
     changes: dict[str, Any], compiled_on_cpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ops_backend._attached, ("rope_qkv", "cpu"), "triton")
-    monkeypatch.setattr(projection, "rope_qkv", None)
+    monkeypatch.setattr(standard, "rope_qkv", None)
     config = AttentionLayerConfig.model_validate({"d_model": 8, "n_heads": 2, **changes})
-    q, _ = projection.StandardProjection(config)(torch.randn(2, 4, 8))
+    q, _ = StandardProjection(config)(torch.randn(2, 4, 8))
     assert q.shape == (2, 2, 4, 4)
 
 

@@ -3,18 +3,16 @@ without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from caramba import kernels
-from caramba.ops import backend, float8_cast, float8_swiglu, float8_swiglu_backward
+from caramba.ops import float8_cast, float8_swiglu, float8_swiglu_backward
 from caramba.ops.float8_cast import reference_float8_cast
 from caramba.ops.float8_swiglu import reference_float8_swiglu, reference_float8_swiglu_backward
-from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = [
     *RUNS_KERNELS,
@@ -22,7 +20,6 @@ pytestmark = [
         HAS_GPU and torch.cuda.get_device_capability() < (8, 9), reason="no float8 on this device"
     ),
 ]
-OPS = ("float8_cast", "float8_swiglu", "float8_swiglu_backward")
 NAMES = ("rows", "scales of rows", "columns", "scales of columns")
 SHAPES = [(256, 128), (48, 304)]
 LARGE = [(16384, 2048), (2048, 16384), (4096, 3072), (2064, 8192)] if HAS_GPU else []
@@ -30,16 +27,7 @@ LARGE = [(16384, 2048), (2048, 16384), (4096, 3072), (2064, 8192)] if HAS_GPU el
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    if HAS_GPU:
-        kernels.load("cuda")
-    else:
-        module = importlib.import_module("caramba.kernels.triton.float8_cast")
-        for op in OPS:
-            backend.attach(op, "cpu", "triton", getattr(module, op))
-    assert all(backend.implementation(op, DEVICE) == "triton" for op in OPS)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+    yield from attached_kernels("float8_cast")
 
 
 def drawn(shape: tuple[int, int]) -> Tensor:

@@ -3,20 +3,17 @@ presets, without one in Triton's interpreter, by `tests/ops/test_in_the_interpre
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from caramba import kernels
-from caramba.ops import absorbed_queries, backend, head_values
+from caramba.ops import absorbed_queries, head_values
 from caramba.ops.absorbed_queries import reference_absorbed_queries
 from caramba.ops.head_values import reference_head_values
-from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
-OPS = ("absorbed_queries", "head_values")
 pytestmark = RUNS_KERNELS
 # Sequences, tokens, heads, features of a head, of the latent, of the geometric part.
 CASES = [(1, 1, 3, 6, 10, 4), (33, 1, 2, 64, 128, 64), (3, 7, 2, 24, 130, 80)]
@@ -25,16 +22,7 @@ LARGE = [(32, 1, 32, 64, 128, 64), (1, 1, 32, 64, 128, 256), (130, 1, 16, 128, 5
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    if HAS_GPU:
-        kernels.load("cuda")
-    else:
-        module = importlib.import_module("caramba.kernels.triton.head_products")
-        for op in OPS:
-            backend.attach(op, "cpu", "triton", getattr(module, op))
-    assert all(backend.implementation(op, DEVICE) == "triton" for op in OPS)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+    yield from attached_kernels("head_products")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -3,19 +3,16 @@ without one in Triton's interpreter, by `tests/ops/test_in_the_interpreter.py`."
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from caramba import kernels
-from caramba.ops import backend, latent_queries
+from caramba.ops import latent_queries
 from caramba.ops.latent_queries import reference_latent_queries
-from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
-OPS = ("latent_queries", "latent_queries_backward")
 pytestmark = RUNS_KERNELS
 CASES = [(2, 70, 3, 6, 4), (1, 130, 2, 64, 64), (2, 33, 2, 24, 80)]
 LARGE = [(8, 2048, 32, 64, 64), (2, 1111, 32, 64, 256), (1, 5000, 3, 128, 256)] if HAS_GPU else []
@@ -23,16 +20,7 @@ LARGE = [(8, 2048, 32, 64, 64), (2, 1111, 32, 64, 256), (1, 5000, 3, 128, 256)] 
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    if HAS_GPU:
-        kernels.load("cuda")
-    else:
-        module = importlib.import_module("caramba.kernels.triton.latent_queries")
-        for op in OPS:
-            backend.attach(op, "cpu", "triton", getattr(module, op))
-    assert all(backend.implementation(op, DEVICE) == "triton" for op in OPS)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+    yield from attached_kernels("latent_queries")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,10 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba import kernels
-from caramba.ops import backend, rope_qkv, scale_
+from caramba.ops import rope_qkv, scale_
 from caramba.ops.rope_qkv import reference_rope_qkv, reference_rope_qkv_backward
-from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
@@ -26,19 +25,7 @@ LARGE = [(8, 2048, 32, 8, 32), (2, 1000, 16, 16, 64)] if HAS_GPU else []
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    if HAS_GPU:
-        kernels.load("cuda")
-    else:
-        from caramba.kernels.triton import rope_qkv, scale
-
-        backend.attach("rope_qkv", "cpu", "triton", rope_qkv.rope_qkv)
-        backend.attach("rope_qkv_backward", "cpu", "triton", rope_qkv.rope_qkv_backward)
-        backend.attach("scale_", "cpu", "triton", scale.scale_)
-    for op in ("rope_qkv", "rope_qkv_backward", "scale_"):
-        assert backend.implementation(op, DEVICE) == "triton"
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    yield
-    torch.use_deterministic_algorithms(False)
+    yield from attached_kernels("rope_qkv", "scale")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

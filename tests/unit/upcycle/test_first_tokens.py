@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,15 +22,10 @@ from caramba.upcycle.collect import collect_statistics
 from caramba.upcycle.statistics import unrotated
 from tests.unit.upcycle.models import DIM, KV, latent_spec, make_teacher, spec, tokens
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LENGTH = 24
 IDS = torch.tensor([[0] * 9 + [1] * 3 + [2] * 12, [0] * 20 + [-1] * 4])
-
-
-@pytest.fixture(autouse=True)
-def _without_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def student_of(

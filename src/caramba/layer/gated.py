@@ -1,0 +1,58 @@
+"""Gates that weigh the semantic path of attention against the geometric one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.projection import Projection
+from caramba.ops.widen import widened
+
+
+class GatedProjection(Projection):
+    """A projection of two paths, semantic and geometric, that `decoupled_gate` weighs against each other.
+
+    Per head by 2 s and 2 - 2 s with s = sigmoid(gate), neutral at gate = 0; `decoupled_gate_dynamic` adds a
+    projection of x to the gate.
+    """
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        heads = self.dims.n_heads
+        self.gate = nn.Parameter(torch.zeros(heads)) if config.decoupled_gate else None
+        self.gate_dynamic = (
+            nn.Linear(config.d_model, heads, bias=False) if config.decoupled_gate_dynamic else None
+        )
+
+    def reset_parameters(self) -> None:
+        """Set gate and temperature to their neutral values."""
+        super().reset_parameters()
+        if self.gate is not None:
+            nn.init.zeros_(self.gate)
+        if self.gate_dynamic is not None:
+            nn.init.zeros_(self.gate_dynamic.weight)
+
+    def _gated(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both paths' queries [B, H, T, D] times their weights, in at least fp32."""
+        q_sem, q_geo = widened(q_sem), widened(q_geo)
+        if self.gate is None:
+            return q_sem, q_geo
+        logits = widened(self.gate)[:, None, None]
+        if self.gate_dynamic is not None:
+            logits = logits + widened(self.gate_dynamic(x)).transpose(1, 2)[..., None]
+        share = 2.0 * torch.sigmoid(logits)
+        return q_sem * share, q_geo * (2.0 - share)
+
+    def _joined(self, x: Tensor, q_sem: Tensor, q_geo: Tensor, dtype: torch.dtype, *beside: Tensor) -> Tensor:
+        """Return the gated and scaled queries of both paths side by side, [B, H, T, Dsem + Dgeo] in `dtype`.
+
+        Queries `beside` them, which no gate weighs, come behind.
+
+        They are cast before they are joined, and joined in the order [B, T, H, ·] in which projections give and take
+        heads: what fused backends return then follows it, and no copy turns outputs or gradients around.
+        """
+        parts = [
+            self.scaled(part, dtype).transpose(1, 2) for part in (*self._gated(x, q_sem, q_geo), *beside)
+        ]
+        return torch.cat(parts, dim=-1).transpose(1, 2)

@@ -1,0 +1,147 @@
+"""Attention of one width per head, with its queries, keys and values made in one product where that is faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.few_rows import normed
+from caramba.layer.joined import Joined, prompt_product, usable
+from caramba.layer.products import joined_product, products
+from caramba.layer.projection import (
+    Angles,
+    Projection,
+    Queries,
+    angles_at,
+    attend_per_head,
+    head_norm,
+    in_parts,
+    picked,
+    split_heads,
+)
+from caramba.layer.rms_norm import RMSNorm
+from caramba.layer.rope import RotaryEmbedding, rotate
+from caramba.layer.score import Null
+from caramba.layer.stored import StoredKeys
+from caramba.ops import StoredStream, has_kernel, rope_qkv
+
+
+class StandardProjection(Projection):
+    """Queries, keys and values of one width per head: standard, grouped-query and bottleneck attention.
+
+    q [H*Dqk, M], k [K*Dqk, M], v [K*Dv, M]; `qk_norm` normalises each head's query and key before RoPE.
+    """
+
+    turned = "k"
+    joins: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    joins_to_train: ClassVar[bool] = True
+
+    def __init__(self, config: AttentionLayerConfig) -> None:
+        super().__init__(config)
+        self.joined: Joined | None = None
+        dims = self.dims
+        self.q = nn.Linear(config.d_model, dims.n_heads * dims.qk, bias=bool(config.bias))
+        self.k = nn.Linear(config.d_model, dims.n_kv_heads * dims.qk, bias=bool(config.bias))
+        self.v = nn.Linear(config.d_model, dims.n_kv_heads * dims.v, bias=bool(config.bias))
+        self.q_norm = head_norm(config, dims.qk)
+        self.k_norm = head_norm(config, dims.qk)
+        self.rope = (
+            RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
+        )
+        self.turns_together = not config.qk_norm
+
+    def readers(self) -> tuple[nn.Module, ...] | None:
+        return self.q, self.k, self.v
+
+    def forward(
+        self,
+        x: Tensor,
+        offset: int | Tensor = 0,
+        rows: Tensor | None = None,
+        angles: Angles = None,
+        norm: RMSNorm | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        joined = self.joined
+        if norm is not None:
+            if joined is None:
+                q, k, v = (normed(layer, x, norm) for layer in (self.q, self.k, self.v))
+            else:
+                q, k, v = normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
+        elif rows is None and usable(joined, x):
+            if angles is None and self.turns_together:
+                return self._together(joined, x, offset)
+            q, k, v = joined(x)
+        elif rows is None:
+            together = self._product_to_turn(x) if angles is None else None
+            if together is not None:
+                return self._from_product(together, offset)
+            q, k, v = products(x, (self.q, self.k, self.v))
+        else:
+            q, k, v = self.q(picked(x, rows)), self.k(x), self.v(x)
+        q = self.q_norm(split_heads(q, self.dims.n_heads))
+        k = self.k_norm(split_heads(k, self.dims.n_kv_heads))
+        v = split_heads(v, self.dims.n_kv_heads)
+        found = self.angles(offset, x.shape[1], x.device) if angles is None else angles
+        if found is not None:
+            cos, sin = found
+            # Without a temperature the scale is one number, which the rotation takes along.
+            is_plain = self.temperature is None
+            dtype, scale = (v.dtype, self.scale) if is_plain else (None, 1.0)
+            q = rotate(q, angles_at(cos, rows), angles_at(sin, rows), dtype, scale)
+            k = k if angles is not None else rotate(k, cos, sin, v.dtype)
+            if is_plain:
+                return q, {"k": k.to(v.dtype), "v": v}
+        return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+
+    def _together(self, joined: Joined, x: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `forward` without norms, queries and keys turned as heads of one tensor: half the calls of a step."""
+        heads, kv_heads, width = self.dims.n_heads, self.dims.n_kv_heads, self.dims.qk
+        n_turned, (batch, n_tokens, _) = heads + kv_heads, x.shape
+        turned, v = joined.product(x).split_with_sizes([n_turned * width, kv_heads * self.dims.v], dim=-1)
+        turned = turned.view(batch, n_tokens, n_turned, width).transpose(1, 2)
+        v = v.view(batch, n_tokens, kv_heads, self.dims.v).transpose(1, 2)
+        if self.rope is not None:
+            turned = self.rope.turn(turned, offset)
+        q, k = turned.split_with_sizes([heads, kv_heads], dim=1)
+        return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
+
+    def _product_to_turn(self, x: Tensor) -> Tensor | None:
+        """Return q, k and v of x as one product, where a kernel turns and splits it and joins the gradients.
+
+        The compiler would compute all three of them at every element of theirs.
+        """
+        is_plain = self.rope is not None and self.turns_together and self.temperature is None
+        if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
+            return None
+        together = prompt_product(self.joined, x)
+        return joined_product(x, (self.q, self.k, self.v)) if together is None else together
+
+    def _from_product(self, together: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        assert self.rope is not None
+        cos, sin = self.rope(offset, together.shape[1], together.device)
+        q, k, v = rope_qkv(together, cos, sin, self.dims.n_heads, self.dims.n_kv_heads, self.scale)
+        return q, {"k": k, "v": v}
+
+    def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return streams["k"], streams["v"]
+
+    def _key_parts(self) -> tuple[int, int]:
+        """Return the widths in which the kernel reads keys, padded to powers of two: the first is the largest that
+        leaves a rest."""
+        sem = 1 << max((self.dims.qk - 1).bit_length() - 1, 0)
+        return sem, self.dims.qk - sem
+
+    def stored_queries(self, q: Tensor) -> Queries:
+        return in_parts(q, self._key_parts())
+
+    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+        widths = self._key_parts()
+        k = keys.streams["k"]
+        parts = (StoredStream(k.kind, part) for part in k.values.split(widths, dim=-1))
+        halves = dict(zip(("k_sem", "k_geo"), parts, strict=True))
+        split = replace(keys, streams={**halves, "v": keys.streams["v"]})
+        return attend_per_head(q, split, widths, self.dims.n_kv_heads, window, null)
