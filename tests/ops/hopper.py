@@ -61,4 +61,3 @@ def hopper() -> Iterator[list[tuple[str, Any]]]:
         patch.setattr(module("dba_decode"), "_arch", lambda device: "sm90")
         patch.setattr(module("dba_decode"), "_plans", {})
         yield made
-

@@ -12,7 +12,11 @@ from torch import Tensor
 
 F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 NUMBERS = {"fp32": F32, "fp16": F16, "bf16": BF16}
-BLOCKS = {"q8_0": (32, 32, torch.int8, F16), "q4_0": (32, 16, torch.uint8, F16), "nf4": (64, 32, torch.uint8, F32)}
+BLOCKS = {
+    "q8_0": (32, 32, torch.int8, F16),
+    "q4_0": (32, 16, torch.uint8, F16),
+    "nf4": (64, 32, torch.uint8, F32),
+}
 """Elements, width of codes, and dtypes of codes and scales."""
 
 
@@ -92,7 +96,8 @@ def elementwise() -> Iterator[Case]:
         yield Case("cross_entropy_rows", name, ("cross_entropy_rows_kernel",), lambda a=(*rows, *rest): a)
     parts = ("_parts_kernel", "_join_kernel")
     for name, dtype, width in (("bf16", BF16, 128256), ("fp32", F32, 50257), ("widest", BF16, 2**21)):
-        yield Case("likeliest", name, parts, lambda a=(one(2, width, dtype=dtype),): a)
+        logits = one(2, width, dtype=dtype)
+        yield Case("likeliest", name, parts, lambda logits=logits: (logits,))
 
 
 def rotations() -> Iterator[Case]:
@@ -101,7 +106,10 @@ def rotations() -> Iterator[Case]:
         ("bf16 by fp32, inverse", BF16, F32, True, 2),
         ("fp32", F32, F32, False, 1),
     ):
-        heads_first, tokens_first = one(2, 8, 48, 64, dtype=dtype), one(2, 48, 8, 64, dtype=dtype).transpose(1, 2)
+        heads_first, tokens_first = (
+            one(2, 8, 48, 64, dtype=dtype),
+            one(2, 48, 8, 64, dtype=dtype).transpose(1, 2),
+        )
         table = one(*((2,) if batches > 1 else ()), 1, 48, 32, dtype=tables)
         for order, x in (("heads first", heads_first), ("tokens first", tokens_first)):
             call = (x, table, table, 1.0, inverse, dtype)
@@ -131,12 +139,14 @@ def latent() -> Iterator[Case]:
         ("bf16", BF16, 32, 1, 64, 128, 64),
         ("bf16, one row", BF16, 1, 1, 64, 128, 256),
         ("fp16, widest", F16, 130, 1, 128, 512, 64),
+        ("fp32, widest", F32, 130, 1, 128, 512, 64),
         ("bf16, odd widths", BF16, 3, 7, 24, 130, 80),
     ):
         q, table = one(batch, n_tokens, 4, width, dtype=dtype), one(1, n_tokens, geo // 2, dtype=F32)
         maps = one(4, width, rank, dtype=dtype), one(4, width, geo, dtype=dtype)
         call = (q, *maps, table, table, 0.125)
-        yield Case("absorbed_queries", name, ("_queries_kernel",), lambda a=call: a)
+        if dtype != F32:  # whose queries plain PyTorch makes
+            yield Case("absorbed_queries", name, ("_queries_kernel",), lambda a=call: a)
         values = one(batch, n_tokens, 4, rank, dtype=dtype), one(4, rank, width, dtype=dtype)
         yield Case("head_values", name, ("_values_kernel",), lambda a=values: a)
 
@@ -144,7 +154,12 @@ def latent() -> Iterator[Case]:
 def blocks() -> Iterator[Case]:
     for kind, (elements, code_width, codes, scales) in BLOCKS.items():
         for name, dtype in (("bf16", BF16), ("fp32", F32)):
-            yield Case("quantize", f"{kind} {name}", ("_quantize",), lambda k=kind, d=dtype: (one(64, 2048, dtype=d), k))
+            yield Case(
+                "quantize",
+                f"{kind} {name}",
+                ("_quantize",),
+                lambda k=kind, d=dtype: (one(64, 2048, dtype=d), k),
+            )
             n_blocks = 2048 // elements
             held = (one(2, n_blocks, 48, code_width, dtype=codes), one(2, n_blocks, 48, dtype=scales))
             # A cache's, which lie by blocks first.
@@ -154,7 +169,13 @@ def blocks() -> Iterator[Case]:
 
 def optimisers() -> Iterator[Case]:
     def adamw(
-        p: torch.dtype, moment: torch.dtype, g: torch.dtype, w: torch.dtype | None, on: bool, seed: bool, size: int
+        p: torch.dtype,
+        moment: torch.dtype,
+        g: torch.dtype,
+        w: torch.dtype | None,
+        on: bool,
+        seed: bool,
+        size: int,
     ) -> tuple[Any, ...]:
         tensors = [[one(size, dtype=dtype)] for dtype in (p, moment, moment)]
         given = [one(1, dtype=F32) if on else None for _ in range(4)]
@@ -198,7 +219,11 @@ def float8() -> Iterator[Case]:
             x, packed = one(m, n, dtype=dtype), one(m, 2 * n, dtype=dtype)
             yield Case("float8_cast", f"{recipe}, {name}", kernels, lambda a=(x, per_tensor, e5m2): a)
             # A product's result: of one scale what undoes it is in it already.
-            scales = (one(1, dtype=F32), one(1, dtype=F32)) if per_tensor else (one(m, 1, dtype=F32), one(n, 1, dtype=F32))
+            scales = (
+                (one(1, dtype=F32), one(1, dtype=F32))
+                if per_tensor
+                else (one(m, 1, dtype=F32), one(n, 1, dtype=F32))
+            )
             call = (x, *scales, packed, per_tensor, e5m2)
             yield Case("float8_swiglu_backward", f"{recipe}, {name}", kernels, lambda a=call: a)
             if not e5m2:
@@ -242,7 +267,9 @@ def appended() -> Iterator[Case]:
         for n in joins:
             buffers.append(one(2, 4, 256, sum(left[:n]), dtype=store))
             del left[:n]
-        table = one(*((2,) if per_row else ()), 1, 1, widths[rotated] // 2, dtype=F32) if rotated >= 0 else None
+        table = (
+            one(*((2,) if per_row else ()), 1, 1, widths[rotated] // 2, dtype=F32) if rotated >= 0 else None
+        )
         call = (streams, buffers, one(2, dtype=torch.int32), table, table, rotated)
         yield Case("dba_append", name, ("_append",), lambda a=call: a)
 
@@ -274,17 +301,22 @@ def decoding() -> Iterator[Case]:
         ("nf4", BF16, ("nf4",) * 3, dba, (32, 8), 8, 1, 0, False),
         ("nf4 fp16", F16, ("nf4",) * 3, (64, 64, 64), (8, 8), 2, 1, 0, False),
         ("mixed", BF16, ("q4_0", "q8_0", "q4_0"), dba, (32, 8), 8, 1, 0, False),
-        ("mixed with numbers, fp32", F32, ("q4_0", "bf16", "nf4"), (24, 40, 80), (6, 2), 2, 1, 64, True),
+        ("mixed with numbers", BF16, ("q4_0", "bf16", "nf4"), (24, 40, 80), (6, 2), 2, 1, 64, True),
+        ("q8_0 fp32", F32, ("q8_0",) * 3, (128, 128, 128), (4, 4), 1, 1, 0, False),
         ("latent bf16", BF16, ("bf16",) * 2, narrow, (32, 1), 8, 1, 0, False),
         ("latent bf16, wide", BF16, ("bf16",) * 2, wide, (32, 1), 8, 1, 0, True),
-        ("latent bf16, widest", BF16, ("bf16",) * 2, (512, 64, 512), (16, 1), 1, 1, 0, False),
+        ("latent bf16, widest", BF16, ("bf16",) * 2, (512, 512, 512), (128, 1), 1, 1, 0, False),
+        ("latent bf16, many rows", BF16, ("bf16",) * 2, (256, 256, 256), (64, 1), 1, 1, 0, False),
+        ("q8_0, questions", BF16, ("q8_0",) * 3, (128, 128, 128), (32, 8), 2, 16, 0, False),
         ("latent q4_0 and q8_0", BF16, ("q4_0", "q8_0"), narrow, (32, 1), 8, 1, 0, False),
         ("latent nf4, wide", BF16, ("nf4",) * 2, wide, (32, 1), 8, 1, 0, False),
         ("latent q8_0, widest", F16, ("q8_0",) * 2, (512, 64, 512), (128, 1), 1, 1, 0, False),
     ):
         kv_heads = heads[1]
         capacity = 4096
-        streams = [stream(kind, d, batch, kv_heads, capacity, 96) for kind, d in zip(kinds, dims, strict=False)]
+        streams = [
+            stream(kind, d, batch, kv_heads, capacity, 96) for kind, d in zip(kinds, dims, strict=False)
+        ]
         values = streams[2] if len(streams) > 2 else []
         packed = one(1, dtype=torch.int32) if any(kind in BLOCKS for kind in kinds) else None
         rows = [one(kv_heads, d, dtype=dtype) for d in dims[: len(kinds)]] if null else []
@@ -293,7 +325,6 @@ def decoding() -> Iterator[Case]:
         # Of many sequences programs are enough without splits, which have to be joined.
         kernels = ("decode_split", "decode_join")[: 1 if batch == 64 else 2]
         yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)
-
 
 
 FAMILIES = (

@@ -60,4 +60,6 @@ def test_compiles_as_it_is_launched(case: Case) -> None:
 
 
 def test_every_launcher_has_a_case() -> None:
-    assert sorted(set(package().LAUNCHERS) - {case.op for case in CASES}) == [], "in tests/ops/kernel_cases.py"
+    assert sorted(set(package().LAUNCHERS) - {case.op for case in CASES}) == [], (
+        "in tests/ops/kernel_cases.py"
+    )
