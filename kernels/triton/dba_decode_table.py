@@ -13,8 +13,10 @@ PROGRAMS_PER_SM = 2, 4
 """Programs on a processor, of blocks and of numbers, as far as shared memory has place for their tiles: registers bound
 the first, and what was measured of narrow heads is best with as many as the second."""
 SHARED_BYTES = 227 * 1024
-STORED_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "q8_0": 34 / 32, "q4_0": 18 / 32, "nf4": 36 / 64}
-"""Of an element, with its share of a block's scale."""
+LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
+NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+BLOCKS = {"q8_0": (32, 1.0, 2), "q4_0": (32, 0.5, 2), "nf4": (64, 0.5, 4)}
+"""Elements of a block, bytes of a code and of a scale."""
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 READINGS = {
@@ -238,20 +240,32 @@ def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
     total = reading.block_rows * sum(widths[:2]) * itemsize
     if not is_grouped:
         total += reading.block_rows * reading.block_tokens * itemsize
-    for kind, width in zip(shape.formats, widths, strict=False):
-        tile, stored = reading.block_tokens * width, STORED_BYTES[kind]
+    for kind, width, padded in zip(shape.formats, shape.dims, widths, strict=False):
+        tile, stored = reading.block_tokens * padded, _loaded_bytes(kind, width)
         is_read = stored == itemsize
         total += int((reading.n_stages - (not (is_grouped and is_read))) * tile * stored)
         total += 0 if is_read else tile * itemsize
     return total
 
 
+def _loaded_bytes(kind: str, width: int) -> float:
+    """Return the bytes that are loaded of an element of a head, with its share of a scale."""
+    if kind in NUMBER_BYTES:
+        return NUMBER_BYTES[kind]
+    elements, code, scale = BLOCKS[kind]
+    if width % elements == 0:
+        return code + scale / elements
+    # A byte of codes is loaded for each that is in it, and for heads that lie across blocks each has its own scale.
+    return 1 + (scale / width if elements % width == 0 else scale)
+
+
 def _fitting(shape: DecodeShape, reading: DecodeConfig) -> DecodeConfig:
-    """Return a reading with fewer stages, then of fewer rows, where shared memory would not hold it."""
+    """Return a reading with fewer stages, then of fewer rows, then tokens, where shared memory would not hold it."""
     fewer = replace(reading, n_stages=2)
     few_rows = [replace(fewer, block_rows=n, n_warps=4) for n in (32, 16) if n < reading.block_rows]
     ways = [reading, fewer, *few_rows]
-    return next((way for way in ways if shared_bytes(shape, way) <= SHARED_BYTES), ways[-1])
+    ways += [replace(ways[-1], block_tokens=n) for n in (64, 32, 16) if n < reading.block_tokens]
+    return next((way for way in ways if shared_bytes(shape, way) <= SHARED_BYTES - LEEWAY), ways[-1])
 
 
 def _per_sm(shape: DecodeShape, reading: DecodeConfig) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.ops.hopper import SHARED_BYTES, hopper
+from tests.ops.hopper import PROCESSORS, SHARED_BYTES, hopper, module
 from tests.ops.kernel_cases import CASES, Case
 
 pytestmark = pytest.mark.skipif(
@@ -27,8 +27,8 @@ def package() -> ModuleType:
 
 
 def launcher(op: str) -> Any:
-    module, _, name = package().LAUNCHERS[op].partition(":")
-    return getattr(importlib.import_module(module), name)
+    path, _, name = package().LAUNCHERS[op].partition(":")
+    return getattr(importlib.import_module(path), name)
 
 
 def told(error: BaseException | None) -> str:
@@ -63,3 +63,15 @@ def test_every_launcher_has_a_case() -> None:
     assert sorted(set(package().LAUNCHERS) - {case.op for case in CASES}) == [], (
         "in tests/ops/kernel_cases.py"
     )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.op == "dba_decode"], ids=str)
+def test_decode_attention_needs_the_shared_memory_that_its_table_counts_on(case: Case) -> None:
+    arguments = case.arguments()
+    with hopper() as made:
+        launcher(case.op)(*arguments)
+        shape = module("dba_decode").decode_shape(*arguments[:6], arguments[10])
+    table = module("dba_decode_table")
+    counted = table.shared_bytes(shape, table.choose(shape, PROCESSORS))
+    assert made[0][0] == "decode_split"
+    assert made[0][1].metadata.shared <= counted + table.LEEWAY

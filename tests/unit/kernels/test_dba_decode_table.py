@@ -129,12 +129,12 @@ def test_a_tuned_table_of_another_version_is_refused(
 @pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0", "nf4"])
 def test_the_rule_takes_no_more_shared_memory_than_a_program_can_have(kind: str, in_fp32: bool) -> None:
     widest = 128 if in_fp32 else 512  # of which there are kernels
-    widths = [width for width in (16, 64, 128, 256, 512) if width <= widest]
+    widths = [width for width in (16, 40, 64, 80, 128, 192, 256, 320, 512) if width <= widest]
     for formats, sem, geo, rows in itertools.product(
         ((kind,) * 2, (kind,) * 3), widths, widths, (1, 17, 32, 64)
     ):
         shape = DecodeShape("sm90", formats, (sem, geo, sem), rows, lanes=8, tokens=4096, in_fp32=in_fp32)
-        assert table.shared_bytes(shape, rule(shape, 132)) <= table.SHARED_BYTES, shape
+        assert table.shared_bytes(shape, rule(shape, 132)) <= table.SHARED_BYTES - table.LEEWAY, shape
 
 
 def test_queries_in_float32_borrow_nothing_from_those_of_16_bits(only: DecodeConfig) -> None:
