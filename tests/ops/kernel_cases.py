@@ -216,6 +216,8 @@ def float8() -> Iterator[Case]:
             ("bf16 to e5m2", BF16, 256, 512, True),
             ("fp32, uneven", F32, 100, 200, False),
         ):
+            if e5m2 and not per_tensor:  # casts to it are those of one scale
+                continue
             x, packed = one(m, n, dtype=dtype), one(m, 2 * n, dtype=dtype)
             yield Case("float8_cast", f"{recipe}, {name}", kernels, lambda a=(x, per_tensor, e5m2): a)
             # A product's result: of one scale what undoes it is in it already.
@@ -300,13 +302,11 @@ def decoding() -> Iterator[Case]:
         ("q4_0, window and null", BF16, ("q4_0",) * 3, dba, (32, 8), 8, 1, 1024, True),
         ("nf4", BF16, ("nf4",) * 3, dba, (32, 8), 8, 1, 0, False),
         ("nf4 fp16", F16, ("nf4",) * 3, (64, 64, 64), (8, 8), 2, 1, 0, False),
-        ("mixed", BF16, ("q4_0", "q8_0", "q4_0"), dba, (32, 8), 8, 1, 0, False),
-        ("mixed with numbers", BF16, ("q4_0", "bf16", "nf4"), (24, 40, 80), (6, 2), 2, 1, 64, True),
+        ("mixed fp16", F16, ("q4_0", "q8_0", "q4_0"), dba, (32, 8), 8, 1, 0, False),
+        ("mixed with numbers", BF16, ("q4_0", "bf16", "nf4"), (24, 40, 48), (6, 2), 2, 1, 64, True),
         ("q8_0 fp32", F32, ("q8_0",) * 3, (128, 128, 128), (4, 4), 1, 1, 0, False),
-        ("latent bf16", BF16, ("bf16",) * 2, narrow, (32, 1), 8, 1, 0, False),
         ("latent bf16, wide", BF16, ("bf16",) * 2, wide, (32, 1), 8, 1, 0, True),
         ("latent bf16, widest", BF16, ("bf16",) * 2, (512, 512, 512), (128, 1), 1, 1, 0, False),
-        ("latent bf16, many rows", BF16, ("bf16",) * 2, (256, 256, 256), (64, 1), 1, 1, 0, False),
         ("q8_0, questions", BF16, ("q8_0",) * 3, (128, 128, 128), (32, 8), 2, 16, 0, False),
         ("latent q4_0 and q8_0", BF16, ("q4_0", "q8_0"), narrow, (32, 1), 8, 1, 0, False),
         ("latent nf4, wide", BF16, ("nf4",) * 2, wide, (32, 1), 8, 1, 0, False),
