@@ -120,6 +120,7 @@ def decode_shape(
         rows=heads // kv_heads * n_queries,
         lanes=batch * kv_heads,
         tokens=min(max_seqlen or most, most),
+        in_fp32=q_sem.dtype == torch.float32,
     )
 
 

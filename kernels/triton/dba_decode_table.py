@@ -13,6 +13,10 @@ PROGRAMS_PER_SM = 2, 4
 """Programs on a processor, of blocks and of numbers, as far as shared memory has place for their tiles: registers bound
 the first, and what was measured of narrow heads is best with as many as the second."""
 SHARED_BYTES = 227 * 1024
+LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
+NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+BLOCKS = {"q8_0": (32, 1.0, 2), "q4_0": (32, 0.5, 2), "nf4": (64, 0.5, 4)}
+"""Elements of a block, bytes of a code and of a scale."""
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 READINGS = {
@@ -51,7 +55,10 @@ WIDEST_GROUPED = 384
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What a choice depends on: `rows` = queries of a key/value head, `lanes` = sequences times key/value heads."""
+    """What a choice depends on: `rows` = queries of a key/value head, `lanes` = sequences times key/value heads.
+
+    `in_fp32`: queries are float32, in which tiles of all formats are then read.
+    """
 
     arch: str
     formats: tuple[str, ...]
@@ -59,16 +66,22 @@ class DecodeShape:
     rows: int
     lanes: int
     tokens: int
+    in_fp32: bool = False
 
     @property
     def family(self) -> str:
         """The part of the key that must be equal; two formats are the latent layout, three the per-head one."""
         dims = "x".join(str(d) for d in self.dims)
-        return f"{self.arch}|{'+'.join(self.formats)}|{dims}|{_bucket(self.rows)}"
+        # Of what is stored in float32 queries are too.
+        queries = "fp32:" if self.in_fp32 and "fp32" not in self.formats else ""
+        return f"{self.arch}|{queries}{'+'.join(self.formats)}|{dims}|{_bucket(self.rows)}"
 
     @property
     def key(self) -> str:
-        """The table's key: `arch|formats|dims|rows|lanes|tokens`, the last three as powers of two above."""
+        """The table's key: `arch|formats|dims|rows|lanes|tokens`, the last three as powers of two above.
+
+        Formats read by queries in float32 begin with `fp32:`.
+        """
         return f"{self.family}|{_bucket(self.lanes)}|{_bucket(self.tokens)}"
 
 
@@ -154,7 +167,7 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         return replace(grouped, n_splits=_splits(shape, grouped, n_processors))
     block_rows = min(64, max(16, _bucket(shape.rows)))
     exact = not _is_quantised(shape)
-    wide = max(shape.dims) > 256 or "fp32" in shape.formats
+    wide = max(shape.dims) > 256 or _is_in_fp32(shape)
     block_tokens = 32 if wide else 64 if exact or max(shape.dims) > 128 else 128
     reading = DecodeConfig(
         block_rows=block_rows,
@@ -162,6 +175,7 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         n_warps=8 if block_rows == 64 else 4,
         n_stages=2 if wide else 3,
     )
+    reading = _fitting(shape, reading)
     return replace(reading, n_splits=_splits(shape, reading, n_processors))
 
 
@@ -197,6 +211,7 @@ def _is_grouped(shape: DecodeShape) -> bool:
     """Whether a latent in 16 bits is read for GROUP_ROWS rows: there, and of widths of which three stages fit."""
     return (
         shape.arch == "sm90"
+        and not shape.in_fp32
         and shape.formats in (("bf16", "bf16"), ("fp16", "fp16"))
         and GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2
         and sum(_bucket(width) for width in shape.dims[:2]) <= WIDEST_GROUPED
@@ -207,11 +222,57 @@ def _is_quantised(shape: DecodeShape) -> bool:
     return any(kind not in ("fp32", "fp16", "bf16") for kind in shape.formats)
 
 
+def _is_in_fp32(shape: DecodeShape) -> bool:
+    """Whether a tile holds numbers of float32, which takes twice the shared memory."""
+    return shape.in_fp32 or "fp32" in shape.formats
+
+
+def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
+    """Return the shared memory of a program on Hopper, as compiled kernels have it.
+
+    It holds queries, stages of what is stored, one fewer than are under way, and a tile of what products cannot read as
+    it is stored. Products of a warp group's rows read numbers where they are loaded, so that all stages stay; those of
+    fewer rows hold scores.
+    """
+    widths = [max(16, _bucket(width)) for width in shape.dims]
+    itemsize = 4 if _is_in_fp32(shape) else 2
+    is_grouped = reading.block_rows >= GROUP_ROWS
+    total = reading.block_rows * sum(widths[:2]) * itemsize
+    if not is_grouped:
+        total += reading.block_rows * reading.block_tokens * itemsize
+    for kind, width, padded in zip(shape.formats, shape.dims, widths, strict=False):
+        tile, stored = reading.block_tokens * padded, _loaded_bytes(kind, width)
+        is_read = stored == itemsize
+        total += int((reading.n_stages - (not (is_grouped and is_read))) * tile * stored)
+        total += 0 if is_read else tile * itemsize
+    return total
+
+
+def _loaded_bytes(kind: str, width: int) -> float:
+    """Return the bytes that are loaded of an element of a head, with its share of a scale."""
+    if kind in NUMBER_BYTES:
+        return NUMBER_BYTES[kind]
+    elements, code, scale = BLOCKS[kind]
+    if width % elements == 0:
+        return code + scale / elements
+    # A byte of codes is loaded for each that is in it, and for heads that lie across blocks each has its own scale.
+    return 1 + (scale / width if elements % width == 0 else scale)
+
+
+def _fitting(shape: DecodeShape, reading: DecodeConfig) -> DecodeConfig:
+    """Return a reading with fewer stages, then of fewer rows, then tokens, where shared memory would not hold it."""
+    fewer = replace(reading, n_stages=2)
+    few_rows = [replace(fewer, block_rows=n, n_warps=4) for n in (32, 16) if n < reading.block_rows]
+    ways = [reading, fewer, *few_rows]
+    ways += [replace(ways[-1], block_tokens=n) for n in (64, 32, 16) if n < reading.block_tokens]
+    return next((way for way in ways if shared_bytes(shape, way) <= SHARED_BYTES - LEEWAY), ways[-1])
+
+
 def _per_sm(shape: DecodeShape, reading: DecodeConfig) -> int:
     """Return the programs that lie on a processor at once."""
     if _is_quantised(shape):
         return PROGRAMS_PER_SM[0]
-    itemsize = 4 if "fp32" in shape.formats else 2
+    itemsize = 4 if _is_in_fp32(shape) else 2
     *keys, values = (max(16, _bucket(width)) for width in shape.dims)
     stage = reading.block_tokens * (sum(keys) + (values if len(shape.formats) == 3 else 0))
     rows = reading.block_rows * (sum(keys) + reading.block_tokens)

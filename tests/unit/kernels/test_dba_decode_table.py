@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -122,3 +123,24 @@ def test_a_tuned_table_of_another_version_is_refused(
     with pytest.raises(ConfigError, match=rf"tuned.json: .*{text}.*run caramba tune again"):
         kernels._adopt_tuned(torch.device("cpu"))
     assert key not in table.measured()
+
+
+@pytest.mark.parametrize("in_fp32", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0", "nf4"])
+def test_the_rule_takes_no_more_shared_memory_than_a_program_can_have(kind: str, in_fp32: bool) -> None:
+    widest = 128 if in_fp32 else 512  # of which there are kernels
+    widths = [width for width in (16, 40, 64, 80, 128, 192, 256, 320, 512) if width <= widest]
+    for formats, sem, geo, rows in itertools.product(
+        ((kind,) * 2, (kind,) * 3), widths, widths, (1, 17, 32, 64)
+    ):
+        shape = DecodeShape("sm90", formats, (sem, geo, sem), rows, lanes=8, tokens=4096, in_fp32=in_fp32)
+        assert table.shared_bytes(shape, rule(shape, 132)) <= table.SHARED_BYTES - table.LEEWAY, shape
+
+
+def test_queries_in_float32_borrow_nothing_from_those_of_16_bits(only: DecodeConfig) -> None:
+    shape = replace(SHAPE, in_fp32=True)
+    assert shape.key == "sm90|fp32:q4_0+q8_0|128x64x128|32|8|32768"
+    assert choose(shape, 132) == rule(shape, 132)
+    sizes = replace(rule(shape, 132), n_splits=1)
+    assert sizes == DecodeConfig(32, 32, n_warps=4, n_stages=2), "tiles take twice the memory"
+    assert rule(SHAPE, 132).block_tokens == 128

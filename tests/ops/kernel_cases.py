@@ -1,0 +1,334 @@
+"""Calls of every kernel's launcher as models make them, on a GPU in bfloat16 above all: of each kernel the ways in which
+it is compiled, at widths of models. What is in the tensors counts for nothing, and memory of most is never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+F64, F32, F16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
+NUMBERS = {"fp32": F32, "fp16": F16, "bf16": BF16}
+BLOCKS = {
+    "q8_0": (32, 32, torch.int8, F16),
+    "q4_0": (32, 16, torch.uint8, F16),
+    "nf4": (64, 32, torch.uint8, F32),
+}
+"""Elements, width of codes, and dtypes of codes and scales."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op's launcher, and the kernels that it launches, in order."""
+
+    op: str
+    name: str
+    kernels: tuple[str, ...]
+    arguments: Callable[[], tuple[Any, ...]]
+
+    def __str__(self) -> str:
+        return f"{self.op}-{self.name}"
+
+
+def one(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def norms() -> Iterator[Case]:
+    forward, backward = ("_forward_kernel",), ("_backward_kernel", "_sum_kernel")
+    for name, x, w in (("bf16", BF16, BF16), ("bf16 by fp32", BF16, F32), ("fp32", F32, F32)):
+        rows, weight, rstd = one(64, 2048, dtype=x), one(2048, dtype=w), one(64, dtype=F32)
+        yield Case("rms_norm", name, forward, lambda a=(rows, weight, 1e-5): a)
+        yield Case("layer_norm", name, forward, lambda a=(rows, weight, weight, 1e-5): a)
+        yield Case("rms_norm_backward", name, backward, lambda a=(rows, None, rows, rstd, weight): a)
+        grads = (rows, None, rows, rstd, rstd, weight, weight)
+        yield Case("layer_norm_backward", name, backward, lambda a=grads: a)
+    rows, weight, rstd = one(64, 1000), one(1000), one(64, dtype=F32)
+    yield Case("rms_norm", "no weight", forward, lambda: (rows, None, 1e-5))
+    yield Case("layer_norm", "no bias", forward, lambda: (rows, weight, None, 1e-5))
+    yield Case("layer_norm", "neither", forward, lambda: (one(2, 65536), None, None, 1e-5))
+    yield Case("add_rms_norm", "bf16", forward, lambda: (rows, rows, weight, 1e-5))
+    yield Case("add_layer_norm", "bf16", forward, lambda: (rows, rows, weight, weight, 1e-5))
+    yield Case("rms_norm_backward", "sum, no weight", backward[:1], lambda: (rows, rows, rows, rstd, None))
+    added = (rows, rows, rows, rstd, rstd, weight, None)
+    yield Case("layer_norm_backward", "sum, no bias", backward, lambda: added)
+    wide, held = one(64, 16384), one(16384)
+    yield Case("layer_norm_backward", "wide", backward, lambda: (wide, None, wide, rstd, rstd, held, held))
+
+
+def norms_with_activations() -> Iterator[Case]:
+    forward, backward = ("_forward_kernel",), ("_backward_kernel", "_sum_kernel")
+    for name, dtype, width, vectors, p, seed, activation in (
+        ("gelu", BF16, 2048, BF16, 0.1, 2**40 + 1, "gelu"),
+        ("gelu fp16", F16, 2048, F16, 0.1, 7, "gelu"),
+        ("silu fp32", F32, 1000, F32, 0.1, 7, "silu"),
+        ("relu by fp32", BF16, 2048, F32, 0.0, 7, "relu"),
+        ("no weight", BF16, 1000, None, 0.1, 7, "gelu"),
+    ):
+        x, mean = one(64, width, dtype=dtype), one(64, dtype=F32)
+        vector = None if vectors is None else one(width, dtype=vectors)
+        rest = (vector, vector, 1e-5, p, seed, activation)
+        yield Case("norm_dropout_activation", name, forward, lambda a=(x, *rest): a)
+        grads = (x, x, mean, mean, vector, vector, p, seed, activation)
+        kernels = backward[: 1 if vector is None else 2]
+        yield Case("norm_dropout_activation_backward", name, kernels, lambda a=grads: a)
+
+
+def elementwise() -> Iterator[Case]:
+    forward, backward = ("_forward_kernel",), ("_backward_kernel",)
+    for name, dtype in (("bf16", BF16), ("fp32", F32)):
+        x, packed = one(64, 5632, dtype=dtype), one(64, 2 * 5632, dtype=dtype)
+        yield Case("swiglu", name, forward, lambda x=x: (x, x))
+        yield Case("swiglu_backward", name, backward, lambda x=x: (x, x, x))
+        yield Case("swiglu_packed", name, forward, lambda packed=packed: (packed,))
+        yield Case("swiglu_packed_backward", name, backward, lambda x=x, packed=packed: (x, packed))
+        yield Case("scale_", name, ("_kernel",), lambda x=x: (x, one(1, dtype=F32)))
+    for name, dtype, classes, writes in (
+        ("bf16", BF16, 128256, True),
+        ("fp16, loss only", F16, 50257, False),
+        ("fp32, few classes", F32, 1000, True),
+    ):
+        rows = (one(4, classes, dtype=dtype), one(4, dtype=torch.int64), one(4, dtype=F32))
+        rest = (-100, 0.5, 1e-4, writes)
+        yield Case("cross_entropy_rows", name, ("cross_entropy_rows_kernel",), lambda a=(*rows, *rest): a)
+    parts = ("_parts_kernel", "_join_kernel")
+    for name, dtype, width in (("bf16", BF16, 128256), ("fp32", F32, 50257), ("widest", BF16, 2**21)):
+        logits = one(2, width, dtype=dtype)
+        yield Case("likeliest", name, parts, lambda logits=logits: (logits,))
+
+
+def rotations() -> Iterator[Case]:
+    for name, dtype, tables, inverse, batches in (
+        ("bf16", BF16, BF16, False, 1),
+        ("bf16 by fp32, inverse", BF16, F32, True, 2),
+        ("fp32", F32, F32, False, 1),
+    ):
+        heads_first, tokens_first = (
+            one(2, 8, 48, 64, dtype=dtype),
+            one(2, 48, 8, 64, dtype=dtype).transpose(1, 2),
+        )
+        table = one(*((2,) if batches > 1 else ()), 1, 48, 32, dtype=tables)
+        for order, x in (("heads first", heads_first), ("tokens first", tokens_first)):
+            call = (x, table, table, 1.0, inverse, dtype)
+            yield Case("rope", f"{name}, {order}", ("_kernel",), lambda a=call: a)
+        joined = one(2, 48, (8 + 2 * 2) * 64, dtype=dtype)
+        yield Case("rope_qkv", name, ("_kernel",), lambda a=(joined, table, table, 8, 2, 0.125): a)
+        q, k = tokens_first, one(2, 48, 2, 64, dtype=dtype).transpose(1, 2)
+        call = (q, k, k, table, table, 8, 2, 0.125)
+        yield Case("rope_qkv_backward", name, ("_kernel",), lambda a=call: a)
+
+
+def latent() -> Iterator[Case]:
+    for name, dtype, width, geo, map_dtype, per_row in (
+        ("bf16", BF16, 64, 64, BF16, False),
+        ("bf16 by fp32, tables of rows", BF16, 64, 256, F32, True),
+        ("fp16, widest", F16, 128, 256, F16, False),
+        ("bf16, odd widths", BF16, 24, 80, BF16, False),
+    ):
+        q, geo_map = one(2, 128, 4, width, dtype=dtype), one(4, width, geo, dtype=map_dtype)
+        table = one(*((2, 1) if per_row else (1,)), 128, geo // 2, dtype=F32)
+        rest = (q, geo_map, table, table, 0.125)
+        yield Case("latent_queries", name, ("_forward_kernel",), lambda a=rest: a)
+        # Attention gives the gradient in the order of heads or of tokens.
+        grad = one(2, 4, 128, width + geo, dtype=dtype).transpose(1, 2)
+        yield Case("latent_queries_backward", name, ("_backward_kernel",), lambda a=(grad, *rest): a)
+    for name, dtype, batch, n_tokens, width, rank, geo in (
+        ("bf16", BF16, 32, 1, 64, 128, 64),
+        ("bf16, one row", BF16, 1, 1, 64, 128, 256),
+        ("fp16, widest", F16, 130, 1, 128, 512, 64),
+        ("fp32, widest", F32, 130, 1, 128, 512, 64),
+        ("bf16, odd widths", BF16, 3, 7, 24, 130, 80),
+    ):
+        q, table = one(batch, n_tokens, 4, width, dtype=dtype), one(1, n_tokens, geo // 2, dtype=F32)
+        maps = one(4, width, rank, dtype=dtype), one(4, width, geo, dtype=dtype)
+        call = (q, *maps, table, table, 0.125)
+        if dtype != F32:  # whose queries plain PyTorch makes
+            yield Case("absorbed_queries", name, ("_queries_kernel",), lambda a=call: a)
+        values = one(batch, n_tokens, 4, rank, dtype=dtype), one(4, rank, width, dtype=dtype)
+        yield Case("head_values", name, ("_values_kernel",), lambda a=values: a)
+
+
+def blocks() -> Iterator[Case]:
+    for kind, (elements, code_width, codes, scales) in BLOCKS.items():
+        for name, dtype in (("bf16", BF16), ("fp32", F32)):
+            yield Case(
+                "quantize",
+                f"{kind} {name}",
+                ("_quantize",),
+                lambda k=kind, d=dtype: (one(64, 2048, dtype=d), k),
+            )
+            n_blocks = 2048 // elements
+            held = (one(2, n_blocks, 48, code_width, dtype=codes), one(2, n_blocks, 48, dtype=scales))
+            # A cache's, which lie by blocks first.
+            call = (*(x.transpose(1, 2) for x in held), kind, 2048, dtype)
+            yield Case("dequantize", f"{kind} {name}", ("_dequantize",), lambda a=call: a)
+
+
+def optimisers() -> Iterator[Case]:
+    def adamw(
+        p: torch.dtype,
+        moment: torch.dtype,
+        g: torch.dtype,
+        w: torch.dtype | None,
+        on: bool,
+        seed: bool,
+        size: int,
+    ) -> tuple[Any, ...]:
+        tensors = [[one(size, dtype=dtype)] for dtype in (p, moment, moment)]
+        given = [one(1, dtype=F32) if on else None for _ in range(4)]
+        return (
+            *(*tensors, [one(1, dtype=F32)], [one(size, dtype=g)], [] if w is None else [one(size, dtype=w)]),
+            *(1e-3, 0.9, 0.95, 1e-8, 0.1, False, *given, one(1, dtype=torch.int64) if seed else None, 0),
+        )
+
+    kernels = ("_adamw_count", "_adamw_step")
+    for name, call in (
+        ("fp32", (F32, F32, F32, None, False, False, 5000)),
+        ("masters", (F32, F32, BF16, BF16, True, False, 5000)),
+        ("masters, fp16", (F32, F32, F16, F16, True, False, 5000)),
+        ("bf16 moments", (F32, BF16, BF16, BF16, False, False, 5000)),
+        ("at random", (BF16, BF16, BF16, None, True, True, 5000)),
+        ("at random, fp32 moments", (BF16, F32, BF16, None, False, True, 5000)),
+    ):
+        yield Case("adamw_step", name, kernels, lambda a=call: adamw(*a))
+    yield Case("adamw_step", "empty", kernels[:1], lambda: adamw(F32, F32, F32, None, False, False, 0))
+    for name, (p, m, g) in {"fp32": (F32, F32, F32), "bf16": (BF16, F32, BF16)}.items():
+        call = [[one(5000, dtype=dtype)] for dtype in (p, m, g)]
+        yield Case("lion_step", name, ("_kernel",), lambda a=call: (*a, 1e-3, 0.9, 0.99, 0.1))
+        askew = [[one(5001, dtype=dtype)[1:]] for dtype in (p, m, g)]
+        yield Case("lion_step", f"{name}, askew", ("_kernel",), lambda a=askew: (*a, 1e-3, 0.9, 0.99, 0.1))
+    norm = ("_list_norms_chunks", "_list_norms_sum")
+    yield Case("list_norms", "bf16 and fp32", norm * 2, lambda: ([one(70000), one(70000, dtype=F32)],))
+    yield Case("list_norms", "fp16, askew", norm, lambda: ([one(70001, dtype=F16)[1:]],))
+    for name, start in (("aligned", 0), ("askew", 1)):
+        lists = [[one(5001, dtype=dtype)[start:]] for dtype in (F32, BF16)]
+        yield Case("round_at_random", name, ("_kernel",), lambda a=lists: (*a, one(1, dtype=torch.int64), 0))
+
+
+def float8() -> Iterator[Case]:
+    kernels = ("_find_kernel", "_cast_kernel")
+    for recipe, per_tensor in (("tensor", True), ("rows", False)):
+        for name, dtype, m, n, e5m2 in (
+            ("bf16", BF16, 256, 512, False),
+            ("bf16 to e5m2", BF16, 256, 512, True),
+            ("fp32, uneven", F32, 100, 200, False),
+        ):
+            if e5m2 and not per_tensor:  # casts to it are those of one scale
+                continue
+            x, packed = one(m, n, dtype=dtype), one(m, 2 * n, dtype=dtype)
+            yield Case("float8_cast", f"{recipe}, {name}", kernels, lambda a=(x, per_tensor, e5m2): a)
+            # A product's result: of one scale what undoes it is in it already.
+            scales = (
+                (one(1, dtype=F32), one(1, dtype=F32))
+                if per_tensor
+                else (one(m, 1, dtype=F32), one(n, 1, dtype=F32))
+            )
+            call = (x, *scales, packed, per_tensor, e5m2)
+            yield Case("float8_swiglu_backward", f"{recipe}, {name}", kernels, lambda a=call: a)
+            if not e5m2:
+                yield Case("float8_swiglu", f"{recipe}, {name}", kernels, lambda a=(packed, per_tensor): a)
+
+
+def row_products() -> Iterator[Case]:
+    for name, dtype, rows, width, n_out, bias, residual, norm, gated in (
+        ("plain", BF16, 1, 2048, 3072, False, False, None, False),
+        ("head", BF16, 1, 2048, 128256, False, False, BF16, False),
+        ("norm, bias", BF16, 1, 2048, 2048, True, False, BF16, False),
+        ("gated", BF16, 1, 2048, 16384, False, False, BF16, True),
+        ("residual", BF16, 1, 8192, 2048, False, True, None, False),
+        ("gated, rows, all of it", BF16, 4, 2048, 16384, True, True, F32, True),
+        ("most rows, uneven", BF16, 8, 1000, 300, True, True, F32, False),
+        ("fp16, widest", F16, 2, 16384, 4096, False, False, None, False),
+        ("fp32", F32, 1, 2048, 2048, False, True, F32, False),
+    ):
+        out = n_out // 2 if gated else n_out
+        call = (
+            *(one(rows, width, dtype=dtype), one(n_out, width, dtype=dtype)),
+            one(n_out, dtype=dtype) if bias else None,
+            one(rows, out, dtype=dtype) if residual else None,
+            *(None if norm is None else one(width, dtype=norm), 1e-5 if norm is not None else None, gated),
+        )
+        yield Case("row_linear", name, ("_kernel",), lambda a=call: a)
+    call = (one(1, 2048), one(4096, 2048), None, None, None, 1e-5, False)
+    yield Case("row_linear", "norm without weight", ("_kernel",), lambda: call)
+
+
+def appended() -> Iterator[Case]:
+    for name, dtype, store, widths, joins, rotated, per_row in (
+        ("standard", BF16, BF16, (64, 64), (1, 1), 0, False),
+        ("decoupled", BF16, BF16, (16, 32, 64), (1, 1, 1), 1, False),
+        ("decoupled, tables of rows, into fp16", BF16, F16, (16, 32, 64), (2, 1), 1, True),
+        ("latent, widest", F16, F16, (512, 64), (2,), 1, False),
+        ("no turn", F32, F32, (64, 64), (1, 1), -1, False),
+    ):
+        streams = [one(2, 1, 4, d, dtype=dtype).transpose(1, 2) for d in widths]
+        left, buffers = list(widths), []
+        for n in joins:
+            buffers.append(one(2, 4, 256, sum(left[:n]), dtype=store))
+            del left[:n]
+        table = (
+            one(*((2,) if per_row else ()), 1, 1, widths[rotated] // 2, dtype=F32) if rotated >= 0 else None
+        )
+        call = (streams, buffers, one(2, dtype=torch.int32), table, table, rotated)
+        yield Case("dba_append", name, ("_append",), lambda a=call: a)
+
+
+def stream(kind: str, width: int, batch: int, kv_heads: int, capacity: int, tail: int) -> list[Tensor]:
+    """A cache's stream as the op takes it: numbers, or codes, scales and a tail."""
+    if kind in NUMBERS:
+        return [one(batch, kv_heads, capacity, width, dtype=NUMBERS[kind])]
+    elements, code_width, codes, scales = BLOCKS[kind]
+    n_blocks = -(-kv_heads * width // elements)
+    return [
+        one(batch, n_blocks, capacity, code_width, dtype=codes),
+        one(batch, n_blocks, capacity, 1, dtype=scales),
+        one(batch, kv_heads, tail, width),
+    ]
+
+
+def decoding() -> Iterator[Case]:
+    dba, narrow, wide = (16, 32, 64), (128, 64, 128), (128, 256, 128)
+    for name, dtype, kinds, dims, heads, batch, queries, window, null in (
+        ("bf16", BF16, ("bf16",) * 3, dba, (32, 8), 8, 1, 0, False),
+        ("bf16, window and null", BF16, ("bf16",) * 3, dba, (32, 8), 8, 1, 1024, True),
+        ("bf16, questions", BF16, ("bf16",) * 3, dba, (32, 8), 8, 5, 0, False),
+        ("bf16, many sequences", BF16, ("bf16",) * 3, (64, 64, 128), (32, 8), 64, 1, 0, False),
+        ("fp16 store", F16, ("fp16",) * 3, dba, (32, 8), 8, 1, 0, False),
+        ("fp32", F32, ("fp32",) * 3, (128, 128, 128), (4, 4), 1, 1, 0, True),
+        ("q8_0", BF16, ("q8_0",) * 3, dba, (32, 8), 8, 1, 0, False),
+        ("q4_0, window and null", BF16, ("q4_0",) * 3, dba, (32, 8), 8, 1, 1024, True),
+        ("nf4", BF16, ("nf4",) * 3, dba, (32, 8), 8, 1, 0, False),
+        ("nf4 fp16", F16, ("nf4",) * 3, (64, 64, 64), (8, 8), 2, 1, 0, False),
+        ("mixed fp16", F16, ("q4_0", "q8_0", "q4_0"), dba, (32, 8), 8, 1, 0, False),
+        ("mixed with numbers", BF16, ("q4_0", "bf16", "nf4"), (24, 40, 48), (6, 2), 2, 1, 64, True),
+        ("q8_0 fp32", F32, ("q8_0",) * 3, (128, 128, 128), (4, 4), 1, 1, 0, False),
+        ("latent bf16, wide", BF16, ("bf16",) * 2, wide, (32, 1), 8, 1, 0, True),
+        ("latent bf16, widest", BF16, ("bf16",) * 2, (512, 512, 512), (128, 1), 1, 1, 0, False),
+        ("q8_0, questions", BF16, ("q8_0",) * 3, (128, 128, 128), (32, 8), 2, 16, 0, False),
+        ("latent q4_0 and q8_0", BF16, ("q4_0", "q8_0"), narrow, (32, 1), 8, 1, 0, False),
+        ("latent nf4, wide", BF16, ("nf4",) * 2, wide, (32, 1), 8, 1, 0, False),
+        ("latent q8_0, widest", F16, ("q8_0",) * 2, (512, 64, 512), (128, 1), 1, 1, 0, False),
+    ):
+        kv_heads = heads[1]
+        capacity = 4096
+        streams = [
+            stream(kind, d, batch, kv_heads, capacity, 96) for kind, d in zip(kinds, dims, strict=False)
+        ]
+        values = streams[2] if len(streams) > 2 else []
+        packed = one(1, dtype=torch.int32) if any(kind in BLOCKS for kind in kinds) else None
+        rows = [one(kv_heads, d, dtype=dtype) for d in dims[: len(kinds)]] if null else []
+        q = [one(batch, heads[0], queries, d, dtype=dtype) for d in dims[:2]]
+        call = (*q, list(kinds), streams[0], streams[1], values, one(batch, dtype=torch.int32), packed, rows)
+        # Of many sequences programs are enough without splits, which have to be joined.
+        kernels = ("decode_split", "decode_join")[: 1 if batch == 64 else 2]
+        yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)
+
+
+FAMILIES = (
+    *(norms, norms_with_activations, elementwise, rotations, latent, blocks, optimisers, float8),
+    *(row_products, appended, decoding),
+)
+CASES = [case for family in FAMILIES for case in family()]

@@ -1,0 +1,77 @@
+"""Every Triton kernel compiles for Hopper as its launcher launches it, in all that a GPU sees of dtypes and formats.
+
+No GPU is needed, and none is used: what a kernel computes is tested elsewhere. That it compiles has to be tested with the
+arguments of the launch, of which some are None, are 1 or divide by 16: each of these is another kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.ops.hopper import PROCESSORS, SHARED_BYTES, hopper, module
+from tests.ops.kernel_cases import CASES, Case
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"
+)
+pytest.importorskip("triton")
+
+
+def package() -> ModuleType:
+    return importlib.import_module("caramba.kernels.triton")
+
+
+def launcher(op: str) -> Any:
+    path, _, name = package().LAUNCHERS[op].partition(":")
+    return getattr(importlib.import_module(path), name)
+
+
+def told(error: BaseException | None) -> str:
+    """The messages of an error and of what it came of: Triton's own names only the line."""
+    lines = []
+    while error is not None:
+        lines.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles_as_it_is_launched(case: Case) -> None:
+    launch, arguments = launcher(case.op), case.arguments()
+    with hopper() as made:
+        try:
+            launch(*arguments)
+        except Exception as error:
+            pytest.fail(f"{case.op} ({case.name}) does not compile for sm_90:\n{told(error)}", pytrace=False)
+    assert tuple(name for name, _ in made) == case.kernels, "launched"
+    for name, kernel in made:
+        where = f"{case.op} ({case.name}): {name}"
+        ptx = kernel.asm["ptx"]
+        assert f".entry {name}(" in ptx, where
+        assert ".target sm_90" in ptx, where
+        assert kernel.asm["cubin"].startswith(b"\x7fELF"), where
+        shared = kernel.metadata.shared
+        assert shared <= SHARED_BYTES, f"{where} needs {shared} bytes of shared memory of {SHARED_BYTES}"
+
+
+def test_every_launcher_has_a_case() -> None:
+    assert sorted(set(package().LAUNCHERS) - {case.op for case in CASES}) == [], (
+        "in tests/ops/kernel_cases.py"
+    )
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.op == "dba_decode"], ids=str)
+def test_decode_attention_needs_the_shared_memory_that_its_table_counts_on(case: Case) -> None:
+    arguments = case.arguments()
+    with hopper() as made:
+        launcher(case.op)(*arguments)
+        shape = module("dba_decode").decode_shape(*arguments[:6], arguments[10])
+    table = module("dba_decode_table")
+    counted = table.shared_bytes(shape, table.choose(shape, PROCESSORS))
+    assert made[0][0] == "decode_split"
+    assert made[0][1].metadata.shared <= counted + table.LEEWAY
