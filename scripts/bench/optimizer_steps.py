@@ -165,6 +165,7 @@ def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> li
             if sweep:
                 add_sweep(add, kind, ours, moved)
                 ours.state.clear()
+            del ours  # which would keep these weights and gradients through the kinds after
             theirs = torch.optim.AdamW(weights, lr=1e-4, fused=True)
         add(f"{kind}, torch", theirs.step, moved)
         del theirs

@@ -33,11 +33,16 @@ def optimizer_steps(data: dict[str, Any]) -> list[str]:
             lines.append(f"| {row['name']} | {row['ms']:.2f} | {peak} |")
         lines.append("")
     if "adamw" in data:
-        lines += ["| AdamW | ms on the device | GB | TB/s | host, ms |", "|---|---|---|---|---|"]
+        lines += [
+            "| AdamW | ms on the device | GB | TB/s | of a copy's | host, ms | peak, GB |",
+            "|---|---|---|---|---|---|---|",
+        ]
         for row in data["adamw"]["rows"]:
+            share, peak = row.get("share_of_copy"), row.get("peak_bytes")  # not in files of before
             lines.append(
                 f"| {row['name']} | {row['device_ms']:.2f} | {row['bytes'] / 1e9:.1f} "
-                f"| {row['bytes_per_s'] / 1e12:.2f} | {row['host_ms']:.2f} |"
+                f"| {row['bytes_per_s'] / 1e12:.2f} | {'' if share is None else f'{share:.0%}'} "
+                f"| {row['host_ms']:.2f} | {'' if peak is None else f'{peak / 1e9:.1f}'} |"
             )
     return lines
 

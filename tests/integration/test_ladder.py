@@ -39,7 +39,7 @@ def test_a_training_ladder_is_climbed_as_far_as_the_device_goes(tmp_path: Path, 
     left_out = [f"without_{name}" for name in on[1 : on.index(top["row"]) + 1]]
     assert list(rows)[list(rows).index("largest_batch") :] == ["largest_batch", "twin_1", *left_out]
     assert {rows[name]["of_row"] for name in ("twin_1", *left_out)} == {top["row"]}
-    # A twin differs in rounding alone.
+    # A twin differs in rounding and draws alone.
     pair = (float(top["val_loss"]), float(rows["twin_1"]["val_loss"]))
     noise = float(rows["twin_1"]["loss_noise"])
     assert noise == pytest.approx(statistics.stdev(pair))

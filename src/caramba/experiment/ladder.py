@@ -133,7 +133,7 @@ class Ladder:
         return found
 
     def _twin(self, top: list[RowName], twin: int) -> Row:
-        """Train the top again from weights moved by one unit in the last place: what rounding does to its loss."""
+        """Train the top again from weights moved by one unit in the last place, with other draws: its loss's noise."""
         steps = self._steps(top, row_keys(top), self.config.loss_steps)
         words = self._words(f"{TWIN}{twin}") | {"of_row": top[-1]}
         found = words | self._measured(dataclasses.replace(steps, twin=twin), self.fresh())[0]

@@ -10,13 +10,13 @@ from caramba.config.model import ModelSpec
 from caramba.errors import OutOfMemory
 from caramba.experiment.ladder_steps import Steps, Taken, take_steps
 from caramba.experiment.session import Session
-from caramba.planning import Budget, Candidate, Trial, largest_batch
+from caramba.planning import Budget, Candidate, Ended, Trial, largest_batch
 from caramba.runtime import free_bytes, release_memory
 
 
 @dataclasses.dataclass(frozen=True)
 class Largest:
-    """A search's best trial, None where not even one sequence fits, all trials, and why it ended there.
+    """A search's best trial, None where none has fitted, all trials, and why it ended there.
 
     `ended` is `speed`: larger batches take longer per sequence; `time`: the seconds were used up; `most_batch`, or
     `data` where the training text has fewer windows; `memory`: a larger batch does not fit.
@@ -65,7 +65,7 @@ def find_largest(
     release_memory()
     target = config.memory_utilization * free_bytes(session.device)
     windows = len(session.windows("train", config.block_size))
-    best, trials = largest_batch(
+    best, trials, ended = largest_batch(
         measure,
         candidate,
         target_bytes=target,
@@ -74,45 +74,22 @@ def find_largest(
         known=known,
         first=first,
     )
-    ended = ended_by(
-        best,
-        trials,
-        target_bytes=target,
-        is_out_of_time=bool(budget.skipped),
-        most=config.most_batch,
-        windows=windows,
-    )
-    return Largest(best, trials, ended, budget)
+    return Largest(best, trials, ended_by(ended, config.most_batch, windows), budget)
 
 
-def ended_by(
-    best: Trial | None,
-    trials: list[Trial],
-    *,
-    target_bytes: float,
-    is_out_of_time: bool,
-    most: int,
-    windows: int,
-) -> str:
+def ended_by(ended: Ended, most: int, windows: int) -> str:
     """Say why no larger batch was taken: see `Largest`."""
-    fitting = [trial for trial in trials if not trial.refusal and trial.peak_bytes <= target_bytes]
-    largest = max((trial.candidate.batch_size for trial in fitting), default=0)
-    if best is not None and best.candidate.batch_size < largest:
-        return "speed"
-    if is_out_of_time:
-        return "time"
-    bound = min(most, windows)
-    # The search goes in eights from 16 on, and by no less than a twentieth.
-    is_bound_reached = largest + max(largest // 20, 7 if largest >= 16 else 0) >= bound
-    if is_bound_reached and len(fitting) == len(trials):
+    if ended == "most":
         return "most_batch" if most <= windows else "data"
-    return "memory"
+    return ended
 
 
 def largest_row(found: Largest, block_size: int, first: dict[str, Any] | None) -> dict[str, Any]:
     """Return a row's figures at its largest batch, beside those of the ladder's `first` row at its own."""
     if found.best is None:
-        return {"largest_skipped": "not even one sequence fits", "largest_s": found.budget.spent}
+        has_time_left = found.ended != "time"
+        why = "not even one sequence fits" if has_time_left else "; ".join(found.budget.skipped)
+        return {"largest_skipped": why, "largest_s": found.budget.spent}
     tok_s = found.best.samples_per_s * block_size
     row: dict[str, Any] = {
         "largest_batch": found.best.candidate.batch_size,

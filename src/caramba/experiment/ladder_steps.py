@@ -36,7 +36,8 @@ PLAIN_ATTENTION = AttentionChoice(("math",), False, "the ladder's rows before fl
 class Steps:
     """How a row's steps are taken: the phase's keys, which surroundings are on, and how many sequences.
 
-    `twin` is 0 but for runs that differ from a row's in rounding alone, each with a number of its own.
+    `twin` is 0 but for runs that differ from a row's in rounding and in what is drawn (dropout, stochastic rounding),
+    each with a number of its own.
     """
 
     keys: dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import direct
+from caramba.ops.backend import direct, has_kernel
 from caramba.ops.round_at_random import check_seed, chunks, noise_in_turn, rounded
 from caramba.ops.widen import widened
 
@@ -97,8 +97,10 @@ def adamw_step(
                 "bfloat16 parameters that are weights themselves, for no other is rounded at random"
             )
     run: Any = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
-    if is_wide:
-        run = torch.no_grad()(reference_adamw_step)  # no kernel takes float64
+    # No kernel takes float64; and the dispatcher keeps a launcher that `without_kernels` has set aside.
+    is_plain = is_wide or not (has_kernel("adamw_step", parameters[0]) or torch.compiler.is_compiling())
+    if is_plain:
+        run = torch.no_grad()(reference_adamw_step)
     elif run is None:
         run = torch.ops.caramba.adamw_step.default
     else:  # as the op would, so that a backward through what has changed is refused

@@ -26,9 +26,9 @@ class WideWeights(torch.optim.Optimizer):
 
     With `keeps` the copies (masters) stay and a weight is its master rounded to nearest, as exact as float32 weights.
     Without, each weight is rounded at random, up with the probability of how far up it is, so that the expected weight
-    is exact and small updates are not lost; nothing but the states stays. AdamW reads and rounds the weights
-    themselves. For other optimisers weights and gradients are copied for the step, some at a time, so that it
-    needs little memory beside the states.
+    is exact and small updates are not lost; nothing but the states stays. AdamW's kernel reads and rounds the
+    weights themselves. Without it, and for other optimisers, weights and gradients are copied for the step, some at a
+    time, so that it needs little memory beside the states.
 
     With `on_host` masters and states are in the host's memory, and the step is taken there: gradients go down and
     weights come up once a step. `param_groups` are the inner optimiser's, over the copies. The randomness is one number

@@ -1,6 +1,6 @@
 """Measuring how a phase runs best on this machine: precision, batch size, checkpointing, compilation."""
 
-from caramba.planning.batch import largest_batch
+from caramba.planning.batch import Ended, largest_batch
 from caramba.planning.candidate import Budget, Candidate, Trial
 from caramba.planning.decide import Ground, decide
 from caramba.planning.process import TrialProcess
@@ -9,6 +9,7 @@ from caramba.planning.trial import Stopwatch, run_trial, unrecorded
 __all__ = [
     "Budget",
     "Candidate",
+    "Ended",
     "Ground",
     "Stopwatch",
     "Trial",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 from caramba.planning.candidate import Budget, Candidate, Measure, Trial
 
@@ -11,6 +12,9 @@ GROWTH = 4  # at most, from one trial to the next: the first slopes are those of
 SLOWER = 1.05  # of a larger batch's seconds per sequence, over a smaller's
 PAST_BEST = 1.10
 OVERHEAD_S = 3.0  # of a trial beyond its steps
+Ended = Literal["speed", "time", "most", "memory", "refusal"]
+"""Why a search ended: larger batches take longer per sequence; the seconds were used up; `most` was reached; a larger
+batch does not fit; a trial was refused for another reason than memory."""
 
 
 def largest_batch(
@@ -23,7 +27,7 @@ def largest_batch(
     share: float = 1.0,
     known: Trial | None = None,
     first: int = 1,
-) -> tuple[Trial | None, list[Trial]]:
+) -> tuple[Trial | None, list[Trial], Ended]:
     """Find the largest batch up to `most` whose step peaks at `target_bytes` or less.
 
     Memory grows linearly in the batch, so each trial's batch is what the last two foretell for the target, at most four
@@ -37,7 +41,7 @@ def largest_batch(
         first: the batch to begin with; what another way of the same step could take.
 
     Returns:
-        (the trial to go by, None when not even one sequence fits; every trial).
+        (the trial to go by, None when none fits; every trial; why no larger batch was taken).
     """
     fits: list[Trial] = []
     trials: list[Trial] = []
@@ -49,38 +53,47 @@ def largest_batch(
         if size <= known.candidate.batch_size:
             following = _next_size(fits, over, target_bytes, most)
             if following is None:
-                return known, trials
+                return known, trials, _bound(fits, over, target_bytes, most)
             size = following
+    ended: Ended
     while True:
         candidate = replace(candidate, batch_size=size)
         if fits and not budget.allows(candidate, _expected_s(fits[-1], candidate), share):
+            ended = "time"
             break
         if trials and not fits and not budget.left:
             budget.skip(
                 candidate, f"{budget.spent:.0f} s of {budget.seconds:.0f} s went into batches that do not fit"
             )
+            ended = "time"
             break
         trial = measure(candidate)
         trials.append(trial)
         if trial.refusal and not trial.is_out_of_memory:
+            ended = "refusal"
             break
         if trial.refusal or trial.peak_bytes > target_bytes:
             over = size
         else:
             fits.append(trial)
         following = _next_size(fits, over, target_bytes, most)
-        if following is None or _is_past_best(fits):
+        if _is_past_best(fits):
+            ended = "speed"
+            break
+        if following is None:
+            ended = _bound(fits, over, target_bytes, most)
             break
         size = following
-    return _fastest(fits), trials
+    best = _fastest(fits)
+    is_largest = best is None or best.candidate.batch_size == _largest(fits).candidate.batch_size
+    return best, trials, ended if is_largest else "speed"
 
 
 def _next_size(fits: list[Trial], over: int | None, target_bytes: float, most: int) -> int | None:
     """Return the batch to try next, None when the largest is known closely enough."""
     if not fits:
         return None if over is None or over == 1 else over // 2
-    last = max(fits, key=lambda trial: trial.candidate.batch_size)
-    size = last.candidate.batch_size
+    size = _largest(fits).candidate.batch_size
     bound = most if over is None else min(most, over - 1)
     if len(fits) == 1 and over is None:
         return min(2 * size, most) if most > size else None
@@ -91,6 +104,18 @@ def _next_size(fits: list[Trial], over: int | None, target_bytes: float, most: i
     if following >= 16:
         following -= following % 8
     return following if following > size + size // 20 else None
+
+
+def _bound(fits: list[Trial], over: int | None, target_bytes: float, most: int) -> Ended:
+    """Return what the largest batch that fits has come up against: `most`, or less memory than that would need."""
+    if not fits or over is not None:
+        return "memory"
+    is_at_most = _largest(fits).candidate.batch_size >= most
+    return "most" if is_at_most or _foretold(fits, target_bytes) >= most else "memory"
+
+
+def _largest(fits: list[Trial]) -> Trial:
+    return max(fits, key=lambda trial: trial.candidate.batch_size)
 
 
 def _foretold(fits: list[Trial], target_bytes: float) -> int:

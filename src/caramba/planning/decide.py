@@ -150,7 +150,7 @@ class _Planner:
         """Try a candidate; with batch_size=auto the largest batch that fits."""
         if self.phase.batch_size != "auto":
             return self.measure(candidate)
-        best, trials = largest_batch(
+        best, trials, _ = largest_batch(
             self.measure,
             candidate,
             target_bytes=self.target,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.unit.model.model_specs import MLP, NORM, spec
 
-from caramba.experiment.ladder_largest import ended_by
+from caramba.experiment.ladder_largest import Largest, ended_by, largest_row
 from caramba.experiment.ladder_steps import move_by_one_ulp
 from caramba.model import build_model
 from caramba.planning import Budget, Candidate, Trial, largest_batch
@@ -31,18 +31,33 @@ def test_a_search_says_what_kept_it_from_a_larger_batch(
         return Trial(candidate, (step,) * (candidate.warm_up + candidate.timed), size)
 
     budget = Budget(seconds, clock=lambda: 0.0)
-    best, trials = largest_batch(
+    *_, ended = largest_batch(
         measure, Candidate(1), target_bytes=target, most=min(most, windows), budget=budget
     )
-    found = ended_by(
-        best,
-        trials,
-        target_bytes=target,
-        is_out_of_time=bool(budget.skipped),
-        most=most,
-        windows=windows,
+    assert ended_by(ended, most, windows) == reason
+
+
+@pytest.mark.parametrize(
+    ("seconds", "reason"),
+    [
+        (1e9, "not even one sequence fits"),
+        (20.0, "batch 16, float32: 30 s of 20 s went into batches that do not fit"),
+    ],
+)
+def test_a_row_without_a_batch_says_whether_memory_or_time_was_short(seconds: float, reason: str) -> None:
+    now = 0.0
+
+    def measure(candidate: Candidate) -> Trial:
+        nonlocal now
+        now += 15.0
+        return Trial(candidate, refusal="out of memory", is_out_of_memory=True)
+
+    budget = Budget(seconds, clock=lambda: now)
+    best, trials, ended = largest_batch(
+        measure, Candidate(1), target_bytes=1.0, most=512, budget=budget, first=64
     )
-    assert found == reason
+    row = largest_row(Largest(best, trials, ended_by(ended, 512, 1000), budget), 128, None)
+    assert row == {"largest_skipped": reason, "largest_s": now}
 
 
 def test_a_twin_s_weights_are_one_unit_in_the_last_place_away_by_draws_of_its_own() -> None:

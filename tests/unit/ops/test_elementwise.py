@@ -82,7 +82,7 @@ def test_contracts_hold_under_opcheck(name: str) -> None:
     torch.library.opcheck(op, arguments, test_utils=FAST if name in RETRACED else "ALL")
 
 
-def test_backwards_and_lion_hold_under_opcheck() -> None:
+def test_backwards_and_steps_hold_under_opcheck() -> None:
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     x, other = (permuted(3, 2, 7, seed=seed).detach().float() for seed in (0, 1))
     weight, rows = drawn(7).float(), drawn(3, 2).float()
@@ -97,6 +97,15 @@ def test_backwards_and_lion_hold_under_opcheck() -> None:
         torch.library.opcheck(op.default, arguments, test_utils=tests)
     lists = [[drawn(5, seed=seed), drawn(2, 3, seed=seed)] for seed in range(3)]
     torch.library.opcheck(OPS.lion_step.default, (*lists, 0.1, 0.9, 0.99, 0.1), test_utils=tests)
+    wide, seed, t = [x.float() for x in lists[0]], torch.tensor(5), [torch.zeros(()) for _ in range(2)]
+    narrow, moments = [x.bfloat16() for x in wide], [[x.clone() for x in wide] for _ in range(2)]
+    rest = (0.1, 0.9, 0.99, 1e-8, 0.1, False, None, None, None, torch.tensor(0.0), seed, 0)
+    for op, arguments in (
+        (OPS.round_at_random, (wide, narrow, seed, 0)),
+        (OPS.adamw_step, (wide, *moments, t, [x.clone() for x in narrow], narrow, *rest[:-2], None, 0)),
+        (OPS.adamw_step, ([x.clone() for x in narrow], *moments, t, wide, [], *rest)),
+    ):
+        torch.library.opcheck(op.default, arguments, test_utils=tests)
 
 
 @pytest.mark.parametrize("name", NAMES)

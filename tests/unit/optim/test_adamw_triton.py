@@ -6,6 +6,7 @@ On a GPU; without one in Triton's interpreter, by `tests/ops/test_in_the_interpr
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from caramba import kernels
 from caramba.errors import ConfigError
 from caramba.monitor import StepNorms
-from caramba.ops import adamw_step, backend
+from caramba.ops import adamw_step, backend, round_at_random
 from caramba.ops.backend import without_kernels
 from caramba.optim import AdamW, WideWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
@@ -193,16 +194,11 @@ def rounding(named: list[tuple[str, torch.nn.Parameter]]) -> WideWeights:
     return wide
 
 
-def test_weights_rounded_at_random_are_the_references_and_take_a_clip(
-    taken: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_rounded_at_random_are_those_of_copies_and_take_a_clip(taken: list[int]) -> None:
     def run(*without: str) -> list[torch.nn.Parameter]:
         held = weights()
         wide = rounding([(f"topology.{index}", w) for index, w in enumerate(held)])
-        with without_kernels(*without) if without else nullcontext(), monkeypatch.context() as patch:
-            if without:
-                op = importlib.import_module("caramba.ops.adamw")
-                patch.setattr(op, "direct", lambda *_: torch.no_grad()(op.reference_adamw_step))
+        with without_kernels(*without) if without else nullcontext():
             for step in range(3):
                 give_gradients(held, step)
                 taker = clipping_step(wide)
@@ -220,14 +216,42 @@ def test_weights_rounded_at_random_are_the_references_and_take_a_clip(
         return held
 
     for x, y in zip(run(), run("adamw_step"), strict=True):
-        if (
-            HAS_GPU
-        ):  # whose float32 update may differ in its last bit, which decides one rounding in many thousands
-            assert int((x != y).sum()) <= 2
-            torch.testing.assert_close(x, y, rtol=2.0**-6, atol=1e-6)
-        else:
-            assert torch.equal(x, y)
-    assert taken == [4] * 6
+        # torch's float32 update may differ in its last bit, which decides one rounding in many thousands.
+        assert int((x != y).sum()) <= 2
+        torch.testing.assert_close(x, y, rtol=2.0**-6, atol=1e-6)
+    assert taken == [4] * 3
+
+
+def test_without_kernels_what_is_rounded_at_random_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = ("adamw_step", "round_at_random")
+    if not HAS_GPU and backend.implementation(ops[1], DEVICE) != "triton":
+        launcher = importlib.import_module("caramba.kernels.triton.round_at_random").round_at_random
+        backend.attach(ops[1], DEVICE, "triton", launcher)
+    seen: list[str] = []
+    for op, name in zip(ops, ("adamw", "round_at_random"), strict=True):
+        module = importlib.import_module(f"caramba.ops.{name}")
+        reference = getattr(module, f"reference_{op}")
+
+        def counted(*given: object, op: str = op, reference: Callable[..., None] = reference) -> None:
+            seen.append(op)
+            assert not torch.is_grad_enabled()
+            reference(*given)
+
+        monkeypatch.setattr(module, f"reference_{op}", counted)
+    x, seed = torch.full((9,), 0.3, device=DEVICE), torch.tensor(3, device=DEVICE)
+
+    def run() -> list[Tensor]:
+        weight, out, t = (x.bfloat16(), torch.empty_like(x, dtype=torch.bfloat16), torch.zeros_like(x[0]))
+        adamw_step([weight], [x.clone()], [x.clone()], [t], [x], lr=0.0, seed=seed)
+        round_at_random([x], [out], seed)
+        return [weight, out]
+
+    by_kernel = run()
+    assert not seen
+    with without_kernels():
+        by_reference = run()
+    assert seen == [*ops]
+    assert all(torch.equal(a, b) for a, b in zip(by_kernel, by_reference, strict=True))
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")

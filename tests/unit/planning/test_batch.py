@@ -41,7 +41,7 @@ class Machine:
 )
 def test_the_most_that_fits_is_found_within_a_few_trials(base: float, per_sequence: float) -> None:
     machine = Machine(base, per_sequence, 45 * GB)
-    best, trials = largest_batch(
+    best, trials, _ = largest_batch(
         machine.measure, Candidate(1), target_bytes=40 * GB, most=10**6, budget=Budget(10**9)
     )
     assert best is not None
@@ -57,7 +57,7 @@ def test_a_forecast_that_was_wrong_bounds_what_follows() -> None:
             return self.base + self.per_sequence * size**1.5  # steeper than any two points foretell
 
     machine = Growing(GB, 0.05 * GB, 20 * GB)
-    best, _ = largest_batch(
+    best, _, _ = largest_batch(
         machine.measure, Candidate(1), target_bytes=18 * GB, most=10**6, budget=Budget(10**9)
     )
     assert best is not None
@@ -66,13 +66,13 @@ def test_a_forecast_that_was_wrong_bounds_what_follows() -> None:
 
 
 def test_bounds_of_data_time_and_one_sequence() -> None:
-    few, _ = largest_batch(
+    few, _, _ = largest_batch(
         Machine(0, GB, 10**12).measure, Candidate(1), target_bytes=10**12, most=5, budget=Budget(10**9)
     )
     assert few is not None
     assert few.candidate.batch_size == 5
     budget = Budget(4.05, clock=lambda: 0.0)
-    short, _ = largest_batch(
+    short, _, _ = largest_batch(
         Machine(0, 1.0, 10**12, overhead_s=0.1).measure,
         Candidate(1),
         target_bytes=10**12,
@@ -82,7 +82,10 @@ def test_bounds_of_data_time_and_one_sequence() -> None:
     assert short is not None
     assert short.candidate.batch_size == 2
     assert budget.skipped == ["batch 8, float32: about 5 s, 4 s of 4 s left for it"]
-    none, trials = largest_batch(
+    for _ in range(2):
+        budget.skip("a graph", "too slow")
+    assert budget.skipped[1:] == ["a graph: too slow"], "once, whoever has to do without it"
+    none, trials, _ = largest_batch(
         Machine(9, 9, 10).measure, Candidate(1), target_bytes=10, most=8, budget=Budget()
     )
     assert none is None
@@ -97,7 +100,7 @@ def test_a_slower_batch_is_not_taken_for_its_size() -> None:
             return Trial(candidate, tuple(slow * item for item in trial.seconds), trial.peak_bytes)
 
     machine = Swapping(0, GB, 10**15, overhead_s=0.002)
-    best, _ = largest_batch(
+    best, _, _ = largest_batch(
         machine.measure, Candidate(1), target_bytes=10**15, most=10**6, budget=Budget(10**9)
     )
     assert best is not None
@@ -110,7 +113,7 @@ def test_a_search_goes_on_from_what_is_known(limit: float, asked: list[int]) -> 
     machine = Machine(GB, GB, limit)
     known = machine.measure(Candidate(2))
     machine.asked.clear()
-    best, trials = largest_batch(
+    best, trials, _ = largest_batch(
         machine.measure,
         Candidate(1),
         target_bytes=limit,
@@ -122,8 +125,24 @@ def test_a_search_goes_on_from_what_is_known(limit: float, asked: list[int]) -> 
     assert best is not None
     assert (machine.asked, best.candidate.batch_size) == (asked, asked[-1])
     assert trials[0] is known
-    none, tried = largest_batch(
+    none, tried, _ = largest_batch(
         Machine(9, 9, 10).measure, Candidate(1), target_bytes=10, most=8, budget=Budget(), first=8
     )
     assert none is None
     assert [trial.candidate.batch_size for trial in tried] == [8, 4, 2, 1]
+
+
+@pytest.mark.parametrize("most", [20, 23, 30, 31, 100, 512])
+def test_a_search_says_whether_memory_or_the_most_ended_it(most: int) -> None:
+    for fitting in {*range(1, 41), 95, 99, 100, 101, 500, 511, 512, 513}:
+        for ground in (0, 7):
+            machine = Machine(ground, 1, fitting + ground)
+            best, _, ended = largest_batch(
+                machine.measure,
+                Candidate(1),
+                target_bytes=fitting + ground,
+                most=most,
+                budget=Budget(clock=lambda: 0.0),
+            )
+            assert best is not None
+            assert ended == ("most" if fitting >= most else "memory"), (fitting, ground, machine.asked)
