@@ -82,8 +82,7 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
     captured in one block reads the same memory in the next. Inside the block no weight or layer may be replaced or
     hooked. Where some layers have a bias the others get zeros for one. Layers that are not plain, or unlike each other,
     run as ever, and so do those of forwards that would take no joined product: `is_compiled` says whether the block
-    runs compiled ones.
-    Where products of few rows have a kernel it reads them.
+    runs compiled ones. Where products of few rows have a kernel it reads them.
     """
     owners = [owner for owner in module.modules() if is_joining(owner) and owner.joined is None]
     steppers: list[FindsSteps] = []
