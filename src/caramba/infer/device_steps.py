@@ -211,7 +211,9 @@ def captured(
             trial(fixed)
     torch.cuda.current_stream(given.device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device_of(given), torch.cuda.graph(graph, pool=pool):
+    # A capture that fails may leave its own stream the current one.
+    stream = torch.cuda.stream(torch.cuda.current_stream(given.device))
+    with torch.cuda.device_of(given), stream, torch.cuda.graph(graph, pool=pool):
         out = run(fixed)
     return graph, fixed, out
 
