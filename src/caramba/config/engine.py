@@ -24,7 +24,7 @@ class EngineConfig(Config):
     prefill_chunk: Positive = Field(
         default=512,
         description="prompt tokens per step, padding included, so that long prompts do not hold up the decoding rows; "
-        "where steps are captured a prompt of up to 512 runs whole",
+        "where steps are captured a prompt of up to 512 runs whole with an exact cache, if none of it was kept",
     )
     max_queue: Annotated[int, Field(ge=0)] = Field(
         default=256, description="requests that wait for a slot; one more is refused"

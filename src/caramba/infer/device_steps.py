@@ -14,6 +14,7 @@ from torch import Tensor
 
 from caramba.cache import Context, StepContext
 from caramba.config.generate import GenerateConfig
+from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.layer import AttentionLayer
 from caramba.layer.few_rows import are_plain
@@ -62,7 +63,7 @@ class HostSteps:
 
     def forward(self, token: Tensor) -> Tensor:
         """Return the logits after a token. Shape: [B] to [B, V]."""
-        return next_logits(self.model, token, self.ctx)
+        return decode_step(self.model, token, self.ctx)
 
 
 class DeviceSteps:
@@ -210,7 +211,9 @@ def captured(
             trial(fixed)
     torch.cuda.current_stream(given.device).wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device_of(given), torch.cuda.graph(graph, pool=pool):
+    # A capture that fails may leave its own stream the current one.
+    stream = torch.cuda.stream(torch.cuda.current_stream(given.device))
+    with torch.cuda.device_of(given), stream, torch.cuda.graph(graph, pool=pool):
         out = run(fixed)
     return graph, fixed, out
 

@@ -19,6 +19,7 @@ from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
+from caramba.infer.decode import decode_step
 from caramba.infer.device_steps import DecodeForm, captures_of, compilations, step_refusal
 from caramba.infer.drafting import Drafter, LookupDrafter, ModelDrafter
 from caramba.infer.generator import Generated, Generator, eval_mode
@@ -144,13 +145,12 @@ class SpeculativeGenerator(Generator):
         with eval_mode(self.model), joined_weights(self.model):
             ctx = self.model.new_context(n_rows, len(text), KVCacheKind(stats.cache_kind), static=True)
             prompts = [text[:-n_steps]] * n_rows
-            hidden = prefill_rows(self.model, prompts, ctx, self.config.prefill_chunk)
+            logits = self.model.logits(prefill_rows(self.model, prompts, ctx, self.config.prefill_chunk))
             for _ in range(n_steps):
                 synchronize(device)
                 began = time.perf_counter()
-                logits = self.model.logits(hidden)
                 token = next_token(logits, self.config, None, torch.full((n_rows,), 0.5, device=device))
-                hidden = self.model.hidden(token[:, None], ctx)[:, -1]
+                logits = decode_step(self.model, token, ctx)
                 synchronize(device)
                 seconds.append(time.perf_counter() - began)
         return stats.tokens_per_step * statistics.fmean(seconds) * stats.steps / stats.decode_s

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -53,26 +54,51 @@ def unplanned_attention(device: torch.device, n_pairs: int) -> Iterator[None]:
 
     Torch picks cuDNN by itself from Hopper on. Its plans are made for one shape each, so a prompt of a length that has
     not been seen waits longer for them than for its forward. `n_pairs` are the queries and keys of a call: where
-    there are many the order stays. What somebody has turned off stays off, and so does all on other devices.
+    there are many the order stays. What somebody has turned off stays off; where neither flash nor efficient is on,
+    and on other devices, nothing changes. Blocks of several threads may overlap.
     """
     if device.type != "cuda" or n_pairs >= PLAN_PAIRS:
         yield
         return
-    enabled = {
-        "flash": torch.backends.cuda.flash_sdp_enabled,
-        "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-        "math": torch.backends.cuda.math_sdp_enabled,
-    }
-    order = [SDPA[name] for name, is_on in enabled.items() if is_on()]
-    if not order:
-        yield
-        return
-    before, score.TWO_WIDTHS = score.TWO_WIDTHS, False  # flash takes one width
+    _unplanned.enter()
     try:
-        with sdpa_kernel(order, set_priority=True):
-            yield
+        yield
     finally:
-        score.TWO_WIDTHS = before
+        _unplanned.leave()
+
+
+class _Unplanned:
+    """The order of `unplanned_attention`, which is the whole process's: the first block to begin sets it, in whichever
+    thread, and the last to end brings back what was before."""
+
+    def __init__(self) -> None:
+        self._lock, self._n_blocks, self._order = threading.Lock(), 0, ExitStack()
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._n_blocks == 0:
+                self._set()
+            self._n_blocks += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._n_blocks -= 1
+            if self._n_blocks == 0:
+                self._order.close()
+
+    def _set(self) -> None:
+        backends = torch.backends.cuda
+        flash, efficient = backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled()
+        if not (flash or efficient):  # math alone would be slower than any plan
+            return
+        enabled = {"flash": flash, "efficient": efficient, "math": backends.math_sdp_enabled()}
+        order = [SDPA[name] for name, is_on in enabled.items() if is_on]
+        self._order.enter_context(sdpa_kernel(order, set_priority=True))
+        self._order.callback(setattr, score, "TWO_WIDTHS", score.TWO_WIDTHS)
+        score.TWO_WIDTHS = False  # flash takes one width
+
+
+_unplanned = _Unplanned()
 
 
 def documents_path(

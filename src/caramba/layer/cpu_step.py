@@ -37,7 +37,7 @@ class CpuStep(Protocol):
 
 def residual_step(nodes: nn.ModuleList) -> CpuStep | None:
     """Return x + layer(norm(x)) of a residual block's nodes, None where they run as they are: on another device, in 16
-    bits, with kernels, or where one of them was replaced, quantised, hooked or given an adapter."""
+    bits, with kernels, or where one of them was replaced, quantised, hooked or given an adapter or another forward."""
     norm, layer = nodes[0], nodes[-1]
     if len(nodes) != 2 or not _is_plain_norm(norm) or has_hooks(norm) or has_hooks(layer):
         return None
@@ -150,13 +150,13 @@ class _Attention:
 def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
     """Return what makes of queries and all that is cached what each head reads, [B, H, 1, Dv]."""
     projection, score, null = layer.projection, layer.score, layer.null()
-    if isinstance(projection, StandardProjection) and not has_hooks(score):
+    if type(projection) is StandardProjection and not has_hooks(score):
         return lambda q, streams: score.forward(q, streams["k"], streams["v"], null)
     return lambda q, streams: projection.attend(q, streams, score, null)
 
 
 def _reader(projection: Projection) -> _Whole | _Together:
-    if isinstance(projection, StandardProjection) and projection.turns_together:
+    if type(projection) is StandardProjection and projection.turns_together:
         joined = projection.joined
         if joined is not None:
             return _Together(projection, joined)

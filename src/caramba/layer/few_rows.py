@@ -52,8 +52,8 @@ def are_plain(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody looks at what goes into a module, or comes out of it."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Whether somebody looks at what goes into a module or comes out of it, or has given it a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 
 def normed(layer: nn.Linear | Joined, x: Tensor, norm: RMSNorm, *, gated: bool = False) -> Tensor:

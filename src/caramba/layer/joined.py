@@ -41,7 +41,7 @@ class Joins(Protocol):
     def get_submodule(self, target: str) -> nn.Module: ...
 
 
-class Steps(Protocol):
+class FindsSteps(Protocol):
     """A module whose forwards of one token run by calls of their own, which it looks for once in every block."""
 
     step: object | None
@@ -79,13 +79,13 @@ def joined_weights(module: nn.Module, *, is_compiled: bool = False) -> Iterator[
 
     Their weights and biases move once into memory where they lie side by side, each parameter a part of it, so nothing
     is held twice and the parameters stay themselves: names, values, and what an optimiser changes in place. What was
-    captured in one block reads the same memory in the next. Inside the block no weight may be replaced. Where some
-    layers have a bias the others get zeros for one. Layers that are not plain, or unlike each other, run as ever, and
-    so do those of forwards that would take no joined product: `is_compiled` says whether the block runs compiled ones.
-    Where products of few rows have a kernel it reads them.
+    captured in one block reads the same memory in the next. Inside the block no weight or layer may be replaced or
+    hooked. Where some layers have a bias the others get zeros for one. Layers that are not plain, or unlike each other,
+    run as ever, and so do those of forwards that would take no joined product: `is_compiled` says whether the block
+    runs compiled ones. Where products of few rows have a kernel it reads them.
     """
     owners = [owner for owner in module.modules() if is_joining(owner) and owner.joined is None]
-    steppers: list[Steps] = []
+    steppers: list[FindsSteps] = []
     try:
         for owner in owners:
             owner.joined = _join([owner.get_submodule(name) for name in owner.joins], is_compiled)
@@ -142,11 +142,11 @@ def is_joining(module: nn.Module) -> TypeGuard[Joins]:
     return hasattr(type(module), "joins")
 
 
-def _has_steps(module: nn.Module) -> TypeGuard[Steps]:
+def _has_steps(module: nn.Module) -> TypeGuard[FindsSteps]:
     return hasattr(type(module), "find_step")
 
 
-def _look_for_steps(module: nn.Module, found: list[Steps]) -> None:
+def _look_for_steps(module: nn.Module, found: list[FindsSteps]) -> None:
     """Set `step` of the outermost modules that have one, and add them to `found`."""
     children = list(module.children())
     if _has_steps(module):
@@ -161,8 +161,11 @@ def _look_for_steps(module: nn.Module, found: list[Steps]) -> None:
 
 
 def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer is what it seems: its product is of its own weight and bias, and nobody watches it."""
+    """Whether a layer is what it seems: its product is of its own weight and bias, and nobody watches it or has
+    given it another forward."""
     if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+        return False
+    if "forward" in layer.__dict__:
         return False
     weight = layer.weight
     return all(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op
+from caramba.ops.backend import call_op, has_kernel
 from caramba.ops.head_values import reference_head_values, refuse_gradients
-from caramba.ops.latent_queries import check_queries, reference_latent_queries
+from caramba.ops.latent_queries import check_queries, has_narrow_queries, reference_latent_queries
 
 torch.library.define(
     "caramba::absorbed_queries",
@@ -37,6 +37,8 @@ def absorbed_queries(
             f"[{q.shape[2]}, {q.shape[3]}, R] on {q.device}"
         )
     refuse_gradients("absorbed_queries", q, sem_map, geo_map)
+    if has_kernel("absorbed_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):
+        return reference_absorbed_queries(q, sem_map, geo_map, cos, sin, scale)
     return call_op("absorbed_queries", q, sem_map, geo_map, cos, sin, scale)
 
 

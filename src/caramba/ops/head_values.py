@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops.backend import call_op
+from caramba.ops.backend import call_op, has_kernel
+from caramba.ops.latent_queries import HALF
 from caramba.ops.widen import widened
 
 torch.library.define("caramba::head_values", "(Tensor x, Tensor weight) -> Tensor")
@@ -30,6 +31,8 @@ def head_values(x: Tensor, weight: Tensor) -> Tensor:
             f"[{x.shape[2]}, {x.shape[3]}, D] on {x.device}"
         )
     refuse_gradients("head_values", x, weight)
+    if has_kernel("head_values", x) and x.dtype not in HALF:
+        return reference_head_values(x, weight)
     return call_op("head_values", x, weight)
 
 

@@ -48,7 +48,8 @@ class Topology(nn.Module):
 
 
 def step_of(nodes: Iterable[nn.Module]) -> CpuStep | None:
-    """Return what runs a list of nodes in order on one token, None where one of them has no step or is watched."""
+    """Return what runs a list of nodes in order on one token, None where one of them has no step, is watched or has
+    another forward."""
     steps: list[CpuStep] = []
     for node in nodes:
         found = node.find_step() if isinstance(node, Topology) else NormStep.of(node)

@@ -10,11 +10,12 @@ from tests.unit.layer.test_few_rows import Ops
 from tests.unit.model.model_specs import VOCAB, biased, transformer
 from torch import Tensor, nn
 
-from caramba.cache import KVCacheKind
+from caramba.cache import Context, KVCacheKind, StepContext
 from caramba.errors import CacheFull
+from caramba.layer.documents import Documents
 from caramba.layer.joined import joined_weights
 from caramba.model import Model, build_model
-from caramba.topology import Topology
+from caramba.topology import ResidualTopology, Topology
 
 NAMES = [
     "gqa_scaled",
@@ -102,6 +103,38 @@ def test_layers_that_are_watched_or_replaced_run_as_they_are() -> None:
     torch.testing.assert_close(logits(replaced)[0], others, rtol=1e-6, atol=1e-6)
     with joined_weights(half):
         assert stepping(half) == []
+
+
+class Doubled(ResidualTopology):
+    """A block whose own forward counts its calls and doubles what the layers add."""
+
+    calls = 0
+
+    def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+        self.calls += 1
+        return x + 2 * self.run(x, ctx)
+
+
+def test_what_has_a_forward_of_its_own_runs_it_in_every_step() -> None:
+    model = lively("gqa_scaled")
+    block = next(module for module in model.modules() if type(module) is ResidualTopology)
+    block.__class__ = Doubled
+    doubled = logits(model)[0]
+    assert block.calls == 4  # the prompt's forward and every step's
+    torch.testing.assert_close(doubled, logits(model, joined=False)[0], rtol=1e-6, atol=1e-6)
+    wanted = logits(lively("gqa_scaled"))[0]
+    for index in range(5):
+        model = lively("gqa_scaled")
+        attention = model.attention_layers()[0][1]
+        block = next(one for one in model.modules() if isinstance(one, ResidualTopology))
+        part = (block, block.layers[0], attention, attention.projection, attention.out)[index]
+        given, seen = part.forward, list[nn.Module]()
+        part.forward = lambda *inputs, part=part, given=given, seen=seen, **named: (
+            seen.append(part),
+            given(*inputs, **named),
+        )[1]
+        torch.testing.assert_close(logits(model)[0], wanted, rtol=1e-6, atol=1e-6)
+        assert seen == [part] * 4
 
 
 def test_gradients_and_autocast_take_the_layers_and_a_full_cache_is_refused() -> None:

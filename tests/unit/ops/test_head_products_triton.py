@@ -64,6 +64,30 @@ def _check(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
     assert worst <= 1, f"{tuple(found.shape)}: error is {float(worst):.2f} of the bound"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_dtypes_have_sums_as_wide(dtype: torch.dtype) -> None:
+    """In the reference: the kernels' products would be tf32, or of no dtype that they compile."""
+    q, up = drawn(1, 2, 2, 24, dtype=dtype), drawn(2, 24, 32, seed=1, dtype=dtype)
+    geo_map, angles = drawn(2, 24, 16, seed=2, dtype=dtype), drawn(1, 2, 8, seed=3, dtype=dtype)
+    cos, sin = angles.cos(), angles.sin()
+    with pytest.MonkeyPatch.context() as patched:
+        for op in OPS:
+            patched.setitem(backend._launchers, (op, DEVICE), _launched)
+        found = absorbed_queries(q, up, geo_map, cos, sin, 0.3), head_values(q, up)
+    wide = q.double()
+    wanted = (
+        reference_absorbed_queries(wide, up.double(), geo_map.double(), cos.double(), sin.double(), 0.3),
+        reference_head_values(wide, up.double()),
+    )
+    bound = 1e-5 if dtype == torch.float32 else 1e-12
+    for got, want in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=bound, atol=bound)
+
+
+def _launched(*_: object) -> Tensor:
+    raise AssertionError("a kernel was launched")
+
+
 def test_no_rows_launch_nothing() -> None:
     q, maps = drawn(0, 1, 2, 4, dtype=torch.float16), drawn(2, 4, 6, dtype=torch.float16)
     table = drawn(1, 1, 3)

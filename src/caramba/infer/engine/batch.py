@@ -99,7 +99,11 @@ class Batch:
                 self.prefixes.put(text, ctx.state_dict())
 
     def prefill(self) -> None:
-        """Run up to `prefill_chunk` tokens of prompts, the earliest first."""
+        """Run up to `prefill_chunk` tokens of prompts, the earliest first.
+
+        One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
+        an exact cache, and where none of them was kept of an earlier text.
+        """
         left = self.config.prefill_chunk
         while n_tokens := self._prefill_together(left):
             left -= n_tokens

@@ -34,10 +34,10 @@ class Engine:
     as a slot, since a shorter cache may keep all of its tokens in 16 bits.
 
     `step` does everything: it frees slots of cancelled requests, draws a token and runs a forward of all decoding
-    slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts. Call it until
-    it returns False, or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What
-    fails ends the requests that it was for, with the error on their tickets; a slot is overwritten before another
-    takes it.
+    slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts; with captured
+    steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole. Call it until it returns
+    False, or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What fails ends
+    the requests that it was for, with the error on their tickets; a slot is overwritten before another takes it.
 
     Args:
         tokenizer: gives the end mark where neither `eos_token_id` nor a request does, and is needed for stop texts.
@@ -267,6 +267,8 @@ class Engine:
                     return
             try:
                 self._gather()
+                if self._is_closed:  # while they waited for others: what has not begun does not begin
+                    return
                 self.step()
             except Exception as error:
                 # Not of one request: a slot that cannot be cleared is given to nobody, and nobody waits for it forever.

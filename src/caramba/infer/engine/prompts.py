@@ -56,7 +56,8 @@ class PromptForwards:
 
     Rows of a shape that no prompt takes repeat the last one that is there, and write what it writes. With
     `is_captured` every shape is a CUDA graph. The first prompt makes them all, so no later one waits for it, and they
-    share their memory, all but the staged caches. Prompts of any lengths then cost a copy and a replay.
+    share their memory, all but the staged caches, which are there from the beginning. Prompts of any lengths then cost
+    a copy and a replay.
 
     Attributes:
         shapes: rows and tokens of a row, those of fewest tokens first.
@@ -66,11 +67,14 @@ class PromptForwards:
     def __init__(
         self, model: Model, ctx: Context, kind: KVCacheKind, shapes: Sequence[Shape], *, is_captured: bool
     ) -> None:
-        self.model, self.ctx, self.kind = model, ctx, kind
+        self.model, self.ctx = model, ctx
         self.shapes, self.is_captured = tuple(shapes), is_captured
         self.captures = 0
         self._device = model.embedder.token.weight.device
-        self._staged: dict[Shape, Context] = {}
+        # Where each shape's keys and values are written before they go to their slots. They are made here, so that what
+        # an engine holds is known when it starts, and not among what the runs before a capture allocate on a stream of
+        # their own.
+        self._staged = {shape: model.new_context(*shape, kind, static=True) for shape in self.shapes}
         self._graphs: dict[Shape, Captured] = {}
         self._tables: list[object] = []
 
@@ -107,8 +111,7 @@ class PromptForwards:
         given = torch.tensor(rows).to(self._device, non_blocking=True)
         if not self.is_captured:
             return self._forward(shape, given)[: len(slots)]
-        if not self._graphs:
-            self._capture(slots[0])
+        self.capture(slots[0])
         return replayed(self._graphs[shape], given)[: len(slots)]
 
     def forget(self) -> None:
@@ -116,8 +119,14 @@ class PromptForwards:
         self._graphs.clear()
         self._tables.clear()
 
-    def _capture(self, slot: int) -> None:
-        """Make the graphs of all shapes, filling a slot with nothing of worth."""
+    def capture(self, slot: int) -> None:
+        """Make the graphs of all shapes where there are none, filling a slot with nothing of worth.
+
+        Raises:
+            RuntimeError: the device's, for want of memory or of anything else; there are then no graphs.
+        """
+        if self._graphs or not self.is_captured:
+            return
         # Longer tables of angles may take the place of these, which the graphs go on reading.
         self._tables = tables_of(self.model)
         graphs: dict[Shape, Captured] = {}
@@ -125,23 +134,15 @@ class PromptForwards:
         for shape in self.shapes:
             given = torch.zeros(shape[0], 2 + shape[1], dtype=torch.int64, device=self._device)
             given[:, 0] = slot
-            # Here, not among what the runs before a capture allocate on a stream of their own.
-            self._stage(shape)
             run = functools.partial(self._forward, shape)
             graphs[shape] = captured(given, run, run, pool)
             self.captures += 1
         self._graphs = graphs
 
-    def _stage(self, shape: Shape) -> Context:
-        """Return the caches that a shape's keys and values are written to before they go to their slots."""
-        if shape not in self._staged:
-            self._staged[shape] = self.model.new_context(*shape, self.kind, static=True)
-        return self._staged[shape]
-
     def _forward(self, shape: Shape, given: Tensor) -> Tensor:
         """Run rows of a slot, the place of the last token, and tokens, [n, 2 + T], to logits [n, V]."""
         slots, last, tokens = given[:, 0], given[:, 1], given[:, 2:]
-        staged, width = self._stage(shape), shape[1]
+        staged, width = self._staged[shape], shape[1]
         staged.truncate(0)
         with unplanned_attention(tokens.device, tokens.numel() * width):
             hidden = self.model.hidden(tokens, staged)

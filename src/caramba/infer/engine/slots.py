@@ -11,6 +11,7 @@ from caramba.cache import Context, SlotContext
 from caramba.cache.slots import IDLE
 from caramba.config.engine import EngineConfig
 from caramba.config.kvcache import KVCacheKind
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.decode import decode_step
 from caramba.infer.device_steps import (
@@ -45,7 +46,7 @@ class Slots:
         form: how steps run; `rows` one row after the other.
         not_compiled: why they run otherwise than asked, if so.
         n_weights: of the model, what a row of a step multiplies by.
-        prompts: whole prompts in captured forwards, None where they run as they come.
+        prompts: whole prompts in captured forwards, None where they run as they come, or once a capture has failed.
         lengths: tokens that each slot holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -121,14 +122,26 @@ class Slots:
         The keys and values of padding lie behind a row's own, where its next tokens overwrite them unread.
         """
         longest = max(map(len, prompts))
-        if self.prompts is not None and self.has_shape(longest):
-            self._follow_weights()
-            logits = self.prompts.run(slots, prompts)
+        forwards = self._prompt_forwards(slots[0]) if self.has_shape(longest) else None
+        if forwards is not None:
+            logits = forwards.run(slots, prompts)
         else:
             logits = self._run_padded(slots, prompts, longest)
         for slot, prompt in zip(slots, prompts, strict=True):
             self.lengths[slot] = len(prompt)
         self._begin(slots, logits)
+
+    def _prompt_forwards(self, slot: int) -> PromptForwards | None:
+        """Return the forwards of fixed shapes, captured, over a slot that is filled later; None where they cannot be:
+        their memory then goes back, and prompts run as they come from now on."""
+        assert self.prompts is not None
+        self._follow_weights()
+        try:
+            self.prompts.capture(slot)
+        except RuntimeError as error:
+            self.prompts = None
+            logger.warning(f"engine: forwards over prompts cannot be captured, prompts run without: {error}")
+        return self.prompts
 
     def _run_padded(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], longest: int) -> Tensor:
         """Fill slots with prompts in one forward of their own shape; return the logits after each, [n, V]."""
@@ -202,7 +215,8 @@ class Slots:
     @property
     def nbytes(self) -> int:
         """Bytes of the cache, that of staged prompts included."""
-        return self.ctx.nbytes() + (0 if self.prompts is None else self.prompts.nbytes)
+        forwards = self.prompts  # the engine's thread may drop them meanwhile
+        return self.ctx.nbytes() + (0 if forwards is None else forwards.nbytes)
 
     def row(self, slot: int) -> Context:
         """Return a slot's own context, which counts all tokens that the slot holds."""

@@ -294,6 +294,11 @@ def test_requests_that_come_together_begin_together_where_a_batch_timeout_waits_
         engine.submit([1], max_new_tokens=2)
         engine.close(drain=True)  # nor does an engine that ends
         assert (engine.stats().steps, engine.stats().finished) == (8, 3)
+    waiting = Engine(model, n_slots=2, batch_timeout=60, **values).start()
+    left = waiting.submit([1], max_new_tokens=2)
+    time.sleep(0.02)  # it waits for another
+    waiting.close()
+    assert (left.finish_reason, waiting.stats().prefilled_tokens) == ("cancelled", 0)
     for wrong in (-1, float("nan")):
         with pytest.raises(ConfigError, match="batch_timeout"):
             Engine(model, batch_timeout=wrong, **values)

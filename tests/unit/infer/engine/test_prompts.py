@@ -107,6 +107,38 @@ def test_padded_prompts_give_what_each_gives_alone(
     assert stats.cache_bytes == slots.ctx.nbytes() + slots.prompts.nbytes > slots.ctx.nbytes()
 
 
+def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_for_graphs(monkeypatch)
+    capture, made = prompts.captured, list[int]()
+
+    def captured(*given: Any) -> Any:
+        made.append(len(given))
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("no room for a graph")
+        return capture(*given)
+
+    monkeypatch.setattr(prompts, "captured", captured)
+    monkeypatch.setattr(prompts, "NARROWEST", 16)
+    monkeypatch.setattr(prompts, "FEWEST", 16)
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=32)
+    slots = engine.batch.slots
+    shapes = shapes_of(32, 4, 48)
+    slots.prompts = PromptForwards(model, slots.ctx, slots.kind, shapes, is_captured=True)
+    # What a start announces is all that the shapes take.
+    staged = sum(model.new_context(*shape, slots.kind, static=True).nbytes() for shape in shapes)
+    assert engine.stats().cache_bytes == slots.ctx.nbytes() + staged
+    tickets = submit_all(engine)
+    run(engine)
+    assert [ticket.tokens for ticket in tickets] == alone(model)
+    assert (len(made), slots.prompts, engine.stats().failed) == (2, None, 0)
+    assert engine.stats().cache_bytes == slots.ctx.nbytes()
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert said.count("prompts run without: no room for a graph") == 1
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
@@ -144,3 +176,34 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
             assert [ticket.tokens for ticket in tickets] == wanted
         assert threaded.batch.slots.prompts is not None
         assert threaded.batch.slots.prompts.captures == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_capture_without_memory_leaves_the_prompts_to_run_as_they_come_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prompts, "NARROWEST", 16)
+    monkeypatch.setattr(prompts, "FEWEST", 16)
+    model = build_model(transformer("gqa_scaled"), seed=0)
+    wanted = alone(model)
+    model = model.cuda()
+    engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=64, compiled="graph")
+    slots = engine.batch.slots
+    forwards, stream = slots.prompts, torch.cuda.current_stream()
+    assert forwards is not None
+    assert engine.stats().cache_bytes == slots.ctx.nbytes() + forwards.nbytes > slots.ctx.nbytes()
+
+    def exhaust(*_: object) -> None:
+        if torch.cuda.is_current_stream_capturing() and forwards.captures == 1:
+            torch.empty(1 << 50, device="cuda")
+
+    handle = model.embedder.register_forward_hook(exhaust)
+    tickets = submit_all(engine)
+    engine.step()
+    handle.remove()
+    assert (slots.prompts, forwards.captures, torch.cuda.current_stream()) == (None, 1, stream)
+    run(engine)
+    assert [ticket.tokens for ticket in tickets] == wanted
+    assert engine.stats().cache_bytes == slots.ctx.nbytes()
+    assert "".join(capsys.readouterr()).count("cannot be captured") == 1
