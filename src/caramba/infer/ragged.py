@@ -63,7 +63,8 @@ def prefill_rows(
 def feed(network: Network, tokens: Tensor, ctx: Context | RowsContext) -> Tensor:
     """Run the next tokens of every row behind its own. Shape: [B, T] int64 to [B, T, M]."""
     if not isinstance(ctx, RowsContext):
-        return network.hidden(tokens, ctx)
+        with unplanned_attention(tokens.device, tokens.numel() * (ctx.position + tokens.shape[1])):
+            return network.hidden(tokens, ctx)
     parts = []
     for part in tokens.split(MAX_QUERIES, dim=1):
         ctx.width = part.shape[1]

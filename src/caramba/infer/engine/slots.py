@@ -266,7 +266,8 @@ class Slots:
         if self.form == "eager":
             step.visible = min(-(-longest // ROUND) * ROUND, step.limit)
         if not self.form.endswith("graph"):
-            run(self.sampler.token)
+            with unplanned_attention(self.device, len(self.rows) * longest):
+                run(self.sampler.token)
             return
         self._follow_weights()
         if self._next is None:
