@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from caramba.layer.varlen import VarlenKernel, active_kernel
 
@@ -167,13 +168,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
 
 def _attend_lower_right(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
     """Attend from the last T of S positions; flash reads grouped heads, others one for each query head."""
+    from torch.nn.attention.bias import causal_lower_right  # which loads torch's compiler
+
     groups, v_width = q.shape[1] // k.shape[1], v.shape[-1]
     width = max(q.shape[-1], v_width)
     q, k, v = (_widen(x, width) for x in (q, k, v))
     is_grouped = groups > 1 and can_use_flash_attention(SDPAParams(q, k, v, None, dropout, False, True))
     if groups > 1 and not is_grouped:
         k, v = _repeat(k, groups), _repeat(v, groups)
-    bias: CausalBias = causal_lower_right(q.shape[2], k.shape[2])
+    bias: Any = causal_lower_right(q.shape[2], k.shape[2])
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=bias, dropout_p=dropout, scale=1.0, enable_gqa=is_grouped
     )
