@@ -203,21 +203,16 @@ class AdamW(torch.optim.AdamW):
 
 def can_step(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bool:
     """Whether `adamw_step` has a kernel for a parameter, its gradient and its state, if any, as they lie."""
-    return has_kernel("adamw_step", local(p)) and lies_in_order(p, grad, state)
-
-
-def lies_in_order(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bool:
-    """Whether a parameter, its gradient and its state, if any, lie as `adamw_step` takes them, at most 32 bits wide."""
     held = (p, state["exp_avg"], state["exp_avg_sq"]) if state else (p,)
     if type(p) not in PLAIN or type(grad) not in PLAIN:
         sharded: Any = (*held, grad)
         if not all(is_sharded(x) and x.placements == sharded[0].placements for x in sharded):
             return False
         held, grad = tuple(local(x) for x in held), local(grad)
+    if not has_kernel("adamw_step", held[0]) or grad.dtype not in NARROW_ENOUGH:
+        return False
     device = held[0].device
-    return grad.dtype in NARROW_ENOUGH and all(
-        x.dtype in NARROW_ENOUGH and x.device == device and x.is_contiguous() for x in held
-    )
+    return all(x.dtype in NARROW_ENOUGH and x.device == device and x.is_contiguous() for x in held)
 
 
 def is_capturing(p: Tensor) -> bool:
