@@ -142,11 +142,23 @@ class PromptForwards:
     def _forward(self, shape: Shape, given: Tensor) -> Tensor:
         """Run rows of a slot, the place of the last token, and tokens, [n, 2 + T], to logits [n, V]."""
         slots, last, tokens = given[:, 0], given[:, 1], given[:, 2:]
-        staged, width = self._staged[shape], shape[1]
+        staged = self._staged[shape]
         staged.truncate(0)
-        with unplanned_attention(tokens.device, tokens.numel() * width):
-            hidden = self.model.hidden(tokens, staged)
-        for cache, part in zip(self.ctx.caches, staged.caches, strict=True):
-            for into, values in zip(cache.allocations, part.allocations, strict=True):
-                into[:, :, :width].index_copy_(0, slots, values)
-        return self.model.logits(hidden[torch.arange(len(last), device=last.device), last])
+        return fill_slots(self.model, self.ctx, staged, slots, last, tokens)
+
+
+def fill_slots(
+    model: Model, ctx: Context, staged: Context, slots: Tensor, last: Tensor, tokens: Tensor
+) -> Tensor:
+    """Run prompts, padded on the right, over empty staged caches of their width, copy what these hold into slots of
+    `ctx`, and return the logits after each prompt.
+
+    Shape: slots and the places of last tokens [n], tokens [n, T], int64, to [n, V].
+    """
+    width = tokens.shape[1]
+    with unplanned_attention(tokens.device, tokens.numel() * width):
+        hidden = model.hidden(tokens, staged)
+    for cache, part in zip(ctx.caches, staged.caches, strict=True):
+        for into, values in zip(cache.allocations, part.allocations, strict=True):
+            into[:, :, :width].index_copy_(0, slots, values)
+    return model.logits(hidden[torch.arange(len(last), device=last.device), last])

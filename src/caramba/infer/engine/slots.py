@@ -24,7 +24,7 @@ from caramba.infer.device_steps import (
     replayed,
     step_refusal,
 )
-from caramba.infer.engine.prompts import WHOLE, PromptForwards, shapes_of
+from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, shapes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
@@ -147,14 +147,8 @@ class Slots:
         """Fill slots with prompts in one forward of their own shape; return the logits after each, [n, V]."""
         tokens = self._ids([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
         staged = self.model.new_context(len(slots), longest, self.kind, static=True)
-        with unplanned_attention(self.device, tokens.numel() * longest):
-            hidden = self.model.hidden(tokens, staged)
-        at = self._ids(slots)
-        for cache, part in zip(self.ctx.caches, staged.caches, strict=True):
-            for into, values in zip(cache.allocations, part.allocations, strict=True):
-                into[:, :, :longest].index_copy_(0, at, values)
         last = self._ids([len(prompt) - 1 for prompt in prompts])
-        return self.model.logits(hidden[torch.arange(len(slots), device=self.device), last])
+        return fill_slots(self.model, self.ctx, staged, self._ids(slots), last, tokens)
 
     def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Fill a slot with what a row held."""
