@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
-from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, choose
+from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
 from caramba.kernels.triton.launch import Launch, form
 from torch import Tensor
 
@@ -220,6 +220,7 @@ def plan(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
+    early = config.early_join and not final and _arch(q_sem.device) in EARLY_ARCHS
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
@@ -252,6 +253,7 @@ def plan(
             "BLOCK_ROWS": config.block_rows,
             "BLOCK_TOKENS": config.block_tokens,
             "PACKED_MATH": config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED,
+            "EARLY": early,
         },
         num_warps=config.n_warps,
         num_stages=config.n_stages,
@@ -275,8 +277,10 @@ def plan(
             "HAS_NULL": bool(null),
             "SPLITS": power_of_2(config.n_splits),
             "BLOCK": block,
+            "EARLY": early,
         },
         num_warps=4 if config.n_splits > 32 else 1,
+        **({"launch_pdl": True} if early else {}),
     )
     return Plan(
         out=(batch, heads, n_queries, v_width),

@@ -181,11 +181,13 @@ def decode_split(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One split of one sequence's key/value head, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
     SEM, GEO and V describe a stream: (KIND, D, P, E, SPREAD, HALVED, UNIFORM), see `dba_decode_tile`. Numbers
-    have strides (b, head, token), blocks (b, plane, token). With FINAL there is one split and no other kernel.
+    have strides (b, head, token), blocks (b, plane, token). With FINAL there is one split and no other kernel. With
+    EARLY the kernel that joins is asked for when every program has read its tokens, and waits there for what they store.
     """
     DTYPE: tl.constexpr = q_sem.dtype.element_ty
     pid = tl.program_id(0)
@@ -303,6 +305,8 @@ def decode_split(
                 seen = seen & ((i + n)[None, :] >= end[:, None] - window)
             m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
 
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     some = l > 0
     total = tl.where(some, l, 1.0)
     # Rows of the output are [B, H, QUERIES], those of the parts [B, H, QUERIES, splits].
@@ -352,15 +356,24 @@ def decode_join(
     HAS_NULL: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Join the splits of one row, and the null key where there is one, for BLOCK of its DV features."""
+    """Join the splits of one row, and the null key where there is one, for BLOCK of its DV features.
+
+    With EARLY it begins while the splits end, and waits until all that they stored can be read.
+    """
     row = tl.program_id(0).to(tl.int64)
     h, t = row // QUERIES % HEADS, row % QUERIES
     b = row // QUERIES // HEADS
     split = tl.arange(0, SPLITS)
     is_split = split < n_splits
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    # Both before what is made of the first: they are under way together.
     l = tl.load(part_sums + row * n_splits + split, is_split, other=-float("inf"))
+    at = (row * n_splits + split)[:, None] * DV + d[None, :]
+    part = tl.load(parts + at, is_split[:, None] & (d < DV)[None, :], other=0.0)
     top = tl.max(l, 0)
     if HAS_NULL:
         i, j = tl.arange(0, PS), tl.arange(0, PG)
@@ -374,8 +387,6 @@ def decode_join(
     finite = tl.where(top == -float("inf"), 0.0, top)
     weight = tl.exp2(l - finite)
     total = tl.sum(weight, 0)
-    at = (row * n_splits + split)[:, None] * DV + d[None, :]
-    part = tl.load(parts + at, is_split[:, None] & (d < DV)[None, :], other=0.0)
     read = tl.sum(part * weight[:, None], 0)
     if HAS_NULL:
         weight_null = tl.exp2(own - finite)
