@@ -163,7 +163,8 @@ def run(
     if plan.join is None:
         parts, part_sums = out, sums
     else:
-        parts = seqlens.new_empty(plan.parts, dtype=torch.float32)
+        # As the output: of what is attention to some of the tokens it can hold as much, and rounds as finely.
+        parts = q_sem.new_empty(plan.parts)
         part_sums = seqlens.new_empty(plan.parts[:-1], dtype=torch.float32)
     values = v or k_sem
     plan.split(

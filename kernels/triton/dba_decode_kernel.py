@@ -373,7 +373,7 @@ def decode_join(
     # Both before what is made of the first: they are under way together.
     l = tl.load(part_sums + row * n_splits + split, is_split, other=-float("inf"))
     at = (row * n_splits + split)[:, None] * DV + d[None, :]
-    part = tl.load(parts + at, is_split[:, None] & (d < DV)[None, :], other=0.0)
+    part = tl.load(parts + at, is_split[:, None] & (d < DV)[None, :], other=0.0).to(tl.float32)
     top = tl.max(l, 0)
     if HAS_NULL:
         i, j = tl.arange(0, PS), tl.arange(0, PG)
