@@ -221,7 +221,9 @@ def plan(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
-    early = config.early_join and not final and _arch(q_sem.device) in EARLY_ARCHS
+    # The splits announce their end wherever there is a join, so that ways with and without differ in that alone.
+    announced = not final and _arch(q_sem.device) in EARLY_ARCHS
+    early = config.early_join and announced
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
@@ -254,7 +256,7 @@ def plan(
             "BLOCK_ROWS": config.block_rows,
             "BLOCK_TOKENS": config.block_tokens,
             "PACKED_MATH": config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED,
-            "EARLY": early,
+            "ANNOUNCED": announced,
         },
         num_warps=config.n_warps,
         num_stages=config.n_stages,

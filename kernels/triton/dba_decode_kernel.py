@@ -181,13 +181,13 @@ def decode_split(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
-    EARLY: tl.constexpr,
+    ANNOUNCED: tl.constexpr,
 ):
     """One split of one sequence's key/value head, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
     SEM, GEO and V describe a stream: (KIND, D, P, E, SPREAD, HALVED, UNIFORM), see `dba_decode_tile`. Numbers
     have strides (b, head, token), blocks (b, plane, token). With FINAL there is one split and no other kernel. With
-    EARLY the kernel that joins is asked for when every program has read its tokens, and waits there for what they store.
+    ANNOUNCED the kernel that joins may begin when every program has read its tokens; it waits there for what they store.
     """
     DTYPE: tl.constexpr = q_sem.dtype.element_ty
     pid = tl.program_id(0)
@@ -305,7 +305,7 @@ def decode_split(
                 seen = seen & ((i + n)[None, :] >= end[:, None] - window)
             m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
 
-    if EARLY:
+    if ANNOUNCED:
         tl.extra.cuda.gdc_launch_dependents()
     some = l > 0
     total = tl.where(some, l, 1.0)
