@@ -44,6 +44,10 @@ READINGS = {
     ),
 }
 """Ways to read a tile worth timing, by whether any stream is quantised."""
+OF_NARROW_HEADS = (256, 4, 2, 0), (256, 8, 3, 0)
+NARROW = 128
+"""The same of numbers of so few features, of which few tokens are few bytes in a row: fewer programs that read longer
+runs of memory each."""
 GROUPED = (
     *((128, 4, n_stages, 0) for n_stages in (2, 3)),
     *((128, 8, n_stages, 0) for n_stages in (2, 3)),
@@ -191,6 +195,9 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
     first = rule(shape, n_processors)
     found = {first: None}
     readings = [(first.block_rows, *way) for way in READINGS[_is_quantised(shape)]]
+    widths = [max(16, _bucket(width)) for width in shape.dims[: len(shape.formats)]]
+    if not _is_quantised(shape) and not _is_in_fp32(shape) and sum(widths) <= NARROW:
+        readings += [(first.block_rows, *way) for way in OF_NARROW_HEADS]
     if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
         readings += [(GROUP_ROWS, *way) for way in GROUPED]
     for block_rows, block_tokens, n_warps, n_stages, n_registers in readings:
