@@ -191,7 +191,10 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
 
 
 def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
-    """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each."""
+    """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each.
+
+    Last come all of them with a join that begins early.
+    """
     first = rule(shape, n_processors)
     found = {first: None}
     readings = [(first.block_rows, *way) for way in READINGS[_is_quantised(shape)]]
@@ -210,9 +213,9 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
             n_registers=n_registers,
         )
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in COUNTED_PER_SM]
-        found |= dict.fromkeys(replace(reading, n_splits=n, early_join=False) for n in counts)
-        if shape.arch in EARLY_ARCHS:
-            found |= dict.fromkeys(replace(reading, n_splits=n, early_join=True) for n in counts if n > 1)
+        found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
+    if shape.arch in EARLY_ARCHS:
+        found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])
     return list(found)
 
 
