@@ -93,7 +93,7 @@ def manifest_of(words: argparse.Namespace, strategy: str, device: str) -> Manife
             "device": device,
             "model": spec,
             "groups": [group],
-            "parallel": {"strategy": strategy},
+            "parallel": {"strategy": strategy, "reduce_dtype": words.reduce_dtype},
             "settings": {"instrument": "none"},
             "logger": {"tensorboard": False},
         }
@@ -175,7 +175,8 @@ def measure(words: argparse.Namespace) -> int:
         manifest = manifest_of(words, strategy, words.device)
         with join_ranks(manifest.parallel, words.device):
             measured = train(manifest, device)
-        rows.append({"strategy": strategy, "devices": world, **measured})
+        sums = {"reduce_dtype": words.reduce_dtype} if words.reduce_dtype != "float32" else {}
+        rows.append({"strategy": strategy, "devices": world, **sums, **measured})
         if int(os.environ.get("RANK", "0")) == 0:
             shown = {key: value for key, value in rows[-1].items() if key != "losses"}
             print(
@@ -217,6 +218,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--reduce-dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--merge", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, required=True)

@@ -48,6 +48,11 @@ class ParallelConfig(Config):
         default="auto",
         description="what fsdp2 gathers blocks in: auto is bfloat16 where a phase computes in it; sums are float32",
     )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="what ddp and fsdp2 sum gradients of all ranks in while backward goes on; bfloat16 is half the "
+        "traffic, and rounds them. Phases of blocks, and weights in bfloat16 under ddp, keep their own dtype",
+    )
     wrap: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None,
         description="types of nodes that fsdp2 gathers as one; by default the blocks of the topology",
@@ -95,6 +100,11 @@ class ParallelConfig(Config):
         if self.find_unused_parameters and self.strategy != "ddp":
             found.append(
                 f"find_unused_parameters belongs to parallel=ddp, got parallel={self.strategy}; remove it"
+            )
+        if self.reduce_dtype != "float32" and not is_sharded and self.strategy != "ddp":
+            found.append(
+                f"reduce_dtype={self.reduce_dtype} belongs to parallel=ddp and fsdp2, got parallel={self.strategy}; "
+                "remove it"
             )
         if self.blockwise != "data" and self.strategy not in ("ddp", "fsdp2"):
             found.append(
