@@ -38,9 +38,19 @@ class Tile(NamedTuple):
     early: int = 0
 
 
-_measured: dict[tuple[int, int, int, bool], Tile] = {}
+class Product(NamedTuple):
+    """What a tile is chosen by: rows of the result, width, rows of x rounded up, gated or not."""
+
+    n_out: int
+    width: int
+    block_m: int
+    is_gated: bool
+
+
+_measured: dict[Product, Tile] = {}
 NORMED_ROWS = 8
-"""Rows up to which a program normalises them itself: with more, a launch takes less."""
+"""Rows up to which every program normalises them itself: with more, a launch before takes less."""
+
 
 @triton.jit
 def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
@@ -53,7 +63,12 @@ def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
 def _prefetch(ptr):
     """Ask for lines of memory to be brought into the cache."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -158,23 +173,44 @@ def _tiles_kernel(
 
 _launches = Launches(_tiles_kernel)
 _counters: dict[int, Tensor] = {}
+"""Of each device, what programs that share the width count themselves by: zeros between launches, whose order on one
+stream keeps them apart."""
 
 
-def guessed(n_out: int, width: int, block_m: int, is_gated: bool) -> Tile:
-    return Tile(16, 256, 4, 1, 4, 4)
+def guessed(product: Product) -> Tile:
+    """Return the tile of a product that nobody has measured."""
+    block_m = product.block_m
+    n_rows = product.n_out * (2 if product.is_gated else 1)
+    if block_m <= 16:
+        return Tile(16 if n_rows < 8192 else 32, 256, 4, 1, 4, 6 if n_rows < 8192 else 4)
+    if n_rows < 8192:
+        return Tile(64, 128, 1, 4, 4, 6 if block_m == 32 else 5)
+    return Tile(128, 64, 1, 1, 4, 8 if block_m == 32 else 7)
 
 
-def tile_of(n_out: int, width: int, block_m: int, is_gated: bool) -> Tile:
-    return _measured.get((n_out, width, block_m, is_gated)) or guessed(n_out, width, block_m, is_gated)
+def tile_of(product: Product) -> Tile:
+    """Return the measured tile of a product, else a guessed one."""
+    return _measured.get(product) or guessed(product)
 
 
-def adopt(entries: dict[tuple[int, int, int, bool], Tile]) -> None:
+def adopt(entries: dict[Product, Tile]) -> None:
+    """Take tiles as measured; what was launched is chosen anew."""
     _measured.update(entries)
     _launches.made.clear()
 
 
 def block_of(rows: int) -> int:
+    """Return how many rows the kernel computes for some of them."""
     return max(8, 1 << (rows - 1).bit_length())
+
+
+def _counts(x: Tensor) -> Tensor | None:
+    """Return the counters of x's device; none in a graph that is captured before any call made them."""
+    device = x.get_device()
+    counts = _counters.get(device)
+    if counts is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        counts = _counters[device] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+    return counts
 
 
 def row_tiles(
@@ -185,33 +221,35 @@ def row_tiles(
     norm: Tensor | None,
     eps: float | None,
     gated: bool,
+    y: Tensor,
 ) -> Tensor:
-    """Launch on what is contiguous; see `caramba.ops.row_linear`."""
-    width = x.shape[-1]
-    n_out = weight.shape[0] // (2 if gated else 1)
+    """Make `row_linear` of contiguous tensors of 16 bits into y, and return it."""
+    width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
-    if eps is not None and rows > NORMED_ROWS:
-        x, norm, eps = rms_norm(x, norm, eps)[0], None, None
-    y = x.new_empty((*x.shape[:-1], n_out))
-    dtypes = (x.dtype, weight.dtype, dtype_of(bias), dtype_of(residual), dtype_of(norm))
-    key = (rows, n_out, width, eps, gated, x.get_device(), dtypes)
-    launch = _launches.get(key)
     block_m = block_of(rows)
-    tile = tile_of(n_out, width, block_m, gated)
-    per = tile.block_n // 2 if gated else tile.block_n
-    tiles = -(-n_out // per)
-    if launch is None:
-        launch = _launches.add(
-            *(key, (tiles, tile.split), (n_out, width, rows, 0.0 if eps is None else eps)),
-            *(gated, eps is not None, width % (tile.block_k * tile.split) == 0, block_m),
-            *(tile.block_n, tile.block_k, tile.warps_k, tile.split, tile.stages, tile.early),
-            num_warps=tile.warps, **({"launch_pdl": True} if tile.early else {}),
-        )
+    tile = tile_of(Product(n_out, width, block_m, gated))
+    tiles = -(-n_out // (tile.block_n // 2 if gated else tile.block_n))
     parts = counts = None
     if tile.split > 1:
-        parts = torch.empty(tiles * tile.split * tile.block_n * block_m, dtype=torch.float32, device=x.device)
-        counts = _counters.get(x.get_device())
+        counts = _counts(x) if tiles <= MOST_TILES else None
         if counts is None:
-            counts = _counters[x.get_device()] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+            tile = tile._replace(split=1)
+        else:
+            n_parts = tiles * tile.split * tile.block_n * block_m
+            parts = torch.empty(n_parts, dtype=torch.float32, device=x.device)
+    if eps is not None and (rows > NORMED_ROWS or tile.split > 1):
+        x, norm, eps = rms_norm(x, norm, eps)[0], None, None
+    dtypes = (x.dtype, dtype_of(norm))
+    absent = (bias is None, residual is None)
+    key = (rows, n_out, width, eps, gated, x.get_device(), dtypes, absent, tile.split)
+    launch = _launches.get(key)
+    if launch is None:
+        is_whole = width % (tile.block_k * tile.split) == 0
+        launch = _launches.add(
+            *(key, (tiles, tile.split), (n_out, width, rows, 0.0 if eps is None else eps)),
+            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages, tile.early),
+            num_warps=tile.warps,
+            **({"launch_pdl": True} if tile.early else {}),
+        )
     launch(x, weight, bias, residual, norm, y, parts, counts)
     return y
