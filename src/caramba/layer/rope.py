@@ -333,4 +333,3 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_
                 table = rotary(0, n_tokens, device)
             tables[key] = table
         rotary.table = tables[key]
-

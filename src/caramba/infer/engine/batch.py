@@ -56,6 +56,7 @@ class Batch:
         self.requests: list[Request | None] = [None] * config.n_slots
         self.stats = EngineStats(n_slots=config.n_slots, cache_kind=self.slots.kind.value)
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
+        self._beside: list[int] = []  # slots whose prompts run beside a step, whole
         self._n_waited = 0  # steps, of prompts that have not begun
         self._ended: deque[float] = deque(maxlen=RATE_OVER)
 
@@ -109,9 +110,12 @@ class Batch:
         While others decode and more requests wait for slots (`is_queueing`), few new tokens wait up to `PATIENCE` steps
         for the prompts of the slots that get free next.
 
+        Whole prompts run beside the next step where a device can: what was launched in the last step begins to decode.
+
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
         """
+        self._join()
         if is_queueing and self._waits():
             self._n_waited += 1
             return
@@ -170,9 +174,8 @@ class Batch:
             return 0
         taken = [request for slot in group if (request := self.requests[slot]) is not None]
         try:
+            self._join()  # what the last forward left is overwritten
             self.slots.prefill_together(group, [request.row.prompt for request in taken])
-            for slot, request in zip(group, taken, strict=True):
-                self._ready(slot, request)
         except Exception as error:
             for slot in group:
                 self.leave(slot, "error", error)
@@ -181,7 +184,25 @@ class Batch:
             request.done = len(request.row.prompt)
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
+        self._beside = group
+        if not (self.slots.runs_beside and any(self.slots.is_decoding)):
+            self._join()
         return n_tokens
+
+    def _join(self) -> None:
+        """Let the slots whose prompts have been launched decode, once these have run."""
+        group, self._beside = self._beside, []
+        if not group:
+            return
+        try:
+            self.slots.begin(group)
+            for slot in group:
+                request = self.requests[slot]
+                assert request is not None
+                self._ready(slot, request)
+        except Exception as error:
+            for slot in group:
+                self.leave(slot, "error", error)
 
     def _ready(self, slot: int, request: Request) -> None:
         """Let a slot whose prompt has run decode: from here on each step draws for it."""
@@ -234,6 +255,8 @@ class Batch:
 
     def leave(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a slot's request and overwrite what the slot holds; the request ends even where that fails."""
+        if slot in self._beside:
+            self._join()  # nobody else may have the slot while its prompt runs
         request = self.requests[slot]
         assert request is not None
         try:

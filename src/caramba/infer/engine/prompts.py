@@ -44,7 +44,8 @@ class PromptForwards:
     The last one is padded on the right, where nothing attends to it.
 
     With `is_captured` every size is a CUDA graph. The first prompt makes them all, so no later one waits for it, and
-    they share their memory. Prompts of any lengths then cost a copy and a replay.
+    they share their memory. Prompts of any lengths then cost a copy and a replay, on a stream of their own: they run
+    beside what comes next on the caller's, which may touch neither their slots nor their logits before `wait`.
 
     Attributes:
         sizes: tokens of a forward, the fewest first.
@@ -58,6 +59,8 @@ class PromptForwards:
         self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
         self._graphs: dict[int, Captured] = {}
+        is_cuda = is_captured and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
 
     @property
     def widest(self) -> int:
@@ -76,21 +79,31 @@ class PromptForwards:
         return None
 
     def run(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Fill slots with prompts, which a size takes, and return the logits after each, [n, V].
+        """Fill slots with prompts, which a size takes, and return the logits after each, [n, V], for after `wait`.
 
         The next call overwrites them.
         """
         size = self.size_for(len(prompts), sum(map(len, prompts)), MOST)
         assert size is not None
-        given = torch.tensor(packed(slots, prompts, size, self.n_prompts(size)))
-        given = given.to(self._device, non_blocking=True)
-        if not self.is_captured:
-            return self._forward(size, given)[: len(slots)]
         self.capture(slots[0])
-        return replayed(self._graphs[size], given)[: len(slots)]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            given = torch.tensor(packed(slots, prompts, size, self.n_prompts(size)))
+            given = given.to(self._device, non_blocking=True)
+            if not self.is_captured:
+                return self._forward(size, given)[: len(slots)]
+            return replayed(self._graphs[size], given)[: len(slots)]
+
+    def wait(self) -> None:
+        """Let what comes next on the current stream run after the prompts."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def forget(self) -> None:
         """Drop the graphs: the weights that they read have moved."""
+        if self._stream is not None:
+            self._stream.synchronize()
         self._graphs.clear()
 
     def capture(self, slot: int) -> None:
@@ -106,7 +119,7 @@ class PromptForwards:
         for size in reversed(self.sizes):  # the smaller ones find room in the memory of the largest
             given = torch.tensor(packed([slot], [[0] * size], size, self.n_prompts(size)))
             run = functools.partial(self._forward, size)
-            graphs[size] = captured(given.to(self._device), run, run, pool)
+            graphs[size] = captured(given.to(self._device), run, run, pool, self._stream)
             self.captures += 1
         self._graphs = graphs
 

@@ -76,10 +76,15 @@ class Slots:
         self.is_decoding = [False] * n
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
         self.logits: Tensor | None = None
+        self._first: Tensor | None = None  # after the prompts that ran last, [n, V]
         self._run = next_logits
         if self.form.startswith("compiled") and self.step is not None:
             find_angles(model, self.step)
             self._run = compiled_logits(model, n, config.max_len, *form_of(model, self.ctx))
+        # Of more priority than prompts that run beside a step, and so another stream than these were captured on:
+        # libraries keep their working memory by stream, and graphs that run at once may not share it.
+        is_captured = self.form.endswith("graph")
+        self._on = torch.cuda.Stream(self.device, priority=-1) if is_captured else None
         self._next: Graph | None = None
         self._weights: Sequence[Tensor] = ()
         self._places: tuple[int, ...] = ()
@@ -118,16 +123,28 @@ class Slots:
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
 
+    @property
+    def runs_beside(self) -> bool:
+        """Whether `prefill_together` launches what the device may run beside a step."""
+        return self.prompts is not None
+
     def prefill_together(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Run the whole prompts of empty slots in one forward, packed into one row."""
+        """Run the whole prompts of empty slots in one forward, packed into one row; they decode after `begin`."""
         forwards = None if self.prompts is None else self._prompt_forwards(slots[0])
         if forwards is not None:
-            logits = forwards.run(slots, prompts)
+            self._first = forwards.run(slots, prompts)
         else:
             given = self._ids(packed(slots, prompts, sum(map(len, prompts)), len(prompts)))
-            logits = fill_slots(self.model, self.ctx, given, len(prompts))
+            self._first = fill_slots(self.model, self.ctx, given, len(prompts))
         for slot, prompt in zip(slots, prompts, strict=True):
             self.lengths[slot] = len(prompt)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Let the slots that `prefill_together` was given last decode, on the device when their prompts have run."""
+        assert self._first is not None
+        if self.prompts is not None:
+            self.prompts.wait()
+        logits, self._first = self._first, None
         self._begin(slots, logits)
 
     def _prompt_forwards(self, slot: int) -> PromptForwards | None:
@@ -165,6 +182,7 @@ class Slots:
                     self.logits,
                     lambda given: sampler.choose(given, form),
                     lambda given: trial.choose(given, form),
+                    on=self._on,
                 )
             replayed(self._draws[form], self.logits)
         sampler.send()
@@ -256,7 +274,7 @@ class Slots:
             return
         self._follow_weights()
         if self._next is None:
-            self._next = captured(self.sampler.token, run, trial)
+            self._next = captured(self.sampler.token, run, trial, on=self._on)
             self._hold(step)
         replayed(self._next, self.sampler.token)
 

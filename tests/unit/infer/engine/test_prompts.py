@@ -9,7 +9,7 @@ import torch
 
 from caramba.infer import generate
 from caramba.infer.device_steps import WARM_UPS
-from caramba.infer.engine import Engine, Ticket, prompts
+from caramba.infer.engine import Engine, Ticket, batch, prompts
 from caramba.infer.engine import slots as slots_module
 from caramba.infer.engine.prompts import PromptForwards, sizes_of
 from caramba.model import Model, build_model
@@ -49,7 +49,7 @@ def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
 def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a graph be the function that it would hold, run as often before as a capture runs it."""
 
-    def captured(given: torch.Tensor, run: Any, trial: Any, pool: Any) -> Any:
+    def captured(given: torch.Tensor, run: Any, trial: Any, *_: Any) -> Any:
         for _ in range(WARM_UPS):
             trial(given.clone())
         run(given.clone())
@@ -78,6 +78,7 @@ def test_packed_prompts_give_what_each_gives_alone(
 ) -> None:
     for module, whole in ((prompts, "WHOLE"), (slots_module, "WHOLE")):
         monkeypatch.setattr(module, whole, 32 if chunk == 32 else 512)
+    monkeypatch.setattr(batch, "PATIENCE", 0)
     monkeypatch.setattr(prompts, "GRAIN", 8)
     monkeypatch.setattr(prompts, "SHORTEST", 4)
     model = sharp(transformer(name, repeat=1))
@@ -104,6 +105,50 @@ def test_packed_prompts_give_what_each_gives_alone(
     stats = engine.stats()
     assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
     assert stats.cache_bytes == slots.ctx.nbytes()
+
+
+def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_for_graphs(monkeypatch)
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=2, max_len=48, prefill_chunk=32)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=True)
+
+    def submit(n_tokens: int, n_new: int, seed: int) -> Ticket:
+        return engine.submit(TEXTS[1][:n_tokens], max_new_tokens=n_new, seed=seed, temperature=0.7)
+
+    first, other = submit(8, 20, 1), submit(5, 3, 2)
+    engine.step()  # nothing decodes, so that there is nothing to run beside
+    assert slots.is_decoding == [True, True]
+    waiting, last = submit(9, 2, 3), submit(4, 2, 4)
+    for _ in range(3):
+        engine.step()
+    assert (len(other.tokens), engine.stats().active, engine.stats().queued) == (3, 2, 1)
+    for _ in range(batch.PATIENCE):  # few tokens, and another request queues up: its slot may come free soon
+        assert slots.lengths[1] == 0
+        engine.step()
+    assert (slots.lengths[1], slots.is_decoding[1], waiting.tokens) == (9, False, ())
+    engine.step()  # beside this one the prompt has run
+    assert (slots.is_decoding[1], waiting.tokens) == (True, ())
+    run(engine)
+    for ticket, n_tokens, seed in ((first, 8, 1), (other, 5, 2), (waiting, 9, 3), (last, 4, 4)):
+        n_new, prompt = len(ticket.tokens), TEXTS[1][:n_tokens]
+        (wanted,) = generate(model, [prompt], seeds=[seed], max_new_tokens=n_new, temperature=0.7)
+        assert ticket.tokens == wanted.tokens
+    # Cancelled while its prompt runs, a request leaves nothing behind, and its slot serves the next one.
+    long, gone = submit(8, 20, 1), submit(9, 9, 3)
+    engine.step()
+    gone.cancel()
+    engine.step()
+    gone = submit(9, 9, 3)
+    engine.step()
+    assert slots.lengths[1] == 9 and not slots.is_decoding[1]
+    gone.cancel()
+    late = submit(4, 2, 4)
+    run(engine)
+    assert (long.tokens[:20], late.tokens, gone.tokens) == (first.tokens, last.tokens, ())
 
 
 def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
