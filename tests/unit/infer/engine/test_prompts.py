@@ -144,7 +144,7 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
     engine.step()
     gone = submit(9, 9, 3)
     engine.step()
-    assert slots.lengths[1] == 9 and not slots.is_decoding[1]
+    assert (slots.lengths[1], slots.is_decoding[1]) == (9, False)
     gone.cancel()
     late = submit(4, 2, 4)
     run(engine)
