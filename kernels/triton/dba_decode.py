@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
-from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, choose
+from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
 from caramba.kernels.triton.launch import Launch, form
 from torch import Tensor
 
@@ -221,7 +221,8 @@ def split(
         parts = q_sem.new_empty(plan.out)
         part_sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
     else:
-        parts = seqlens.new_empty(plan.parts, dtype=torch.float32)
+        # As the output: of what is attention to some of the tokens it can hold as much, and rounds as finely.
+        parts = q_sem.new_empty(plan.parts)
         part_sums = seqlens.new_empty(plan.parts[:-1], dtype=torch.float32)
     if not parts.numel():
         return parts, part_sums
@@ -277,6 +278,9 @@ def plan(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
+    # The splits announce their end wherever there is a join, so that ways with and without differ in that alone.
+    announced = not final and _arch(q_sem.device) in EARLY_ARCHS
+    early = config.early_join and announced
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     queries = [_with_unit_stride(q) for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
@@ -309,6 +313,7 @@ def plan(
             "BLOCK_ROWS": config.block_rows,
             "BLOCK_TOKENS": config.block_tokens,
             "PACKED_MATH": config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED,
+            "ANNOUNCED": announced,
         },
         num_warps=config.n_warps,
         num_stages=config.n_stages,
@@ -332,8 +337,10 @@ def plan(
             "HAS_NULL": bool(null),
             "SPLITS": power_of_2(config.n_splits),
             "BLOCK": block,
+            "EARLY": early,
         },
         num_warps=4 if config.n_splits > 32 else 1,
+        **({"launch_pdl": True} if early else {}),
     )
     return Plan(
         out=(batch, heads, n_queries, v_width),

@@ -93,6 +93,24 @@ def test_the_rule_fills_the_processors_and_never_cuts_finer_than_a_tile(lanes: i
     assert len(set(candidates(shape, 132))) == len(candidates(shape, 132))
 
 
+def test_a_join_that_begins_early_is_timed_after_all_else_where_there_is_a_join() -> None:
+    ways = candidates(SHAPE, 132)
+    plain = [way for way in ways if not way.early_join]
+    assert ways == plain + [replace(way, early_join=True) for way in plain if way.n_splits > 1]
+    assert {way.reading for way in ways} == {way.reading for way in plain}
+    assert not any(way.early_join for way in candidates(replace(SHAPE, arch="sm80"), 132))
+
+
+def test_long_tiles_are_timed_of_numbers_of_narrow_heads() -> None:
+    narrow = replace(SHAPE, formats=("bf16",) * 3, dims=(16, 32, 64), rows=4)
+    for shape, wide in (
+        (narrow, True),
+        (replace(narrow, dims=(16, 64, 64)), False),
+        (replace(narrow, in_fp32=True), False),
+    ):
+        assert any(way.block_tokens == 256 for way in candidates(shape, 132)) == wide
+
+
 def test_a_refreshed_table_is_read_back(only: DecodeConfig) -> None:
     other = replace(SHAPE, lanes=64)
     rows = json.loads(written({other.key: DecodeConfig(n_splits=3)}))["choices"]
