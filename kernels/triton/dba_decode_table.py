@@ -92,6 +92,8 @@ class DecodeConfig:
     `n_splits` programs share a sequence's key/value head. `packed_math` dequantises with instructions that
     take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `n_registers` is the most that a thread
     may take (0: as many as the compiler wants): what it wants is decided by the rare masked tiles at the end.
+    `n_heads` is how many key/value heads of quantised streams a program reads together, leaving scales to the products'
+    results (0: one, of which blocks are made into scaled numbers).
     """
 
     block_rows: int = 16
@@ -101,6 +103,7 @@ class DecodeConfig:
     n_splits: int = 1
     packed_math: bool = True
     n_registers: int = 0
+    n_heads: int = 0
 
     @property
     def reading(self) -> DecodeConfig:
@@ -125,10 +128,10 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = 0 if name in ("packed_math", "n_registers") else 1
+            least = 0 if name in ("packed_math", "n_registers", "n_heads") else 1
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
-            if name in ("block_rows", "block_tokens", "n_warps") and size & (size - 1):
+            if name in ("block_rows", "block_tokens", "n_warps", "n_heads") and size & (size - 1):
                 raise ValueError(f"{name} is {size!r}, expected a power of two")
     measured().update(made)
     choose.cache_clear()
