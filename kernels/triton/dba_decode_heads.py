@@ -49,7 +49,7 @@ def query_sums(q, STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
 
 @triton.jit
 def scores(
-    q, sums, x, s_plane, s_n, scale, z_plane, z_n, i, n, ok,
+    q, sums, x, s_plane, s_n, scale, z_plane, z_n, i, n, ok, nothing,
     STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return the products of queries with tokens i + n of a stream's blocks, [ROWS, tokens]."""
@@ -62,7 +62,7 @@ def scores(
     total = tl.zeros([ROWS, n.shape[0]], tl.float32)
     for phase in tl.static_range(PHASES):
         word = words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, True, MASKED)
-        tiles = fields(word, KIND, True, DTYPE, PACKED_MATH)
+        tiles = fields(word, nothing, KIND, True, DTYPE, PACKED_MATH)
         part = tl.zeros([ROWS, n.shape[0]], tl.float32) - sums[phase][:, None]
         for field in tl.static_range(FIELDS):
             part = tl.dot(q[phase * FIELDS + field], tiles[field], part, input_precision="ieee")
@@ -73,19 +73,19 @@ def scores(
 
 @triton.jit
 def weigh(s, seen, m, l, MASKED: tl.constexpr):
-    """Return what scores weigh, the new maximum and sums, and what weights before count for now."""
+    """Return what scores weigh, the new maximum in base 2 and sums, and what is left of weights before."""
     if MASKED:
         s = tl.where(seen, s, -float("inf"))
-    top = tl.maximum(m, tl.max(s, 1))
-    finite = tl.where(top == -float("inf"), 0.0, top) * LOG2_E  # -inf minus -inf where nothing has been seen
+    top = tl.maximum(m, tl.max(s, 1) * LOG2_E)
+    finite = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been seen
     p = tl.exp2(s * LOG2_E - finite[:, None])
-    a = tl.exp2(m * LOG2_E - finite)
+    a = tl.exp2(m - finite)
     return p, top, l * a + tl.sum(p, 1), a
 
 
 @triton.jit
 def read_blocks(
-    acc, p, a, x, s_plane, s_n, scale, z_plane, z_n, i, n, ok,
+    acc, p, a, x, s_plane, s_n, scale, z_plane, z_n, i, n, ok, nothing,
     STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add tokens i + n of the values' blocks, by their weights p, to sums of which a is left."""
@@ -100,7 +100,7 @@ def read_blocks(
         z = row_scales(scale + i * z_n, z_plane, z_n, n, ok, phase, STREAM, ROWS, MASKED)
         scaled = (p * z).to(DTYPE)
         word = words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, False, MASKED)
-        tiles = fields(word, KIND, False, DTYPE, PACKED_MATH)
+        tiles = fields(word, nothing, KIND, False, DTYPE, PACKED_MATH)
         for field in tl.static_range(FIELDS):
             old = acc[phase * FIELDS + field] * a[:, None]
             new = new + (tl.dot(scaled, tiles[field], old, input_precision="ieee"),)
@@ -228,19 +228,23 @@ def decode_heads(
     DTYPE: tl.constexpr = q_sem.dtype.element_ty
     # Weights times scales may lie beyond float16, as their sums over many tokens may.
     V_DTYPE: tl.constexpr = tl.bfloat16 if PACKED_MATH else tl.float32
-    EACH: tl.constexpr = BLOCK_ROWS // HEADS
     ROWS: tl.constexpr = GROUP * QUERIES
+    # Rows g and g + 8 of a product lie in one thread: of one head they take the same scales.
+    PERIOD: tl.constexpr = 8 if HEADS <= 8 else HEADS
+    SHARE: tl.constexpr = PERIOD // HEADS
     pid = tl.program_id(0)
     head = pid % (KV_HEADS // HEADS) * HEADS
     b = (pid // (KV_HEADS // HEADS)).to(tl.int64)
     split, n_splits = tl.program_id(1), tl.num_programs(1)
     rows = tl.arange(0, BLOCK_ROWS)
-    local, rank = rows // EACH, rows % EACH
+    local, rank = rows % PERIOD // SHARE, rows // PERIOD * SHARE + rows % SHARE
     is_row = rank < ROWS
     h, t = (head + local) * GROUP + rank // QUERIES, rank % QUERIES
 
     held = tl.maximum(tl.minimum(tl.load(packed + b * packed_b), packed_capacity), 0)
     length = tl.minimum(tl.load(seqlens + b), held + tail_capacity)
+    # As a load's tile, which can be had in any layout, so that what is computed with it can.
+    nothing = tl.load(seqlens + b + tl.arange(0, 1)[:, None] + tl.arange(0, 1)[None, :]) >> 31
     held = tl.minimum(held, length)
     end = length - QUERIES + 1 + t  # tokens that each row sees
     start = 0
@@ -276,22 +280,22 @@ def decode_heads(
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     for i in tl.range(low, middle, BLOCK_TOKENS):
         ok = n >= 0
-        s = scores(qs, qs_sums, sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, SEM, BLOCK_ROWS, DTYPE, PACKED_MATH, False)  # fmt: skip
-        s += scores(qg, qg_sums, geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, GEO, BLOCK_ROWS, DTYPE, PACKED_MATH, False)  # fmt: skip
+        s = scores(qs, qs_sums, sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, BLOCK_ROWS, DTYPE, PACKED_MATH, False)  # fmt: skip
+        s += scores(qg, qg_sums, geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, BLOCK_ROWS, DTYPE, PACKED_MATH, False)  # fmt: skip
         seen = (i + n)[None, :] < end[:, None]
         if HAS_WINDOW:
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
         p, m, l, a = weigh(s, seen, m, l, CUT)
-        acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, False)  # fmt: skip
+        acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, nothing, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, False)  # fmt: skip
     for i in tl.range(middle, until, BLOCK_TOKENS, num_stages=1):
         ok = i + n < until
-        s = scores(qs, qs_sums, sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, SEM, BLOCK_ROWS, DTYPE, PACKED_MATH, True)  # fmt: skip
-        s += scores(qg, qg_sums, geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, GEO, BLOCK_ROWS, DTYPE, PACKED_MATH, True)  # fmt: skip
+        s = scores(qs, qs_sums, sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, BLOCK_ROWS, DTYPE, PACKED_MATH, True)  # fmt: skip
+        s += scores(qg, qg_sums, geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, BLOCK_ROWS, DTYPE, PACKED_MATH, True)  # fmt: skip
         seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
         if HAS_WINDOW:
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
         p, m, l, a = weigh(s, seen, m, l, True)
-        acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, True)  # fmt: skip
+        acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, nothing, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, True)  # fmt: skip
     # What is still in 16 bits, at token i - held of the tail.
     sem_tail += b * sem_tb + far * sem_tk
     geo_tail += b * geo_tb + far * geo_tk
@@ -309,7 +313,6 @@ def decode_heads(
 
     some = l > 0
     total = tl.where(some, l, 1.0)
-    m = m * LOG2_E
     # Rows of the output are [B, H, QUERIES], those of the parts [B, H, QUERIES, splits].
     row = (b * KV_HEADS * GROUP + h) * QUERIES + t
     if FINAL:

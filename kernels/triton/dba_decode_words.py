@@ -44,12 +44,18 @@ def _nibbles(kind: str, is_key: bool) -> str:
 
 
 def _levels(kind: str) -> str:
-    """Four nibbles of each of two words to their levels, whose low and high bytes are looked up by themselves."""
+    """Four nibbles of each of two words to their levels, whose low and high bytes are looked up by themselves.
+
+    An instruction takes one constant. The others are arguments: as constants too they would be moved to registers anew
+    for every look-up.
+    """
+    low, high = tables(kind)
     lines = ["{", ".reg .b32 w, s, t, s2, t2, x, y, p, q;"]
-    for plane, shift in (("a", 0), ("b", 8)):
-        for i in range(4):
-            word = sum(((NF4_BITS[kind][4 * i + j] >> shift) & 0xFF) << (8 * j) for j in range(4))
-            lines.append(f".reg .b32 {plane}{i}; mov.b32 {plane}{i}, {word:#x};")
+    for plane, words, given in (("a", low, "$5 $7"), ("b", high, "$9 $11")):
+        for i in (1, 3):
+            lines.append(f".reg .b32 {plane}{i}; mov.b32 {plane}{i}, {words[i]:#x};")
+        for i, name in zip((0, 2), given.split(), strict=True):
+            lines.append(f".reg .b32 {plane}{i}; mov.b32 {plane}{i}, {name};")
     lines += [
         # Nibbles 0 and 1 of both words, then 2 and 3 of both.
         "prmt.b32 w, $4, $4, 0x3120;",
@@ -69,6 +75,17 @@ def _levels(kind: str) -> str:
             f"prmt.b32 {out}, p, q, {pick};" for out, pick in zip(outs, ("0x6240", "0x7351"), strict=True)
         ]
     return "\n".join([*lines, "}"])
+
+
+def tables(kind: str) -> tuple[list[int], list[int]]:
+    """Return the levels' low bytes and their high bytes, four to a register."""
+    return tuple(
+        [
+            sum(((NF4_BITS[kind][4 * i + j] >> shift) & 0xFF) << (8 * j) for j in range(4))
+            for i in range(4)
+        ]
+        for shift in (0, 8)
+    )
 
 
 def _bytes(kind: str) -> str:
@@ -109,6 +126,14 @@ ASSEMBLY = {
 }
 
 
+TABLES = {
+    (ty, plane, i): word - (word >> 31 << 32)
+    for ty in MAGIC
+    for plane, held in enumerate(tables(ty))
+    for i, word in enumerate(held)
+}
+
+
 @triton.constexpr_function
 def assembly(kind, dtype, is_key):
     """Return the instructions from two words to their fields' numbers."""
@@ -119,6 +144,12 @@ def assembly(kind, dtype, is_key):
 def offset(kind, dtype):
     """Return what the fields of keys have too much."""
     return OFFSETS["bf16" if dtype == tl.bfloat16 else "f16"] if kind == "q4_0" else 0.0
+
+
+@triton.constexpr_function
+def table(dtype, plane, i):
+    """Return a register of the levels' bytes, as a signed number."""
+    return TABLES["bf16" if dtype == tl.bfloat16 else "f16", plane, i]
 
 
 @triton.jit
@@ -152,22 +183,31 @@ def words(
 
 
 @triton.jit
-def fields(word, KIND: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
-    """Return the fields' numbers, a tile each."""
+def fields(word, nothing, KIND: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
+    """Return the fields' numbers, a tile each. `nothing` is 0, which the compiler must not know."""
     if PACKED_MATH:
         asm: tl.constexpr = assembly(KIND, DTYPE, KEYS)
         if KIND == "q8_0":
             if DTYPE == tl.bfloat16:
-                tiles = tl.inline_asm_elementwise(
-                    asm, "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), True, 2
-                )
+                tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), True, 2)
             else:
                 tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,r", [word], (tl.float16, tl.float16), True, 2)
-        else:
+        elif KIND == "q4_0":
             if DTYPE == tl.bfloat16:
                 tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2)  # fmt: skip
             else:
                 tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r", [word], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2)  # fmt: skip
+        else:
+            a0: tl.constexpr = table(DTYPE, 0, 0)
+            a2: tl.constexpr = table(DTYPE, 0, 2)
+            b0: tl.constexpr = table(DTYPE, 1, 0)
+            b2: tl.constexpr = table(DTYPE, 1, 2)
+            args = [word, nothing ^ a0, nothing ^ a2, nothing ^ b0, nothing ^ b2]
+            held: tl.constexpr = "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r"
+            if DTYPE == tl.bfloat16:
+                tiles = tl.inline_asm_elementwise(asm, held, args, (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2)  # fmt: skip
+            else:
+                tiles = tl.inline_asm_elementwise(asm, held, args, (tl.float16, tl.float16, tl.float16, tl.float16), True, 2)  # fmt: skip
     elif KIND == "q8_0":
         tiles = (word.to(tl.int8).to(DTYPE), (word >> 8).to(tl.int8).to(DTYPE))
     else:
@@ -217,7 +257,7 @@ def row_scales(
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the scale of each row's block of a phase at tokens n, [ROWS, tokens]: rows of a block lie side by side."""
+    """Load the scale of each row's block of a phase at tokens n, [ROWS, tokens]: rows of a block lie side by side in every eight."""
     PHASES: tl.constexpr = STREAM[4]
     BLOCKS: tl.constexpr = STREAM[6]
     TOKENS: tl.constexpr = n.shape[0]
@@ -226,5 +266,6 @@ def row_scales(
         some = tl.load(at, ok[None, :], other=0.0)
     else:
         some = tl.load(at)
-    wide = tl.broadcast_to(some.to(tl.float32)[:, None, :], (BLOCKS, ROWS // BLOCKS, TOKENS))
+    PERIOD: tl.constexpr = 8 if BLOCKS <= 8 else BLOCKS
+    wide = tl.broadcast_to(some.to(tl.float32)[None, :, None, :], (ROWS // PERIOD, BLOCKS, PERIOD // BLOCKS, TOKENS))
     return tl.reshape(wide, (ROWS, TOKENS))
