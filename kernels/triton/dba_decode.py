@@ -231,7 +231,10 @@ def plan(
     no_limit = 2**31 - 1
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     dims = width, q_geo.shape[-1], v_width
-    n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
+    is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
+    n_heads = 0
+    if (is_packed_math or INTERPRETED) and not any(s % 2 for parts in quantised for s in parts[0].stride()[:3]):
+        n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
     strides = [
@@ -254,7 +257,7 @@ def plan(
         "FINAL": final,
         "BLOCK_ROWS": config.block_rows,
         "BLOCK_TOKENS": config.block_tokens,
-        "PACKED_MATH": config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED,
+        "PACKED_MATH": is_packed_math,
     }
     options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
     if config.n_registers:

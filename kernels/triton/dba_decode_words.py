@@ -61,8 +61,8 @@ def _levels(kind: str) -> str:
         "prmt.b32 w, $4, $4, 0x3120;",
         "and.b32 s, w, 0x77777777;",
         "shr.u32 t, w, 1;",
-        ".reg .b32 fours, rest; mov.b32 fours, 0x44444444; mov.b32 rest, 0x32103210;",
-        "lop3.b32 t, t, fours, rest, 0xEA;",
+        ".reg .b32 quarters, rest; mov.b32 quarters, 0x44444444; mov.b32 rest, 0x32103210;",
+        "lop3.b32 t, t, quarters, rest, 0xEA;",
         "shr.u32 s2, s, 16;",
         "shr.u32 t2, t, 16;",
     ]
