@@ -233,7 +233,9 @@ def plan(
     dims = width, q_geo.shape[-1], v_width
     is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
     n_heads = 0
-    if (is_packed_math or INTERPRETED) and not any(s % 2 for parts in quantised for s in parts[0].stride()[:3]):
+    if (is_packed_math or INTERPRETED) and not any(
+        s % 2 for parts in quantised for s in parts[0].stride()[:3]
+    ):
         n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]

@@ -80,7 +80,7 @@ def weigh(s, seen, m, l, MASKED: tl.constexpr):
     finite = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been seen
     p = tl.exp2(s * LOG2_E - finite[:, None])
     a = tl.exp2(m - finite)
-    return p, top, l * a + tl.sum(p, 1), a
+    return p, top, l * a[:, None] + p, a
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def decode_heads(
     v_scale += b * v_zb + far * V_D // V[3] * v_zk
 
     m = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
-    l = tl.zeros([BLOCK_ROWS], tl.float32)
+    l = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
     acc = ()
     for _ in tl.static_range(V_PHASES * V_FIELDS):
         acc = acc + (tl.zeros([BLOCK_ROWS, V_WORDS], tl.float32),)
@@ -297,6 +297,7 @@ def decode_heads(
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
         p, m, l, a = weigh(s, seen, m, l, True)
         acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, nothing, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, True)  # fmt: skip
+    l = tl.sum(l, 1)
     # What is still in 16 bits, at token i - held of the tail.
     sem_tail += b * sem_tb + far * sem_tk
     geo_tail += b * geo_tb + far * geo_tk
@@ -309,7 +310,8 @@ def decode_heads(
         seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
         if HAS_WINDOW:
             seen = seen & ((i + n)[None, :] >= end[:, None] - window)
-        p, m, l, a = weigh(s, seen, m, l, True)
+        p, m, weight, a = weigh(s, seen, m, tl.zeros_like(s), True)
+        l = l * a + tl.sum(weight, 1)
         acc = read_tail(acc, p, a, v_tail, v_tk, v_tn, i - held, n, ok, V, V_DTYPE)
 
     if EARLY:

@@ -52,10 +52,9 @@ def _levels(kind: str) -> str:
     low, high = tables(kind)
     lines = ["{", ".reg .b32 w, s, t, s2, t2, x, y, p, q;"]
     for plane, words, given in (("a", low, "$5 $7"), ("b", high, "$9 $11")):
-        for i in (1, 3):
-            lines.append(f".reg .b32 {plane}{i}; mov.b32 {plane}{i}, {words[i]:#x};")
-        for i, name in zip((0, 2), given.split(), strict=True):
-            lines.append(f".reg .b32 {plane}{i}; mov.b32 {plane}{i}, {name};")
+        first, third = given.split()
+        values = first, f"{words[1]:#x}", third, f"{words[3]:#x}"
+        lines += [f".reg .b32 {plane}{i}; mov.b32 {plane}{i}, {value};" for i, value in enumerate(values)]
     lines += [
         # Nibbles 0 and 1 of both words, then 2 and 3 of both.
         "prmt.b32 w, $4, $4, 0x3120;",
@@ -80,10 +79,7 @@ def _levels(kind: str) -> str:
 def tables(kind: str) -> tuple[list[int], list[int]]:
     """Return the levels' low bytes and their high bytes, four to a register."""
     return tuple(
-        [
-            sum(((NF4_BITS[kind][4 * i + j] >> shift) & 0xFF) << (8 * j) for j in range(4))
-            for i in range(4)
-        ]
+        [sum(((NF4_BITS[kind][4 * i + j] >> shift) & 0xFF) << (8 * j) for j in range(4)) for i in range(4)]
         for shift in (0, 8)
     )
 
@@ -183,13 +179,17 @@ def words(
 
 
 @triton.jit
-def fields(word, nothing, KIND: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
+def fields(
+    word, nothing, KIND: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr
+):
     """Return the fields' numbers, a tile each. `nothing` is 0, which the compiler must not know."""
     if PACKED_MATH:
         asm: tl.constexpr = assembly(KIND, DTYPE, KEYS)
         if KIND == "q8_0":
             if DTYPE == tl.bfloat16:
-                tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), True, 2)
+                tiles = tl.inline_asm_elementwise(
+                    asm, "=&r,=&r,r", [word], (tl.bfloat16, tl.bfloat16), True, 2
+                )
             else:
                 tiles = tl.inline_asm_elementwise(asm, "=&r,=&r,r", [word], (tl.float16, tl.float16), True, 2)
         elif KIND == "q4_0":
@@ -267,5 +267,7 @@ def row_scales(
     else:
         some = tl.load(at)
     PERIOD: tl.constexpr = 8 if BLOCKS <= 8 else BLOCKS
-    wide = tl.broadcast_to(some.to(tl.float32)[None, :, None, :], (ROWS // PERIOD, BLOCKS, PERIOD // BLOCKS, TOKENS))
+    wide = tl.broadcast_to(
+        some.to(tl.float32)[None, :, None, :], (ROWS // PERIOD, BLOCKS, PERIOD // BLOCKS, TOKENS)
+    )
     return tl.reshape(wide, (ROWS, TOKENS))

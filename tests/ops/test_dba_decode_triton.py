@@ -94,7 +94,9 @@ TOGETHER = {
 def test_heads_are_read_together(name: str, dtype: torch.dtype) -> None:
     case, reading = TOGETHER[name]
     if DEVICE == "cuda" or dtype == torch.float32 or name.startswith("mixed"):
-        assert kernel_of(case, dtype, **reading) == "decode_heads" or dtype == torch.float32 and DEVICE == "cuda"
+        assert kernel_of(case, dtype, **reading) == "decode_heads" or (
+            dtype == torch.float32 and DEVICE == "cuda"
+        )
         check(case, dtype, 2, **reading)
 
 
