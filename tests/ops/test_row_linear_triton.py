@@ -138,3 +138,31 @@ def test_a_graph_counts_programs_only_by_counters_that_were_there_before(
     counts = module._counts(torch.zeros(1))
     assert counts is not None
     assert module._counts(torch.zeros(1)) is counts
+
+
+@pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
+@pytest.mark.parametrize("rows", [2, 8, 32, 64])
+def test_graphs_replay_what_calls_make(rows: int) -> None:
+    launched = importlib.import_module("caramba.kernels.triton.row_linear").row_linear
+    first = {
+        name: value.cuda() if isinstance(value, Tensor) else value
+        for name, value in arguments(rows, 8192, 2048, gated=False, dtype=torch.bfloat16).items()
+    }
+    second = first | {"norm": None, "eps": None, "weight": first["weight"][:, :2048].contiguous()}
+
+    def chain(x: Tensor) -> Tensor:
+        y = launched(**first | {"x": x})
+        for _ in range(8):  # each begins, as it may, while the one before still runs
+            y = launched(**second | {"x": y, "residual": y})
+            y = y / y.norm(dim=-1, keepdim=True) if _ == 3 else y
+        return y
+
+    x = first["x"].clone()
+    want = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    for _ in range(5):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)
