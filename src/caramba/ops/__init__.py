@@ -17,6 +17,7 @@ from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.dequantize import dequantize
+from caramba.ops.drawn import draw, drawn
 from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 from caramba.ops.formats import STORED, StoredFormat, stored_format
@@ -54,6 +55,8 @@ __all__ = [
     "dba_append",
     "dba_decode",
     "dequantize",
+    "draw",
+    "drawn",
     "float8_cast",
     "float8_swiglu",
     "float8_swiglu_backward",

@@ -23,6 +23,7 @@ OPS = (
     "dba_append",
     "dba_decode",
     "dequantize",
+    "drawn",
     "float8_cast",
     "float8_swiglu",
     "float8_swiglu_backward",
