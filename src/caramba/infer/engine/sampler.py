@@ -43,7 +43,7 @@ class SlotSampler:
 
     @property
     def form(self) -> Form:
-        """Whether any slot samples, ranks its tokens, drops unlikely ones by `min_p`, and has a penalty: what a draw has
+        """Whether any slot samples, ranks its tokens, drops unlikely ones, and has a penalty: what a draw has
         to compute."""
         configs = [config for config in self._configs if config is not None]
         return (
