@@ -60,6 +60,10 @@ class ParallelConfig(Config):
     find_unused_parameters: bool = Field(
         default=False, description="of ddp: for models some of whose weights take no part in a step"
     )
+    bucket_cap_mb: Positive = Field(
+        default=25,
+        description="of ddp: MiB of gradients that are averaged at once, while backward goes on",
+    )
     blockwise: Literal["data", "blocks"] = Field(
         default="data",
         description="what ranks share in block phases: the data of all blocks, or, of blockwise alone, the blocks",
@@ -97,10 +101,9 @@ class ParallelConfig(Config):
         for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
             if not is_sharded and getattr(self, name) != default:
                 found.append(f"{name} belongs to parallel=fsdp2, got parallel={self.strategy}; remove it")
-        if self.find_unused_parameters and self.strategy != "ddp":
-            found.append(
-                f"find_unused_parameters belongs to parallel=ddp, got parallel={self.strategy}; remove it"
-            )
+        for name, default in (("find_unused_parameters", False), ("bucket_cap_mb", 25)):
+            if self.strategy != "ddp" and getattr(self, name) != default:
+                found.append(f"{name} belongs to parallel=ddp, got parallel={self.strategy}; remove it")
         if self.reduce_dtype != "float32" and not is_sharded and self.strategy != "ddp":
             found.append(
                 f"reduce_dtype={self.reduce_dtype} belongs to parallel=ddp and fsdp2, got parallel={self.strategy}; "

@@ -22,6 +22,7 @@ OPS = (
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",
+    "dba_decode_up",
     "dequantize",
     "drawn",
     "float8_cast",

@@ -69,6 +69,7 @@ def _strategy(parallel: ParallelConfig, way: str) -> Any:
         parallel.reduce_dtype,
         find_unused_parameters=parallel.find_unused_parameters,
         gradient_as_bucket_view=True,
+        bucket_cap_mb=parallel.bucket_cap_mb,
         broadcast_buffers=False,  # what there are, rotary frequencies, are the same on all ranks
     )
 
@@ -153,7 +154,8 @@ class WrappedStrategy(DDPStrategy):
 def average_in_bfloat16(_, bucket):  # DDP reads annotations, and strings are none of its own
     """Average a bucket of gradients over all ranks in bfloat16; torch's own hook refuses gloo."""
     whole: Tensor = bucket.buffer()
-    narrow = (whole / dist.get_world_size()).bfloat16()
+    narrow = torch.empty_like(whole, dtype=torch.bfloat16)
+    torch.mul(whole, 1.0 / dist.get_world_size(), out=narrow)  # one pass, rounded once
     work = dist.all_reduce(narrow, async_op=True)
     assert work is not None
     return work.get_future().then(lambda done: whole.copy_(done.value()[0]))
