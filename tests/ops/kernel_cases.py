@@ -98,6 +98,9 @@ def elementwise() -> Iterator[Case]:
     for name, dtype, width in (("bf16", BF16, 128256), ("fp32", F32, 50257), ("widest", BF16, 2**21)):
         logits = one(2, width, dtype=dtype)
         yield Case("likeliest", name, parts, lambda logits=logits: (logits,))
+        if name == "bf16":
+            wide = one(2, dtype=torch.float64), one(2, dtype=torch.float64)
+            yield Case("drawn", name, parts, lambda logits=logits, wide=wide: (logits, *wide))
 
 
 def rotations() -> Iterator[Case]:
