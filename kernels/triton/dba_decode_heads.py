@@ -39,10 +39,13 @@ def query_sums(q, STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr,
     FIELDS: tl.constexpr = STREAM[7]
     sums = ()
     for phase in tl.static_range(PHASES):
-        total = tl.zeros([ROWS], tl.float32)
         if PACKED_MATH and KIND == "q4_0":
-            for field in tl.static_range(FIELDS):
-                total += tl.sum(q[phase * FIELDS + field].to(tl.float32), 1)
+            some = q[phase * FIELDS].to(tl.float32)
+            for field in tl.static_range(1, FIELDS):
+                some += q[phase * FIELDS + field].to(tl.float32)
+            total = tl.sum(some, 1)
+        else:
+            total = tl.zeros([ROWS], tl.float32)
         sums = sums + (total * offset(KIND, DTYPE),)
     return sums
 

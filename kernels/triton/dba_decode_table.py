@@ -214,10 +214,11 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
         readings += [(first.block_rows, *way) for way in OF_NARROW_HEADS]
     if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
         readings += [(GROUP_ROWS, *way) for way in GROUPED]
-    ways = [(0, *way) for way in readings]
+    ways = []
     n_heads = TOGETHER_ROWS // _bucket(shape.rows)
     if n_heads > 1 and _is_per_head_of_blocks(shape):
         ways += [(n_heads, TOGETHER_ROWS, *way) for way in TOGETHER]
+    ways += [(0, *way) for way in readings]
     for n_heads, block_rows, block_tokens, n_warps, n_stages, n_registers in ways:
         reading = replace(
             first,

@@ -70,15 +70,15 @@ def check(
 
 TOGETHER = {
     "mixed, a head of a block and half a head": (
-        Case(("q4_0", "q8_0", "q4_0"), (105, 0, 70), heads=(8, 4), packed=80),
+        Case(("q4_0", "q8_0", "q4_0"), (90, 0), heads=(8, 4), packed=80),
         {"n_heads": 4},
     ),
     "nf4, questions, window, null": (
-        Case(("nf4",) * 3, (120,), heads=(4, 4), queries=3, packed=80, tail=48, window=50, null=True),
+        Case(("nf4",) * 3, (105,), heads=(4, 4), queries=3, packed=80, tail=48, window=50, null=True),
         {"n_heads": 4},
     ),
     "heads of three blocks, more than one program": (
-        Case(("q8_0",) * 3, (105, 70), heads=(8, 4), dims=(32, 64, 96), packed=64),
+        Case(("q8_0",) * 3, (70,), heads=(8, 4), dims=(32, 64, 96), packed=48),
         {"n_heads": 2},
     ),
     "fewer together than the choice says": (
