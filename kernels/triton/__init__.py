@@ -9,6 +9,7 @@ LAUNCHERS: dict[str, str] = {
     "dba_decode_up": "caramba.kernels.triton.dba_decode_up:dba_decode_up",
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
+    "drawn": "caramba.kernels.triton.drawn:drawn",
     "float8_cast": "caramba.kernels.triton.float8_cast:float8_cast",
     "float8_swiglu": "caramba.kernels.triton.float8_cast:float8_swiglu",
     "float8_swiglu_backward": "caramba.kernels.triton.float8_cast:float8_swiglu_backward",

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from caramba.kernels.triton.dba_decode_heads import decode_heads
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
+from caramba.kernels.triton.dba_decode_words import FIELDS
 from caramba.kernels.triton.launch import Launch, form
 from torch import Tensor
 
@@ -23,6 +25,13 @@ so that not thousands of programs have to be started for it. Theirs lie in the r
 MANY_ROWS = 512
 MOST_PLANS = 1024
 
+TAIL_TOKENS = 32
+"""Tokens of a tile of tails, which are few: what is read word by word takes registers."""
+LEAST_WORDS = 16
+"""Features that a product of keys has at least."""
+
+WordMode = tuple[str, int, int, int, int, int, int, int]
+"""KIND, D, WORDS, E, PHASES, PER_BLOCK, BLOCKS, FIELDS of a stream, see `dba_decode_heads`."""
 Mode = tuple[str, int, int, int, int, bool, bool]
 """KIND, D, P, E, SPREAD, HALVED, UNIFORM of a stream, see `dba_decode_tile`."""
 
@@ -284,43 +293,74 @@ def plan(
     announced = not final and _arch(q_sem.device) in EARLY_ARCHS
     early = config.early_join and announced
     row_blocks = ceil_div(group * n_queries, config.block_rows)
+    dims = width, q_geo.shape[-1], v_width
+    is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
+    n_heads = 0
+    if (is_packed_math or INTERPRETED) and not any(
+        s % 2 for parts in quantised for s in parts[0].stride()[:3]
+    ):
+        n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
     queries = [_with_unit_stride(q) for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
-    split = Launch(
-        decode_split,
-        (batch * kv_heads * row_blocks, config.n_splits),
-        [
-            *q_strides,
-            *(s for parts in streams for s in parts[0].stride()[:3]),
-            *(s for parts in streams for s in (parts[1].stride()[:3] if len(parts) == 3 else (0, 0, 0))),
-            *(s for parts in streams for s in parts[-1].stride()[:3]),
-            0 if n_packed is None or n_packed.shape[0] == 1 else n_packed.stride(0),
-            min(exact, default=no_limit),
-            min((parts[0].shape[2] for parts in quantised), default=0),
-            min((parts[2].shape[2] for parts in quantised), default=0),
-            window,
-        ],
-        {
-            "KV_HEADS": kv_heads,
-            "GROUP": group,
-            "QUERIES": n_queries,
-            "ROW_BLOCKS": row_blocks,
-            "SEM": modes[0],
-            "GEO": modes[1],
-            "V": modes[2],
-            "LATENT": not v,
-            "HAS_PACKED": bool(quantised),
-            "HAS_WINDOW": window > 0,
-            "FINAL": final,
-            "BLOCK_ROWS": config.block_rows,
-            "BLOCK_TOKENS": config.block_tokens,
-            "PACKED_MATH": config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED,
-            "ANNOUNCED": announced,
-        },
-        num_warps=config.n_warps,
-        num_stages=config.n_stages,
-        **({"maxnreg": config.n_registers} if config.n_registers else {}),
-    )
+    strides = [
+        *q_strides,
+        *(s for parts in streams for s in parts[0].stride()[:3]),
+        *(s for parts in streams for s in (parts[1].stride()[:3] if len(parts) == 3 else (0, 0, 0))),
+        *(s for parts in streams for s in parts[-1].stride()[:3]),
+        0 if n_packed is None or n_packed.shape[0] == 1 else n_packed.stride(0),
+    ]
+    capacities = [
+        min((parts[0].shape[2] for parts in quantised), default=0),
+        min((parts[2].shape[2] for parts in quantised), default=0),
+        window,
+    ]
+    constants = {
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "QUERIES": n_queries,
+        "HAS_WINDOW": window > 0,
+        "FINAL": final,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_TOKENS": config.block_tokens,
+        "PACKED_MATH": is_packed_math,
+    }
+    options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
+    if config.n_registers:
+        options["maxnreg"] = config.n_registers
+    if n_heads:
+        by_words = [word_mode(kind, d, n_heads) for kind, d in zip(kinds, dims, strict=True)]
+        split = Launch(
+            decode_heads,
+            (batch * (kv_heads // n_heads), config.n_splits),
+            [*strides, *capacities],
+            {
+                **constants,
+                "HEADS": n_heads,
+                "SEM": by_words[0],
+                "GEO": by_words[1],
+                "V": by_words[2],
+                "TAIL_TOKENS": min(TAIL_TOKENS, config.block_tokens),
+                "ANNOUNCED": announced,
+            },
+            **options,
+        )
+    else:
+        split = Launch(
+            decode_split,
+            (batch * kv_heads * row_blocks, config.n_splits),
+            [*strides, min(exact, default=no_limit), *capacities],
+            {
+                **constants,
+                "ROW_BLOCKS": row_blocks,
+                "SEM": modes[0],
+                "GEO": modes[1],
+                "V": modes[2],
+                "LATENT": not v,
+                "HAS_PACKED": bool(quantised),
+                "ANNOUNCED": announced,
+            },
+            **options,
+        )
     is_wide = rows >= MANY_ROWS and config.n_splits <= 16
     block = min(JOIN_FEATURES[is_wide], power_of_2(v_width))
     join = Launch(
@@ -373,6 +413,43 @@ def mode(kind: str, width: int) -> Mode:
 
 def _with_unit_stride(q: Tensor) -> Tensor:
     return q if q.stride(-1) == 1 else q.contiguous()
+
+
+def heads_together(
+    config: DecodeConfig, kinds: list[str], dims: tuple[int, int, int], kv_heads: int, rows: int
+) -> int:
+    """Return how many key/value heads of `rows` queries each a program reads by words, at most what the config says.
+
+    It is 0 where that is 0 and where they cannot be read so: all streams have to be quantised, heads to be whole blocks or
+    even parts of one, and a phase to have words enough for a product.
+    """
+    n_heads = config.n_heads
+    while n_heads and not (
+        len(kinds) == 3
+        and all(kind in BLOCK_ELEMENTS for kind in kinds)
+        and kv_heads % n_heads == 0
+        and n_heads * rows <= config.block_rows
+        and all(_has_words(kind, d, n_heads) for kind, d in zip(kinds, dims, strict=True))
+    ):
+        n_heads //= 2
+    return n_heads
+
+
+def _has_words(kind: str, width: int, n_heads: int) -> bool:
+    elements = BLOCK_ELEMENTS[kind]
+    if (elements % width and width % elements) or n_heads * width % elements:
+        return False
+    return word_mode(kind, width, n_heads)[2] >= LEAST_WORDS
+
+
+@functools.cache
+def word_mode(kind: str, width: int, n_heads: int) -> WordMode:
+    """Return how `n_heads` heads of this width are read by words of 16 bits, see `dba_decode_heads`."""
+    elements = BLOCK_ELEMENTS[kind]
+    phases = max(1, width // elements)
+    blocks = n_heads * width // elements // phases
+    per_block = elements // FIELDS[kind]
+    return kind, width, blocks * per_block, elements, phases, per_block, blocks, FIELDS[kind]
 
 
 def _capacity(parts: list[Tensor]) -> int:

@@ -57,6 +57,14 @@ GROUPED = (
     (128, 8, 2, 128),
 )
 """The same for GROUP_ROWS rows, of which half may be empty: Hopper's warp-group products take no fewer."""
+TOGETHER = (
+    *((128, 4, n_stages, n_registers) for n_stages in (3, 2) for n_registers in (168, 0)),
+    *((64, 4, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (128, 168, 0)),
+    *((64, 2, n_stages, 0) for n_stages in (2, 3)),
+)
+"""The same for heads of quantised streams that are read together."""
+TOGETHER_ROWS = 16
+"""Rows of a product: as many as heads of that many rows together fill it are read together."""
 GROUP_ROWS = 64
 WIDEST_GROUPED = 384
 """Features of both parts up to which three stages of 64 tokens were measured beside the queries, 196 KB in all."""
@@ -102,6 +110,8 @@ class DecodeConfig:
     take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `n_registers` is the most that a thread
     may take (0: as many as the compiler wants): what it wants is decided by the rare masked tiles at the end.
     `early_join` launches the kernel that joins the splits while the last of them end, where the device can.
+    `n_heads` is how many key/value heads of quantised streams a program reads together, leaving scales to the products'
+    results (0: one, of which blocks are made into scaled numbers).
     """
 
     block_rows: int = 16
@@ -112,6 +122,7 @@ class DecodeConfig:
     packed_math: bool = True
     n_registers: int = 0
     early_join: bool = False
+    n_heads: int = 0
 
     @property
     def reading(self) -> DecodeConfig:
@@ -136,10 +147,10 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = 0 if name in ("packed_math", "n_registers", "early_join") else 1
+            least = 0 if name in ("packed_math", "n_registers", "n_heads", "early_join") else 1
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
-            if name in ("block_rows", "block_tokens", "n_warps") and size & (size - 1):
+            if name in ("block_rows", "block_tokens", "n_warps", "n_heads") and size & (size - 1):
                 raise ValueError(f"{name} is {size!r}, expected a power of two")
     measured().update(made)
     choose.cache_clear()
@@ -203,7 +214,12 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
         readings += [(first.block_rows, *way) for way in OF_NARROW_HEADS]
     if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
         readings += [(GROUP_ROWS, *way) for way in GROUPED]
-    for block_rows, block_tokens, n_warps, n_stages, n_registers in readings:
+    ways = []
+    n_heads = TOGETHER_ROWS // _bucket(shape.rows)
+    if n_heads > 1 and _is_per_head_of_blocks(shape):
+        ways += [(n_heads, TOGETHER_ROWS, *way) for way in TOGETHER]
+    ways += [(0, *way) for way in readings]
+    for n_heads, block_rows, block_tokens, n_warps, n_stages, n_registers in ways:
         reading = replace(
             first,
             block_rows=block_rows,
@@ -211,6 +227,7 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
             n_warps=n_warps,
             n_stages=n_stages,
             n_registers=n_registers,
+            n_heads=n_heads,
         )
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in COUNTED_PER_SM]
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
@@ -241,6 +258,11 @@ def _is_quantised(shape: DecodeShape) -> bool:
     return any(kind not in ("fp32", "fp16", "bf16") for kind in shape.formats)
 
 
+def _is_per_head_of_blocks(shape: DecodeShape) -> bool:
+    """Whether keys and values of heads are all quantised and read in 16 bits, which is what heads together need."""
+    return not shape.in_fp32 and len(shape.formats) == 3 and all(kind in BLOCKS for kind in shape.formats)
+
+
 def _is_in_fp32(shape: DecodeShape) -> bool:
     """Whether a tile holds numbers of float32, which takes twice the shared memory."""
     return shape.in_fp32 or "fp32" in shape.formats
@@ -251,8 +273,15 @@ def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
 
     It holds queries, stages of what is stored, one fewer than are under way, and a tile of what products cannot read as
     it is stored. Products of a warp group's rows read numbers where they are loaded, so that all stages stay; those of
-    fewer rows hold scores.
+    fewer rows hold scores. Of heads read together codes go to products as they are stored.
     """
+    if reading.n_heads:
+        numbers = reading.block_rows * (reading.n_heads * sum(shape.dims[:2]) + reading.block_tokens) * 2
+        stored = 0.0
+        for kind, width in zip(shape.formats, shape.dims, strict=True):
+            elements, code, scale = BLOCKS[kind]
+            stored += reading.n_heads * width * (code + scale / elements)
+        return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
     widths = [max(16, _bucket(width)) for width in shape.dims]
     itemsize = 4 if _is_in_fp32(shape) else 2
     is_grouped = reading.block_rows >= GROUP_ROWS
@@ -302,7 +331,7 @@ def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm
     """Return the most splits that give no processor more than `per_sm` programs, of a tile at least: one program more
     than there is place for takes as long again as all the others."""
     per_sm = per_sm or _per_sm(shape, reading)
-    programs = shape.lanes * math.ceil(shape.rows / reading.block_rows)
+    programs = math.ceil(shape.lanes / max(1, reading.n_heads)) * math.ceil(shape.rows / reading.block_rows)
     wanted = max(1, per_sm * n_processors // programs)
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
 

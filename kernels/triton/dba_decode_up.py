@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from caramba.kernels.triton import dba_decode as decode
+import caramba.kernels.triton.dba_decode as decode
 from caramba.kernels.triton.head_products import head_values
 from caramba.kernels.triton.launch import Launches, form
 from torch import Tensor

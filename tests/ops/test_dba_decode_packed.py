@@ -12,6 +12,7 @@ from caramba.ops import formats
 
 pytest.importorskip("triton")
 from caramba.kernels.triton import dba_decode_tile as tile
+from caramba.kernels.triton import dba_decode_words as words
 
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -33,6 +34,19 @@ def permute(a: int, b: int, selector: int) -> int:
     source = a.to_bytes(4, "little") + b.to_bytes(4, "little")
     assert not selector & 0x8888  # the mode that repeats a sign is not used
     return int.from_bytes(bytes(source[selector >> 4 * i & 7] for i in range(4)), "little")
+
+
+def look_up(words: list[int], table: int) -> int:
+    """Of three words' bits, as the table of all eight combinations says."""
+    found = 0
+    for entry in range(8):
+        if table >> entry & 1:
+            found |= (
+                (words[0] if entry & 4 else ~words[0])
+                & (words[1] if entry & 2 else ~words[1])
+                & (words[2] if entry & 1 else ~words[2])
+            )
+    return found & 0xFFFFFFFF
 
 
 def execute(assembly: str, inputs: list[int | float], n_outputs: int) -> list[int]:
@@ -60,6 +74,9 @@ def execute(assembly: str, inputs: list[int | float], n_outputs: int) -> list[in
         elif op.startswith("cvt.rn."):
             dtype = TYPES[op.split(".")[2][:-2]]
             registers[out] = word_of(torch.tensor([x[1], x[0]], dtype=torch.float32).to(dtype))
+        elif op == "lop3.b32":
+            *bits, table = (int(item) for item in x)
+            registers[out] = look_up(bits, table)
         elif op == "mov.b32":
             registers[out] = as_float(int(x[0])) if out.startswith("f") else x[0]
         else:
@@ -109,6 +126,27 @@ def test_bytes_become_their_numbers(ty: str) -> None:
         outs = execute(tile.WHOLE["q8_0", ty], [packed, *scales.tolist(), *shifts.tolist()], 2)
         wanted = (codes.float() * scales).to(TYPES[ty])
         assert torch.equal(torch.cat([pair(out, TYPES[ty]) for out in outs]), wanted)
+
+
+@pytest.mark.parametrize("ty", TYPES)
+@pytest.mark.parametrize(
+    ("kind", "is_key"), [("q8_0", False), ("q4_0", False), ("q4_0", True), ("nf4", True)]
+)
+def test_words_become_their_fields_numbers(kind: str, ty: str, is_key: bool) -> None:
+    dtype, n_fields = TYPES[ty], words.FIELDS[kind]
+    bits, too_much = 16 // n_fields, words.OFFSETS[ty] if kind == "q4_0" and is_key else 0.0
+    low, high = words.tables(ty)
+    held = [low[0], low[2], high[0], high[2]] if kind == "nf4" else []
+    for byte in range(256):
+        # All bytes in all four places.
+        packed = int.from_bytes(bytes([byte, 255 - byte, byte ^ 0x5A, byte * 7 % 256]), "little")
+        given = [packed, *(word for word in held for _ in range(2))]
+        fields = execute(words.ASSEMBLY[kind, ty, is_key], given, n_fields)
+        for i, field in enumerate(fields):
+            codes = [packed >> 16 * token + bits * i & (1 << bits) - 1 for token in range(2)]
+            signed = [code - 256 * (code > 127) if kind == "q8_0" else meant(kind, code) for code in codes]
+            wanted = (torch.tensor(signed, dtype=torch.float64).to(dtype).double() + too_much).to(dtype)
+            assert torch.equal(pair(field, dtype), wanted), (packed, i)
 
 
 def test_the_levels_are_those_of_the_format() -> None:

@@ -68,6 +68,48 @@ def check(
     torch.testing.assert_close(sums.double().cpu()[seen], wanted_sums[seen], rtol=bound, atol=bound)
 
 
+TOGETHER = {
+    "mixed, a head of a block and half a head": (
+        Case(("q4_0", "q8_0", "q4_0"), (90, 0), heads=(8, 4), packed=80),
+        {"n_heads": 4},
+    ),
+    "nf4, questions, window, null": (
+        Case(("nf4",) * 3, (105,), heads=(4, 4), queries=3, packed=80, tail=48, window=50, null=True),
+        {"n_heads": 4},
+    ),
+    "heads of three blocks, more than one program": (
+        Case(("q8_0",) * 3, (70,), heads=(8, 4), dims=(32, 64, 96), packed=48),
+        {"n_heads": 2},
+    ),
+    "fewer together than the choice says": (
+        Case(("q4_0", "nf4", "q4_0"), (75,), heads=(6, 2), dims=(64, 128, 64), packed=48),
+        {"n_heads": 16, "block_rows": 32},
+    ),
+}
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", TOGETHER)
+def test_heads_are_read_together(name: str, dtype: torch.dtype) -> None:
+    case, reading = TOGETHER[name]
+    if DEVICE == "cuda" or dtype == torch.float32 or name.startswith("mixed"):
+        assert kernel_of(case, dtype, **reading) == "decode_heads" or (
+            dtype == torch.float32 and DEVICE == "cuda"
+        )
+        check(case, dtype, 2, **reading)
+
+
+def kernel_of(case: Case, dtype: torch.dtype, **reading: int) -> str:
+    from caramba.kernels.triton.dba_decode import plan
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+
+    args, options = arguments(case, dtype, DEVICE)
+    parts, kinds = [stream.tensors for stream in args[2:5]], [stream.kind for stream in args[2:5]]
+    made = plan(DecodeConfig(**reading), *args[:2], kinds, *parts, options["n_packed"], [], 0)
+    return made.split.kernel.__name__
+
+
 def small_enough(name: str, dtype: torch.dtype) -> bool:
     """The interpreter takes seconds: there float16 runs one case of each kind of tile."""
     return (
@@ -207,6 +249,21 @@ def test_a_join_that_begins_while_the_splits_end_reads_all_that_they_stored(
             found[early] = [x.clone() for x in results]
             for x, y in zip(found[early], found[False], strict=True):
                 assert torch.equal(x, y), "the same sums in the same order"
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [("q8_0",) * 3, ("q4_0",) * 3, ("nf4",) * 3, ("q4_0", "q8_0", "q4_0")], ids="+".join
+)
+def test_long_sequences_by_heads_together_on_a_gpu(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
+    case = Case(kinds, (2100, 1999), heads=(32, 8), packed=1984, tail=128, capacity=2112)
+    more = replace(case, heads=(16, 8), queries=2, window=700, null=True)
+    assert kernel_of(case, dtype, n_heads=4) == "decode_heads"
+    check(case, dtype, 5, block_tokens=128, n_heads=4, n_registers=168)
+    check(case, dtype, 1, block_tokens=64, n_heads=4, n_warps=2, n_stages=2)
+    check(more, dtype, 3, block_tokens=64, n_heads=4)
 
 
 @pytest.mark.gpu

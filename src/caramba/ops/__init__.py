@@ -18,6 +18,7 @@ from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.dba_decode_up import dba_decode_up
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.dequantize import dequantize
+from caramba.ops.drawn import draw, drawn
 from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 from caramba.ops.formats import STORED, StoredFormat, stored_format
@@ -56,6 +57,8 @@ __all__ = [
     "dba_decode",
     "dba_decode_up",
     "dequantize",
+    "draw",
+    "drawn",
     "float8_cast",
     "float8_swiglu",
     "float8_swiglu_backward",

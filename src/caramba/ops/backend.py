@@ -24,6 +24,7 @@ OPS = (
     "dba_decode",
     "dba_decode_up",
     "dequantize",
+    "drawn",
     "float8_cast",
     "float8_swiglu",
     "float8_swiglu_backward",

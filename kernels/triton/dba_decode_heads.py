@@ -1,0 +1,338 @@
+"""Split-K decode attention on quantised streams for several key/value heads a program.
+
+Queries of a key/value head are few and a product has sixteen rows at least, so the rows of a program are those of several
+heads, each with queries in its own head's features and zeros in the others'. What a product costs is the same, what is done
+to scores (masks, exponentials, maxima) is done for as many heads at once, and blocks that heads share are read once.
+"""
+
+from caramba.kernels.triton.dba_decode_words import feature, fields, offset, row_scales, words
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def own_queries(q, row, local, ok, STREAM: tl.constexpr):
+    """Load the queries at offsets `row` as words' fields are laid out, a tile for each phase and field."""
+    WORDS: tl.constexpr = STREAM[2]
+    PHASES: tl.constexpr = STREAM[4]
+    FIELDS: tl.constexpr = STREAM[7]
+    D: tl.constexpr = STREAM[1]
+    c = tl.arange(0, WORDS)
+    tiles = ()
+    for phase in tl.static_range(PHASES):
+        for field in tl.static_range(FIELDS):
+            d = feature(c, phase, field, STREAM)
+            kept = ok[:, None] & ((d // D)[None, :] == local[:, None])
+            tiles = tiles + (tl.load(q + row[:, None] + (d % D)[None, :], kept, other=0.0),)
+    return tiles
+
+
+@triton.jit
+def query_sums(q, STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
+    """Return what keys' offsets give the products of each phase, by rows."""
+    PHASES: tl.constexpr = STREAM[4]
+    KIND: tl.constexpr = STREAM[0]
+    FIELDS: tl.constexpr = STREAM[7]
+    sums = ()
+    for phase in tl.static_range(PHASES):
+        if PACKED_MATH and KIND == "q4_0":
+            some = q[phase * FIELDS].to(tl.float32)
+            for field in tl.static_range(1, FIELDS):
+                some += q[phase * FIELDS + field].to(tl.float32)
+            total = tl.sum(some, 1)
+        else:
+            total = tl.zeros([ROWS], tl.float32)
+        sums = sums + (total * offset(KIND, DTYPE),)
+    return sums
+
+
+@triton.jit
+def scores(
+    q, sums, x, s_plane, s_n, scale, z_plane, z_n, i, n, ok, nothing,
+    STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return the products of queries with tokens i + n of a stream's blocks, [ROWS, tokens]."""
+    WORDS: tl.constexpr = STREAM[2]
+    PHASES: tl.constexpr = STREAM[4]
+    KIND: tl.constexpr = STREAM[0]
+    FIELDS: tl.constexpr = STREAM[7]
+    i = tl.full([], i, tl.int64)
+    c = tl.arange(0, WORDS)
+    total = tl.zeros([ROWS, n.shape[0]], tl.float32)
+    for phase in tl.static_range(PHASES):
+        word = words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, True, MASKED)
+        tiles = fields(word, nothing, KIND, True, DTYPE, PACKED_MATH)
+        part = tl.zeros([ROWS, n.shape[0]], tl.float32) - sums[phase][:, None]
+        for field in tl.static_range(FIELDS):
+            part = tl.dot(q[phase * FIELDS + field], tiles[field], part, input_precision="ieee")
+        z = row_scales(scale + i * z_n, z_plane, z_n, n, ok, phase, STREAM, ROWS, MASKED)
+        total += part * z
+    return total
+
+
+@triton.jit
+def weigh(s, seen, m, l, MASKED: tl.constexpr):
+    """Return what scores weigh, the new maximum in base 2 and sums, and what is left of weights before."""
+    if MASKED:
+        s = tl.where(seen, s, -float("inf"))
+    top = tl.maximum(m, tl.max(s, 1) * LOG2_E)
+    finite = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been seen
+    p = tl.exp2(s * LOG2_E - finite[:, None])
+    a = tl.exp2(m - finite)
+    return p, top, l * a[:, None] + p, a
+
+
+@triton.jit
+def read_blocks(
+    acc, p, a, x, s_plane, s_n, scale, z_plane, z_n, i, n, ok, nothing,
+    STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Add tokens i + n of the values' blocks, by their weights p, to sums of which a is left."""
+    WORDS: tl.constexpr = STREAM[2]
+    PHASES: tl.constexpr = STREAM[4]
+    KIND: tl.constexpr = STREAM[0]
+    FIELDS: tl.constexpr = STREAM[7]
+    i = tl.full([], i, tl.int64)
+    c = tl.arange(0, WORDS)
+    new = ()
+    for phase in tl.static_range(PHASES):
+        z = row_scales(scale + i * z_n, z_plane, z_n, n, ok, phase, STREAM, ROWS, MASKED)
+        scaled = (p * z).to(DTYPE)
+        word = words(x + i * s_n, s_plane, s_n, n, ok, c, phase, STREAM, False, MASKED)
+        tiles = fields(word, nothing, KIND, False, DTYPE, PACKED_MATH)
+        for field in tl.static_range(FIELDS):
+            old = acc[phase * FIELDS + field] * a[:, None]
+            new = new + (tl.dot(scaled, tiles[field], old, input_precision="ieee"),)
+    return new
+
+
+@triton.jit
+def tail_scores(
+    q, x, s_k, s_n, i, n, ok, STREAM: tl.constexpr, ROWS: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """Return the products of queries with tokens i + n of a tail, which are numbers."""
+    WORDS: tl.constexpr = STREAM[2]
+    PHASES: tl.constexpr = STREAM[4]
+    D: tl.constexpr = STREAM[1]
+    FIELDS: tl.constexpr = STREAM[7]
+    c = tl.arange(0, WORDS)
+    total = tl.zeros([ROWS, n.shape[0]], tl.float32)
+    for phase in tl.static_range(PHASES):
+        for field in tl.static_range(FIELDS):
+            d = feature(c, phase, field, STREAM)
+            at = x + (d // D * s_k + d % D)[:, None] + ((i + n) * s_n)[None, :]
+            tile = tl.load(at, ok[None, :] & (d >= 0)[:, None], other=0.0).to(DTYPE)
+            total = tl.dot(q[phase * FIELDS + field], tile, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def read_tail(acc, p, a, x, s_k, s_n, i, n, ok, STREAM: tl.constexpr, DTYPE: tl.constexpr):
+    """Add tokens i + n of the values' tail, by their weights p, to sums of which a is left."""
+    WORDS: tl.constexpr = STREAM[2]
+    PHASES: tl.constexpr = STREAM[4]
+    D: tl.constexpr = STREAM[1]
+    FIELDS: tl.constexpr = STREAM[7]
+    c = tl.arange(0, WORDS)
+    p = p.to(DTYPE)
+    new = ()
+    for phase in tl.static_range(PHASES):
+        for field in tl.static_range(FIELDS):
+            d = feature(c, phase, field, STREAM)
+            at = x + ((i + n) * s_n)[:, None] + (d // D * s_k + d % D)[None, :]
+            tile = tl.load(at, ok[:, None] & (d >= 0)[None, :], other=0.0).to(DTYPE)
+            old = acc[phase * FIELDS + field] * a[:, None]
+            new = new + (tl.dot(p, tile, old, input_precision="ieee"),)
+    return new
+
+
+@triton.jit
+def decode_heads(
+    q_sem,
+    q_geo,
+    sem,
+    geo,
+    v,
+    sem_scale,
+    geo_scale,
+    v_scale,
+    sem_tail,
+    geo_tail,
+    v_tail,
+    seqlens,
+    packed,
+    out,
+    sums,
+    qs_b,
+    qs_h,
+    qs_t,
+    qg_b,
+    qg_h,
+    qg_t,
+    sem_b,
+    sem_k,
+    sem_n,
+    geo_b,
+    geo_k,
+    geo_n,
+    v_b,
+    v_k,
+    v_n,
+    sem_zb,
+    sem_zk,
+    sem_zn,
+    geo_zb,
+    geo_zk,
+    geo_zn,
+    v_zb,
+    v_zk,
+    v_zn,
+    sem_tb,
+    sem_tk,
+    sem_tn,
+    geo_tb,
+    geo_tk,
+    geo_tn,
+    v_tb,
+    v_tk,
+    v_tn,
+    packed_b,
+    packed_capacity,
+    tail_capacity,
+    window,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    HEADS: tl.constexpr,
+    SEM: tl.constexpr,
+    GEO: tl.constexpr,
+    V: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    FINAL: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TAIL_TOKENS: tl.constexpr,
+    PACKED_MATH: tl.constexpr,
+    ANNOUNCED: tl.constexpr,
+):
+    """One split of HEADS key/value heads of one sequence, for the GROUP * QUERIES queries of each.
+
+    SEM, GEO and V describe a stream: (KIND, D, WORDS, E, PHASES, PER_BLOCK, BLOCKS, FIELDS). WORDS are those of a phase,
+    PER_BLOCK those of a block; phase f of PHASES is block f of every head, or there is one, of all the BLOCKS that hold
+    the heads. Outputs and ANNOUNCED are those of `decode_split`.
+    """
+    V_D: tl.constexpr = V[1]
+    V_WORDS: tl.constexpr = V[2]
+    V_PHASES: tl.constexpr = V[4]
+    V_FIELDS: tl.constexpr = V[7]
+    DTYPE: tl.constexpr = q_sem.dtype.element_ty
+    # Weights times scales may lie beyond float16, as their sums over many tokens may.
+    V_DTYPE: tl.constexpr = tl.bfloat16 if PACKED_MATH else tl.float32
+    ROWS: tl.constexpr = GROUP * QUERIES
+    # Rows g and g + 8 of a product lie in one thread: of one head they take the same scales.
+    PERIOD: tl.constexpr = 8 if HEADS <= 8 else HEADS
+    SHARE: tl.constexpr = PERIOD // HEADS
+    pid = tl.program_id(0)
+    head = pid % (KV_HEADS // HEADS) * HEADS
+    b = (pid // (KV_HEADS // HEADS)).to(tl.int64)
+    split, n_splits = tl.program_id(1), tl.num_programs(1)
+    rows = tl.arange(0, BLOCK_ROWS)
+    local, rank = rows % PERIOD // SHARE, rows // PERIOD * SHARE + rows % SHARE
+    is_row = rank < ROWS
+    h, t = (head + local) * GROUP + rank // QUERIES, rank % QUERIES
+
+    held = tl.maximum(tl.minimum(tl.load(packed + b * packed_b), packed_capacity), 0)
+    length = tl.minimum(tl.load(seqlens + b), held + tail_capacity)
+    # As a load's tile, which can be had in any layout, so that what is computed with it can.
+    nothing = tl.load(seqlens + b + tl.arange(0, 1)[:, None] + tl.arange(0, 1)[None, :]) >> 31
+    held = tl.minimum(held, length)
+    end = length - QUERIES + 1 + t  # tokens that each row sees
+    start = 0
+    if HAS_WINDOW:
+        start = tl.maximum(length - QUERIES + 1 - window, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+    each = tl.cdiv(tl.cdiv(tl.maximum(length - start, 0), n_splits), BLOCK_TOKENS) * BLOCK_TOKENS
+    low = start + split * each
+    high = tl.minimum(low + each, length)
+
+    qs = own_queries(q_sem, b * qs_b + h * qs_h + t * qs_t, local, is_row, SEM)
+    qg = own_queries(q_geo, b * qg_b + h * qg_h + t * qg_t, local, is_row, GEO)
+    qs_sums = query_sums(qs, SEM, BLOCK_ROWS, DTYPE, PACKED_MATH)
+    qg_sums = query_sums(qg, GEO, BLOCK_ROWS, DTYPE, PACKED_MATH)
+
+    # Words of 16 bits, of which strides are half as many.
+    far = head.to(tl.int64)
+    sem = (sem + b * sem_b + far * SEM[1] // SEM[3] * sem_k).to(tl.pointer_type(tl.int16))
+    geo = (geo + b * geo_b + far * GEO[1] // GEO[3] * geo_k).to(tl.pointer_type(tl.int16))
+    v = (v + b * v_b + far * V_D // V[3] * v_k).to(tl.pointer_type(tl.int16))
+    sem_scale += b * sem_zb + far * SEM[1] // SEM[3] * sem_zk
+    geo_scale += b * geo_zb + far * GEO[1] // GEO[3] * geo_zk
+    v_scale += b * v_zb + far * V_D // V[3] * v_zk
+
+    m = tl.full([BLOCK_ROWS], -float("inf"), tl.float32)
+    l = tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
+    acc = ()
+    for _ in tl.static_range(V_PHASES * V_FIELDS):
+        acc = acc + (tl.zeros([BLOCK_ROWS, V_WORDS], tl.float32),)
+    n = tl.arange(0, BLOCK_TOKENS)
+
+    CUT: tl.constexpr = HAS_WINDOW or QUERIES > 1
+    until = tl.minimum(high, held)
+    middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+    for i in tl.range(low, middle, BLOCK_TOKENS):
+        ok = n >= 0
+        s = scores(qs, qs_sums, sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, BLOCK_ROWS, DTYPE, PACKED_MATH, False)  # fmt: skip
+        s += scores(qg, qg_sums, geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, BLOCK_ROWS, DTYPE, PACKED_MATH, False)  # fmt: skip
+        seen = (i + n)[None, :] < end[:, None]
+        if HAS_WINDOW:
+            seen = seen & ((i + n)[None, :] >= end[:, None] - window)
+        p, m, l, a = weigh(s, seen, m, l, CUT)
+        acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, nothing, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, False)  # fmt: skip
+    for i in tl.range(middle, until, BLOCK_TOKENS, num_stages=1):
+        ok = i + n < until
+        s = scores(qs, qs_sums, sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, BLOCK_ROWS, DTYPE, PACKED_MATH, True)  # fmt: skip
+        s += scores(qg, qg_sums, geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, BLOCK_ROWS, DTYPE, PACKED_MATH, True)  # fmt: skip
+        seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
+        if HAS_WINDOW:
+            seen = seen & ((i + n)[None, :] >= end[:, None] - window)
+        p, m, l, a = weigh(s, seen, m, l, True)
+        acc = read_blocks(acc, p, a, v, v_k // 2, v_n // 2, v_scale, v_zk, v_zn, i, n, ok, nothing, V, BLOCK_ROWS, V_DTYPE, PACKED_MATH, True)  # fmt: skip
+    l = tl.sum(l, 1)
+    # What is still in 16 bits, at token i - held of the tail.
+    sem_tail += b * sem_tb + far * sem_tk
+    geo_tail += b * geo_tb + far * geo_tk
+    v_tail += b * v_tb + far * v_tk
+    n = tl.arange(0, TAIL_TOKENS)
+    for i in tl.range(tl.maximum(low, held), high, TAIL_TOKENS, num_stages=1):
+        ok = i + n < high
+        s = tail_scores(qs, sem_tail, sem_tk, sem_tn, i - held, n, ok, SEM, BLOCK_ROWS, DTYPE)
+        s += tail_scores(qg, geo_tail, geo_tk, geo_tn, i - held, n, ok, GEO, BLOCK_ROWS, DTYPE)
+        seen = ok[None, :] & ((i + n)[None, :] < end[:, None])
+        if HAS_WINDOW:
+            seen = seen & ((i + n)[None, :] >= end[:, None] - window)
+        p, m, weight, a = weigh(s, seen, m, tl.zeros_like(s), True)
+        l = l * a + tl.sum(weight, 1)
+        acc = read_tail(acc, p, a, v_tail, v_tk, v_tn, i - held, n, ok, V, V_DTYPE)
+
+    if ANNOUNCED:
+        tl.extra.cuda.gdc_launch_dependents()
+    some = l > 0
+    total = tl.where(some, l, 1.0)
+    # Rows of the output are [B, H, QUERIES], those of the parts [B, H, QUERIES, splits].
+    row = (b * KV_HEADS * GROUP + h) * QUERIES + t
+    if FINAL:
+        tl.store(sums + row, tl.where(some, (m + tl.log2(total)) * LN_2, -float("inf")), is_row)
+    else:
+        row = row * n_splits + split
+        tl.store(sums + row, tl.where(some, m + tl.log2(total), -float("inf")), is_row)
+    row = row * V_D
+    c = tl.arange(0, V_WORDS)
+    for phase in tl.static_range(V_PHASES):
+        for field in tl.static_range(V_FIELDS):
+            d = feature(c, phase, field, V)
+            kept = is_row[:, None] & ((d // V_D)[None, :] == local[:, None])
+            part = acc[phase * V_FIELDS + field] / total[:, None]
+            tl.store(out + row[:, None] + (d % V_D)[None, :], part.to(out.dtype.element_ty), kept)
