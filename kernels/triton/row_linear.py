@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.launch import Launches, begins_early, dtype_of
 from caramba.kernels.triton.row_tiles import row_tiles
 from torch import Tensor
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TABLE = Path(__file__).with_name("row_linear_table.json")
 """Tiles that were measured, which `scripts/bench/row_linear.py --tune` writes; others follow from `guessed`."""
@@ -90,6 +91,7 @@ def _kernel(
     IS_WHOLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HAS_BIAS: tl.constexpr = bias_ptr is not None
@@ -98,13 +100,13 @@ def _kernel(
     col = tl.arange(0, BLOCK_K)
     in_width = col < width
     # Everything is asked for before anything is waited for: what is small and in the cache, then the weight.
-    if ROWS == 1:
+    if ROWS == 1 and not EARLY:
         first = _load(x_ptr + col, in_width, IS_WHOLE)
     if norm_ptr is not None:
         gain = _load(norm_ptr + col, in_width, IS_WHOLE)
     bias = tl.load(bias_ptr + n, mask=in_rows, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(bias_ptr + n + n_out, mask=in_rows, other=0.0) if HAS_BIAS and GATED else 0.0
-    if ROWS == 1 and residual_ptr is not None:
+    if ROWS == 1 and residual_ptr is not None and not EARLY:
         held = tl.load(residual_ptr + n, mask=in_rows, other=0.0)
     mask = in_rows[:, None] & in_width[None, :]
     at = n.to(tl.int64)[:, None] * width + col[None, :]
@@ -112,6 +114,13 @@ def _kernel(
     if GATED:
         up_at = (n.to(tl.int64) + n_out)[:, None] * width + col[None, :]
         up_tile = _load_once(weight_ptr + up_at, mask, IS_WHOLE)
+    if EARLY:  # the kernel before still runs, whose result x or the residual may be; the weight is nobody's
+        gdc_launch_dependents()
+        gdc_wait()
+        if ROWS == 1:
+            first = _load(x_ptr + col, in_width, IS_WHOLE)
+            if residual_ptr is not None:
+                held = tl.load(residual_ptr + n, mask=in_rows, other=0.0)
     for r in tl.static_range(ROWS):
         x = first if ROWS == 1 else _load(x_ptr + r * width + col, in_width, IS_WHOLE)
         row = x.to(tl.float32)
@@ -198,10 +207,12 @@ def row_linear(
         block_n, warps = tile_of(Product(n_out, width, rows, x.element_size(), gated))
         block_k = block_of(width)
         is_whole = block_k == width and n_out % block_n == 0
+        early = begins_early(x.get_device())
         launch = _launches.add(
             *(key, (-(-n_out // block_n),), (n_out, width, 0.0 if eps is None else eps)),
-            *(rows, eps is not None, gated, is_whole, block_n, block_k),
+            *(rows, eps is not None, gated, is_whole, block_n, block_k, early),
             num_warps=warps,
+            **({"launch_pdl": True} if early else {}),
         )
     launch(x, weight.contiguous(), bias, residual, norm, y)
     return y

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.launch import Launches, begins_early, dtype_of
 from caramba.kernels.triton.norm import rms_norm
 from torch import Tensor
 
@@ -35,7 +35,6 @@ class Tile(NamedTuple):
     split: int
     warps: int
     stages: int
-    early: int = 0
 
 
 class Product(NamedTuple):
@@ -47,7 +46,7 @@ class Product(NamedTuple):
     is_gated: bool
 
 
-_measured: dict[Product, Tile] = {}
+_tiles: dict[Product, Tile] = {}
 NORMED_ROWS = 8
 """Rows up to which every program normalises them itself: with more, a launch before takes less."""
 
@@ -189,14 +188,23 @@ def guessed(product: Product) -> Tile:
 
 
 def tile_of(product: Product) -> Tile:
-    """Return the measured tile of a product, else a guessed one."""
-    return _measured.get(product) or guessed(product)
+    """Return the tile of a product as it was adopted, else a guessed one, which stays."""
+    tile = _tiles.get(product)
+    if tile is None:
+        tile = _tiles[product] = guessed(product)
+    return tile
 
 
 def adopt(entries: dict[Product, Tile]) -> None:
     """Take tiles as measured; what was launched is chosen anew."""
-    _measured.update(entries)
+    _tiles.update(entries)
     _launches.made.clear()
+
+
+def ahead(tile: Tile, width: int) -> int:
+    """Return how many numbers of every row are asked for before anything is waited for: a power of two."""
+    wanted = min(tile.block_k * (tile.stages - 1), -(-width // tile.split))
+    return max(1 << (wanted.bit_length() - 1), 64)
 
 
 def block_of(rows: int) -> int:
@@ -245,11 +253,12 @@ def row_tiles(
     launch = _launches.get(key)
     if launch is None:
         is_whole = width % (tile.block_k * tile.split) == 0
+        early = ahead(tile, width) if begins_early(x.get_device()) else 0
         launch = _launches.add(
             *(key, (tiles, tile.split), (n_out, width, rows, 0.0 if eps is None else eps)),
-            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages, tile.early),
+            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages, early),
             num_warps=tile.warps,
-            **({"launch_pdl": True} if tile.early else {}),
+            **({"launch_pdl": True} if early else {}),
         )
     launch(x, weight, bias, residual, norm, y, parts, counts)
     return y
