@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 from caramba.kernels.triton.launch import Launches, begins_early, dtype_of
-from caramba.kernels.triton.row_tiles import row_tiles
+from caramba.kernels.triton.row_tiles import prefetch, row_tiles
 from torch import Tensor
 
 import triton
@@ -99,14 +99,23 @@ def _kernel(
     in_rows = n < n_out
     col = tl.arange(0, BLOCK_K)
     in_width = col < width
+    if EARLY:
+        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        line = tl.minimum(tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE, width - 1)
+        inside = tl.minimum(n, n_out - 1).to(tl.int64)
+        prefetch(weight_ptr + (inside[:, None] * width + line[None, :]))
+        if GATED:
+            prefetch(weight_ptr + ((inside + n_out)[:, None] * width + line[None, :]))
+        gdc_launch_dependents()
+        gdc_wait()
     # Everything is asked for before anything is waited for: what is small and in the cache, then the weight.
-    if ROWS == 1 and not EARLY:
+    if ROWS == 1:
         first = _load(x_ptr + col, in_width, IS_WHOLE)
     if norm_ptr is not None:
         gain = _load(norm_ptr + col, in_width, IS_WHOLE)
     bias = tl.load(bias_ptr + n, mask=in_rows, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(bias_ptr + n + n_out, mask=in_rows, other=0.0) if HAS_BIAS and GATED else 0.0
-    if ROWS == 1 and residual_ptr is not None and not EARLY:
+    if ROWS == 1 and residual_ptr is not None:
         held = tl.load(residual_ptr + n, mask=in_rows, other=0.0)
     mask = in_rows[:, None] & in_width[None, :]
     at = n.to(tl.int64)[:, None] * width + col[None, :]
@@ -114,13 +123,6 @@ def _kernel(
     if GATED:
         up_at = (n.to(tl.int64) + n_out)[:, None] * width + col[None, :]
         up_tile = _load_once(weight_ptr + up_at, mask, IS_WHOLE)
-    if EARLY:  # the kernel before still runs, whose result x or the residual may be; the weight is nobody's
-        gdc_launch_dependents()
-        gdc_wait()
-        if ROWS == 1:
-            first = _load(x_ptr + col, in_width, IS_WHOLE)
-            if residual_ptr is not None:
-                held = tl.load(residual_ptr + n, mask=in_rows, other=0.0)
     for r in tl.static_range(ROWS):
         x = first if ROWS == 1 else _load(x_ptr + r * width + col, in_width, IS_WHOLE)
         row = x.to(tl.float32)

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(64)
-"""Numbers of 16 bits in a line of the cache."""
+"""Numbers in a line of the cache."""
 MOST_TILES = 16384
 """Tiles of one call whose programs may share the width: a counter each."""
 
@@ -59,8 +59,8 @@ def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(ptr):
-    """Ask for lines of memory to be brought into the cache."""
+def prefetch(ptr):
+    """Ask for lines of memory to be brought into the cache that all programs share, where no number gets stale."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -121,7 +121,7 @@ def _tiles_kernel(
         squares = tl.zeros((BLOCK_M,), tl.float32)
     if EARLY > 0:  # begins while the kernel before still runs: the weight is nobody's result, x may be one
         line = tl.arange(0, EARLY // LINE) * LINE + split * steps * BLOCK_K
-        _prefetch(weight_ptr + (row_at[:, None] + tl.minimum(line, width - 1)[None, :]))
+        prefetch(weight_ptr + (row_at[:, None] + tl.minimum(line, width - 1)[None, :]))
         gdc_launch_dependents()
         gdc_wait()
     column = tile * HALF + tl.arange(0, HALF) if GATED else tile * BLOCK_N + i
