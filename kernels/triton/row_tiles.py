@@ -47,8 +47,9 @@ class Product(NamedTuple):
 
 
 _tiles: dict[Product, Tile] = {}
-NORMED_ROWS = 8
-"""Rows up to which every program normalises them itself: with more, a launch before takes less."""
+NORMED_ROWS = {torch.bfloat16: 8}
+"""Rows up to which every program normalises them itself: with more, a launch before takes less. It multiplies by the
+norm's weight before it knows the root mean square, for which numbers of fp16 do not reach far enough."""
 
 
 @triton.jit
@@ -245,7 +246,7 @@ def row_tiles(
         else:
             n_parts = tiles * tile.split * tile.block_n * block_m
             parts = torch.empty(n_parts, dtype=torch.float32, device=x.device)
-    if eps is not None and (rows > NORMED_ROWS or tile.split > 1):
+    if eps is not None and (rows > NORMED_ROWS.get(x.dtype, 0) or tile.split > 1):
         x, norm, eps = rms_norm(x, norm, eps)[0], None, None
     dtypes = (x.dtype, dtype_of(norm))
     absent = (bias is None, residual is None)
