@@ -277,6 +277,7 @@ def plan(
                 "GEO": by_words[1],
                 "V": by_words[2],
                 "TAIL_TOKENS": min(TAIL_TOKENS, config.block_tokens),
+                "EARLY": False,
             },
             **options,
         )

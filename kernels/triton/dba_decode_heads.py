@@ -217,7 +217,7 @@ def decode_heads(
     BLOCK_TOKENS: tl.constexpr,
     TAIL_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    EARLY: tl.constexpr,
 ):
     """One split of HEADS key/value heads of one sequence, for the GROUP * QUERIES queries of each.
 
