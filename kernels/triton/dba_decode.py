@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from caramba.kernels.triton.dba_decode_heads import decode_heads
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
-from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, choose
+from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
 from caramba.kernels.triton.dba_decode_words import FIELDS
 from caramba.kernels.triton.launch import Launch, form
 from torch import Tensor
@@ -72,6 +72,48 @@ def dba_decode(
     called with the arguments first when their form is a new one: it refuses them, or returns what is to run in place
     of the kernel, or None. The hint of a length counts as the power of two above it, or every step would be a new form.
     """
+    found = planned(
+        q_sem,
+        q_geo,
+        kinds,
+        k_sem,
+        k_geo,
+        v,
+        seqlens,
+        n_packed,
+        null,
+        window,
+        max_seqlen,
+        n_splits,
+        admit,
+    )
+    if not isinstance(found, Plan):
+        return found(
+            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
+        )
+    return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+
+
+def planned(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    null: list[Tensor],
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+    admit: Callable[..., Any] | None,
+    *others: Tensor,
+) -> Plan | Callable[..., Any]:
+    """Return the plan for calls of this form, or what `admit` says is to run instead, which is asked of a new form.
+
+    `others` are tensors of the call that the plan does not depend on, but what is admitted does.
+    """
     hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
     key = (
         (*kinds, window, hint, n_splits),
@@ -83,6 +125,7 @@ def dba_decode(
         *[form(x) for x in k_geo],
         *[form(x) for x in v],
         *[form(x) for x in null],
+        *[form(x) for x in others],
     )
     found = _plans.get(key)
     if found is None:
@@ -97,11 +140,7 @@ def dba_decode(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[key] = found
-    if not isinstance(found, Plan):
-        return found(
-            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
-        )
-    return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+    return found
 
 
 def forget_plans() -> None:
@@ -163,17 +202,39 @@ def run(
     null: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Run the op as planned for arguments of this form."""
-    q_sem = q_sem if q_sem.stride(-1) == 1 else q_sem.contiguous()
-    q_geo = q_geo if q_geo.stride(-1) == 1 else q_geo.contiguous()
+    q_sem, q_geo = _with_unit_stride(q_sem), _with_unit_stride(q_geo)
+    parts, part_sums = split(plan, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed)
+    if plan.join is None:
+        return parts, part_sums
     out = q_sem.new_empty(plan.out)
     sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
-    if not out.numel():
-        return out, sums
+    if out.numel():
+        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
+        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
+    return out, sums
+
+
+def split(
+    plan: Plan,
+    q_sem: Tensor,
+    q_geo: Tensor,
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Run the plan's first kernel: the output and its sums without a `join`, else the parts and theirs."""
+    q_sem, q_geo = _with_unit_stride(q_sem), _with_unit_stride(q_geo)
     if plan.join is None:
-        parts, part_sums = out, sums
+        parts = q_sem.new_empty(plan.out)
+        part_sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
     else:
-        parts = seqlens.new_empty(plan.parts, dtype=torch.float32)
+        # As the output: of what is attention to some of the tokens it can hold as much, and rounds as finely.
+        parts = q_sem.new_empty(plan.parts)
         part_sums = seqlens.new_empty(plan.parts[:-1], dtype=torch.float32)
+    if not parts.numel():
+        return parts, part_sums
     values = v or k_sem
     plan.split(
         q_sem,
@@ -193,10 +254,7 @@ def run(
         parts,
         part_sums,
     )
-    if plan.join is not None:
-        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
-        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
-    return out, sums
+    return parts, part_sums
 
 
 def plan(
@@ -229,6 +287,9 @@ def plan(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
+    # The splits announce their end wherever there is a join, so that ways with and without differ in that alone.
+    announced = not final and _arch(q_sem.device) in EARLY_ARCHS
+    early = config.early_join and announced
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     dims = width, q_geo.shape[-1], v_width
     is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
@@ -237,7 +298,7 @@ def plan(
         s % 2 for parts in quantised for s in parts[0].stride()[:3]
     ):
         n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
-    queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
+    queries = [_with_unit_stride(q) for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
     strides = [
         *q_strides,
@@ -277,7 +338,7 @@ def plan(
                 "GEO": by_words[1],
                 "V": by_words[2],
                 "TAIL_TOKENS": min(TAIL_TOKENS, config.block_tokens),
-                "EARLY": False,
+                "ANNOUNCED": announced,
             },
             **options,
         )
@@ -294,6 +355,7 @@ def plan(
                 "V": modes[2],
                 "LATENT": not v,
                 "HAS_PACKED": bool(quantised),
+                "ANNOUNCED": announced,
             },
             **options,
         )
@@ -315,8 +377,10 @@ def plan(
             "HAS_NULL": bool(null),
             "SPLITS": power_of_2(config.n_splits),
             "BLOCK": block,
+            "EARLY": early,
         },
         num_warps=4 if config.n_splits > 32 else 1,
+        **({"launch_pdl": True} if early else {}),
     )
     return Plan(
         out=(batch, heads, n_queries, v_width),
@@ -342,6 +406,10 @@ def mode(kind: str, width: int) -> Mode:
     spread = 1 if elements % width == 0 else padded // elements if width % elements == 0 else 0
     halved = kind != "q8_0" and width % elements == 0 and padded >= 32
     return kind, width, padded, elements, spread, halved, half % width == 0
+
+
+def _with_unit_stride(q: Tensor) -> Tensor:
+    return q if q.stride(-1) == 1 else q.contiguous()
 
 
 def heads_together(

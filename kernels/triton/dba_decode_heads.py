@@ -217,13 +217,13 @@ def decode_heads(
     BLOCK_TOKENS: tl.constexpr,
     TAIL_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
-    EARLY: tl.constexpr,
+    ANNOUNCED: tl.constexpr,
 ):
     """One split of HEADS key/value heads of one sequence, for the GROUP * QUERIES queries of each.
 
     SEM, GEO and V describe a stream: (KIND, D, WORDS, E, PHASES, PER_BLOCK, BLOCKS, FIELDS). WORDS are those of a phase,
     PER_BLOCK those of a block; phase f of PHASES is block f of every head, or there is one, of all the BLOCKS that hold
-    the heads. Outputs and EARLY are those of `decode_split`.
+    the heads. Outputs and ANNOUNCED are those of `decode_split`.
     """
     V_D: tl.constexpr = V[1]
     V_WORDS: tl.constexpr = V[2]
@@ -317,7 +317,7 @@ def decode_heads(
         l = l * a + tl.sum(weight, 1)
         acc = read_tail(acc, p, a, v_tail, v_tk, v_tn, i - held, n, ok, V, V_DTYPE)
 
-    if EARLY:
+    if ANNOUNCED:
         tl.extra.cuda.gdc_launch_dependents()
     some = l > 0
     total = tl.where(some, l, 1.0)

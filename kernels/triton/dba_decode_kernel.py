@@ -180,11 +180,13 @@ def decode_split(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
+    ANNOUNCED: tl.constexpr,
 ):
     """One split of one sequence's key/value head, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
     SEM, GEO and V describe a stream: (KIND, D, P, E, SPREAD, HALVED, UNIFORM), see `dba_decode_tile`. Numbers
-    have strides (b, head, token), blocks (b, plane, token). With FINAL there is one split and no other kernel.
+    have strides (b, head, token), blocks (b, plane, token). With FINAL there is one split and no other kernel. With
+    ANNOUNCED the kernel that joins may begin when every program has read its tokens; it waits there for what they store.
     """
     DTYPE: tl.constexpr = q_sem.dtype.element_ty
     pid = tl.program_id(0)
@@ -302,8 +304,11 @@ def decode_split(
                 seen = seen & ((i + n)[None, :] >= end[:, None] - window)
             m, l, acc, acc_2 = attend(qs, qs_2, qg, qg_2, s0, s1, g0, g1, v0, v1, seen, m, l, acc, acc_2, SEM[5], GEO[5], V[5], True)  # fmt: skip
 
+    if ANNOUNCED:
+        tl.extra.cuda.gdc_launch_dependents()
     some = l > 0
     total = tl.where(some, l, 1.0)
+    inverse = (1.0 / total)[:, None]  # a division each takes as many instructions as all else that comes here
     # Rows of the output are [B, H, QUERIES], those of the parts [B, H, QUERIES, splits].
     row = (b * KV_HEADS * GROUP + h) * QUERIES + t
     if FINAL:
@@ -315,11 +320,11 @@ def decode_split(
     HALF: tl.constexpr = 0 if V_HALVED else -1
     d = columns(V[1], V_P, V[3], HALF)
     kept = is_row[:, None] & (d < V[1])[None, :]
-    tl.store(out + row[:, None] + d[None, :], (acc / total[:, None]).to(out.dtype.element_ty), kept)
+    tl.store(out + row[:, None] + d[None, :], (acc * inverse).to(out.dtype.element_ty), kept)
     if V_HALVED:
         d = columns(V[1], V_P, V[3], 1)
         kept = is_row[:, None] & (d < V[1])[None, :]
-        tl.store(out + row[:, None] + d[None, :], (acc_2 / total[:, None]).to(out.dtype.element_ty), kept)
+        tl.store(out + row[:, None] + d[None, :], (acc_2 * inverse).to(out.dtype.element_ty), kept)
 
 
 @triton.jit
@@ -351,15 +356,24 @@ def decode_join(
     HAS_NULL: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Join the splits of one row, and the null key where there is one, for BLOCK of its DV features."""
+    """Join the splits of one row, and the null key where there is one, for BLOCK of its DV features.
+
+    With EARLY it begins while the splits end, and waits until all that they stored can be read.
+    """
     row = tl.program_id(0).to(tl.int64)
     h, t = row // QUERIES % HEADS, row % QUERIES
     b = row // QUERIES // HEADS
     split = tl.arange(0, SPLITS)
     is_split = split < n_splits
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    # Both before what is made of the first: they are under way together.
     l = tl.load(part_sums + row * n_splits + split, is_split, other=-float("inf"))
+    at = (row * n_splits + split)[:, None] * DV + d[None, :]
+    part = tl.load(parts + at, is_split[:, None] & (d < DV)[None, :], other=0.0).to(tl.float32)
     top = tl.max(l, 0)
     if HAS_NULL:
         i, j = tl.arange(0, PS), tl.arange(0, PG)
@@ -373,8 +387,6 @@ def decode_join(
     finite = tl.where(top == -float("inf"), 0.0, top)
     weight = tl.exp2(l - finite)
     total = tl.sum(weight, 0)
-    at = (row * n_splits + split)[:, None] * DV + d[None, :]
-    part = tl.load(parts + at, is_split[:, None] & (d < DV)[None, :], other=0.0)
     read = tl.sum(part * weight[:, None], 0)
     if HAS_NULL:
         weight_null = tl.exp2(own - finite)

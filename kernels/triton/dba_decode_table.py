@@ -12,6 +12,11 @@ TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2, 4
 """Programs on a processor, of blocks and of numbers, as far as shared memory has place for their tiles: registers bound
 the first, and what was measured of narrow heads is best with as many as the second."""
+COUNTED_PER_SM = 1, 2, 3, 4, 6, 8, 12, 16
+"""Programs on a processor worth timing. More than lie on it at once are begun as others end, which levels out that
+processors read at unlike rates, and begins the pipeline of loads anew each time."""
+EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
+"""Devices on which a kernel can be launched while the one ahead of it ends (programmatic dependent launch)."""
 SHARED_BYTES = 227 * 1024
 LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
 NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -39,6 +44,10 @@ READINGS = {
     ),
 }
 """Ways to read a tile worth timing, by whether any stream is quantised."""
+OF_NARROW_HEADS = (256, 4, 2, 0), (256, 8, 3, 0)
+NARROW = 128
+"""The same of numbers of so few features, of which few tokens are few bytes in a row: fewer programs that read longer
+runs of memory each."""
 GROUPED = (
     *((128, 4, n_stages, 0) for n_stages in (2, 3)),
     *((128, 8, n_stages, 0) for n_stages in (2, 3)),
@@ -102,6 +111,7 @@ class DecodeConfig:
     `n_splits` programs share a sequence's key/value head. `packed_math` dequantises with instructions that
     take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `n_registers` is the most that a thread
     may take (0: as many as the compiler wants): what it wants is decided by the rare masked tiles at the end.
+    `early_join` launches the kernel that joins the splits while the last of them end, where the device can.
     `n_heads` is how many key/value heads of quantised streams a program reads together, leaving scales to the products'
     results (0: one, of which blocks are made into scaled numbers).
     """
@@ -113,12 +123,13 @@ class DecodeConfig:
     n_splits: int = 1
     packed_math: bool = True
     n_registers: int = 0
+    early_join: bool = False
     n_heads: int = 0
 
     @property
     def reading(self) -> DecodeConfig:
         """How a tile is read, which is a matter of the format and hardly of how much there is."""
-        return replace(self, n_splits=1)
+        return replace(self, n_splits=1, early_join=False)
 
 
 @functools.cache
@@ -138,7 +149,7 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = 0 if name in ("packed_math", "n_registers", "n_heads") else 1
+            least = 0 if name in ("packed_math", "n_registers", "n_heads", "early_join") else 1
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
             if name in ("block_rows", "block_tokens", "n_warps", "n_heads") and size & (size - 1):
@@ -193,10 +204,16 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
 
 
 def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
-    """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each."""
+    """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each.
+
+    Last come all of them with a join that begins early.
+    """
     first = rule(shape, n_processors)
     found = {first: None}
     readings = [(first.block_rows, *way) for way in READINGS[_is_quantised(shape)]]
+    widths = [max(16, _bucket(width)) for width in shape.dims[: len(shape.formats)]]
+    if not _is_quantised(shape) and not _is_in_fp32(shape) and sum(widths) <= NARROW:
+        readings += [(first.block_rows, *way) for way in OF_NARROW_HEADS]
     if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
         readings += [(GROUP_ROWS, *way) for way in GROUPED]
     ways = []
@@ -214,8 +231,10 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
             n_registers=n_registers,
             n_heads=n_heads,
         )
-        for per_sm in (1, 2, 3, 4, 6):
-            found[replace(reading, n_splits=_splits(shape, reading, n_processors, per_sm))] = None
+        counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in COUNTED_PER_SM]
+        found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
+    if shape.arch in EARLY_ARCHS:
+        found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])
     return list(found)
 
 

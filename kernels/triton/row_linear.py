@@ -1,4 +1,5 @@
-"""Kernel and launcher of `caramba::row_linear`: one program reads whole rows of the weight, all of them at once.
+"""Launcher of `caramba::row_linear`, and its kernel for one row, and for few of 32 bits: one program reads whole rows
+of the weight, all of them at once. More rows of 16 bits take tensor cores (`row_tiles`).
 
 Nothing is staged: the rows of a tile lie in registers, so that every thread waits for many loads of 16 bytes at a time,
 and a few programs on each multiprocessor keep memory busy. The rows of x come from the cache. Sums have one fixed order.
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.row_tiles import row_tiles
 from torch import Tensor
 
 import triton
@@ -19,6 +21,7 @@ import triton.language as tl
 
 TABLE = Path(__file__).with_name("row_linear_table.json")
 """Tiles that were measured, which `scripts/bench/row_linear.py --tune` writes; others follow from `guessed`."""
+HALF_PRECISION = (torch.bfloat16, torch.float16)
 PROGRAMS = 264
 """Programs that fill a device: two on each multiprocessor of an H200."""
 PER_THREAD = 256
@@ -185,6 +188,8 @@ def row_linear(
     bias = bias if bias is None else bias.contiguous()
     norm = norm if norm is None else norm.contiguous()
     dtypes = (x.dtype, weight.dtype, dtype_of(bias), dtype_of(residual), dtype_of(norm))
+    if rows > 1 and x.dtype == weight.dtype and x.dtype in HALF_PRECISION:
+        return row_tiles(x, weight.contiguous(), bias, residual, norm, eps, gated, y)
     key = (rows, n_out, width, eps, gated, x.get_device(), dtypes)
     launch = _launches.get(key)
     if launch is None:

@@ -30,6 +30,10 @@ from caramba.ops import dba_decode
 from caramba.runs.files import write_json, write_whole
 
 COLD_BYTES = 3 * 60_000_000
+FEW_BYTES = 2_000_000_000  # up to which a graph holds STEPS steps, and there are two stores at least
+STEPS = 12
+"""Steps of a graph, in turn on all stores: a replay costs the host some 10 us before its first kernel, which a decode
+step of a model pays once for all its layers."""
 COMPILING = 0.45  # of the time, when tuning
 BEST = 4  # ways to read a tile that later shapes try
 TABLE = Path("kernels/triton/dba_decode_table.json")
@@ -72,13 +76,14 @@ def calls(
     return through_op if config is None else through_launcher
 
 
-def captured(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the replay of a graph of the call."""
+def captured(call: Callable[[], Any], turns: int) -> Callable[[], Any]:
+    """Return the replay of a graph of so many calls."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
+        for _ in range(turns):
+            call()
     graph.replay()
     torch.cuda.synchronize()
     return graph.replay
@@ -120,7 +125,9 @@ def host_us(step: Callable[[], Any], n_steps: int) -> float:
     return best * 1e6
 
 
-def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, good: dict[Any, None]) -> str:
+def tune(
+    layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, turns: int, good: dict[Any, None]
+) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
     First every way to read a tile with two programs a processor, then the best three with other counts of splits.
@@ -143,7 +150,7 @@ def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, g
             if config in tried:
                 continue
             try:
-                replay = captured(calls(layout, stores, q, tokens, config))
+                replay = captured(calls(layout, stores, q, tokens, config), turns)
             except (
                 Exception
             ) as refused:  # more shared memory or registers than there are: told, and the next one
@@ -151,7 +158,7 @@ def tune(layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, g
                     f"  {config}: {type(refused).__name__}: {str(refused).splitlines()[0][:90]}", flush=True
                 )
                 continue
-            tried[config] = statistics.median(interleaved({"": replay}, len(stores), 5)[""])
+            tried[config] = statistics.median(interleaved({"": replay}, turns * len(stores), 5)[""])
 
     readings = [reading for reading in by_reading if not good or reading in good]
     attempt([by_reading[reading][min(1, len(by_reading[reading]) - 1)] for reading in readings])
@@ -230,7 +237,8 @@ def measure(
 ) -> dict[str, Any]:
     on_gpu = device == "cuda"
     useful = batch * tokens * layout.bytes_per_token(form)
-    n_stores = math.ceil(COLD_BYTES / useful) + 1 if on_gpu and useful < COLD_BYTES else 1
+    n_stores = math.ceil(COLD_BYTES / useful) + 1 if on_gpu and useful < FEW_BYTES else 1
+    turns = math.ceil(STEPS / n_stores) if useful < FEW_BYTES else 1
     stores = [cases.make(layout, form, batch, tokens, device) for _ in range(n_stores)]
     q = cases.queries(layout, batch, device, torch.bfloat16)
     row: dict[str, Any] = {
@@ -240,9 +248,10 @@ def measure(
         "tokens": tokens,
         "useful_bytes": useful,
         "padded_bytes": stores[0].padded_bytes,
+        "steps_of_a_graph": n_stores * turns,
     }
     if on_gpu and options.tune:
-        print(f"  {tune(layout, stores, q, tokens, good)}", flush=True)
+        print(f"  {tune(layout, stores, q, tokens, turns, good)}", flush=True)
     step = calls(layout, stores, q, tokens)
     out, _ = step()
     row["relative_error"] = cases.error(layout, stores[-1], q, out, tokens, tokens - cases.TAIL // 2)
@@ -252,14 +261,14 @@ def measure(
         step()
         return row | spread([(time.perf_counter() - began) * 1e6])
     row["host_us"] = host_us(step, n_stores)
-    replays = {"caramba": captured(step)}
+    replays = {"caramba": captured(step, turns)}
     if form == "bf16":
         for name, call in cases.peers(layout, stores, q).items():
             try:
-                replays[name] = captured(call)
+                replays[name] = captured(call, turns)
             except RuntimeError as why:
                 refused[name] = str(why).splitlines()[0]
-    times = interleaved(replays, n_stores, options.repeats)
+    times = interleaved(replays, turns * n_stores, options.repeats)
     row |= spread(times.pop("caramba"))
     return row | {"peers": {name: spread(found) for name, found in times.items()}, "refused": refused}
 

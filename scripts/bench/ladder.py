@@ -3,7 +3,8 @@
 A call that is over its time stops the run, and the next one goes on with it: rows that are on record are kept, the one
 in progress is measured anew. At another commit, on another device, with another torch or other words a run of its own
 begins; with --again, too. The JSON and the plot hold the rows so far. The top, which the musts are about, is the
-ladder's own: the fastest row that keeps all activations, beside the noise of its held-out loss.
+ladder's own: the fastest row that keeps all activations and row 0's held-out loss, of which the musts take the mean
+over the runs of the top, beside their noise.
 
 Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--size 1b_quarter] [--batch 2]
     [--work runs/bench_ladder] [--out docs/benchmarks/ladder.json] [-- OVERRIDES]
@@ -19,6 +20,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -150,12 +152,13 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
 
 def musts_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what the ladder's top is held against, its change of held-out loss beside the noise of its own runs."""
-    top = top_of(rows)
+    top = top_of(rows, LOSS)
     if top is None or top["row"] == "baseline":
         return []
-    delta = abs(top["val_loss_delta"])
+    runs = [row for row in rows if row["row"] == top["row"] or row.get("loss_noise") is not None]
+    delta = abs(statistics.mean(row["val_loss_delta"] for row in runs))
     noise = next((row for row in reversed(rows) if row.get("loss_noise") is not None), None)
-    beside = "" if noise is None else f" (noise {noise['loss_noise']:.4f} of {noise['loss_runs']} runs)"
+    beside = "" if noise is None else f" (mean of {len(runs)} runs, noise {noise['loss_noise']:.4f} of a run)"
     held = (
         ("speed over row 0", top["speed_up"], SPEED, top["speed_up"] >= SPEED),
         ("memory of row 0's", top["memory_ratio"], MEMORY, top["memory_ratio"] <= MEMORY),

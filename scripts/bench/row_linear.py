@@ -1,9 +1,10 @@
 """Products of a decode step's few rows beside torch's: microseconds and share of the read roof. Writes JSON.
 
-Usage on a GPU: python scripts/bench/row_linear.py [--tune] [--compiled] [--rows 1,2,4,8] [--out FILE]
+Usage on a GPU: python scripts/bench/row_linear.py [--tune] [--tiles] [--compiled] [--rows 1,2,4,8] [--out FILE]
 Weights are of a model of a billion weights; every side runs as a CUDA graph over as many weights as exceed the cache.
-`--tune` first times tiles and writes the fastest beside the kernel, where later processes find them. `--compiled` adds
-products as reductions that Inductor makes. `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
+`--tune` first times tiles of one row and writes the fastest beside the kernel, where later processes find them.
+`--tiles` times those of several rows, which follow a rule, beside the rule's choice. `--compiled` adds products as
+reductions that Inductor makes. `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
 """
 
 from __future__ import annotations
@@ -167,6 +168,48 @@ def tune(
     return entries
 
 
+def row_tiles_of(shape: Shape, block_m: int) -> list[tuple[int, ...]]:
+    """Return tiles of several rows worth trying, in the fields of the kernel's `Tile`: tiles on their way of 40 to
+    200 KiB in a multiprocessor's shared memory."""
+    found = []
+    is_narrow = shape.n_rows < 8192
+    for block_n, block_k, warps_k, split, warps in (
+        *((n, k, w, 1, w) for n in (16, 32) for k, w in ((128, 4), (256, 4), (512, 8))),
+        *(
+            (n, k, 1, s, n // 16)
+            for n in (64, 128)
+            for k in (64, 128)
+            for s in ((2, 4, 8) if is_narrow else (1,))
+        ),
+    ):
+        if warps_k == 1 and block_m < 16:
+            continue
+        bytes_of_tile = (block_n + block_m) * block_k * 2
+        for size in (40, 72, 108, 200):
+            stages = min(12, round(size * 1024 / bytes_of_tile))
+            if stages >= 2 and stages * bytes_of_tile <= 222 * 1024:
+                found.append((block_n, block_k, warps_k, split, warps, stages))
+    return list(dict.fromkeys(found))
+
+
+def time_row_tiles(shapes: tuple[Shape, ...], rows: list[int], device: torch.device) -> None:
+    """Print the fastest tiles of several rows beside the one that the kernel chooses."""
+    module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    for shape in shapes:
+        n_bytes = shape.n_rows * shape.width * 2
+        for n_rows in (n for n in rows if n > 1):
+            some = [made(shape, n_rows, torch.bfloat16, device) for _ in range(n_sets(n_bytes, device))]
+            product = module.Product(shape.n_out, shape.width, module.block_of(n_rows), shape.is_gated)
+            chosen, found = module.tile_of(product), {}
+            for tile in (chosen, *row_tiles_of(shape, product.block_m)):
+                module.adopt({product: module.Tile(*tile)})
+                found[tuple(tile)] = timed({"ours": Side(ours(shape), some, False)}, 0.02)["ours"]
+            module.adopt({product: chosen})
+            best = sorted(found, key=lambda tile: found[tile])[:4]
+            said = ", ".join(f"{tile}: {found[tile]:.2f}" for tile in best)
+            print(f"{shape.name}, {n_rows} rows: chosen {found[tuple(chosen)]:.2f} us; {said}", flush=True)
+
+
 def measured(
     shape: Shape, n_rows: int, dtype: torch.dtype, device: torch.device, is_compiled: bool, roof: float
 ) -> dict[str, Any]:
@@ -207,9 +250,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", default="1b", choices=tuple(SHAPES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", default="1,2,4,8")
+    parser.add_argument("--rows", default="1,2,4,8,16,32,64")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tune-rows", default="1")
+    parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/row_linear.json"))
     words = parser.parse_args()
@@ -230,6 +274,8 @@ def main() -> int:
         data["tiles"] = tune(shapes, [int(n) for n in words.tune_rows.split(",")], dtype, device)
         if device.type == "cuda":
             write_json(module.TABLE, {"device": torch.cuda.get_device_name(), "tiles": data["tiles"]})
+    if words.tiles:
+        time_row_tiles(shapes, [int(n) for n in words.rows.split(",")], device)
     roof = 1e12
     if device.type == "cuda":
         from read_roof import read_roof

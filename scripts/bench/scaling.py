@@ -20,6 +20,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import yaml
 
 from caramba import kernels
 from caramba.config.manifest import Manifest
@@ -70,7 +71,14 @@ def spec_of_size(size: str) -> dict[str, Any]:
     }
 
 
-def manifest_of(words: argparse.Namespace, strategy: str, device: str) -> Manifest:
+def strategy_of(word: str) -> tuple[str, dict[str, Any]]:
+    """Return a strategy and its settings, as of `ddp+bucket_cap_mb=100`."""
+    strategy, *settings = word.split("+")
+    pairs = (setting.split("=", 1) for setting in settings)
+    return strategy, {key: yaml.safe_load(value) for key, value in pairs}
+
+
+def manifest_of(words: argparse.Namespace, strategy: str, settings: dict[str, Any], device: str) -> Manifest:
     phase = {
         "phase": "pretrain",
         "trains": "student",
@@ -93,7 +101,7 @@ def manifest_of(words: argparse.Namespace, strategy: str, device: str) -> Manife
             "device": device,
             "model": spec,
             "groups": [group],
-            "parallel": {"strategy": strategy},
+            "parallel": {"strategy": strategy, **settings},
             "settings": {"instrument": "none"},
             "logger": {"tensorboard": False},
         }
@@ -169,13 +177,14 @@ def measure(words: argparse.Namespace) -> int:
         if words.strategies
         else (["single"] if world == 1 else []) + ["ddp", "fsdp2"]
     )
-    for strategy in strategies:
+    for word in strategies:
+        strategy, settings = strategy_of(word)
         if strategy == "ddp" and world == 1:
             continue  # which is a single process
-        manifest = manifest_of(words, strategy, words.device)
+        manifest = manifest_of(words, strategy, settings, words.device)
         with join_ranks(manifest.parallel, words.device):
             measured = train(manifest, device)
-        rows.append({"strategy": strategy, "devices": world, **measured})
+        rows.append({"strategy": strategy, "devices": world, "settings": settings, **measured})
         if int(os.environ.get("RANK", "0")) == 0:
             shown = {key: value for key, value in rows[-1].items() if key != "losses"}
             print(
@@ -213,7 +222,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", default="1b", choices=tuple(SIZES))
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--strategies", help="some of single,ddp,fsdp2; else all of them")
+    parser.add_argument(
+        "--strategies", help="some of single,ddp,fsdp2, with settings as ddp+bucket_cap_mb=100; else all"
+    )
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=40)

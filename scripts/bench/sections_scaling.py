@@ -21,8 +21,9 @@ def scaling(data: dict[str, Any]) -> list[str]:
         must = data["must"].get(row["strategy"]) if row["devices"] > 1 else None
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
         peak = f"{row['peak_allocated_bytes'] / 1e9:.1f}" if "peak_allocated_bytes" in row else ""
+        given = "".join(f", {key}={value}" for key, value in row.get("settings", {}).items())
         lines.append(
-            f"| {row['devices']} | {row['strategy']} | {row['tokens_per_s']:,.0f} | {linear:.1%} "
+            f"| {row['devices']} | {row['strategy']}{given} | {row['tokens_per_s']:,.0f} | {linear:.1%} "
             f"| {'' if must is None else f'{must:.0%}'} | {mfu} | {peak} | {row['losses'][-1]:.5f} |"
         )
     return [

@@ -60,6 +60,7 @@ RUNS = {
     "one": ("train.batch_size=8",),
     "ddp": ("parallel=ddp", "train.batch_size=2", "train.gradient_accumulation_steps=2"),
     "fsdp2": SHARDED,
+    "bfloat16_sums": ("parallel=ddp", "parallel.reduce_dtype=bfloat16", "train.batch_size=4"),
     "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
     "stopped": (*SHARDED, "train.activation_checkpointing=full"),
     "pipeline": (
@@ -89,7 +90,7 @@ DISTILLED = {
 }
 
 
-RANKED = ("ddp", "fsdp2", "fsdp2_tp", "blocks_data", "stopped", "pipeline", "pipeline")
+RANKED = ("ddp", "fsdp2", "bfloat16_sums", "fsdp2_tp", "blocks_data", "stopped", "pipeline", "pipeline")
 """What two ranks run, in this order: what was stopped the first time goes on the second."""
 
 
@@ -312,6 +313,13 @@ def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> 
     plan = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert plan["data_parallel"]["value"] == (1 if name == "fsdp2_tp" else 2)
     assert not state_path(run, "pretrain").exists()
+
+
+def test_gradients_that_ranks_sum_in_bfloat16_are_rounded_and_no_more(folders: dict[str, Path]) -> None:
+    run, one = folders["bfloat16_sums"], folders["one"]
+    assert rows(run, "val_loss") == pytest.approx(rows(one, "val_loss"), rel=5e-3)
+    assert rows(run, "grad_norm") != pytest.approx(rows(one, "grad_norm"), rel=2e-5)
+    assert rows(run, "grad_norm") == pytest.approx(rows(one, "grad_norm"), rel=2e-2)
 
 
 def test_a_pipeline_that_was_stopped_trains_as_one_process(folders: dict[str, Path]) -> None:

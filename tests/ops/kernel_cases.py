@@ -98,6 +98,9 @@ def elementwise() -> Iterator[Case]:
     for name, dtype, width in (("bf16", BF16, 128256), ("fp32", F32, 50257), ("widest", BF16, 2**21)):
         logits = one(2, width, dtype=dtype)
         yield Case("likeliest", name, parts, lambda logits=logits: (logits,))
+        if name == "bf16":
+            wide = one(2, dtype=torch.float64), one(2, dtype=torch.float64)
+            yield Case("drawn", name, parts, lambda logits=logits, wide=wide: (logits, *wide))
 
 
 def rotations() -> Iterator[Case]:
@@ -243,6 +246,11 @@ def row_products() -> Iterator[Case]:
         ("most rows, uneven", BF16, 8, 1000, 300, True, True, F32, False),
         ("fp16, widest", F16, 2, 16384, 4096, False, False, None, False),
         ("fp32", F32, 1, 2048, 2048, False, True, F32, False),
+        ("rows, residual", BF16, 8, 8192, 2048, False, True, None, False),
+        ("sixteen rows, norm", BF16, 16, 2048, 3072, False, False, BF16, False),
+        ("many rows, gated", BF16, 32, 2048, 16384, False, False, BF16, True),
+        ("most rows, residual", BF16, 64, 8192, 2048, False, True, None, False),
+        ("most rows, head", F16, 64, 2048, 128256, False, False, None, False),
     ):
         out = n_out // 2 if gated else n_out
         call = (
@@ -251,7 +259,9 @@ def row_products() -> Iterator[Case]:
             one(rows, out, dtype=dtype) if residual else None,
             *(None if norm is None else one(width, dtype=norm), 1e-5 if norm is not None else None, gated),
         )
-        yield Case("row_linear", name, ("_kernel",), lambda a=call: a)
+        kernels = ("_tiles_kernel",) if rows > 1 and dtype != F32 else ("_kernel",)
+        kernels = ("_forward_kernel", *kernels) if rows > 8 and norm is not None else kernels
+        yield Case("row_linear", name, kernels, lambda a=call: a)
     call = (one(1, 2048), one(4096, 2048), None, None, None, 1e-5, False)
     yield Case("row_linear", "norm without weight", ("_kernel",), lambda: call)
 
@@ -327,8 +337,22 @@ def decoding() -> Iterator[Case]:
         yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)
 
 
+def decoding_up() -> Iterator[Case]:
+    for name, kinds, geo, batch in (
+        ("one row", ("bf16", "bf16"), 256, 1),
+        ("one row, mixed", ("q4_0", "q8_0"), 256, 1),
+        ("tiles of rows", ("bf16", "bf16"), 64, 32),
+    ):
+        streams = [stream(kind, d, batch, 1, 8192, 96) for kind, d in zip(kinds, (128, geo), strict=True)]
+        packed = one(1, dtype=torch.int32) if kinds[0] in BLOCKS else None
+        q = [one(batch, 32, 1, d) for d in (128, geo)]
+        call = (*q, list(kinds), *streams, one(batch, dtype=torch.int32), packed, one(32, 128, 64), 0, 8192)
+        kernels = ("decode_split", "_joined_values_kernel")
+        yield Case("dba_decode_up", name, kernels, lambda a=call: a)
+
+
 FAMILIES = (
     *(norms, norms_with_activations, elementwise, rotations, latent, blocks, optimisers, float8),
-    *(row_products, appended, decoding),
+    *(row_products, appended, decoding, decoding_up),
 )
 CASES = [case for family in FAMILIES for case in family()]

@@ -205,6 +205,54 @@ def test_fewer_registers_and_more_warps_change_nothing(kinds: tuple[str, str]) -
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("n_splits", [2, 5, 40])
+@pytest.mark.parametrize("layout", ["latent", "per_head"])
+def test_a_join_that_begins_while_the_splits_end_reads_all_that_they_stored(
+    layout: str, n_splits: int
+) -> None:
+    from caramba.kernels.triton.dba_decode import launch
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+
+    latent = layout == "latent"
+    case = Case(
+        ("bf16",) * (2 if latent else 3),
+        (2112,) * 16,
+        heads=(32, 1) if latent else (32, 8),
+        dims=(128, 64, 128) if latent else (16, 32, 64),
+        capacity=2112,
+    )
+    args, _ = arguments(case, torch.bfloat16, DEVICE)
+    parts = [stream.tensors if stream is not None else [] for stream in args[2:5]]
+    kinds = [stream.kind for stream in args[2:5] if stream is not None]
+    found = {}
+    lengths = torch.arange(66, 2113, 11, dtype=torch.int32, device=DEVICE)[: 16 * 11].view(11, 16)
+    for early in (False, True):
+        config = DecodeConfig(n_splits=n_splits, early_join=early)
+        seqlens = torch.empty(16, dtype=torch.int32, device=DEVICE)
+
+        def step(config: DecodeConfig = config, seqlens: torch.Tensor = seqlens) -> list[torch.Tensor]:
+            results = []
+            for one in lengths:
+                seqlens.copy_(one)
+                results += launch(config, *args[:2], kinds, *parts, seqlens, None, [], 0)
+            return results
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        for _ in range(20):
+            for x in results:
+                x.fill_(float("nan"))
+            graph.replay()
+            found[early] = [x.clone() for x in results]
+            for x, y in zip(found[early], found[False], strict=True):
+                assert torch.equal(x, y), "the same sums in the same order"
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "kinds", [("q8_0",) * 3, ("q4_0",) * 3, ("nf4",) * 3, ("q4_0", "q8_0", "q4_0")], ids="+".join

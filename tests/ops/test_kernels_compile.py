@@ -96,3 +96,16 @@ def test_decode_attention_needs_the_shared_memory_that_its_table_counts_on(case:
     counted = table.shared_bytes(shape, table.choose(shape, PROCESSORS))
     assert made[0][0] in ("decode_split", "decode_heads")
     assert made[0][1].metadata.shared <= counted + table.LEEWAY
+
+
+def test_a_join_that_begins_early_waits_before_it_reads() -> None:
+    case = next(case for case in CASES if case.op == "dba_decode" and case.name == "bf16")
+    arguments = case.arguments()
+    way = module("dba_decode_table").DecodeConfig(block_tokens=16, n_splits=4, early_join=True)
+    with hopper() as made:
+        module("dba_decode").launch(way, *arguments[:10])
+    (_, split), (_, join) = made
+    assert split.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
+    waits, reads = join.asm["ptx"].index("griddepcontrol.wait"), join.asm["ptx"].index("ld.global")
+    assert waits < reads
+    assert join.metadata.launch_pdl

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops.row_linear import reference_row_linear
+from caramba.ops.row_linear import MAX_ROWS_FP32, reference_row_linear
 from tests.ops.test_row_linear import arguments
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -22,8 +22,12 @@ pytestmark = [
 # A part of a norm's, a product's and a sum's rounding each, of the norm of the result.
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # Rows, width, results: odd ones, whole tiles, and on a GPU the shapes of a model of a billion weights.
-SHAPES = [(1, 7, 5), (2, 100, 33), (8, 16, 12), (1, 1030, 1)]
-LARGE = [(rows, *shape) for rows in (1, 2, 4, 8) for shape in ((2048, 3072), (8192, 2048), (3000, 8192))]
+SHAPES = [(1, 7, 5), (2, 100, 33), (8, 16, 12), (1, 1030, 1), (19, 144, 70)]
+LARGE = [
+    (rows, *shape)
+    for rows in (1, 2, 4, 8, 16, 33, 64)
+    for shape in ((2048, 3072), (2048, 2048), (8192, 2048), (3000, 8192))
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
@@ -33,6 +37,8 @@ def test_the_kernel_against_float64(
     shape: tuple[int, int, int], gated: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module("caramba.kernels.triton.row_linear")
+    if shape[0] > MAX_ROWS_FP32 and dtype == torch.float32:
+        pytest.skip("the op takes the reference")
     if INTERPRETED:
         monkeypatch.setattr(module, "PROGRAMS", 2)  # tiles of many rows, whose last one is not full
     device = "cuda" if HAS_GPU else "cpu"
@@ -79,3 +85,84 @@ def test_measured_tiles_are_taken_and_others_guessed(monkeypatch: pytest.MonkeyP
     guess = module.tile_of(product)
     module.adopt([(list(product), [guess.block_n * 2, 2])])
     assert module.tile_of(product) == module.Tile(guess.block_n * 2, 2)
+
+
+# Rows rounded up, and a tile of each form: warps that share the width, tensor cores of a group of warps, programs that
+# share the width; each with a last tile that is not full.
+TILES = [
+    (8, (16, 64, 4, 1, 4, 3), True),
+    (16, (32, 64, 2, 2, 2, 3), False),
+    (32, (64, 64, 1, 1, 4, 3), False),
+    (64, (64, 64, 1, 4, 4, 3), True),
+]
+
+
+@pytest.mark.parametrize(("rows", "tile", "gated"), TILES)
+def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], gated: bool) -> None:
+    module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    width, n_out, device = 280, 70, "cuda" if HAS_GPU else "cpu"
+    given: dict[str, Any] = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in arguments(rows - 1, width, n_out, gated, dtype=torch.float16).items()
+    }
+    wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+    want = reference_row_linear(**wide)
+    with pytest.MonkeyPatch.context() as patch:
+        product = module.Product(n_out, width, rows, gated)
+        patch.setattr(module, "_measured", {product: module.Tile(*tile)})
+        module.adopt({})
+        results = [module.row_tiles(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)]
+        error = float((results[0].double() - want).norm() / want.norm())
+        assert error <= BOUNDS[torch.float16]
+        assert torch.equal(*results)
+        # A row is the same whatever lies beside it.
+        one = given | {"x": given["x"][1:2], "residual": given["residual"][1:2]}
+        patch.setitem(module._measured, module.Product(n_out, width, 8, gated), module.Tile(*tile))
+        alone = module.row_tiles(**one, y=torch.empty_like(one["residual"]))
+        torch.testing.assert_close(alone, results[0][1:2], rtol=4e-3, atol=4e-3)
+    module.adopt({})
+
+
+def test_a_graph_counts_programs_only_by_counters_that_were_there_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    monkeypatch.setattr(module, "_counters", {})
+
+    class Captured(Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert module._counts(torch.zeros(1).as_subclass(Captured)) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    counts = module._counts(torch.zeros(1))
+    assert counts is not None
+    assert module._counts(torch.zeros(1)) is counts
+
+
+@pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
+@pytest.mark.parametrize("rows", [2, 8, 32, 64])
+def test_graphs_replay_what_calls_make(rows: int) -> None:
+    launched = importlib.import_module("caramba.kernels.triton.row_linear").row_linear
+    first = {
+        name: value.cuda() if isinstance(value, Tensor) else value
+        for name, value in arguments(rows, 8192, 2048, gated=False, dtype=torch.bfloat16).items()
+    }
+    second = first | {"norm": None, "eps": None, "weight": first["weight"][:, :2048].contiguous()}
+
+    def chain(x: Tensor) -> Tensor:
+        y = launched(**first | {"x": x})
+        for _ in range(8):  # each begins, as it may, while the one before still runs
+            y = launched(**second | {"x": y, "residual": y})
+            y = y / y.norm(dim=-1, keepdim=True) if _ == 3 else y
+        return y
+
+    x = first["x"].clone()
+    want = chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = chain(x)
+    for _ in range(5):
+        got.zero_()
+        graph.replay()
+        assert torch.equal(got, want)

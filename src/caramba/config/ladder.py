@@ -56,12 +56,12 @@ RUNGS: dict[RowName, Rung] = {
     "fused_adamw": Rung("+ fused AdamW", {"fused_optimizer": True}, {"fused_optimizer": False}),
     "compile": Rung("+ compiled blocks", {"compile_model": True}, {"compile_model": False}),
     "fused_ce": Rung("+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}),
-    "fp8": Rung("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
     "bf16_weights": Rung(
         "+ bfloat16 weights, rounded at random",
         {"dtype": "bfloat16", "use_amp": False, "stochastic_rounding": True},
         {"use_amp": True, "stochastic_rounding": False},
     ),
+    "fp8": Rung("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
     "selective": Rung("+ selective checkpointing", {"activation_checkpointing": "selective"}),
     "full": Rung("+ full checkpointing", {"activation_checkpointing": "full"}),
     "largest_batch": Rung("+ largest batch, of the fastest row above"),
@@ -79,13 +79,14 @@ class LadderConfig(Config):
     `timed_steps` of them after `warmup_steps`. The rate rises over `lr_warmup_ratio` of the steps and falls to zero as
     `scheduler` says, and gradients are clipped at the norm of any phase: a constant rate leaves a run wherever its last
     steps have thrown it, which after few steps of few tokens differs by more than any row changes.
-    The ladder's top is its fastest row that keeps all activations (`top_of`). `twins` trains it again so many times
-    with every first weight moved by one unit in the last place and other draws of dropout and stochastic rounding: how
-    the losses of these runs spread is `loss_noise`, which a row's change of held-out loss is to be read against.
-    `leave_one_out` takes each means alone out of the top. `largest` finds each row's largest batch and its speed there,
-    with up to `most_batch` sequences and `largest_seconds` for all rows. `bf16_weights` is a row that has to be asked
-    for. What a device cannot do is a row with the reason, and the next row does without it. A row that runs out of
-    memory takes half as many sequences twice.
+    The ladder's top is its fastest row that keeps all activations and whose held-out loss is within
+    `loss_tolerance` nats of row 0's (`top_of`): speed that is paid for in loss is no more than a row. `twins`
+    trains it again so many times with every first weight moved by one unit in the last place and other draws of
+    dropout and stochastic rounding: how the losses of these runs spread is `loss_noise`, which a row's change of
+    held-out loss is to be read against. `leave_one_out` takes each means alone out of the top. `largest` finds each
+    row's largest batch and its speed there, with up to `most_batch` sequences and `largest_seconds` for all rows.
+    `bf16_weights` is a row that has to be asked for. What a device cannot do is a row with the reason, and the next
+    row does without it. A row that runs out of memory takes half as many sequences twice.
     """
 
     type: Literal["ladder"]
@@ -102,6 +103,7 @@ class LadderConfig(Config):
     scheduler: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     lr_warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.1
     val_windows: Positive = 64
+    loss_tolerance: Annotated[float, Field(ge=0)] = 0.01
     twins: Annotated[int, Field(ge=0, le=16)] = 2
     float8_min_width: Positive = 1024
     leave_one_out: bool = True
@@ -156,10 +158,12 @@ def fastest(
     return min(near, key=lambda row: row[memory], default=None)
 
 
-def top_of(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Return the ladder's top: of its own rows that keep all activations, the `fastest` at the ladder's batch.
+def top_of(rows: Iterable[Mapping[str, Any]], loss_tolerance: float) -> Mapping[str, Any] | None:
+    """Return the ladder's top: of its own rows that keep all activations, and row 0's held-out loss within a tolerance,
+    the `fastest` at the ladder's batch.
 
     A means that costs more than it gives is thus not in the top, unless a later row makes up for it.
     """
     apart = {*CHECKPOINTING, "largest_batch"}
-    return fastest(row for row in rows if row["row"] in RUNGS and row["row"] not in apart)
+    own = (row for row in rows if row["row"] in RUNGS and row["row"] not in apart)
+    return fastest(row for row in own if abs(row.get("val_loss_delta") or 0.0) <= loss_tolerance)

@@ -48,12 +48,21 @@ class ParallelConfig(Config):
         default="auto",
         description="what fsdp2 gathers blocks in: auto is bfloat16 where a phase computes in it; sums are float32",
     )
+    reduce_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="what ddp and fsdp2 sum gradients of all ranks in while backward goes on; bfloat16 is half the "
+        "traffic, and rounds them. Phases of blocks, and weights in bfloat16 under ddp, keep their own dtype",
+    )
     wrap: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None,
         description="types of nodes that fsdp2 gathers as one; by default the blocks of the topology",
     )
     find_unused_parameters: bool = Field(
         default=False, description="of ddp: for models some of whose weights take no part in a step"
+    )
+    bucket_cap_mb: Positive = Field(
+        default=25,
+        description="of ddp: MiB of gradients that are averaged at once, while backward goes on",
     )
     blockwise: Literal["data", "blocks"] = Field(
         default="data",
@@ -92,9 +101,13 @@ class ParallelConfig(Config):
         for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
             if not is_sharded and getattr(self, name) != default:
                 found.append(f"{name} belongs to parallel=fsdp2, got parallel={self.strategy}; remove it")
-        if self.find_unused_parameters and self.strategy != "ddp":
+        for name, default in (("find_unused_parameters", False), ("bucket_cap_mb", 25)):
+            if self.strategy != "ddp" and getattr(self, name) != default:
+                found.append(f"{name} belongs to parallel=ddp, got parallel={self.strategy}; remove it")
+        if self.reduce_dtype != "float32" and not is_sharded and self.strategy != "ddp":
             found.append(
-                f"find_unused_parameters belongs to parallel=ddp, got parallel={self.strategy}; remove it"
+                f"reduce_dtype={self.reduce_dtype} belongs to parallel=ddp and fsdp2, got parallel={self.strategy}; "
+                "remove it"
             )
         if self.blockwise != "data" and self.strategy not in ("ddp", "fsdp2"):
             found.append(

@@ -70,7 +70,7 @@ class Ladder:
             self._stage(name, functools.partial(self._row, name))
             if self.rows and self.rows[-1]["row"] == name and self.rows[-1]["skipped"] is None:
                 self.on.append(name)
-        top = top_of(self.rows)
+        top = top_of(self.rows, self.config.loss_tolerance)
         if top is None:
             return
         names = self.on[: self.on.index(top["row"]) + 1]

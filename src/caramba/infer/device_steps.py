@@ -197,11 +197,16 @@ def compilations() -> int:
 
 
 def captured(
-    given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor], pool: Any = None
+    given: Tensor,
+    run: Callable[[Tensor], Tensor],
+    trial: Callable[[Tensor], Tensor],
+    pool: Any = None,
+    on: torch.cuda.Stream | None = None,
 ) -> Captured:
     """Capture `run` in a CUDA graph after some runs of `trial`; return it with its own input and output.
 
-    Graphs of one `pool` share the memory between input and output, and may not be replayed at once.
+    Graphs of one `pool` share the memory between input and output, and may not be replayed at once; nor may those that
+    were captured on one stream, which is the same for all unless one is given by `on`.
     """
     fixed = given.clone()
     side = torch.cuda.Stream(given.device)
@@ -213,7 +218,7 @@ def captured(
     graph = torch.cuda.CUDAGraph()
     # A capture that fails may leave its own stream the current one.
     stream = torch.cuda.stream(torch.cuda.current_stream(given.device))
-    with torch.cuda.device_of(given), stream, torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.device_of(given), stream, torch.cuda.graph(graph, pool=pool, stream=on):
         out = run(fixed)
     return graph, fixed, out
 

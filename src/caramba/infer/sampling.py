@@ -1,4 +1,4 @@
-"""The exact distribution that the next token is drawn from, and the draw."""
+"""The exact distribution that the next token is drawn from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
+from caramba.ops import draw
 
 
 def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = None) -> Tensor:
@@ -65,22 +66,6 @@ def _ranked(probs: Tensor, config: GenerateConfig) -> Tensor:
     if config.top_p < 1.0:
         ranked = torch.where(ranked.cumsum(-1) - ranked < config.top_p, ranked, 0.0)
     return torch.zeros_like(probs).scatter_(-1, order, ranked)
-
-
-def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Return the token whose share of the cumulated probabilities holds `uniform`: the inverse of their distribution.
-
-    One number in [0, 1) decides a draw, so the same number gives the same token on any device and in any batch; a
-    token of probability 0 is never drawn, and the probabilities need not sum to 1.
-
-    Shape: probs [..., V] and uniform [...] to [...] int64.
-    """
-    cumulated = probs.cumsum(-1)
-    total = cumulated[..., -1]
-    # u * total can round up to the total, which no token's share holds.
-    below = torch.nextafter(total, torch.zeros_like(total))
-    point = torch.minimum(uniform.to(probs.dtype) * total, below)
-    return (cumulated <= point[..., None]).sum(-1)
 
 
 def uniforms(seed: int, n: int) -> Tensor:

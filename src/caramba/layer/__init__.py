@@ -1,9 +1,9 @@
 """Layers: one torch module per file, each built from its config and called as layer(x, ctx=None)."""
 
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.backends import attention_backends, documents_path, unplanned_attention
+from caramba.layer.backends import attention_backends, documents_path, packed_attention, unplanned_attention
 from caramba.layer.decoupled import DecoupledProjection
-from caramba.layer.documents import Documents
+from caramba.layer.documents import Documents, StoredDocuments
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
 from caramba.layer.layer_norm import LayerNormLayer
@@ -28,9 +28,11 @@ __all__ = [
     "RMSNormLayer",
     "RotaryEmbedding",
     "StandardProjection",
+    "StoredDocuments",
     "SwiGLULayer",
     "attention_backends",
     "documents_path",
+    "packed_attention",
     "rope_frequencies",
     "rotate",
     "unplanned_attention",

@@ -122,6 +122,7 @@ class AttentionLayer(nn.Module):
             return self._step(x, ctx, norm)
         if isinstance(ctx, Documents):
             q, streams = self.projection(x, ctx.positions)
+            streams = ctx.kept(streams)
         else:
             q, streams = self.projection(x, 0 if ctx is None else ctx.position, norm=norm)
             if ctx is not None:

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import score
-from caramba.layer.varlen import WIDEST, find_kernel, varlen_attention
+from caramba.layer.varlen import WIDEST, find_kernel, fixed_documents, varlen_attention
 from caramba.runtime import AttentionChoice, choose_attention
 
 SDPA = {
@@ -65,6 +65,19 @@ def unplanned_attention(device: torch.device, n_pairs: int) -> Iterator[None]:
         yield
     finally:
         _unplanned.leave()
+
+
+@contextmanager
+def packed_attention(device: torch.device, n_tokens: int) -> Iterator[None]:
+    """Attend in forwards over one row of `n_tokens` tokens, prompts of a fixed number one after the other, by a
+    variable-length kernel where the device has one, and else by a mask, for which nothing is planned."""
+    with torch.inference_mode(False):  # it is tried once, gradients too
+        kernel = find_kernel(device)
+    with (
+        unplanned_attention(device, n_tokens**2),
+        fixed_documents(None if isinstance(kernel, str) else kernel),
+    ):
+        yield
 
 
 class _Unplanned:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from caramba.cache import LayerCache
 from caramba.errors import ConfigError
 from caramba.layer.varlen import active_kernel
 
@@ -55,3 +57,65 @@ class Documents:
             return cls(first, places - first)
         starts = F.pad(begins.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).to(torch.int32)
         return cls(first, places - first, starts)
+
+    def kept(self, streams: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the streams of an attention application, [B, K, T, D] each, as they are attended to."""
+        return streams
+
+
+@dataclass(frozen=True, eq=False)
+class StoredDocuments(Documents):
+    """Documents of one row of tokens whose streams go to rows of caches: a forward over whole prompts fills them.
+
+    Attributes:
+        rows: of the caches, where each token goes, int64 [T]; its place there is its position.
+        caches: of the attention applications that have not run, in execution order.
+    """
+
+    rows: Tensor = field(kw_only=True)
+    caches: Iterator[LayerCache] = field(kw_only=True)
+
+    @classmethod
+    def packed(
+        cls, starts: Tensor, rows: Tensor, n_tokens: int, most: int, caches: Sequence[LayerCache]
+    ) -> StoredDocuments:
+        """Return documents of exact caches by where they begin and the rows that they fill.
+
+        Documents may be empty. Tokens beyond the `most` that a row holds go to its last place.
+
+        Shape: starts int64 [N + 1], the last T, rows int64 [N].
+        """
+        places = torch.arange(n_tokens, device=starts.device)
+        document = torch.searchsorted(starts[1:], places, right=True)
+        first = starts[document]
+        positions = (places - first).clamp(max=most - 1)
+        return cls(
+            first[None], positions[None], starts.to(torch.int32), rows=rows[document], caches=iter(caches)
+        )
+
+    def kept(self, streams: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Store the streams of the next attention application, and return them rounded to what its cache holds.
+
+        Raises:
+            ConfigError: more attention applications than caches.
+        """
+        cache = next(self.caches, None)
+        if cache is None:
+            raise ConfigError(
+                "context: an attention application has no cache; make the context with this model's new_context()"
+            )
+        parts, into = [streams[name] for name in cache.names], cache.allocations
+        if len(into) < len(parts):
+            parts = [torch.cat(parts, dim=-1)]
+        parts = [part.to(memory.dtype) for part, memory in zip(parts, into, strict=True)]
+        for part, memory in zip(parts, into, strict=True):
+            memory[self.rows, :, self.positions[0]] = part[0].transpose(0, 1)
+        if len(parts) == 1:
+            return {"joined": parts[0]} | dict(
+                zip(
+                    cache.names,
+                    parts[0].split([streams[name].shape[-1] for name in cache.names], dim=-1),
+                    strict=True,
+                )
+            )
+        return dict(zip(cache.names, parts, strict=True))

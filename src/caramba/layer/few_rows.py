@@ -15,19 +15,15 @@ from caramba.layer.joined import Joined
 from caramba.layer.rms_norm import RMSNorm
 from caramba.ops import has_kernel, row_linear, rows_fit, weight_fits
 
-FEW_ROWS = 2
-"""Rows up to which products by `row_linear` are taken: with more, arithmetic takes longer than reading the weights.
-
-The four products of a 1B layer with norm, gate and sums take 39 us by it and 63 by the library with 1 row on an H200,
-64 and 65 with 2, 86 and 65 with 4 (docs/benchmarks/row_linear.json).
-"""
+FEW_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 2}
+"""Rows up to which products by `row_linear` are taken, by dtype: with more, they take longer than the library's."""
 
 
 def is_few(x: Tensor) -> bool:
     """Whether x is few rows, without gradients, on a device that has the kernel."""
     return (
         not torch.is_grad_enabled()
-        and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
+        and 0 < x.numel() <= FEW_ROWS.get(x.dtype, 0) * x.shape[-1]
         and has_kernel("row_linear", x)
         and not torch.is_autocast_enabled(x.device.type)
     )

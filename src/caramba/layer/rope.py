@@ -333,9 +333,3 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_
                 table = rotary(0, n_tokens, device)
             tables[key] = table
         rotary.table = tables[key]
-
-
-def tables_of(module: nn.Module) -> list[object]:
-    """Return the tables of a module's rotary embeddings, for who has to keep what a captured forward has read."""
-    ropes = (one for one in module.modules() if isinstance(one, RotaryEmbedding))
-    return [(rope.table, rope.step_table) for rope in ropes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,10 +99,15 @@ class VarlenKernel:
 
 
 _active: VarlenKernel | None = None
+_own = threading.local()
 
 
 def active_kernel(device: torch.device) -> VarlenKernel | None:
-    """Return what attends inside documents now: None inside a graph, whose sizes may not follow the documents."""
+    """Return what attends inside documents now: None inside a graph, whose sizes may not follow the documents, but in
+    a block of `fixed_documents`."""
+    own: VarlenKernel | None = getattr(_own, "kernel", None)
+    if own is not None and own.device == device.type:
+        return own
     if _active is None or _active.device != device.type or torch.compiler.is_compiling():
         return None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -118,6 +124,17 @@ def varlen_attention(kernel: VarlenKernel | None) -> Iterator[None]:
         yield
     finally:
         _active = before
+
+
+@contextmanager
+def fixed_documents(kernel: VarlenKernel | None) -> Iterator[None]:
+    """Attend with `kernel` in this thread, where it serves, inside documents whose number does not change: forwards
+    without gradients, which a graph may hold."""
+    before, _own.kernel = getattr(_own, "kernel", None), kernel
+    try:
+        yield
+    finally:
+        _own.kernel = before
 
 
 @functools.cache

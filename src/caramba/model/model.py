@@ -13,7 +13,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.documents import Documents
+from caramba.layer.documents import Documents, StoredDocuments
 from caramba.layer.rope import RotaryEmbedding, angles_of, are_alike, share_tables
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
@@ -52,9 +52,14 @@ class Model(nn.Module):
         return self.logits(self.hidden(tokens, ctx, documents))
 
     def hidden(
-        self, tokens: Tensor, ctx: Context | StepContext | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        ctx: Context | StepContext | StoredDocuments | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Return the topology's output, what the head reads.
+
+        `StoredDocuments` in a context's place are whole prompts one after the other, in one row.
 
         Shape: tokens [B, T] int64 to [B, T, M].
 
@@ -78,6 +83,8 @@ class Model(nn.Module):
         if ctx is None:
             self._share_angles(tokens)
             return self.topology(self.embedder(tokens))
+        if isinstance(ctx, StoredDocuments):
+            return self.topology(self.embedder(tokens, ctx.positions), ctx)
         ctx.begin()
         offset = ctx.offset if isinstance(ctx, StepContext) else ctx.position
         if isinstance(ctx, StepContext):
@@ -135,6 +142,11 @@ class Model(nn.Module):
                 share_tables(self, max_tokens, device, for_steps=True)
         format = {"tail_tokens": tail_tokens, "hadamard": hadamard}
         return context_of(layers, batch_size, max_tokens, kind, device, static, **format)
+
+    def row_limit(self) -> int | None:
+        """Return the most tokens of a row of several documents, whatever the length of each; None without a bound."""
+        limits = [layer.projection.step_limit for _, layer in self.attention_layers()]
+        return min((n for n in (self.spec.embedder.max_positions, *limits) if n is not None), default=None)
 
     def attention_layers(self) -> list[tuple[str, AttentionLayer]]:
         """Return (qualified name, layer) for each distinct attention layer, in the order in which they first

@@ -30,13 +30,14 @@ class Sharding:
 
     `within` is the mesh of ranks that split every layer first (tensor parallel). With `dtype` blocks are gathered in
     it, and what is outside of them (embedding, head, last norm) as it is, so that the residual stream stays as wide as
-    without sharding. Gradients are summed in float32.
+    without sharding. Gradients of blocks are summed over ranks in `reduce_dtype`, of what is outside in float32.
     """
 
     mesh: DeviceMesh
     within: DeviceMesh | None = None
     reshards: bool = True
     dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype = torch.float32
     units: tuple[str, ...] | None = None
 
 
@@ -79,6 +80,7 @@ def sharding_of(parallel: ParallelConfig, device: torch.device, computes_in: str
         within,
         reshards=parallel.sharding != "SHARD_GRAD_OP",
         dtype=torch.bfloat16 if is_narrow else None,
+        reduce_dtype=getattr(torch, parallel.reduce_dtype),
         units=parallel.wrap,
     )
 
@@ -99,7 +101,7 @@ def shard_model(model: Model, sharding: Sharding) -> None:
         )
     policy = MixedPrecisionPolicy(
         param_dtype=sharding.dtype,
-        reduce_dtype=None if sharding.dtype is None else torch.float32,
+        reduce_dtype=sharding.reduce_dtype,
         cast_forward_inputs=False,
     )
     for unit in units:

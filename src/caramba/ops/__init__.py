@@ -15,8 +15,10 @@ from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
+from caramba.ops.dba_decode_up import dba_decode_up
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.dequantize import dequantize
+from caramba.ops.drawn import draw, drawn
 from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 from caramba.ops.formats import STORED, StoredFormat, stored_format
@@ -53,7 +55,10 @@ __all__ = [
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",
+    "dba_decode_up",
     "dequantize",
+    "draw",
+    "drawn",
     "float8_cast",
     "float8_swiglu",
     "float8_swiglu_backward",

@@ -12,8 +12,10 @@ from caramba.ops.rms_norm import reference_rms_norm
 from caramba.ops.swiglu import reference_swiglu_packed
 from caramba.ops.widen import widened
 
-MAX_ROWS = 8
-"""Rows that one call takes: a few tokens of a decode step, whose time is that of reading the weights."""
+MAX_ROWS = 64
+"""Rows that one call takes: a decode step's tokens, whose time is that of reading the weights."""
+MAX_ROWS_FP32 = 8
+"""Rows that kernels take of numbers of 32 bits, which have no tensor cores."""
 WIDEST = 16384
 """Widest row that kernels take: a whole one lies in the registers of a program."""
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,7 +42,7 @@ def row_linear(
     silu(gate) * up for act, which is the identity otherwise. Every step rounds to x's dtype as the ops do that it
     stands for: the norm, the product with its bias, the gate, the sum. There are no gradients.
 
-    Shape: x [..., K] of at most 8 rows, weight [N, K], bias [N], residual [..., N], norm [K], to [..., N]; gated N is
+    Shape: x [..., K] of at most 64 rows, weight [N, K], bias [N], residual [..., N], norm [K], to [..., N]; gated N is
     2F, and residual and result are [..., F]. All of x's dtype, norm of any floating one.
 
     Raises:
@@ -57,7 +59,8 @@ def row_linear(
 
 def rows_fit(x: Tensor, weight: Tensor) -> bool:
     """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, rows of the weight contiguous."""
-    return 0 < x.numel() <= MAX_ROWS * x.shape[-1] and x.dtype == weight.dtype and weight_fits(weight)
+    most = MAX_ROWS_FP32 if x.dtype == torch.float32 else MAX_ROWS
+    return 0 < x.numel() <= most * x.shape[-1] and x.dtype == weight.dtype and weight_fits(weight)
 
 
 def weight_fits(weight: Tensor) -> bool:

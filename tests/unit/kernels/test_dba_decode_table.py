@@ -111,11 +111,29 @@ def test_heads_of_quantised_streams_may_be_read_together() -> None:
     ):
         assert together(replace(shape, **other)) == {0}
     read = [choice for choice in candidates(shape, 132) if choice.n_heads]
-    assert max(choice.n_splits * shape.lanes // 4 for choice in read) <= 6 * 132
+    assert max(choice.n_splits * shape.lanes // 4 for choice in read) <= max(table.COUNTED_PER_SM) * 132
     assert all(table.shared_bytes(shape, choice) < table.SHARED_BYTES for choice in read)
     # 252 bytes of codes and scales a token in two stages, queries, weights, as compiled for sm_90.
     q4_0 = replace(shape, formats=("q4_0",) * 3)
     assert table.shared_bytes(q4_0, DecodeConfig(block_tokens=128, n_stages=3, n_heads=4)) == 74752
+
+
+def test_a_join_that_begins_early_is_timed_after_all_else_where_there_is_a_join() -> None:
+    ways = candidates(SHAPE, 132)
+    plain = [way for way in ways if not way.early_join]
+    assert ways == plain + [replace(way, early_join=True) for way in plain if way.n_splits > 1]
+    assert {way.reading for way in ways} == {way.reading for way in plain}
+    assert not any(way.early_join for way in candidates(replace(SHAPE, arch="sm80"), 132))
+
+
+def test_long_tiles_are_timed_of_numbers_of_narrow_heads() -> None:
+    narrow = replace(SHAPE, formats=("bf16",) * 3, dims=(16, 32, 64), rows=4)
+    for shape, wide in (
+        (narrow, True),
+        (replace(narrow, dims=(16, 64, 64)), False),
+        (replace(narrow, in_fp32=True), False),
+    ):
+        assert any(way.block_tokens == 256 for way in candidates(shape, 132)) == wide
 
 
 def test_a_refreshed_table_is_read_back(only: DecodeConfig) -> None:

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.cache import KVCacheKind, StepContext
 from caramba.infer import Generator
+from caramba.kernels import load
 from caramba.layer import SwiGLULayer
-from caramba.layer.few_rows import FEW_ROWS
+from caramba.layer.few_rows import FEW_ROWS, is_few
 from caramba.layer.joined import joined_weights
 from caramba.model import Model, build_model
 from caramba.ops import backend
@@ -53,9 +54,11 @@ def lively(name: str) -> Model:
 @torch.inference_mode()
 def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tensor, Counter[str]]:
     """The logits of a step behind a prompt, and the ops of that step."""
-    tokens = torch.randint(VOCAB, (batch, 7), generator=torch.Generator().manual_seed(1))
+    weight = model.embedder.token.weight
+    tokens = torch.randint(VOCAB, (batch, 7), generator=torch.Generator().manual_seed(1)).to(weight.device)
+    kind = KVCacheKind.BF16 if weight.dtype == torch.bfloat16 else KVCacheKind.FP32
     with joined_weights(model):
-        ctx = model.new_context(batch, 8, KVCacheKind.FP32, static=True)
+        ctx = model.new_context(batch, 8, kind, static=True)
         with backend.without_kernels("row_linear"):
             model(tokens[:, :-1], ctx)
         behind = StepContext(ctx) if on_device else ctx
@@ -69,7 +72,7 @@ def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tenso
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_gives_the_same_logits_in_fewer_ops(name: str, kernels: None) -> None:
     model = lively(name)
-    for batch, on_device in ((1, True), (FEW_ROWS, True), (1, False)):
+    for batch, on_device in ((1, True), (FEW_ROWS[torch.float32], True), (1, False)):
         logits, ran = step(model, batch, on_device=on_device)
         assert ran["row_linear"] >= 4
         assert ran["rms_norm"] <= 1  # the last one, before the head
@@ -83,7 +86,7 @@ def test_a_step_gives_the_same_logits_in_fewer_ops(name: str, kernels: None) -> 
 
 def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None:
     model = lively("gqa_scaled")
-    assert step(model, FEW_ROWS + 1)[1]["row_linear"] == 0
+    assert step(model, FEW_ROWS[torch.float32] + 1)[1]["row_linear"] == 0
     with torch.autocast("cpu", torch.bfloat16):
         assert step(model)[1]["row_linear"] == 0
     tokens = torch.randint(VOCAB, (1, 2))
@@ -92,6 +95,27 @@ def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None
     loss.backward()
     assert ops.ran["row_linear"] == 0
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@torch.inference_mode()
+def test_numbers_of_16_bits_take_more_rows(dtype: torch.dtype, kernels: None) -> None:
+    most = {torch.bfloat16: 64, torch.float32: 2}.get(dtype, 0)
+    taken = [rows for rows in (1, 2, 3, 63, 64, 65) if is_few(torch.zeros(rows, 1, 4, dtype=dtype))]
+    assert taken == [rows for rows in (1, 2, 3, 63, 64) if rows <= most]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("batch", [1, 3, 8, 33, 64])
+def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
+    load("cuda")
+    model = lively("gqa_scaled").bfloat16().cuda()
+    logits, ran = step(model, batch)
+    assert ran["row_linear"] >= 4
+    with backend.without_kernels("row_linear"):
+        want, _ = step(model, batch)
+    assert float((logits.float() - want.float()).norm() / want.float().norm()) < 0.03
 
 
 def hooked(mlp: SwiGLULayer) -> None:

@@ -32,6 +32,7 @@ def test_other_ranks_than_the_manifest_asks_for_are_refused(monkeypatch: pytest.
         ({"strategy": "fsdp2", "sharding": "NO_SHARD"}, "which is parallel=ddp; use that"),
         ({"strategy": "ddp", "wrap": ("ResidualTopology",)}, "wrap belongs to parallel=fsdp2"),
         ({"strategy": "fsdp2", "find_unused_parameters": True}, "belongs to parallel=ddp"),
+        ({"reduce_dtype": "bfloat16"}, "belongs to parallel=ddp and fsdp2, got parallel=single"),
     ],
 )
 def test_keys_of_another_strategy_are_refused(words: dict[str, object], said: str) -> None:

@@ -20,6 +20,10 @@ from caramba.infer.threads import step_threads
 from caramba.model import Model
 
 RATE_OVER = 32
+PATIENCE = 4
+"""Steps that new prompts wait for others to run with, while more requests queue up than there are slots."""
+FULL = 0.7
+"""Part of `prefill_chunk` with which prompts wait no longer: a forward of few tokens takes long for each of them."""
 
 
 @dataclass
@@ -52,6 +56,8 @@ class Batch:
         self.requests: list[Request | None] = [None] * config.n_slots
         self.stats = EngineStats(n_slots=config.n_slots, cache_kind=self.slots.kind.value)
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
+        self._beside: list[int] = []  # slots whose prompts run beside a step, whole
+        self._n_waited = 0  # steps, of prompts that have not begun
         self._ended: deque[float] = deque(maxlen=RATE_OVER)
 
     @property
@@ -98,12 +104,22 @@ class Batch:
                 ctx.truncate(len(text))
                 self.prefixes.put(text, ctx.state_dict())
 
-    def prefill(self) -> None:
+    def prefill(self, *, is_queueing: bool = False) -> None:
         """Run up to `prefill_chunk` tokens of prompts, the earliest first.
+
+        While others decode and more requests wait for slots (`is_queueing`), few new tokens wait up to `PATIENCE` steps
+        for the prompts of the slots that get free next.
+
+        Whole prompts run beside the next step where a device can: what was launched in the last step begins to decode.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
         """
+        self._join()
+        if is_queueing and self._waits():
+            self._n_waited += 1
+            return
+        self._n_waited = 0
         left = self.config.prefill_chunk
         while n_tokens := self._prefill_together(left):
             left -= n_tokens
@@ -130,28 +146,36 @@ class Batch:
             if is_last:
                 self._order.remove(slot)
 
+    def _waits(self) -> bool:
+        """Whether the prompts that are there are few, new, and have not waited long for others to run with."""
+        if not (self.slots.runs_together and self._order and any(self.slots.is_decoding)):
+            return False
+        waiting = [request for slot in self._order if (request := self.requests[slot]) is not None]
+        n_tokens = sum(len(request.row.prompt) for request in waiting)
+        is_new = not any(request.done for request in waiting)
+        return is_new and self._n_waited < PATIENCE and n_tokens < FULL * self.config.prefill_chunk
+
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
-        group, longest, n_tokens = list[int](), 0, 0
+        group, n_taken, n_tokens = list[int](), 0, 0
         is_first = left == self.config.prefill_chunk
         for slot in self._order if self.slots.runs_together else ():
             request = self.requests[slot]
             assert request is not None
-            width = max(longest, len(request.row.prompt))
             if request.done:
                 break
-            fitting = self.slots.tokens_together(len(group) + 1, width, left, is_first=is_first)
+            in_all = n_taken + len(request.row.prompt)
+            fitting = self.slots.tokens_together(len(group) + 1, in_all, left, is_first=is_first)
             if not fitting:
                 break
             group.append(slot)
-            longest, n_tokens = width, fitting
-        if len(group) < 2 and not (group and self.slots.has_shape(longest)):
+            n_taken, n_tokens = in_all, fitting
+        if len(group) < 2 and not (group and self.slots.has_shape(n_taken)):
             return 0
         taken = [request for slot in group if (request := self.requests[slot]) is not None]
         try:
+            self._join()  # what the last forward left is overwritten
             self.slots.prefill_together(group, [request.row.prompt for request in taken])
-            for slot, request in zip(group, taken, strict=True):
-                self._ready(slot, request)
         except Exception as error:
             for slot in group:
                 self.leave(slot, "error", error)
@@ -160,7 +184,25 @@ class Batch:
             request.done = len(request.row.prompt)
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
+        self._beside = group
+        if not (self.slots.runs_beside and any(self.slots.is_decoding)):
+            self._join()
         return n_tokens
+
+    def _join(self) -> None:
+        """Let the slots whose prompts have been launched decode, once these have run."""
+        group, self._beside = self._beside, []
+        if not group:
+            return
+        try:
+            self.slots.begin(group)
+            for slot in group:
+                request = self.requests[slot]
+                assert request is not None
+                self._ready(slot, request)
+        except Exception as error:
+            for slot in group:
+                self.leave(slot, "error", error)
 
     def _ready(self, slot: int, request: Request) -> None:
         """Let a slot whose prompt has run decode: from here on each step draws for it."""
@@ -213,6 +255,8 @@ class Batch:
 
     def leave(self, slot: int, reason: FinishReason, error: BaseException | None = None) -> None:
         """End a slot's request and overwrite what the slot holds; the request ends even where that fails."""
+        if slot in self._beside:
+            self._join()  # nobody else may have the slot while its prompt runs
         request = self.requests[slot]
         assert request is not None
         try:

@@ -124,7 +124,9 @@ class Engine:
             # Prompts are launched while the device still runs the forward of the rows that decode.
             self.batch.decode()
             self._admit()
-            self.batch.prefill()
+            with self._news:
+                is_queueing = bool(self._queue)
+            self.batch.prefill(is_queueing=is_queueing)
         return not self._is_idle()
 
     def start(self) -> Engine:

@@ -1,164 +1,168 @@
-"""Whole prompts in forwards of a few fixed shapes, which a CUDA device replays without the host."""
+"""Whole prompts, packed into one row of tokens, in forwards of a few sizes, which a CUDA device replays without the
+host."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from caramba.cache import Context
-from caramba.config.kvcache import KVCacheKind
 from caramba.infer.device_steps import Captured, captured, replayed
-from caramba.layer import unplanned_attention
-from caramba.layer.rope import tables_of
+from caramba.layer import StoredDocuments, packed_attention
 from caramba.model import Model
 
-NARROWEST = 64
-"""Tokens of the narrowest row: attention on fewer takes as long."""
-FEWEST = 256
-"""Tokens of the smallest forward: with fewer, reading the weights takes longer than the products."""
-MOST = 2048
-"""Tokens of the largest forward: with more, the device works longer on its kernels than the host launches them."""
+GRAIN = 64
+"""Sizes up to `WHOLE` are multiples of this, as tiles of products are."""
 WHOLE = 512
 """Tokens up to which a prompt runs whole, whatever the chunk: launching a part of it takes longer than running all."""
-Shape = tuple[int, int]
-"""Rows and tokens of a row."""
+MOST = 2048
+"""Tokens of the largest forward: with more, the device works longer on its kernels than the host launches them."""
+SHORTEST = 16
+"""Tokens of a prompt, on average, of which a forward takes as many as it has room for."""
 
 
-def shapes_of(chunk: int, n_slots: int, max_len: int) -> list[Shape]:
-    """Return the shapes of forwards of up to `chunk` tokens, those of fewest tokens first, narrow ones before wide.
+def sizes_of(chunk: int, max_len: int, limit: int | None = None) -> list[int]:
+    """Return the tokens of forwards of up to `chunk`, and beyond it of up to `WHOLE`, for one prompt.
 
-    Tokens double from `FEWEST` up to the chunk or `MOST`, and so do the widths of rows, from `NARROWEST` up to all of
-    a forward's tokens or a slot's: padding at most doubles what a forward or a row runs. Below a chunk of `WHOLE` there
-    are rows of more tokens, one alone.
+    They are multiples of `GRAIN` up to `WHOLE`, and then 5, 6, 7 and 8 quarters of a power of two: padding adds at most
+    a quarter. None is above `MOST`, or the `limit` of a row.
     """
-    shapes = {
-        (min(n_tokens // width, n_slots), width)
-        for n_tokens in _doubled(FEWEST, min(chunk, MOST))
-        for width in _doubled(NARROWEST, min(n_tokens, max_len))
-    }
-    shapes |= {(1, width) for width in _doubled(NARROWEST, min(WHOLE, max_len)) if width > chunk}
-    return sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
-
-
-def _doubled(first: int, last: int) -> Iterator[int]:
-    """Yield first, twice that and so on while it is below `last`, and then `last`."""
-    while first < last:
-        yield first
-        first *= 2
-    yield last
+    most = min(max(chunk, min(WHOLE, max_len)), MOST, MOST if limit is None else limit)
+    sizes = set(range(GRAIN, min(WHOLE, most) + 1, GRAIN)) | {most, *([chunk] if chunk < most else [])}
+    size = WHOLE
+    while size < most:
+        sizes |= {part * size // 4 for part in (5, 6, 7, 8) if part * size // 4 < most}
+        size *= 2
+    return sorted(sizes)
 
 
 class PromptForwards:
-    """Forwards over whole prompts of empty slots, padded on the right where nothing attends to it.
+    """Forwards over whole prompts of empty slots, one after the other in one row of tokens, each attended to by itself.
+    The last one is padded on the right, where nothing attends to it.
 
-    Rows of a shape that no prompt takes repeat the last one that is there, and write what it writes. With
-    `is_captured` every shape is a CUDA graph. The first prompt makes them all, so no later one waits for it, and they
-    share their memory, all but the staged caches, which are there from the beginning. Prompts of any lengths then cost
-    a copy and a replay.
+    With `is_captured` every size is a CUDA graph. The first prompt makes them all, so no later one waits for it, and
+    they share their memory. Prompts of any lengths then cost a copy and a replay, on a stream of their own: they run
+    beside what comes next on the caller's, which may touch neither their slots nor their logits before `wait`.
 
     Attributes:
-        shapes: rows and tokens of a row, those of fewest tokens first.
+        sizes: tokens of a forward, the fewest first.
         captures: graphs that have been made.
     """
 
-    def __init__(
-        self, model: Model, ctx: Context, kind: KVCacheKind, shapes: Sequence[Shape], *, is_captured: bool
-    ) -> None:
+    def __init__(self, model: Model, ctx: Context, sizes: Sequence[int], *, is_captured: bool) -> None:
         self.model, self.ctx = model, ctx
-        self.shapes, self.is_captured = tuple(shapes), is_captured
+        self.sizes, self.is_captured = tuple(sizes), is_captured
         self.captures = 0
+        self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
-        # Where each shape's keys and values are written before they go to their slots. They are made here, so that what
-        # an engine holds is known when it starts, and not among what the runs before a capture allocate on a stream of
-        # their own.
-        self._staged = {shape: model.new_context(*shape, kind, static=True) for shape in self.shapes}
-        self._graphs: dict[Shape, Captured] = {}
-        self._tables: list[object] = []
+        self._graphs: dict[int, Captured] = {}
+        is_cuda = is_captured and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
 
     @property
     def widest(self) -> int:
-        """Tokens of the longest prompt that a shape takes."""
-        return max(width for _, width in self.shapes)
+        """Tokens of the longest prompt that a forward takes."""
+        return self.sizes[-1]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the staged caches."""
-        return sum(staged.nbytes() for staged in self._staged.values())
+    def n_prompts(self, size: int) -> int:
+        """Return how many prompts a forward takes."""
+        return min(self._n_slots, max(1, size // SHORTEST))
 
-    def shape_for(self, n_prompts: int, longest: int, most: int) -> Shape | None:
-        """Return the shape of fewest tokens, at most `most` of them, that so many prompts fit."""
-        for rows, width in self.shapes:
-            if n_prompts <= rows and longest <= width and rows * width <= most:
-                return rows, width
+    def size_for(self, n_prompts: int, n_tokens: int, most: int) -> int | None:
+        """Return the size of fewest tokens, at most `most` of them, that prompts of so many in all fit."""
+        for size in self.sizes:
+            if n_tokens <= size <= most and n_prompts <= self.n_prompts(size):
+                return size
         return None
 
     def run(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Fill slots with prompts, which a shape takes, and return the logits after each, [n, V].
+        """Fill slots with prompts, which a size takes, and return the logits after each, [n, V], for after `wait`.
 
         The next call overwrites them.
         """
-        shape = self.shape_for(len(prompts), max(map(len, prompts)), MOST)
-        assert shape is not None
-        n_rows, width = shape
-        rows = [
-            [slot, len(prompt) - 1, *prompt, *[0] * (width - len(prompt))]
-            for slot, prompt in zip(slots, prompts, strict=True)
-        ]
-        rows += rows[-1:] * (n_rows - len(rows))
-        given = torch.tensor(rows).to(self._device, non_blocking=True)
-        if not self.is_captured:
-            return self._forward(shape, given)[: len(slots)]
+        size = self.size_for(len(prompts), sum(map(len, prompts)), MOST)
+        assert size is not None
         self.capture(slots[0])
-        return replayed(self._graphs[shape], given)[: len(slots)]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            given = torch.tensor(packed(slots, prompts, size, self.n_prompts(size)))
+            given = given.to(self._device, non_blocking=True)
+            if not self.is_captured:
+                return self._forward(size, given)[: len(slots)]
+            return replayed(self._graphs[size], given)[: len(slots)]
+
+    def wait(self) -> None:
+        """Let what comes next on the current stream run after the prompts."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def forget(self) -> None:
         """Drop the graphs: the weights that they read have moved."""
+        if self._stream is not None:
+            self._stream.synchronize()
         self._graphs.clear()
-        self._tables.clear()
 
     def capture(self, slot: int) -> None:
-        """Make the graphs of all shapes where there are none, filling a slot with nothing of worth.
+        """Make the graphs of all sizes where there are none, filling a slot with nothing of worth.
 
         Raises:
             RuntimeError: the device's, for want of memory or of anything else; there are then no graphs.
         """
         if self._graphs or not self.is_captured:
             return
-        # Longer tables of angles may take the place of these, which the graphs go on reading.
-        self._tables = tables_of(self.model)
-        graphs: dict[Shape, Captured] = {}
+        graphs: dict[int, Captured] = {}
         pool = torch.cuda.graph_pool_handle()
-        for shape in self.shapes:
-            given = torch.zeros(shape[0], 2 + shape[1], dtype=torch.int64, device=self._device)
-            given[:, 0] = slot
-            run = functools.partial(self._forward, shape)
-            graphs[shape] = captured(given, run, run, pool)
+        for size in reversed(self.sizes):  # the smaller ones find room in the memory of the largest
+            given = torch.tensor(packed([slot], [[0] * size], size, self.n_prompts(size)))
+            run = functools.partial(self._forward, size)
+            graphs[size] = captured(given.to(self._device), run, run, pool, self._stream)
             self.captures += 1
         self._graphs = graphs
 
-    def _forward(self, shape: Shape, given: Tensor) -> Tensor:
-        """Run rows of a slot, the place of the last token, and tokens, [n, 2 + T], to logits [n, V]."""
-        slots, last, tokens = given[:, 0], given[:, 1], given[:, 2:]
-        staged = self._staged[shape]
-        staged.truncate(0)
-        return fill_slots(self.model, self.ctx, staged, slots, last, tokens)
+    def _forward(self, size: int, given: Tensor) -> Tensor:
+        return fill_slots(self.model, self.ctx, given, self.n_prompts(size))
 
 
-def fill_slots(
-    model: Model, ctx: Context, staged: Context, slots: Tensor, last: Tensor, tokens: Tensor
-) -> Tensor:
-    """Run prompts, padded on the right, over empty staged caches of their width, copy what these hold into slots of
-    `ctx`, and return the logits after each prompt.
+def packed(slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int) -> list[int]:
+    """Return what `fill_slots` reads of prompts in a row of `size` tokens: slots and the places of last tokens, N each,
+    where prompts begin, N + 1, and the tokens. Those of the N that are not there have no tokens."""
+    starts, tokens = [0], list[int]()
+    for prompt in prompts:
+        tokens += prompt
+        starts.append(len(tokens))
+    last = [end - 1 for end in starts[1:]]
+    n_more = n_prompts - len(prompts)
+    starts[-1] = size  # padding goes behind the last prompt, where that one's next tokens overwrite it unread
+    return [
+        *slots,
+        *[slots[-1]] * n_more,
+        *last,
+        *[last[-1]] * n_more,
+        *starts,
+        *[size] * n_more,
+        *tokens,
+        *[0] * (size - len(tokens)),
+    ]
 
-    Shape: slots and the places of last tokens [n], tokens [n, T], int64, to [n, V].
+
+def fill_slots(model: Model, ctx: Context, given: Tensor, n_prompts: int) -> Tensor:
+    """Run prompts into slots of `ctx` and return the logits after each.
+
+    Shape: what `packed` gives, int64, to [N, V].
     """
-    width = tokens.shape[1]
-    with unplanned_attention(tokens.device, tokens.numel() * width):
-        hidden = model.hidden(tokens, staged)
-    for cache, part in zip(ctx.caches, staged.caches, strict=True):
-        for into, values in zip(cache.allocations, part.allocations, strict=True):
-            into[:, :, :width].index_copy_(0, slots, values)
-    return model.logits(hidden[torch.arange(len(last), device=last.device), last])
+    n_tokens = len(given) - 3 * n_prompts - 1
+    slots, last, starts, tokens = given.split_with_sizes([n_prompts, n_prompts, n_prompts + 1, n_tokens])
+    most = ctx.caches[0].allocations[0].shape[2]
+    prompts = StoredDocuments.packed(starts, slots, n_tokens, most, ctx.caches)
+    with packed_attention(given.device, n_tokens):
+        hidden = model.hidden(tokens[None], prompts)
+    return model.logits(hidden[0, last])
+
+
+def batch_size_of(ctx: Context) -> int:
+    """Return the rows of a context."""
+    return ctx.caches[0].allocations[0].shape[0]

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
-from caramba.infer.sampling import draw, uniforms, wide_dtype
-from caramba.ops import likeliest
+from caramba.infer.sampling import uniforms, wide_dtype
+from caramba.ops import draw, drawn, likeliest
 
-Form = tuple[bool, bool, bool]
+Form = tuple[bool, bool, bool, bool]
 
 
 class SlotSampler:
@@ -43,7 +43,8 @@ class SlotSampler:
 
     @property
     def form(self) -> Form:
-        """Whether any slot samples, ranks its tokens, and has a penalty: what a draw has to compute."""
+        """Whether any slot samples, ranks its tokens, drops unlikely ones, and has a penalty: what a draw has
+        to compute."""
         configs = [config for config in self._configs if config is not None]
         return (
             any(config.temperature > 0 for config in configs),
@@ -51,6 +52,7 @@ class SlotSampler:
                 config.temperature > 0 and (config.top_k is not None or config.top_p < 1)
                 for config in configs
             ),
+            any(config.temperature > 0 and config.min_p > 0 for config in configs),
             any(config.repetition_penalty != 1.0 for config in configs),
         )
 
@@ -105,10 +107,12 @@ class SlotSampler:
 
         Shape: logits [B, V] to [B].
         """
-        samples, ranks, penalises = form
+        samples, ranks, drops, penalises = form
         if not samples and not penalises:
             token, logprob = likeliest(logits)
             return self._keep(token, logprob)
+        if not (ranks or drops or penalises):
+            return self._keep(*drawn(logits, self.temperature[:, 0], self._uniform()))
         scores = logits.to(self.temperature.dtype) if samples or penalises else logits
         if penalises and self.seen is not None:
             penalty = self.penalty
@@ -118,12 +122,16 @@ class SlotSampler:
         chosen = scores.argmax(-1)
         if samples:
             is_greedy = self.temperature == 0
-            at = self.drawn.clamp(max=self.uniform.shape[1] - 1)[:, None]
-            drawn = draw(self._probabilities(scores, is_greedy, ranks), self.uniform.gather(1, at)[:, 0])
-            chosen = torch.where(is_greedy[:, 0], chosen, drawn)
+            sampled = draw(self._probabilities(scores, is_greedy, ranks), self._uniform())
+            chosen = torch.where(is_greedy[:, 0], chosen, sampled)
         if penalises and self.seen is not None:
             self.seen.scatter_(1, chosen[:, None], True)
         return self._keep(chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0])
+
+    def _uniform(self) -> Tensor:
+        """Return the random number of every slot's next draw."""
+        at = self.drawn.clamp(max=self.uniform.shape[1] - 1)[:, None]
+        return self.uniform.gather(1, at)[:, 0]
 
     def _keep(self, chosen: Tensor, logprob: Tensor) -> Tensor:
         self.logprob.copy_(logprob)

@@ -24,7 +24,7 @@ from caramba.infer.device_steps import (
     replayed,
     step_refusal,
 )
-from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, shapes_of
+from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, packed, sizes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
@@ -66,19 +66,25 @@ class Slots:
         refused = step_refusal(model, self.ctx, SlotContext)
         self.step = SlotContext(self.ctx) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
+        self._row_limit = model.row_limit()
         self.prompts: PromptForwards | None = None
         if self.form.endswith("graph") and self.runs_together:
-            shapes = shapes_of(config.prefill_chunk, n, config.max_len)
-            self.prompts = PromptForwards(model, self.ctx, self.kind, shapes, is_captured=True)
+            sizes = sizes_of(config.prefill_chunk, config.max_len, self._row_limit)
+            self.prompts = PromptForwards(model, self.ctx, sizes, is_captured=True)
         self.n_weights = n_weights_of(model)
         self.lengths = [0] * n
         self.is_decoding = [False] * n
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
         self.logits: Tensor | None = None
+        self._first: Tensor | None = None  # after the prompts that ran last, [n, V]
         self._run = next_logits
         if self.form.startswith("compiled") and self.step is not None:
             find_angles(model, self.step)
             self._run = compiled_logits(model, n, config.max_len, *form_of(model, self.ctx))
+        # Of more priority than prompts that run beside a step, and so another stream than these were captured on:
+        # libraries keep their working memory by stream, and graphs that run at once may not share it.
+        is_captured = self.form.endswith("graph")
+        self._on = torch.cuda.Stream(self.device, priority=-1) if is_captured else None
         self._next: Graph | None = None
         self._weights: Sequence[Tensor] = ()
         self._places: tuple[int, ...] = ()
@@ -91,21 +97,22 @@ class Slots:
         return self.step is not None and self.step.packed is None
 
     def has_shape(self, n_tokens: int) -> bool:
-        """Whether a whole prompt of so many tokens runs in a forward of fixed shape."""
+        """Whether a whole prompt of so many tokens runs in a forward of fixed size."""
         return self.prompts is not None and n_tokens <= self.prompts.widest
 
-    def tokens_together(self, n_prompts: int, longest: int, most: int, *, is_first: bool = False) -> int:
-        """Return the tokens, at most `most`, of a forward of whole prompts, padding included; 0 where they fit none.
+    def tokens_together(self, n_prompts: int, n_tokens: int, most: int, *, is_first: bool = False) -> int:
+        """Return the tokens, at most `most`, of a forward of whole prompts of `n_tokens` in all, padding included; 0
+        where they fit none.
 
         One prompt that is the first of a step fits all that has a shape.
         """
-        if self.prompts is None or not self.has_shape(longest):
-            n_tokens = n_prompts * longest
+        if self.prompts is None:
+            if self._row_limit is not None:
+                most = min(most, self._row_limit)
             return n_tokens if n_tokens <= most else 0
         if is_first and n_prompts == 1:
             most = max(most, WHOLE)
-        n_rows, width = self.prompts.shape_for(n_prompts, longest, most) or (0, 0)
-        return n_rows * width
+        return self.prompts.size_for(n_prompts, n_tokens, most) or 0
 
     def prefill(self, slot: int, tokens: Sequence[int], *, is_last: bool) -> None:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
@@ -116,23 +123,32 @@ class Slots:
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
 
-    def prefill_together(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Run the whole prompts of empty slots in one forward, padded on the right, where nothing attends to padding.
+    @property
+    def runs_beside(self) -> bool:
+        """Whether `prefill_together` launches what the device may run beside a step."""
+        return self.prompts is not None
 
-        The keys and values of padding lie behind a row's own, where its next tokens overwrite them unread.
-        """
-        longest = max(map(len, prompts))
-        forwards = self._prompt_forwards(slots[0]) if self.has_shape(longest) else None
+    def prefill_together(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Run the whole prompts of empty slots in one forward, packed into one row; they decode after `begin`."""
+        forwards = None if self.prompts is None else self._prompt_forwards(slots[0])
         if forwards is not None:
-            logits = forwards.run(slots, prompts)
+            self._first = forwards.run(slots, prompts)
         else:
-            logits = self._run_padded(slots, prompts, longest)
+            given = self._ids(packed(slots, prompts, sum(map(len, prompts)), len(prompts)))
+            self._first = fill_slots(self.model, self.ctx, given, len(prompts))
         for slot, prompt in zip(slots, prompts, strict=True):
             self.lengths[slot] = len(prompt)
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Let the slots that `prefill_together` was given last decode, on the device when their prompts have run."""
+        assert self._first is not None
+        if self.prompts is not None:
+            self.prompts.wait()
+        logits, self._first = self._first, None
         self._begin(slots, logits)
 
     def _prompt_forwards(self, slot: int) -> PromptForwards | None:
-        """Return the forwards of fixed shapes, captured, over a slot that is filled later; None where they cannot be:
+        """Return the forwards of fixed sizes, captured, over a slot that is filled later; None where they cannot be:
         their memory then goes back, and prompts run as they come from now on."""
         assert self.prompts is not None
         self._follow_weights()
@@ -142,13 +158,6 @@ class Slots:
             self.prompts = None
             logger.warning(f"engine: forwards over prompts cannot be captured, prompts run without: {error}")
         return self.prompts
-
-    def _run_padded(self, slots: Sequence[int], prompts: Sequence[Sequence[int]], longest: int) -> Tensor:
-        """Fill slots with prompts in one forward of their own shape; return the logits after each, [n, V]."""
-        tokens = self._ids([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts])
-        staged = self.model.new_context(len(slots), longest, self.kind, static=True)
-        last = self._ids([len(prompt) - 1 for prompt in prompts])
-        return fill_slots(self.model, self.ctx, staged, self._ids(slots), last, tokens)
 
     def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Fill a slot with what a row held."""
@@ -173,6 +182,7 @@ class Slots:
                     self.logits,
                     lambda given: sampler.choose(given, form),
                     lambda given: trial.choose(given, form),
+                    on=self._on,
                 )
             replayed(self._draws[form], self.logits)
         sampler.send()
@@ -208,9 +218,8 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the cache, that of staged prompts included."""
-        forwards = self.prompts  # the engine's thread may drop them meanwhile
-        return self.ctx.nbytes() + (0 if forwards is None else forwards.nbytes)
+        """Bytes of the cache."""
+        return self.ctx.nbytes()
 
     def row(self, slot: int) -> Context:
         """Return a slot's own context, which counts all tokens that the slot holds."""
@@ -265,7 +274,7 @@ class Slots:
             return
         self._follow_weights()
         if self._next is None:
-            self._next = captured(self.sampler.token, run, trial)
+            self._next = captured(self.sampler.token, run, trial, on=self._on)
             self._hold(step)
         replayed(self._next, self.sampler.token)
 

@@ -15,7 +15,7 @@ class EngineStats:
         prefilled_tokens: prompt tokens that ran through the model; `prefix_tokens` did not have to.
         steps: draws for all decoding rows at once.
         prefix_hits: requests whose beginning was taken from an earlier one.
-        cache_bytes: of all slots and staged prompts, allocated; `prefix_bytes` come besides.
+        cache_bytes: of all slots, allocated; `prefix_bytes` come besides.
         decode: how steps run, see `GenerateConfig.compiled`; `rows` one row after the other.
         not_compiled: why they run otherwise than asked, if so.
     """

@@ -1,4 +1,4 @@
-"""Whole prompts in forwards of fixed shapes: which shapes there are, and that a text is what it would be alone."""
+"""Whole prompts packed in forwards of fixed sizes: which sizes there are, and that a text is what it would be alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from caramba.infer import generate
 from caramba.infer.device_steps import WARM_UPS
-from caramba.infer.engine import Engine, Ticket, prompts
+from caramba.infer.engine import Engine, Ticket, batch, prompts
 from caramba.infer.engine import slots as slots_module
-from caramba.infer.engine.prompts import PromptForwards, shapes_of
+from caramba.infer.engine.prompts import PromptForwards, sizes_of
 from caramba.model import Model, build_model
 from tests.unit.infer.engine.test_engine import run
 from tests.unit.infer.test_generator import sharp
@@ -21,15 +21,13 @@ LENGTHS = (3, 13, 5, 30, 2, 9, 16, 1, 40)
 TEXTS = [[(3 * index + at) % 23 for at in range(n)] for index, n in enumerate(LENGTHS)]
 
 
-def test_shapes_double_up_to_the_chunk_and_the_slots() -> None:
-    assert shapes_of(512, 64, 1024) == [
-        *[(4, 64), (2, 128), (1, 256)],
-        *[(8, 64), (4, 128), (2, 256), (1, 512)],
-    ]
-    assert shapes_of(300, 2, 200) == [(2, 64), (1, 200), (2, 128)]
-    assert shapes_of(16, 3, 32) == [(1, 16), (1, 32)]
-    assert shapes_of(128, 8, 400) == [(2, 64), (1, 128), (1, 256), (1, 400)]
-    assert max(rows * width for rows, width in shapes_of(1 << 20, 64, 1 << 20)) == prompts.MOST
+def test_sizes_are_multiples_of_a_grain_and_then_quarters() -> None:
+    assert sizes_of(512, 1024) == [64, 128, 192, 256, 320, 384, 448, 512]
+    assert sizes_of(256, 1024) == sizes_of(512, 1024), "one prompt of up to 512 runs whole"
+    assert sizes_of(1100, 1024)[7:] == [512, 640, 768, 896, 1024, 1100]
+    assert sizes_of(16, 32) == [16, 32]
+    assert sizes_of(1 << 20, 1 << 20)[-5:] == [1024, 1280, 1536, 1792, prompts.MOST]
+    assert sizes_of(1 << 20, 1 << 20, limit=300) == [64, 128, 192, 256, 300]
 
 
 def submit_all(engine: Engine) -> list[Ticket]:
@@ -51,7 +49,7 @@ def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
 def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a graph be the function that it would hold, run as often before as a capture runs it."""
 
-    def captured(given: torch.Tensor, run: Any, trial: Any, pool: Any) -> Any:
+    def captured(given: torch.Tensor, run: Any, trial: Any, *_: Any) -> Any:
         for _ in range(WARM_UPS):
             trial(given.clone())
         run(given.clone())
@@ -66,31 +64,32 @@ def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
 
-WIDE = [(2, 16), (1, 8), (1, 32), (2, 4), (1, 16), (2, 16)]
-NARROW = [(2, 4), (1, 16), (1, 8), (1, 32), (2, 4), (1, 16), (1, 16), (2, 4)]
+WIDE = [24, 32, 8, 16, 16, 8]
+NARROW = [16, 8, 32, 8, 16, 16, 8, 40]
 
 
 @pytest.mark.parametrize(
     ("name", "chunk", "wanted"),
     # The longest prompt: beyond a chunk of 32 in parts as they are, and whole where 48 tokens are no part to launch.
-    [("gqa_scaled", 32, [*WIDE, (1, 32), (1, 8)]), ("latent_gate", 8, [*NARROW, (1, 48)])],
+    [("gqa_scaled", 32, [*WIDE, 32, 8]), ("latent_gate", 16, NARROW)],
 )
-def test_padded_prompts_give_what_each_gives_alone(
-    name: str, chunk: int, wanted: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+def test_packed_prompts_give_what_each_gives_alone(
+    name: str, chunk: int, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, whole in ((prompts, "WHOLE"), (slots_module, "WHOLE")):
         monkeypatch.setattr(module, whole, 32 if chunk == 32 else 512)
-    monkeypatch.setattr(prompts, "NARROWEST", 4)
-    monkeypatch.setattr(prompts, "FEWEST", 8)
+    monkeypatch.setattr(batch, "PATIENCE", 0)
+    monkeypatch.setattr(prompts, "GRAIN", 8)
+    monkeypatch.setattr(prompts, "SHORTEST", 4)
     model = sharp(transformer(name, repeat=1))
     engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=chunk)
     slots = engine.batch.slots
-    shapes = shapes_of(chunk, 4, 48)
+    sizes = sizes_of(chunk, 48)
     # What a CUDA device captures, here without a graph.
-    is_captured = chunk == 8
+    is_captured = chunk == 16
     if is_captured:
         stand_for_graphs(monkeypatch)
-    slots.prompts = PromptForwards(model, slots.ctx, slots.kind, shapes, is_captured=is_captured)
+    slots.prompts = PromptForwards(model, slots.ctx, sizes, is_captured=is_captured)
     tickets = submit_all(engine)
     ran: list[tuple[int, ...]] = []
     handle = model.embedder.register_forward_hook(lambda _, given, out: ran.append(tuple(given[0].shape)))
@@ -99,12 +98,57 @@ def test_padded_prompts_give_what_each_gives_alone(
     assert [ticket.tokens for ticket in tickets] == alone(model)
     # All graphs are made before the first prompt runs, none later.
     n_made = WARM_UPS + 1 if is_captured else 0
-    made = [shape for shape in shapes for _ in range(n_made)]
-    assert [shape for shape in ran if shape[1] > 1] == [*made, *wanted]
-    assert slots.prompts.captures == (len(shapes) if is_captured else 0)
+    made = [size for size in reversed(sizes) for _ in range(n_made)]
+    found = [shape[1] for shape in ran if shape[1] > 1]
+    assert found == [*made, *wanted]
+    assert slots.prompts.captures == (len(sizes) if is_captured else 0)
     stats = engine.stats()
     assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
-    assert stats.cache_bytes == slots.ctx.nbytes() + slots.prompts.nbytes > slots.ctx.nbytes()
+    assert stats.cache_bytes == slots.ctx.nbytes()
+
+
+def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_for_graphs(monkeypatch)
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=2, max_len=48, prefill_chunk=32)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=True)
+
+    def submit(n_tokens: int, n_new: int, seed: int) -> Ticket:
+        return engine.submit(TEXTS[1][:n_tokens], max_new_tokens=n_new, seed=seed, temperature=0.7)
+
+    first, other = submit(8, 20, 1), submit(5, 3, 2)
+    engine.step()  # nothing decodes, so that there is nothing to run beside
+    assert slots.is_decoding == [True, True]
+    waiting, last = submit(9, 2, 3), submit(4, 2, 4)
+    for _ in range(3):
+        engine.step()
+    assert (len(other.tokens), engine.stats().active, engine.stats().queued) == (3, 2, 1)
+    for _ in range(batch.PATIENCE):  # few tokens, and another request queues up: its slot may come free soon
+        assert slots.lengths[1] == 0
+        engine.step()
+    assert (slots.lengths[1], slots.is_decoding[1], waiting.tokens) == (9, False, ())
+    engine.step()  # beside this one the prompt has run
+    assert (slots.is_decoding[1], waiting.tokens) == (True, ())
+    run(engine)
+    for ticket, n_tokens, seed in ((first, 8, 1), (other, 5, 2), (waiting, 9, 3), (last, 4, 4)):
+        n_new, prompt = len(ticket.tokens), TEXTS[1][:n_tokens]
+        (wanted,) = generate(model, [prompt], seeds=[seed], max_new_tokens=n_new, temperature=0.7)
+        assert ticket.tokens == wanted.tokens
+    # Cancelled while its prompt runs, a request leaves nothing behind, and its slot serves the next one.
+    long, gone = submit(8, 20, 1), submit(9, 9, 3)
+    engine.step()
+    gone.cancel()
+    engine.step()
+    gone = submit(9, 9, 3)
+    engine.step()
+    assert (slots.lengths[1], slots.is_decoding[1]) == (9, False)
+    gone.cancel()
+    late = submit(4, 2, 4)
+    run(engine)
+    assert (long.tokens[:20], late.tokens, gone.tokens) == (first.tokens, last.tokens, ())
 
 
 def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
@@ -120,21 +164,16 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
         return capture(*given)
 
     monkeypatch.setattr(prompts, "captured", captured)
-    monkeypatch.setattr(prompts, "NARROWEST", 16)
-    monkeypatch.setattr(prompts, "FEWEST", 16)
+    monkeypatch.setattr(prompts, "GRAIN", 16)
     model = sharp(transformer("gqa_scaled", repeat=1))
     engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=32)
     slots = engine.batch.slots
-    shapes = shapes_of(32, 4, 48)
-    slots.prompts = PromptForwards(model, slots.ctx, slots.kind, shapes, is_captured=True)
-    # What a start announces is all that the shapes take.
-    staged = sum(model.new_context(*shape, slots.kind, static=True).nbytes() for shape in shapes)
-    assert engine.stats().cache_bytes == slots.ctx.nbytes() + staged
+    sizes = sizes_of(32, 48)
+    slots.prompts = PromptForwards(model, slots.ctx, sizes, is_captured=True)
     tickets = submit_all(engine)
     run(engine)
     assert [ticket.tokens for ticket in tickets] == alone(model)
     assert (len(made), slots.prompts, engine.stats().failed) == (2, None, 0)
-    assert engine.stats().cache_bytes == slots.ctx.nbytes()
     said = " ".join("".join(capsys.readouterr()).split())
     assert said.count("prompts run without: no room for a graph") == 1
 
@@ -143,8 +182,7 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
 def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompts, "NARROWEST", 16)
-    monkeypatch.setattr(prompts, "FEWEST", 16)
+    monkeypatch.setattr(prompts, "GRAIN", 16)
     model = build_model(transformer(name), seed=0)
     wanted = alone(model)
     model = model.cuda()
@@ -158,7 +196,7 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
             run(engine)
             assert [ticket.tokens for ticket in tickets] == wanted
             captures.append(0 if forwards is None else forwards.captures)
-        assert captures == ([6, 6, 6] if compiled else [0, 0, 0])
+        assert captures == ([4, 4, 4] if compiled else [0, 0, 0])
         assert engine.stats().failed == 0
     # Tables of angles that a longer context makes do not take those away that the graphs read.
     model.new_context(1, 4096)
@@ -175,7 +213,7 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
                 ticket.wait()
             assert [ticket.tokens for ticket in tickets] == wanted
         assert threaded.batch.slots.prompts is not None
-        assert threaded.batch.slots.prompts.captures == 6
+        assert threaded.batch.slots.prompts.captures == 4
 
 
 @pytest.mark.gpu
@@ -183,8 +221,7 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
 def test_a_capture_without_memory_leaves_the_prompts_to_run_as_they_come_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prompts, "NARROWEST", 16)
-    monkeypatch.setattr(prompts, "FEWEST", 16)
+    monkeypatch.setattr(prompts, "GRAIN", 16)
     model = build_model(transformer("gqa_scaled"), seed=0)
     wanted = alone(model)
     model = model.cuda()
@@ -192,7 +229,6 @@ def test_a_capture_without_memory_leaves_the_prompts_to_run_as_they_come_on_a_gp
     slots = engine.batch.slots
     forwards, stream = slots.prompts, torch.cuda.current_stream()
     assert forwards is not None
-    assert engine.stats().cache_bytes == slots.ctx.nbytes() + forwards.nbytes > slots.ctx.nbytes()
 
     def exhaust(*_: object) -> None:
         if torch.cuda.is_current_stream_capturing() and forwards.captures == 1:
@@ -205,5 +241,4 @@ def test_a_capture_without_memory_leaves_the_prompts_to_run_as_they_come_on_a_gp
     assert (slots.prompts, forwards.captures, torch.cuda.current_stream()) == (None, 1, stream)
     run(engine)
     assert [ticket.tokens for ticket in tickets] == wanted
-    assert engine.stats().cache_bytes == slots.ctx.nbytes()
     assert "".join(capsys.readouterr()).count("cannot be captured") == 1

@@ -1,0 +1,255 @@
+"""Kernel and launcher of `caramba::row_linear` for 2 to 64 rows: tensor cores take tiles of the weight as they arrive.
+
+A program makes all rows of some columns of the result. Tiles of the weight come through shared memory, several at a
+time on their way, and are read once; those of x come from the cache. Where programs make few columns each warp takes a
+part of every tile's width and the parts are added at the end; where there are too few programs they also share the
+width, and the last one to arrive adds what the others left. Sums have one fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.norm import rms_norm
+from torch import Tensor
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+LINE = tl.constexpr(64)
+"""Numbers of 16 bits in a line of the cache."""
+MOST_TILES = 16384
+"""Tiles of one call whose programs may share the width: a counter each."""
+
+
+class Tile(NamedTuple):
+    """Rows of the weight to a program, numbers of them at a time, warps that share those, programs that share the
+    width, warps, tiles on their way at once."""
+
+    block_n: int
+    block_k: int
+    warps_k: int
+    split: int
+    warps: int
+    stages: int
+    early: int = 0
+
+
+class Product(NamedTuple):
+    """What a tile is chosen by: rows of the result, width, rows of x rounded up, gated or not."""
+
+    n_out: int
+    width: int
+    block_m: int
+    is_gated: bool
+
+
+_measured: dict[Product, Tile] = {}
+NORMED_ROWS = 8
+"""Rows up to which every program normalises them itself: with more, a launch before takes less."""
+
+
+@triton.jit
+def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
+    if IS_WHOLE:
+        return tl.load(ptr, eviction_policy=POLICY)
+    return tl.load(ptr, mask=mask, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _prefetch(ptr):
+    """Ask for lines of memory to be brought into the cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [ptr.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _tiles_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    norm_ptr,
+    y_ptr,
+    parts_ptr,
+    counts_ptr,
+    n_out,
+    width,
+    rows,
+    eps,
+    GATED: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WARPS_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    HALF: tl.constexpr = BLOCK_N // 2
+    PART: tl.constexpr = BLOCK_K // WARPS_K
+    tile, split = tl.program_id(0), tl.program_id(1)
+    i, m = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
+    if GATED:  # half a tile of gate rows, half of up rows
+        n = tl.minimum(tile * HALF + i % HALF, n_out - 1) + (i // HALF) * n_out
+    else:
+        n = tl.minimum(tile * BLOCK_N + i, n_out - 1)
+    row_at = n.to(tl.int64) * width
+    x_row = tl.minimum(m, rows - 1) * width
+    steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT)
+    if WARPS_K > 1:  # a product of [W, N, K / W] and [W, K / W, M]: every warp has one of W
+        part = (tl.arange(0, WARPS_K) * PART)[:, None, None] + tl.arange(0, PART)[None, None, :]
+        k = part + split * steps * BLOCK_K
+        weight_at, x_at = weight_ptr + (row_at[None, :, None] + k), x_ptr + (x_row[None, :, None] + k)
+        acc = tl.zeros((WARPS_K, BLOCK_N, BLOCK_M), tl.float32)
+        squares = tl.zeros((WARPS_K, BLOCK_M), tl.float32)
+    else:
+        k = tl.arange(0, BLOCK_K)[None, :] + split * steps * BLOCK_K
+        weight_at, x_at = weight_ptr + (row_at[:, None] + k), x_ptr + (x_row[:, None] + k)
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        squares = tl.zeros((BLOCK_M,), tl.float32)
+    if EARLY > 0:  # begins while the kernel before still runs: the weight is nobody's result, x may be one
+        line = tl.arange(0, EARLY // LINE) * LINE + split * steps * BLOCK_K
+        _prefetch(weight_ptr + (row_at[:, None] + tl.minimum(line, width - 1)[None, :]))
+        gdc_launch_dependents()
+        gdc_wait()
+    column = tile * HALF + tl.arange(0, HALF) if GATED else tile * BLOCK_N + i
+    at = m[None, :] * n_out + column[:, None]
+    mask = (m < rows)[None, :] & (column < n_out)[:, None]
+    if residual_ptr is not None:
+        held = tl.load(residual_ptr + at, mask=mask, other=0.0)
+    for step in tl.range(0, steps, num_stages=STAGES):
+        by = step * BLOCK_K
+        inside = k + by < width
+        weight = _load(weight_at + by, inside, "evict_first", IS_WHOLE)
+        x = _load(x_at + by, inside, "evict_last", IS_WHOLE)
+        if HAS_NORM:  # by the row's root mean square at the end: it is not known before
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=2 if WARPS_K > 1 else 1)
+            if norm_ptr is not None:
+                gain = _load(norm_ptr + k + by, inside, "evict_last", IS_WHOLE)
+                x = (wide * gain.to(tl.float32)).to(x.dtype)
+        if WARPS_K > 1:
+            acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    y = tl.sum(acc, axis=0) if WARPS_K > 1 else acc
+    if SPLIT > 1:
+        inner = i[:, None] * BLOCK_M + m[None, :]
+        parts = parts_ptr + (tile * SPLIT).to(tl.int64) * (BLOCK_N * BLOCK_M)
+        tl.store(parts + split * (BLOCK_N * BLOCK_M) + inner, y)
+        tl.debug_barrier()  # all of the program's threads have stored before one of them says so
+        if tl.atomic_add(counts_ptr + tile, 1, sem="acq_rel", scope="gpu") != SPLIT - 1:
+            return
+        y = tl.load(parts + inner, cache_modifier=".cg")
+        for other in tl.static_range(1, SPLIT):
+            y += tl.load(parts + other * (BLOCK_N * BLOCK_M) + inner, cache_modifier=".cg")
+        tl.store(counts_ptr + tile, 0)
+    if HAS_NORM:
+        square = tl.sum(squares, axis=0) if WARPS_K > 1 else squares
+        y *= (1.0 / tl.sqrt(square / width + eps))[None, :]
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + n)[:, None].to(tl.float32)
+    y = y.to(DTYPE).to(tl.float32)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(y, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        y = (gate / (1.0 + tl.exp(-gate)) * up).to(DTYPE).to(tl.float32)
+    if residual_ptr is not None:
+        y += held.to(tl.float32)
+    tl.store(y_ptr + at, y.to(DTYPE), mask=mask)
+
+
+_launches = Launches(_tiles_kernel)
+_counters: dict[int, Tensor] = {}
+"""Of each device, what programs that share the width count themselves by: zeros between launches, whose order on one
+stream keeps them apart."""
+
+
+def guessed(product: Product) -> Tile:
+    """Return the tile of a product that nobody has measured."""
+    block_m = product.block_m
+    n_rows = product.n_out * (2 if product.is_gated else 1)
+    if block_m <= 16:
+        return Tile(16 if n_rows < 8192 else 32, 256, 4, 1, 4, 6 if n_rows < 8192 else 4)
+    if n_rows < 8192:
+        return Tile(64, 128, 1, 4, 4, 6 if block_m == 32 else 5)
+    return Tile(128, 64, 1, 1, 4, 8 if block_m == 32 else 7)
+
+
+def tile_of(product: Product) -> Tile:
+    """Return the measured tile of a product, else a guessed one."""
+    return _measured.get(product) or guessed(product)
+
+
+def adopt(entries: dict[Product, Tile]) -> None:
+    """Take tiles as measured; what was launched is chosen anew."""
+    _measured.update(entries)
+    _launches.made.clear()
+
+
+def block_of(rows: int) -> int:
+    """Return how many rows the kernel computes for some of them."""
+    return max(8, 1 << (rows - 1).bit_length())
+
+
+def _counts(x: Tensor) -> Tensor | None:
+    """Return the counters of x's device; none in a graph that is captured before any call made them."""
+    device = x.get_device()
+    counts = _counters.get(device)
+    if counts is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        counts = _counters[device] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+    return counts
+
+
+def row_tiles(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    norm: Tensor | None,
+    eps: float | None,
+    gated: bool,
+    y: Tensor,
+) -> Tensor:
+    """Make `row_linear` of contiguous tensors of 16 bits into y, and return it."""
+    width, n_out = x.shape[-1], y.shape[-1]
+    rows = x.numel() // width
+    block_m = block_of(rows)
+    tile = tile_of(Product(n_out, width, block_m, gated))
+    tiles = -(-n_out // (tile.block_n // 2 if gated else tile.block_n))
+    parts = counts = None
+    if tile.split > 1:
+        counts = _counts(x) if tiles <= MOST_TILES else None
+        if counts is None:
+            tile = tile._replace(split=1)
+        else:
+            n_parts = tiles * tile.split * tile.block_n * block_m
+            parts = torch.empty(n_parts, dtype=torch.float32, device=x.device)
+    if eps is not None and (rows > NORMED_ROWS or tile.split > 1):
+        x, norm, eps = rms_norm(x, norm, eps)[0], None, None
+    dtypes = (x.dtype, dtype_of(norm))
+    absent = (bias is None, residual is None)
+    key = (rows, n_out, width, eps, gated, x.get_device(), dtypes, absent, tile.split)
+    launch = _launches.get(key)
+    if launch is None:
+        is_whole = width % (tile.block_k * tile.split) == 0
+        launch = _launches.add(
+            *(key, (tiles, tile.split), (n_out, width, rows, 0.0 if eps is None else eps)),
+            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages, tile.early),
+            num_warps=tile.warps,
+            **({"launch_pdl": True} if tile.early else {}),
+        )
+    launch(x, weight, bias, residual, norm, y, parts, counts)
+    return y

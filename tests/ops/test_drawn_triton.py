@@ -1,0 +1,58 @@
+"""The Triton kernels of `drawn` on a GPU or, by `test_in_the_interpreter.py`, interpreted."""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.ops.drawn import reference_drawn
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+WIDE = torch.float64
+pytestmark = [
+    *([] if INTERPRETED else [pytest.mark.gpu]),
+    pytest.mark.skipif(HAS_GPU == INTERPRETED, reason="needs a CUDA device, or TRITON_INTERPRET=1 without"),
+]
+SHAPES = [(4, 5), (9, 2500), (4, 1024), *([(64, 128256), (8, 2_000_003)] if HAS_GPU else [])]
+
+
+def launched(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    drawn = importlib.import_module("caramba.kernels.triton.drawn").drawn
+    return drawn(logits, temperature.to(DEVICE), uniform.to(DEVICE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_token_whose_share_holds_the_number(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    # Twice as wide, so that rows do not lie one behind the other.
+    given = (4 * torch.randn(shape[0], 2 * shape[1], generator=generator)).to(DEVICE, dtype)
+    logits = given[:, : shape[1]]
+    logits[:, shape[1] // 2 :: max(1, shape[1] // 5)] = logits.amax()
+    logits[0, 0] = logits[:, -1] = float("-inf")
+    temperature = torch.tensor([0.7, 0.0, 1.0, 40.0], dtype=WIDE).repeat(shape[0])[: shape[0]]
+    for first in (0.0, 1 - 2**-53, None):
+        uniform = torch.rand(shape[0], generator=generator, dtype=WIDE)
+        if first is not None:
+            uniform[:3] = first
+        token, logprob = launched(logits, temperature, uniform)
+        want = reference_drawn(logits.cpu(), temperature, uniform)
+        assert torch.equal(token.cpu(), want[0])
+        torch.testing.assert_close(logprob.cpu(), want[1], rtol=1e-5, atol=1e-5)
+
+
+def test_rows_with_nan_and_parts_of_nothing() -> None:
+    logits = torch.full((4, 2500), float("-inf"), device=DEVICE)
+    logits[0, 2000], logits[1], logits[2], logits[3, 1024:1030] = 0.0, 1.0, 1.0, 2.0
+    logits[1, 7], logits[2, :] = float("nan"), float("nan")
+    temperature = torch.tensor([1.0, 1.0, 0.0, 0.5], dtype=WIDE)
+    token, logprob = launched(logits, temperature, torch.full((4,), 0.5, dtype=WIDE))
+    assert (int(token[0]), float(logprob[0]), int(token[3])) == (2000, 0.0, 1027)
+    assert logprob[1:3].isnan().all()
+    assert ((token >= 0) & (token < 2500)).all()
