@@ -64,7 +64,9 @@ TOGETHER = (
 )
 """The same for heads of quantised streams that are read together."""
 TOGETHER_ROWS = 16
-"""Rows of a product: as many as heads of that many rows together fill it are read together."""
+"""Rows of a product, which heads that are read together fill."""
+MOST_TOGETHER = 4
+"""Heads that are read together at most: the sums of more take too many registers."""
 GROUP_ROWS = 64
 WIDEST_GROUPED = 384
 """Features of both parts up to which three stages of 64 tokens were measured beside the queries, 196 KB in all."""
@@ -215,7 +217,7 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
     if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
         readings += [(GROUP_ROWS, *way) for way in GROUPED]
     ways = []
-    n_heads = TOGETHER_ROWS // _bucket(shape.rows)
+    n_heads = min(MOST_TOGETHER, TOGETHER_ROWS // _bucket(shape.rows))
     if n_heads > 1 and _is_per_head_of_blocks(shape):
         ways += [(n_heads, TOGETHER_ROWS, *way) for way in TOGETHER]
     ways += [(0, *way) for way in readings]

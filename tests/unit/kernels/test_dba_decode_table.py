@@ -93,6 +93,31 @@ def test_the_rule_fills_the_processors_and_never_cuts_finer_than_a_tile(lanes: i
     assert len(set(candidates(shape, 132))) == len(candidates(shape, 132))
 
 
+def test_heads_of_quantised_streams_may_be_read_together() -> None:
+    shape = replace(SHAPE, formats=("q4_0", "q8_0", "q4_0"), dims=(16, 32, 64), rows=4, lanes=64)
+
+    def together(shape: DecodeShape) -> set[int]:
+        return {choice.n_heads for choice in candidates(shape, 132)}
+
+    assert together(shape) == {0, 4}
+    assert together(replace(shape, rows=7)) == {0, 2}
+    assert together(replace(shape, rows=1)) == {0, 4}
+    assert rule(shape, 132).n_heads == 0, "what was measured"
+    for other in (
+        {"rows": 9},
+        {"formats": ("q4_0", "bf16", "q4_0")},
+        {"formats": ("q4_0", "q4_0")},
+        {"in_fp32": True},
+    ):
+        assert together(replace(shape, **other)) == {0}
+    read = [choice for choice in candidates(shape, 132) if choice.n_heads]
+    assert max(choice.n_splits * shape.lanes // 4 for choice in read) <= max(table.COUNTED_PER_SM) * 132
+    assert all(table.shared_bytes(shape, choice) < table.SHARED_BYTES for choice in read)
+    # 252 bytes of codes and scales a token in two stages, queries, weights, as compiled for sm_90.
+    q4_0 = replace(shape, formats=("q4_0",) * 3)
+    assert table.shared_bytes(q4_0, DecodeConfig(block_tokens=128, n_stages=3, n_heads=4)) == 74752
+
+
 def test_a_join_that_begins_early_is_timed_after_all_else_where_there_is_a_join() -> None:
     ways = candidates(SHAPE, 132)
     plain = [way for way in ways if not way.early_join]
@@ -130,6 +155,7 @@ def test_the_shipped_table_can_be_read() -> None:
         ({"block_row": 16}, "unexpected keyword argument 'block_row'"),
         ({"block_tokens": 48}, "block_tokens is 48, expected a power of two"),
         ({"n_splits": 0}, "n_splits is 0, expected a whole number of 1 or more"),
+        ({"n_heads": 3}, "n_heads is 3, expected a power of two"),
         ({"n_registers": -1}, "n_registers is -1, expected a whole number of 0 or more"),
     ],
 )
