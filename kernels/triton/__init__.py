@@ -6,7 +6,6 @@ LAUNCHERS: dict[str, str] = {
     "cross_entropy_rows": "caramba.kernels.triton.cross_entropy_rows:cross_entropy_rows",
     "dba_append": "caramba.kernels.triton.dba_append:dba_append",
     "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",
-    "dba_decode_up": "caramba.kernels.triton.dba_decode_up:dba_decode_up",
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
     "drawn": "caramba.kernels.triton.drawn:drawn",

@@ -92,22 +92,23 @@ def attend(
 ):
     """Take a tile of tokens into the running maximum m, sum l and weighted values, in base-2 logarithms."""
     s = tl.dot(q_sem, tl.trans(sem), input_precision="ieee")
+    g = tl.dot(q_geo, tl.trans(geo), input_precision="ieee")
     if SEM_HALVED:
-        s = tl.dot(q_sem_2, tl.trans(sem_2), s, input_precision="ieee")
-    s = tl.dot(q_geo, tl.trans(geo), s, input_precision="ieee")
+        s += tl.dot(q_sem_2, tl.trans(sem_2), input_precision="ieee")
     if GEO_HALVED:
-        s = tl.dot(q_geo_2, tl.trans(geo_2), s, input_precision="ieee")
+        g += tl.dot(q_geo_2, tl.trans(geo_2), input_precision="ieee")
+    s = (s + g) * LOG2_E
     if MASKED:
         s = tl.where(seen, s, -float("inf"))
-    top = tl.maximum(m, tl.max(s, 1) * LOG2_E)
+    top = tl.maximum(m, tl.max(s, 1))
     finite = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been seen
-    p = tl.exp2(s * LOG2_E - finite[:, None])
+    p = tl.exp2(s - finite[:, None])
     a = tl.exp2(m - finite)
     l = l * a + tl.sum(p, 1)
     p = p.to(v.dtype)
-    acc = tl.dot(p, v, acc * a[:, None], input_precision="ieee")
+    acc = acc * a[:, None] + tl.dot(p, v, input_precision="ieee")
     if V_HALVED:
-        acc_2 = tl.dot(p, v_2, acc_2 * a[:, None], input_precision="ieee")
+        acc_2 = acc_2 * a[:, None] + tl.dot(p, v_2, input_precision="ieee")
     return top, l, acc, acc_2
 
 

@@ -337,22 +337,8 @@ def decoding() -> Iterator[Case]:
         yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)
 
 
-def decoding_up() -> Iterator[Case]:
-    for name, kinds, geo, batch in (
-        ("one row", ("bf16", "bf16"), 256, 1),
-        ("one row, mixed", ("q4_0", "q8_0"), 256, 1),
-        ("tiles of rows", ("bf16", "bf16"), 64, 32),
-    ):
-        streams = [stream(kind, d, batch, 1, 8192, 96) for kind, d in zip(kinds, (128, geo), strict=True)]
-        packed = one(1, dtype=torch.int32) if kinds[0] in BLOCKS else None
-        q = [one(batch, 32, 1, d) for d in (128, geo)]
-        call = (*q, list(kinds), *streams, one(batch, dtype=torch.int32), packed, one(32, 128, 64), 0, 8192)
-        kernels = ("decode_split", "_joined_values_kernel")
-        yield Case("dba_decode_up", name, kernels, lambda a=call: a)
-
-
 FAMILIES = (
     *(norms, norms_with_activations, elementwise, rotations, latent, blocks, optimisers, float8),
-    *(row_products, appended, decoding, decoding_up),
+    *(row_products, appended, decoding),
 )
 CASES = [case for family in FAMILIES for case in family()]

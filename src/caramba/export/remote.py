@@ -44,7 +44,6 @@ NEVER_CALLED = (
     "cos_sin",
     "dba_append",
     "dba_decode",
-    "dba_decode_up",
     "head_values",
     "latent_queries",
     "layer_norm",

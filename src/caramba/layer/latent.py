@@ -297,23 +297,18 @@ class LatentProjection(GatedProjection):
 
     def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
         """Attend in the absorbed form."""
-        names, rows = ("c", "k_geo"), None
+        rows = None
         if self.null_c is not None and self.null_geo is not None:
             rows = self.null_c[None], self.null_geo[None]
-        elif self._is_mapped_by("dba_decode_up", q[0]):
-            return keys.attend_up(*q, names, self.v_up, window=window)
-        return self._up(keys.attend(*q, names, window=window, null=rows))
+        read = keys.attend(*q, ("c", "k_geo"), window=window, null=rows)
+        return self._up(read)
 
     def _up(self, read: Tensor) -> Tensor:
         """Return what heads read of the latent as their values, [B, H, T, R] to [B, H, T, D]."""
-        if self._is_mapped_by("head_values", read):
+        is_plain = type(self.v_up) is nn.Parameter and read.dtype in HALF_PRECISION
+        if is_plain and not torch.is_grad_enabled() and has_kernel("head_values", read):
             return head_values(read.transpose(1, 2), self.v_up).transpose(1, 2)
         return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
-
-    def _is_mapped_by(self, op: str, x: Tensor) -> bool:
-        """Whether an op's kernel makes values of heads out of what they read, which einsum's product copies first."""
-        is_plain = type(self.v_up) is nn.Parameter and x.dtype in HALF_PRECISION
-        return is_plain and not torch.is_grad_enabled() and has_kernel(op, x)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from caramba.ops import StoredStream, dba_decode, dba_decode_up
+from caramba.ops import StoredStream, dba_decode
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,3 @@ class StoredKeys:
             max_seqlen=self.longest,
         )
         return read
-
-    def attend_up(
-        self, q_sem: Tensor, q_geo: Tensor, names: tuple[str, str], v_up: Tensor, *, window: int | None
-    ) -> Tensor:
-        """Return what scaled queries read of a latent, mapped per head by v_up [H, Dsem, D]: [B, H, T, D]."""
-        latent, k_geo = (self.streams[name] for name in names)
-        read = dba_decode_up(
-            q_sem,
-            q_geo,
-            latent,
-            k_geo,
-            self.lengths,
-            v_up,
-            n_packed=self.n_packed,
-            window=window,
-            max_seqlen=self.longest,
-        )
-        return read.transpose(1, 2)

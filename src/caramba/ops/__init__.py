@@ -15,7 +15,6 @@ from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
-from caramba.ops.dba_decode_up import dba_decode_up
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.dequantize import dequantize
 from caramba.ops.drawn import draw, drawn
@@ -55,7 +54,6 @@ __all__ = [
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",
-    "dba_decode_up",
     "dequantize",
     "draw",
     "drawn",

@@ -22,7 +22,6 @@ OPS = (
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",
-    "dba_decode_up",
     "dequantize",
     "drawn",
     "float8_cast",

@@ -10,7 +10,7 @@ from caramba import kernels
 from caramba.cache import KVCacheKind, StepContext
 from caramba.errors import ConfigError
 from caramba.infer.device_steps import compiled_logits, find_angles, next_logits
-from caramba.layer import latent, stored
+from caramba.layer import latent
 from caramba.layer.joined import joined_weights
 from caramba.model import build_model
 from caramba.ops import absorbed_queries, backend, head_values, latent_queries
@@ -68,7 +68,7 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
     seen: list[str] = []
 
     def spy(name: str, op: object) -> object:
-        return lambda *given, **words: (seen.append(name), op(*given, **words))[1]  # type: ignore[operator]
+        return lambda *given: (seen.append(name), op(*given))[1]  # type: ignore[operator]
 
     def stepped() -> Tensor:
         ctx = model.new_context(3, 9, KVCacheKind.FP32, static=True)
@@ -83,7 +83,6 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
     for op in ("absorbed_queries", "head_values"):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "reference")
         monkeypatch.setattr(latent, op, spy(op, getattr(latent, op)))
-    monkeypatch.setattr(stored, "dba_decode_up", spy("dba_decode_up", stored.dba_decode_up))
     monkeypatch.setattr(latent, "has_narrow_queries", lambda *_: True)
     monkeypatch.setattr(latent, "HALF_PRECISION", (torch.float64,))
     with joined_weights(model):
@@ -92,12 +91,6 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
     # A gate weighs the two paths of the queries; what is read has one.
     assert seen.count("absorbed_queries") == (n_steps if name == "latent" else 0)
     assert seen.count("head_values") == n_steps
-    monkeypatch.setitem(backend._attached, ("dba_decode_up", "cpu"), "reference")
-    with joined_weights(model):
-        torch.testing.assert_close(stepped(), wanted, rtol=1e-12, atol=1e-12)
-    # The other has a null key, which attention joins by itself.
-    counts = (seen.count("dba_decode_up"), seen.count("head_values"))
-    assert counts == ((n_steps, n_steps) if name == "latent" else (0, 2 * n_steps))
 
 
 @pytest.mark.gpu
