@@ -31,7 +31,7 @@ LEAST_WORDS = 16
 """Features that a product of keys has at least."""
 
 WordMode = tuple[str, int, int, int, int, int, int, int]
-"""KIND, D, WORDS, E, PHASES, PER_BLOCK, BLOCKS, FIELDS of a stream, see `dba_decode_heads`."""
+"""KIND, D, WORDS, E, PHASES, PER_BLOCK, HEADS, FIELDS of a stream, see `dba_decode_heads`."""
 Mode = tuple[str, int, int, int, int, bool, bool]
 """KIND, D, P, E, SPREAD, HALVED, UNIFORM of a stream, see `dba_decode_tile`."""
 
@@ -446,7 +446,7 @@ def word_mode(kind: str, width: int, n_heads: int) -> WordMode:
     phases = max(1, width // elements)
     blocks = n_heads * width // elements // phases
     per_block = elements // FIELDS[kind]
-    return kind, width, blocks * per_block, elements, phases, per_block, blocks, FIELDS[kind]
+    return kind, width, blocks * per_block, elements, phases, per_block, n_heads, FIELDS[kind]
 
 
 def _capacity(parts: list[Tensor]) -> int:
