@@ -29,13 +29,15 @@ TAIL_TOKENS = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """What calls of one form launch. Without a `join` there is one split, which writes the output itself."""
+    """What calls of one form launch. Without a `join` there is one split, which writes the output itself. With `early`
+    the kernel that follows the splits begins while they end."""
 
     out: tuple[int, ...]
     sums: tuple[int, ...]
     parts: tuple[int, ...]
     split: Launch
     join: Launch | None
+    early: bool
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
@@ -379,6 +381,7 @@ def plan(
         parts=(rows, config.n_splits, v_width),
         split=split,
         join=None if final else join,
+        early=early,
     )
 
 

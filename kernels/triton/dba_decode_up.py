@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from caramba.kernels.triton import dba_decode as decode
+import caramba.kernels.triton.dba_decode as decode
 from caramba.kernels.triton.head_products import head_values
 from caramba.kernels.triton.launch import Launches, form
 from torch import Tensor
@@ -37,14 +37,20 @@ def _joined_values_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    """Rows are (sequence, token), those of the parts (sequence, head, token); sums are in base-2 logarithms."""
+    """Rows are (sequence, token), those of the parts (sequence, head, token); sums are in base-2 logarithms.
+
+    With EARLY it begins while the splits end, and waits until all that they stored can be read.
+    """
     DTYPE: tl.constexpr = y.dtype.element_ty
     head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)
     feature = tl.arange(0, BLOCK_R)
     w_at = weight + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
     w = tl.load(w_at, (feature < R)[:, None] & (column < D)[None, :], other=0.0).to(DTYPE)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # the weight is from before the splits
     if BLOCK_T == 1:
         row = tl.program_id(1).to(tl.int64)
         at = (row // n_tokens * n_heads + head) * n_tokens + row % n_tokens
@@ -116,21 +122,22 @@ def dba_decode_up(
     )
     if not isinstance(found, decode.Plan):
         return found(*given)
+    if found.join is not None:
+        v_up = v_up.contiguous()  # ahead of the splits: the kernel after them may not wait to read it
     parts, part_sums = decode.split(found, q_sem, q_geo, k_sem, k_geo, [], seqlens, n_packed)
     if found.join is None:
         return head_values(parts.transpose(1, 2), v_up)
-    return _joined_values(parts, part_sums, q_sem, v_up)
+    return _joined_values(parts, part_sums, q_sem, v_up, found.early)
 
 
-def _joined_values(parts: Tensor, sums: Tensor, q: Tensor, v_up: Tensor) -> Tensor:
+def _joined_values(parts: Tensor, sums: Tensor, q: Tensor, v_up: Tensor, early: bool) -> Tensor:
     """Join the partial results [rows, splits, R] of queries q [B, H, T, ·] and map them."""
     batch, heads, n_tokens, _ = q.shape
     n_splits, latent, width = parts.shape[1], parts.shape[2], v_up.shape[-1]
     y = q.new_empty((batch, n_tokens, heads, width))
     if y.numel() == 0:
         return y
-    v_up = v_up.contiguous()
-    key = (form(parts), y.shape, y.dtype, v_up.dtype)
+    key = (form(parts), y.shape, y.dtype, v_up.dtype, early)
     launch = _joined.get(key)
     if launch is None:
         rows = batch * n_tokens
@@ -149,8 +156,10 @@ def _joined_values(parts: Tensor, sums: Tensor, q: Tensor, v_up: Tensor) -> Tens
                 max(16, decode.power_of_2(latent)),
                 decode.power_of_2(at_once),
                 block_n,
+                early,
             ),
             num_warps=4,
+            **({"launch_pdl": True} if early else {}),
         )
     launch(parts, sums, v_up, y)
     return y

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.launch import Launches, begins_early, dtype_of
 from caramba.kernels.triton.norm import rms_norm
 from torch import Tensor
 
@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(64)
-"""Numbers of 16 bits in a line of the cache."""
+"""Numbers in a line of the cache."""
 MOST_TILES = 16384
 """Tiles of one call whose programs may share the width: a counter each."""
 
@@ -35,7 +35,6 @@ class Tile(NamedTuple):
     split: int
     warps: int
     stages: int
-    early: int = 0
 
 
 class Product(NamedTuple):
@@ -47,9 +46,10 @@ class Product(NamedTuple):
     is_gated: bool
 
 
-_measured: dict[Product, Tile] = {}
-NORMED_ROWS = 8
-"""Rows up to which every program normalises them itself: with more, a launch before takes less."""
+_tiles: dict[Product, Tile] = {}
+NORMED_ROWS = {torch.bfloat16: 8}
+"""Rows up to which every program normalises them itself: with more, a launch before takes less. It multiplies by the
+norm's weight before it knows the root mean square, for which numbers of fp16 do not reach far enough."""
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _prefetch(ptr):
-    """Ask for lines of memory to be brought into the cache."""
+def prefetch(ptr):
+    """Ask for lines of memory to be brought into the cache that all programs share, where no number gets stale."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -122,7 +122,7 @@ def _tiles_kernel(
         squares = tl.zeros((BLOCK_M,), tl.float32)
     if EARLY > 0:  # begins while the kernel before still runs: the weight is nobody's result, x may be one
         line = tl.arange(0, EARLY // LINE) * LINE + split * steps * BLOCK_K
-        _prefetch(weight_ptr + (row_at[:, None] + tl.minimum(line, width - 1)[None, :]))
+        prefetch(weight_ptr + (row_at[:, None] + tl.minimum(line, width - 1)[None, :]))
         gdc_launch_dependents()
         gdc_wait()
     column = tile * HALF + tl.arange(0, HALF) if GATED else tile * BLOCK_N + i
@@ -189,14 +189,23 @@ def guessed(product: Product) -> Tile:
 
 
 def tile_of(product: Product) -> Tile:
-    """Return the measured tile of a product, else a guessed one."""
-    return _measured.get(product) or guessed(product)
+    """Return the tile of a product as it was adopted, else a guessed one, which stays."""
+    tile = _tiles.get(product)
+    if tile is None:
+        tile = _tiles[product] = guessed(product)
+    return tile
 
 
 def adopt(entries: dict[Product, Tile]) -> None:
     """Take tiles as measured; what was launched is chosen anew."""
-    _measured.update(entries)
+    _tiles.update(entries)
     _launches.made.clear()
+
+
+def ahead(tile: Tile, width: int) -> int:
+    """Return how many numbers of every row are asked for before anything is waited for: a power of two."""
+    wanted = min(tile.block_k * (tile.stages - 1), -(-width // tile.split))
+    return max(1 << (wanted.bit_length() - 1), 64)
 
 
 def block_of(rows: int) -> int:
@@ -237,7 +246,7 @@ def row_tiles(
         else:
             n_parts = tiles * tile.split * tile.block_n * block_m
             parts = torch.empty(n_parts, dtype=torch.float32, device=x.device)
-    if eps is not None and (rows > NORMED_ROWS or tile.split > 1):
+    if eps is not None and (rows > NORMED_ROWS.get(x.dtype, 0) or tile.split > 1):
         x, norm, eps = rms_norm(x, norm, eps)[0], None, None
     dtypes = (x.dtype, dtype_of(norm))
     absent = (bias is None, residual is None)
@@ -245,11 +254,12 @@ def row_tiles(
     launch = _launches.get(key)
     if launch is None:
         is_whole = width % (tile.block_k * tile.split) == 0
+        early = ahead(tile, width) if begins_early(x.get_device()) else 0
         launch = _launches.add(
             *(key, (tiles, tile.split), (n_out, width, rows, 0.0 if eps is None else eps)),
-            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages, tile.early),
+            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages, early),
             num_warps=tile.warps,
-            **({"launch_pdl": True} if tile.early else {}),
+            **({"launch_pdl": True} if early else {}),
         )
     launch(x, weight, bias, residual, norm, y, parts, counts)
     return y

@@ -42,7 +42,9 @@ def test_against_float64(name: str, n_splits: int, monkeypatch: pytest.MonkeyPat
     if n_splits:
         chosen = decode.choose
         monkeypatch.setattr(
-            decode, "choose", lambda *given: decode.replace(chosen(*given), n_splits=n_splits)
+            decode,
+            "choose",
+            lambda *given: decode.replace(chosen(*given), n_splits=n_splits, early_join=n_splits > 3),
         )
     decode.forget_plans()
     for dtype in (torch.float16, *([torch.bfloat16] if HAS_GPU else [])):

@@ -105,11 +105,14 @@ def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], g
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in arguments(rows - 1, width, n_out, gated, dtype=torch.float16).items()
     }
-    wide = {name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()}
+    wide: dict[str, Any] = {
+        name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()
+    }
     want = reference_row_linear(**wide)
     with pytest.MonkeyPatch.context() as patch:
         product = module.Product(n_out, width, rows, gated)
-        patch.setattr(module, "_measured", {product: module.Tile(*tile)})
+        patch.setattr(module, "_tiles", {product: module.Tile(*tile)})
+        patch.setattr(module, "NORMED_ROWS", {torch.float16: 8})
         module.adopt({})
         results = [module.row_tiles(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)]
         error = float((results[0].double() - want).norm() / want.norm())
@@ -117,7 +120,7 @@ def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], g
         assert torch.equal(*results)
         # A row is the same whatever lies beside it.
         one = given | {"x": given["x"][1:2], "residual": given["residual"][1:2]}
-        patch.setitem(module._measured, module.Product(n_out, width, 8, gated), module.Tile(*tile))
+        patch.setitem(module._tiles, module.Product(n_out, width, 8, gated), module.Tile(*tile))
         alone = module.row_tiles(**one, y=torch.empty_like(one["residual"]))
         torch.testing.assert_close(alone, results[0][1:2], rtol=4e-3, atol=4e-3)
     module.adopt({})

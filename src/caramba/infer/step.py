@@ -11,7 +11,7 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
 from caramba.infer.sampling import next_token, uniforms, wide_dtype
-from caramba.ops import likeliest
+from caramba.ops import drawn, has_kernel, likeliest
 
 
 @dataclass
@@ -68,8 +68,8 @@ class StepState:
         self.prompts[:, : prompts.shape[1]].copy_(prompts)
         self.delay.copy_(torch.tensor(lengths) - min(lengths))
         self.uniform.copy_(torch.stack([uniforms(row.seed, self.uniform.shape[1]) for row in rows]))
-        for drawn in (self.tokens, self.logprobs, self.step):
-            drawn.zero_()
+        for counted in (self.tokens, self.logprobs, self.step):
+            counted.zero_()
         self.start.fill_(min(lengths))
         if self.seen is not None:
             seen = torch.zeros(self.seen.shape, dtype=torch.bool)
@@ -114,6 +114,10 @@ class StepState:
             chosen, logprob = likeliest(logits)
             return chosen.unsqueeze(1), logprob.float().unsqueeze(1)
         uniform = (self.uniform if config.temperature == 0 else self.uniform.gather(1, slot))[:, 0]
+        has_filters = config.top_k is not None or config.top_p < 1 or config.min_p > 0
+        if config.temperature > 0 and self.seen is None and not has_filters and has_kernel("drawn", logits):
+            chosen, logprob = drawn(logits, torch.full_like(uniform, config.temperature), uniform)
+            return chosen.unsqueeze(1), logprob.unsqueeze(1)
         chosen = next_token(logits, config, self.seen, uniform)[:, None]
         return chosen, logits.float().log_softmax(-1).gather(1, chosen)
 

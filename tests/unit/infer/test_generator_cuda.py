@@ -38,6 +38,10 @@ def test_the_same_seeds_give_the_text_of_the_cpu(name: str) -> None:
     model = model.cuda()
     here = Generator(model, **VALUES).generate(PROMPTS)
     assert [row.tokens for row in here] == [row.tokens for row in there]
+    plain: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.9}  # a draw of which is one op
+    there_plain = Generator(copy.deepcopy(model).cpu(), **plain).generate(PROMPTS)
+    here_plain = Generator(model, **plain).generate(PROMPTS)
+    assert [row.tokens for row in here_plain] == [row.tokens for row in there_plain]
     lookup = SpeculativeGenerator(model, **VALUES).generate(PROMPTS[1:2], seeds=[1338])
     assert lookup[0].tokens == there[1].tokens
     draft = SpeculativeGenerator(model, draft=model, spec_method="draft", **VALUES)

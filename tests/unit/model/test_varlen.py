@@ -13,10 +13,18 @@ from test_properties import lively
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
-from caramba.errors import KernelUnavailable
-from caramba.layer import AttentionLayer, Documents, attention_backends, documents_path
-from caramba.layer.varlen import VarlenKernel, checked, find_kernel, measured_error, varlen_attention
+from caramba.errors import ConfigError, KernelUnavailable
+from caramba.layer import AttentionLayer, Documents, StoredDocuments, attention_backends, documents_path
+from caramba.layer.varlen import (
+    VarlenKernel,
+    checked,
+    find_kernel,
+    fixed_documents,
+    measured_error,
+    varlen_attention,
+)
 from caramba.runtime import AttentionChoice
 
 CPU = torch.device("cpu")
@@ -33,7 +41,8 @@ def by_sequence(
     places = starts.tolist()
     outputs = []
     for begin, end in pairwise(places):
-        assert begin < end
+        if begin == end:
+            continue
         q, k, v = (x[begin:end].transpose(0, 1) for x in (query, key, value))
         groups = len(q) // len(k)
         ahead = torch.arange(end - begin) - torch.arange(end - begin)[:, None]
@@ -126,6 +135,34 @@ def test_sequences_begin_where_documents_do() -> None:
     assert starts is not None
     assert starts.tolist() == [0, 1, 5, 11, 12, 24, 26, 28, 30, 31, 32, 33, 36]
     assert starts.dtype == torch.int32
+
+
+@pytest.mark.parametrize("kernel", [None, on_cpu(newer)])
+def test_packed_prompts_fill_the_rows_of_a_context(kernel: VarlenKernel | None) -> None:
+    layers = [attention("gqa_scaled"), block("decoupled_gate"), attention("window"), attention("latent")]
+    model = lively(spec(*layers, max_positions=12)).double()
+    tokens = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1))
+    # The third has no tokens; what is behind the fourth's is beyond a row of 5, and goes to its last place.
+    starts, rows = torch.tensor([0, 3, 4, 4, 12]), torch.tensor([2, 0, 3, 1])
+    ctx = model.new_context(4, 5, KVCacheKind.FP32, static=True)
+    ctx.clear()
+    with torch.no_grad(), fixed_documents(kernel):
+        prompts = StoredDocuments.packed(starts, rows, 12, 5, ctx.caches)
+        hidden = model.hidden(tokens[None], prompts)
+        assert next(prompts.caches, None) is None
+        for row, begin, end in ((2, 0, 3), (0, 3, 4), (1, 4, 8)):
+            alone = model.new_context(1, 5, KVCacheKind.FP32, static=True)
+            # A cache of float32 rounds what is attended to.
+            torch.testing.assert_close(
+                hidden[:, begin:end], model.hidden(tokens[None, begin:end], alone), rtol=1e-6, atol=1e-7
+            )
+            for cache, own in zip(ctx.caches, alone.caches, strict=True):
+                for into, wanted in zip(cache.allocations, own.allocations, strict=True):
+                    n_tokens = end - begin
+                    torch.testing.assert_close(into[row, :, :n_tokens], wanted[0, :, :n_tokens])
+        assert not any(memory[3].any() for cache in ctx.caches for memory in cache.allocations)
+        with pytest.raises(ConfigError, match="an attention application has no cache"):
+            model.hidden(tokens[None], prompts)
 
 
 def test_what_needs_a_mask_keeps_it_and_says_so() -> None:
