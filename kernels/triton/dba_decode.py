@@ -10,30 +10,21 @@ from typing import Any
 import torch
 from caramba.kernels.triton.dba_decode_heads import decode_heads
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
+from caramba.kernels.triton.dba_decode_modes import heads_together, mode, power_of_2, word_mode
 from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
-from caramba.kernels.triton.dba_decode_words import FIELDS
 from caramba.kernels.triton.launch import Launch, form
 from torch import Tensor
 
 import triton
 
-BLOCK_ELEMENTS = {"q8_0": 32, "q4_0": 32, "nf4": 64}
 INTERPRETED = triton.knobs.runtime.interpret
 JOIN_FEATURES = 32, 128
 """Features of a program that joins splits: few, so that a step's few rows keep a device busy, and of MANY_ROWS most,
 so that not thousands of programs have to be started for it. Theirs lie in the registers of one warp."""
 MANY_ROWS = 512
 MOST_PLANS = 1024
-
 TAIL_TOKENS = 32
 """Tokens of a tile of tails, which are few: what is read word by word takes registers."""
-LEAST_WORDS = 16
-"""Features that a product of keys has at least."""
-
-WordMode = tuple[str, int, int, int, int, int, int, int]
-"""KIND, D, WORDS, E, PHASES, PER_BLOCK, BLOCKS, FIELDS of a stream, see `dba_decode_heads`."""
-Mode = tuple[str, int, int, int, int, bool, bool]
-"""KIND, D, P, E, SPREAD, HALVED, UNIFORM of a stream, see `dba_decode_tile`."""
 
 
 @dataclass(frozen=True)
@@ -394,71 +385,12 @@ def plan(
     )
 
 
-@functools.cache
-def mode(kind: str, width: int) -> Mode:
-    """Return how a stream of this format and width per head is read.
-
-    SPREAD is the number of scales of a head's token: one where a head lies in one block, one for each block where
-    it is whole blocks, and 0 where neither holds and every element looks its own up.
-    """
-    padded = max(16, power_of_2(width))
-    elements = BLOCK_ELEMENTS.get(kind)
-    if elements is None:
-        return "exact", width, padded, 32, 0, False, False
-    half = elements if kind == "q8_0" else elements // 2
-    spread = 1 if elements % width == 0 else padded // elements if width % elements == 0 else 0
-    halved = kind != "q8_0" and width % elements == 0 and padded >= 32
-    return kind, width, padded, elements, spread, halved, half % width == 0
-
-
 def _with_unit_stride(q: Tensor) -> Tensor:
     return q if q.stride(-1) == 1 else q.contiguous()
 
 
-def heads_together(
-    config: DecodeConfig, kinds: list[str], dims: tuple[int, int, int], kv_heads: int, rows: int
-) -> int:
-    """Return how many key/value heads of `rows` queries each a program reads by words, at most what the config says.
-
-    It is 0 where that is 0 and where they cannot be read so: all streams have to be quantised, heads to be whole blocks or
-    even parts of one, and a phase to have words enough for a product.
-    """
-    n_heads = config.n_heads
-    while n_heads and not (
-        len(kinds) == 3
-        and all(kind in BLOCK_ELEMENTS for kind in kinds)
-        and kv_heads % n_heads == 0
-        and n_heads * rows <= config.block_rows
-        and all(_has_words(kind, d, n_heads) for kind, d in zip(kinds, dims, strict=True))
-    ):
-        n_heads //= 2
-    return n_heads
-
-
-def _has_words(kind: str, width: int, n_heads: int) -> bool:
-    elements = BLOCK_ELEMENTS[kind]
-    if (elements % width and width % elements) or n_heads * width % elements:
-        return False
-    return word_mode(kind, width, n_heads)[2] >= LEAST_WORDS
-
-
-@functools.cache
-def word_mode(kind: str, width: int, n_heads: int) -> WordMode:
-    """Return how `n_heads` heads of this width are read by words of 16 bits, see `dba_decode_heads`."""
-    elements = BLOCK_ELEMENTS[kind]
-    phases = max(1, width // elements)
-    blocks = n_heads * width // elements // phases
-    per_block = elements // FIELDS[kind]
-    return kind, width, blocks * per_block, elements, phases, per_block, blocks, FIELDS[kind]
-
-
 def _capacity(parts: list[Tensor]) -> int:
     return parts[0].shape[2] + (parts[2].shape[2] if len(parts) == 3 else 0)
-
-
-def power_of_2(n: int) -> int:
-    """Return the next power of two; Triton's own is one for its compiler too, at several microseconds a call."""
-    return 1 << (n - 1).bit_length()
 
 
 def ceil_div(a: int, b: int) -> int:

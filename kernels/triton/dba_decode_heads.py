@@ -221,9 +221,9 @@ def decode_heads(
 ):
     """One split of HEADS key/value heads of one sequence, for the GROUP * QUERIES queries of each.
 
-    SEM, GEO and V describe a stream: (KIND, D, WORDS, E, PHASES, PER_BLOCK, BLOCKS, FIELDS). WORDS are those of a phase,
-    PER_BLOCK those of a block; phase f of PHASES is block f of every head, or there is one, of all the BLOCKS that hold
-    the heads. Outputs and ANNOUNCED are those of `decode_split`.
+    SEM, GEO and V describe a stream: (KIND, D, WORDS, E, PHASES, PER_BLOCK, HEADS, FIELDS). WORDS are those of a phase,
+    PER_BLOCK those of a block; phase f of PHASES is block f of every head, or there is one, of all blocks that hold the
+    heads. Outputs and ANNOUNCED are those of `decode_split`.
     """
     V_D: tl.constexpr = V[1]
     V_WORDS: tl.constexpr = V[2]

@@ -61,6 +61,7 @@ TOGETHER = (
     *((128, 4, n_stages, n_registers) for n_stages in (3, 2) for n_registers in (168, 0)),
     *((64, 4, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (128, 168, 0)),
     *((64, 2, n_stages, 0) for n_stages in (2, 3)),
+    (128, 4, 2, 128),
 )
 """The same for heads of quantised streams that are read together."""
 TOGETHER_ROWS = 16
@@ -282,7 +283,7 @@ def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
         stored = 0.0
         for kind, width in zip(shape.formats, shape.dims, strict=True):
             elements, code, scale = BLOCKS[kind]
-            stored += reading.n_heads * width * (code + scale / elements)
+            stored += reading.n_heads * (width * code + max(1, width // elements) * scale)
         return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
     widths = [max(16, _bucket(width)) for width in shape.dims]
     itemsize = 4 if _is_in_fp32(shape) else 2

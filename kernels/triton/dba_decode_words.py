@@ -257,17 +257,23 @@ def row_scales(
     ROWS: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the scale of each row's block of a phase at tokens n, [ROWS, tokens]: rows of a block lie side by side in every eight."""
-    PHASES: tl.constexpr = STREAM[4]
-    BLOCKS: tl.constexpr = STREAM[6]
+    """Load the scale of each row's block of a phase at tokens n, [ROWS, tokens].
+
+    Rows of a head lie side by side in every eight. Heads of one block load its scale each: in 16 bits a copy to shared
+    memory needs two numbers a thread.
+    """
+    D: tl.constexpr = STREAM[1]
+    E: tl.constexpr = STREAM[3]
+    HEADS: tl.constexpr = STREAM[6]
     TOKENS: tl.constexpr = n.shape[0]
-    at = x + (tl.arange(0, BLOCKS) * PHASES + PHASE)[:, None] * s_plane + (n * s_n)[None, :]
+    plane = tl.arange(0, HEADS) * D // E + PHASE
+    at = x + plane[:, None] * s_plane + (n * s_n)[None, :]
     if MASKED:
         some = tl.load(at, ok[None, :], other=0.0)
     else:
         some = tl.load(at)
-    PERIOD: tl.constexpr = 8 if BLOCKS <= 8 else BLOCKS
+    PERIOD: tl.constexpr = 8 if HEADS <= 8 else HEADS
     wide = tl.broadcast_to(
-        some.to(tl.float32)[None, :, None, :], (ROWS // PERIOD, BLOCKS, PERIOD // BLOCKS, TOKENS)
+        some.to(tl.float32)[None, :, None, :], (ROWS // PERIOD, HEADS, PERIOD // HEADS, TOKENS)
     )
     return tl.reshape(wide, (ROWS, TOKENS))

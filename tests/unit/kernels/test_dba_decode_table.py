@@ -113,9 +113,9 @@ def test_heads_of_quantised_streams_may_be_read_together() -> None:
     read = [choice for choice in candidates(shape, 132) if choice.n_heads]
     assert max(choice.n_splits * shape.lanes // 4 for choice in read) <= max(table.COUNTED_PER_SM) * 132
     assert all(table.shared_bytes(shape, choice) < table.SHARED_BYTES for choice in read)
-    # 252 bytes of codes and scales a token in two stages, queries, weights, as compiled for sm_90.
+    # 256 bytes of codes and scales a token in two stages, queries, weights, as compiled for sm_90.
     q4_0 = replace(shape, formats=("q4_0",) * 3)
-    assert table.shared_bytes(q4_0, DecodeConfig(block_tokens=128, n_stages=3, n_heads=4)) == 74752
+    assert table.shared_bytes(q4_0, DecodeConfig(block_tokens=128, n_stages=3, n_heads=4)) == 75776
 
 
 def test_a_join_that_begins_early_is_timed_after_all_else_where_there_is_a_join() -> None:
