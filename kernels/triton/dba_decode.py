@@ -29,15 +29,13 @@ TAIL_TOKENS = 32
 
 @dataclass(frozen=True)
 class Plan:
-    """What calls of one form launch. Without a `join` there is one split, which writes the output itself. With `early`
-    the kernel that follows the splits begins while they end."""
+    """What calls of one form launch. Without a `join` there is one split, which writes the output itself."""
 
     out: tuple[int, ...]
     sums: tuple[int, ...]
     parts: tuple[int, ...]
     split: Launch
     join: Launch | None
-    early: bool
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
@@ -65,48 +63,6 @@ def dba_decode(
     called with the arguments first when their form is a new one: it refuses them, or returns what is to run in place
     of the kernel, or None. The hint of a length counts as the power of two above it, or every step would be a new form.
     """
-    found = planned(
-        q_sem,
-        q_geo,
-        kinds,
-        k_sem,
-        k_geo,
-        v,
-        seqlens,
-        n_packed,
-        null,
-        window,
-        max_seqlen,
-        n_splits,
-        admit,
-    )
-    if not isinstance(found, Plan):
-        return found(
-            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
-        )
-    return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
-
-
-def planned(
-    q_sem: Tensor,
-    q_geo: Tensor,
-    kinds: list[str],
-    k_sem: list[Tensor],
-    k_geo: list[Tensor],
-    v: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-    null: list[Tensor],
-    window: int,
-    max_seqlen: int,
-    n_splits: int,
-    admit: Callable[..., Any] | None,
-    *others: Tensor,
-) -> Plan | Callable[..., Any]:
-    """Return the plan for calls of this form, or what `admit` says is to run instead, which is asked of a new form.
-
-    `others` are tensors of the call that the plan does not depend on, but what is admitted does.
-    """
     hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
     key = (
         (*kinds, window, hint, n_splits),
@@ -118,7 +74,6 @@ def planned(
         *[form(x) for x in k_geo],
         *[form(x) for x in v],
         *[form(x) for x in null],
-        *[form(x) for x in others],
     )
     found = _plans.get(key)
     if found is None:
@@ -133,7 +88,11 @@ def planned(
         if len(_plans) >= MOST_PLANS:
             _plans.clear()
         _plans[key] = found
-    return found
+    if not isinstance(found, Plan):
+        return found(
+            q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
+        )
+    return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
 
 
 def forget_plans() -> None:
@@ -196,38 +155,16 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """Run the op as planned for arguments of this form."""
     q_sem, q_geo = _with_unit_stride(q_sem), _with_unit_stride(q_geo)
-    parts, part_sums = split(plan, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed)
-    if plan.join is None:
-        return parts, part_sums
     out = q_sem.new_empty(plan.out)
     sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
-    if out.numel():
-        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
-        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
-    return out, sums
-
-
-def split(
-    plan: Plan,
-    q_sem: Tensor,
-    q_geo: Tensor,
-    k_sem: list[Tensor],
-    k_geo: list[Tensor],
-    v: list[Tensor],
-    seqlens: Tensor,
-    n_packed: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Run the plan's first kernel: the output and its sums without a `join`, else the parts and theirs."""
-    q_sem, q_geo = _with_unit_stride(q_sem), _with_unit_stride(q_geo)
+    if not out.numel():
+        return out, sums
     if plan.join is None:
-        parts = q_sem.new_empty(plan.out)
-        part_sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
+        parts, part_sums = out, sums
     else:
         # As the output: of what is attention to some of the tokens it can hold as much, and rounds as finely.
         parts = q_sem.new_empty(plan.parts)
         part_sums = seqlens.new_empty(plan.parts[:-1], dtype=torch.float32)
-    if not parts.numel():
-        return parts, part_sums
     values = v or k_sem
     plan.split(
         q_sem,
@@ -247,7 +184,10 @@ def split(
         parts,
         part_sums,
     )
-    return parts, part_sums
+    if plan.join is not None:
+        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
+        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
+    return out, sums
 
 
 def plan(
@@ -381,7 +321,6 @@ def plan(
         parts=(rows, config.n_splits, v_width),
         split=split,
         join=None if final else join,
-        early=early,
     )
 
 

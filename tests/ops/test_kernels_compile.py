@@ -109,15 +109,3 @@ def test_a_join_that_begins_early_waits_before_it_reads() -> None:
     waits, reads = join.asm["ptx"].index("griddepcontrol.wait"), join.asm["ptx"].index("ld.global")
     assert waits < reads
     assert join.metadata.launch_pdl
-
-
-def test_a_join_that_maps_asks_for_its_weight_while_the_splits_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in CASES if case.op == "dba_decode_up" and case.name == "one row")
-    way = module("dba_decode_table").DecodeConfig(block_tokens=16, n_splits=40, early_join=True)
-    monkeypatch.setattr(module("dba_decode"), "choose", lambda *_: way)
-    with hopper() as made:
-        launcher(case.op)(*case.arguments())
-    join = made[1][1]
-    before, after = join.asm["ptx"].split("griddepcontrol.wait")
-    assert 0 < before.count("ld.global") < after.count("ld.global")
-    assert join.metadata.launch_pdl

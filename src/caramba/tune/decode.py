@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -13,11 +14,14 @@ import torch
 
 from caramba.console import logger
 from caramba.ops import STORED, StoredStream, quantize
+from caramba.ops.decode_reference import reference_dba_decode
 from caramba.tune.timing import Timed, time_in_turn
 
 COLD_BYTES = (
     200 * 10**6
 )  # copies of a cache are read in turn until they fill this, over three times an L2 cache
+MOST_ERROR = 0.02  # of a way's results, relative to the reference's
+PROBE_TOKENS = 700
 MOST_BYTES = 0.3  # of a GPU's free memory
 TAIL = 128
 NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -117,8 +121,15 @@ def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[st
     if not times:
         logger.warning(f"tune: the decode kernel does not run {case.name}: {next(iter(refused.values()))}")
         return {}
-    best = min(times, key=lambda name: statistics.median(times[name]))
-    return {shape.key: asdict(ways[best])}
+    small, wanted = _probe(case, device)
+    for name in sorted(times, key=lambda name: statistics.median(times[name])):
+        error = _error(launcher.launch(ways[name], *small, [], 0), wanted)
+        if error <= MOST_ERROR:
+            return {shape.key: asdict(ways[name])}
+        logger.warning(
+            f"tune: {case.name}: {ways[name]} is off by {error:.1e} of what the reference gives and is not taken"
+        )
+    return {}
 
 
 def _call(
@@ -147,15 +158,39 @@ def _copies(case: DecodeCase, device: torch.device) -> list[list[Any]]:
     ]
     seqlens = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device)
     packed = seqlens[:1].clone() if any(kind in STORED for kind in case.kinds) else None
-    copies = []
-    for _ in range(n):
-        streams = [
-            _stored(case, kind, d, device, generator).tensors
-            for kind, d in zip(case.kinds, case.dims, strict=False)
-        ]
-        streams += [[]] * (3 - len(streams))
-        copies.append([*queries, list(case.kinds), *streams, seqlens, packed])
-    return copies
+    return [
+        [*queries, list(case.kinds), *_streams(case, device, generator), seqlens, packed] for _ in range(n)
+    ]
+
+
+def _streams(case: DecodeCase, device: torch.device, generator: torch.Generator) -> list[list[torch.Tensor]]:
+    streams = [
+        _stored(case, kind, d, device, generator).tensors
+        for kind, d in zip(case.kinds, case.dims, strict=False)
+    ]
+    return streams + [[]] * (3 - len(streams))
+
+
+def _probe(case: DecodeCase, device: torch.device) -> tuple[list[Any], Sequence[torch.Tensor]]:
+    """Return the launcher's arguments for few tokens of the case's form, some in tails, and the right results."""
+    small = replace(case, batch=min(case.batch, 2), tokens=min(case.tokens, PROBE_TOKENS))
+    q_sem, q_geo, kinds, *streams, seqlens, packed = _copies(small, device)[0]
+    seqlens[-1] = max(1, small.tokens - 3)
+    if packed is not None:
+        packed -= min(small.tokens // 2, TAIL // 2)
+    k_sem, k_geo, v = streams
+    wanted = reference_dba_decode(
+        q_sem.float(), q_geo.float(), kinds, k_sem, k_geo, v, seqlens, packed, [], 0, 0, 0
+    )
+    return [q_sem, q_geo, kinds, *streams, seqlens, packed], wanted
+
+
+def _error(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """Return the larger relative error of output and sums; of what is no number, infinity."""
+    errors = [
+        float((ours.float() - right).norm() / right.norm()) for ours, right in zip(found, wanted, strict=True)
+    ]
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def _stored(
@@ -171,5 +206,7 @@ def _stored(
     codes, scales = (
         x.transpose(1, 2).expand(case.batch, *(-1,) * (x.dim() - 1)).contiguous() for x in (codes, scales)
     )
-    tail = torch.zeros((case.batch, case.n_kv_heads, TAIL, width), device=device, dtype=torch.bfloat16)
+    tail = torch.randn(
+        (case.batch, case.n_kv_heads, TAIL, width), device=device, dtype=torch.bfloat16, generator=generator
+    )
     return StoredStream(kind, codes, scales[..., None], tail)

@@ -14,6 +14,8 @@ from caramba.tune.timing import Timed, time_in_turn
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process"
 )
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
 CPU = torch.device("cpu")
 LATENT = DecodeCase(("fp32", "fp32"), (16, 16, 16), batch=1, tokens=40, n_heads=2)
 PER_HEAD = DecodeCase(("q4_0", "q8_0", "fp32"), (16, 16, 32), batch=2, tokens=32, n_heads=4, n_kv_heads=2)
@@ -31,6 +33,34 @@ def test_what_was_fastest_is_what_the_kernel_takes() -> None:
     other = {**found[key], "n_splits": 3, "n_warps": 8}
     adopt({key: other})
     assert choose(shape, 4) == DecodeConfig(**other)
+
+
+@pytest.mark.parametrize("case", [LATENT, PER_HEAD], ids=["latent", "per head"])
+@pytest.mark.parametrize("is_any_right", [True, False])
+def test_a_way_that_is_wrong_is_not_taken(
+    case: DecodeCase,
+    is_any_right: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from caramba.kernels.triton import dba_decode as launcher
+    from caramba.kernels.triton import dba_decode_table as table
+
+    right, ways, tried = launcher.launch, table.candidates, []
+    monkeypatch.setattr(table, "candidates", lambda *given: ways(*given)[:2])
+
+    def launch(way: object, *given: object) -> tuple[torch.Tensor, ...]:
+        tried.append(way)
+        out, sums = right(way, *given)
+        is_right = is_any_right and way == tried[0]
+        return out if is_right else out + 0.1 * out.norm() / out.numel() ** 0.5, sums
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    found = tune_case(case, CPU, 0.8)
+    assert len(set(tried)) == 2
+    assert [DecodeConfig(**way) for way in found.values()] == ([tried[0]] if is_any_right else [])
+    if not is_any_right:
+        assert "is off by 1.0e-01 of what the reference gives and is not taken" in capsys.readouterr().err
 
 
 def test_a_way_that_the_gpu_lacks_resources_for_is_refused() -> None:
