@@ -3,7 +3,8 @@
 A program makes all rows of some columns of the result. Tiles of the weight come through shared memory, several at a
 time on their way, and are read once; those of x come from the cache. Where programs make few columns each warp takes a
 part of every tile's width and the parts are added at the end; where there are too few programs they also share the
-width, and the last one to arrive adds what the others left. Sums have one fixed order.
+width, and the last one to arrive adds what the others left. Sums have one fixed order. Rows are normalised by a launch
+before: inside, by every program, it took as long with 8 rows and longer with more.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.norm import rms_norm
 from torch import Tensor
 
@@ -63,9 +64,6 @@ FASTEST = {
 """Tiles by rows of x rounded up, of about 30 each that were timed on an H200 with the products of a 1B model
 (`scripts/bench/row_linear.py --tiles`)."""
 _tiles: dict[Product, Tile] = {}
-NORMED_ROWS = {torch.bfloat16: 8}
-"""Rows up to which every program normalises them itself: with more, a launch before takes less. It multiplies by the
-norm's weight before it knows the root mean square, for which numbers of fp16 do not reach far enough."""
 
 
 @triton.jit
@@ -81,16 +79,13 @@ def _tiles_kernel(
     weight_ptr,
     bias_ptr,
     residual_ptr,
-    norm_ptr,
     y_ptr,
     parts_ptr,
     counts_ptr,
     n_out,
     width,
     rows,
-    eps,
     GATED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -116,12 +111,10 @@ def _tiles_kernel(
         k = part + split * steps * BLOCK_K
         weight_at, x_at = weight_ptr + (row_at[None, :, None] + k), x_ptr + (x_row[None, :, None] + k)
         acc = tl.zeros((WARPS_K, BLOCK_N, BLOCK_M), tl.float32)
-        squares = tl.zeros((WARPS_K, BLOCK_M), tl.float32)
     else:
         k = tl.arange(0, BLOCK_K)[None, :] + split * steps * BLOCK_K
         weight_at, x_at = weight_ptr + (row_at[:, None] + k), x_ptr + (x_row[:, None] + k)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        squares = tl.zeros((BLOCK_M,), tl.float32)
     column = tile * HALF + tl.arange(0, HALF) if GATED else tile * BLOCK_N + i
     at = m[None, :] * n_out + column[:, None]
     mask = (m < rows)[None, :] & (column < n_out)[:, None]
@@ -132,12 +125,6 @@ def _tiles_kernel(
         inside = k + by < width
         weight = _load(weight_at + by, inside, "evict_first", IS_WHOLE)
         x = _load(x_at + by, inside, "evict_last", IS_WHOLE)
-        if HAS_NORM:  # by the row's root mean square at the end: it is not known before
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=2 if WARPS_K > 1 else 1)
-            if norm_ptr is not None:
-                gain = _load(norm_ptr + k + by, inside, "evict_last", IS_WHOLE)
-                x = (wide * gain.to(tl.float32)).to(x.dtype)
         if WARPS_K > 1:
             acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
         else:
@@ -154,9 +141,6 @@ def _tiles_kernel(
         for other in tl.static_range(1, SPLIT):
             y += tl.load(parts + other * (BLOCK_N * BLOCK_M) + inner, cache_modifier=".cg")
         tl.store(counts_ptr + tile, 0)
-    if HAS_NORM:
-        square = tl.sum(squares, axis=0) if WARPS_K > 1 else squares
-        y *= (1.0 / tl.sqrt(square / width + eps))[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n)[:, None].to(tl.float32)
     y = y.to(DTYPE).to(tl.float32)
@@ -238,18 +222,16 @@ def row_tiles(
         else:
             n_parts = tiles * tile.split * tile.block_n * block_m
             parts = torch.empty(n_parts, dtype=torch.float32, device=x.device)
-    if eps is not None and (rows > NORMED_ROWS.get(x.dtype, 0) or tile.split > 1):
-        x, norm, eps = rms_norm(x, norm, eps)[0], None, None
-    dtypes = (x.dtype, dtype_of(norm))
-    absent = (bias is None, residual is None)
-    key = (rows, n_out, width, eps, gated, x.get_device(), dtypes, absent, tile.split)
+    if eps is not None:
+        x = rms_norm(x, norm, eps)[0]
+    key = (rows, n_out, width, gated, x.get_device(), x.dtype, bias is None, residual is None, tile.split)
     launch = _launches.get(key)
     if launch is None:
         is_whole = width % (tile.block_k * tile.split) == 0
         launch = _launches.add(
-            *(key, (tiles, tile.split), (n_out, width, rows, 0.0 if eps is None else eps)),
-            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages),
+            *(key, (tiles, tile.split), (n_out, width, rows)),
+            *(gated, is_whole, block_m, *tile[:4], tile.stages),
             num_warps=tile.warps,
         )
-    launch(x, weight, bias, residual, norm, y, parts, counts)
+    launch(x, weight, bias, residual, y, parts, counts)
     return y

@@ -118,7 +118,6 @@ def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], g
     with pytest.MonkeyPatch.context() as patch:
         product = module.Product(n_out, width, rows, gated)
         patch.setattr(module, "_tiles", {product: module.Tile(*tile)})
-        patch.setattr(module, "NORMED_ROWS", {torch.float16: 8})
         module.adopt({})
         results = [module.row_tiles(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)]
         error = float((results[0].double() - want).norm() / want.norm())
