@@ -21,21 +21,6 @@ def is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-_early: dict[int, bool] = {-1: False}
-
-
-def begins_early(device: int) -> bool:
-    """Whether kernels on a device may begin while the one before on their stream still runs: from Hopper on.
-
-    One that is launched with `launch_pdl` waits, by `gdc_wait`, before it reads what another may have written and
-    before it writes anything itself.
-    """
-    found = _early.get(device)
-    if found is None:
-        found = _early[device] = torch.cuda.get_device_capability(device) >= (9, 0)
-    return found
-
-
 class Launch:
     """A kernel on a grid, with its scalars and constants.
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.launch import Launches, begins_early, dtype_of
-from caramba.kernels.triton.row_tiles import prefetch, row_tiles
+from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.row_tiles import row_tiles
 from torch import Tensor
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 TABLE = Path(__file__).with_name("row_linear_table.json")
 """Tiles that were measured, which `scripts/bench/row_linear.py --tune` writes; others follow from `guessed`."""
@@ -91,7 +90,6 @@ def _kernel(
     IS_WHOLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HAS_BIAS: tl.constexpr = bias_ptr is not None
@@ -99,15 +97,6 @@ def _kernel(
     in_rows = n < n_out
     col = tl.arange(0, BLOCK_K)
     in_width = col < width
-    if EARLY:
-        LINE: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        line = tl.minimum(tl.arange(0, (BLOCK_K + LINE - 1) // LINE) * LINE, width - 1)
-        inside = tl.minimum(n, n_out - 1).to(tl.int64)
-        prefetch(weight_ptr + (inside[:, None] * width + line[None, :]))
-        if GATED:
-            prefetch(weight_ptr + ((inside + n_out)[:, None] * width + line[None, :]))
-        gdc_launch_dependents()
-        gdc_wait()
     # Everything is asked for before anything is waited for: what is small and in the cache, then the weight.
     if ROWS == 1:
         first = _load(x_ptr + col, in_width, IS_WHOLE)
@@ -209,12 +198,10 @@ def row_linear(
         block_n, warps = tile_of(Product(n_out, width, rows, x.element_size(), gated))
         block_k = block_of(width)
         is_whole = block_k == width and n_out % block_n == 0
-        early = begins_early(x.get_device())
         launch = _launches.add(
             *(key, (-(-n_out // block_n),), (n_out, width, 0.0 if eps is None else eps)),
-            *(rows, eps is not None, gated, is_whole, block_n, block_k, early),
+            *(rows, eps is not None, gated, is_whole, block_n, block_k),
             num_warps=warps,
-            **({"launch_pdl": True} if early else {}),
         )
     launch(x, weight.contiguous(), bias, residual, norm, y)
     return y

@@ -3,7 +3,8 @@
 A program makes all rows of some columns of the result. Tiles of the weight come through shared memory, several at a
 time on their way, and are read once; those of x come from the cache. Where programs make few columns each warp takes a
 part of every tile's width and the parts are added at the end; where there are too few programs they also share the
-width, and the last one to arrive adds what the others left. Sums have one fixed order.
+width, and the last one to arrive adds what the others left. Sums have one fixed order. Rows are normalised by a launch
+before: inside, by every program, it took as long with 8 rows and longer with more.
 """
 
 from __future__ import annotations
@@ -11,16 +12,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.launch import Launches, begins_early, dtype_of
+from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.norm import rms_norm
 from torch import Tensor
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LINE = tl.constexpr(64)
-"""Numbers in a line of the cache."""
+PROCESSORS = 132
+"""Multiprocessors of an H200."""
 MOST_TILES = 16384
 """Tiles of one call whose programs may share the width: a counter each."""
 
@@ -46,10 +46,24 @@ class Product(NamedTuple):
     is_gated: bool
 
 
+class Kinds(NamedTuple):
+    """Tiles for weights of many rows, of so few that each multiprocessor has 16 of them, and of some between."""
+
+    many: Tile
+    some: Tile
+    few: Tile
+
+
+MANY = 8192
+FASTEST = {
+    8: Kinds(Tile(64, 128, 1, 1, 4, 4), Tile(16, 256, 4, 1, 4, 6), Tile(16, 256, 4, 1, 4, 9)),
+    16: Kinds(Tile(128, 64, 1, 1, 4, 5), Tile(64, 128, 1, 2, 4, 5), Tile(16, 256, 4, 1, 4, 7)),
+    32: Kinds(Tile(64, 128, 1, 1, 4, 3), Tile(64, 64, 1, 2, 4, 8), Tile(64, 64, 1, 4, 4, 8)),
+    64: Kinds(Tile(64, 128, 1, 1, 4, 3), Tile(64, 128, 1, 2, 4, 6), Tile(64, 128, 1, 4, 4, 6)),
+}
+"""Tiles by rows of x rounded up, of about 30 each that were timed on an H200 with the products of a 1B model
+(`scripts/bench/row_linear.py --tiles`)."""
 _tiles: dict[Product, Tile] = {}
-NORMED_ROWS = {torch.bfloat16: 8}
-"""Rows up to which every program normalises them itself: with more, a launch before takes less. It multiplies by the
-norm's weight before it knows the root mean square, for which numbers of fp16 do not reach far enough."""
 
 
 @triton.jit
@@ -60,34 +74,18 @@ def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def prefetch(ptr):
-    """Ask for lines of memory to be brought into the cache that all programs share, where no number gets stale."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [ptr.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _tiles_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
     residual_ptr,
-    norm_ptr,
     y_ptr,
     parts_ptr,
     counts_ptr,
     n_out,
     width,
     rows,
-    eps,
     GATED: tl.constexpr,
-    HAS_NORM: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -95,7 +93,6 @@ def _tiles_kernel(
     WARPS_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2
@@ -114,17 +111,10 @@ def _tiles_kernel(
         k = part + split * steps * BLOCK_K
         weight_at, x_at = weight_ptr + (row_at[None, :, None] + k), x_ptr + (x_row[None, :, None] + k)
         acc = tl.zeros((WARPS_K, BLOCK_N, BLOCK_M), tl.float32)
-        squares = tl.zeros((WARPS_K, BLOCK_M), tl.float32)
     else:
         k = tl.arange(0, BLOCK_K)[None, :] + split * steps * BLOCK_K
         weight_at, x_at = weight_ptr + (row_at[:, None] + k), x_ptr + (x_row[:, None] + k)
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        squares = tl.zeros((BLOCK_M,), tl.float32)
-    if EARLY > 0:  # begins while the kernel before still runs: the weight is nobody's result, x may be one
-        line = tl.arange(0, EARLY // LINE) * LINE + split * steps * BLOCK_K
-        prefetch(weight_ptr + (row_at[:, None] + tl.minimum(line, width - 1)[None, :]))
-        gdc_launch_dependents()
-        gdc_wait()
     column = tile * HALF + tl.arange(0, HALF) if GATED else tile * BLOCK_N + i
     at = m[None, :] * n_out + column[:, None]
     mask = (m < rows)[None, :] & (column < n_out)[:, None]
@@ -135,12 +125,6 @@ def _tiles_kernel(
         inside = k + by < width
         weight = _load(weight_at + by, inside, "evict_first", IS_WHOLE)
         x = _load(x_at + by, inside, "evict_last", IS_WHOLE)
-        if HAS_NORM:  # by the row's root mean square at the end: it is not known before
-            wide = x.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=2 if WARPS_K > 1 else 1)
-            if norm_ptr is not None:
-                gain = _load(norm_ptr + k + by, inside, "evict_last", IS_WHOLE)
-                x = (wide * gain.to(tl.float32)).to(x.dtype)
         if WARPS_K > 1:
             acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
         else:
@@ -157,9 +141,6 @@ def _tiles_kernel(
         for other in tl.static_range(1, SPLIT):
             y += tl.load(parts + other * (BLOCK_N * BLOCK_M) + inner, cache_modifier=".cg")
         tl.store(counts_ptr + tile, 0)
-    if HAS_NORM:
-        square = tl.sum(squares, axis=0) if WARPS_K > 1 else squares
-        y *= (1.0 / tl.sqrt(square / width + eps))[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n)[:, None].to(tl.float32)
     y = y.to(DTYPE).to(tl.float32)
@@ -178,14 +159,15 @@ stream keeps them apart."""
 
 
 def guessed(product: Product) -> Tile:
-    """Return the tile of a product that nobody has measured."""
-    block_m = product.block_m
-    n_rows = product.n_out * (2 if product.is_gated else 1)
-    if block_m <= 16:
-        return Tile(16 if n_rows < 8192 else 32, 256, 4, 1, 4, 6 if n_rows < 8192 else 4)
-    if n_rows < 8192:
-        return Tile(64, 128, 1, 4, 4, 6 if block_m == 32 else 5)
-    return Tile(128, 64, 1, 1, 4, 8 if block_m == 32 else 7)
+    """Return the tile of a product that nobody has measured: what a product of its kind was fastest by."""
+    n_out, width, block_m, is_gated = product
+    n_rows = n_out * (2 if is_gated else 1)
+    if n_rows >= MANY:
+        return FASTEST[block_m].many
+    is_one_each = -(-n_rows // 16) <= PROCESSORS
+    tile = FASTEST[block_m].few if is_one_each else FASTEST[block_m].some
+    # A program that shares the width takes four tiles of it at least.
+    return tile._replace(split=max(1, min(tile.split, width // (4 * tile.block_k))))
 
 
 def tile_of(product: Product) -> Tile:
@@ -200,12 +182,6 @@ def adopt(entries: dict[Product, Tile]) -> None:
     """Take tiles as measured; what was launched is chosen anew."""
     _tiles.update(entries)
     _launches.made.clear()
-
-
-def ahead(tile: Tile, width: int) -> int:
-    """Return how many numbers of every row are asked for before anything is waited for: a power of two."""
-    wanted = min(tile.block_k * (tile.stages - 1), -(-width // tile.split))
-    return max(1 << (wanted.bit_length() - 1), 64)
 
 
 def block_of(rows: int) -> int:
@@ -246,20 +222,16 @@ def row_tiles(
         else:
             n_parts = tiles * tile.split * tile.block_n * block_m
             parts = torch.empty(n_parts, dtype=torch.float32, device=x.device)
-    if eps is not None and (rows > NORMED_ROWS.get(x.dtype, 0) or tile.split > 1):
-        x, norm, eps = rms_norm(x, norm, eps)[0], None, None
-    dtypes = (x.dtype, dtype_of(norm))
-    absent = (bias is None, residual is None)
-    key = (rows, n_out, width, eps, gated, x.get_device(), dtypes, absent, tile.split)
+    if eps is not None:
+        x = rms_norm(x, norm, eps)[0]
+    key = (rows, n_out, width, gated, x.get_device(), x.dtype, bias is None, residual is None, tile.split)
     launch = _launches.get(key)
     if launch is None:
         is_whole = width % (tile.block_k * tile.split) == 0
-        early = ahead(tile, width) if begins_early(x.get_device()) else 0
         launch = _launches.add(
-            *(key, (tiles, tile.split), (n_out, width, rows, 0.0 if eps is None else eps)),
-            *(gated, eps is not None, is_whole, block_m, *tile[:4], tile.stages, early),
+            *(key, (tiles, tile.split), (n_out, width, rows)),
+            *(gated, is_whole, block_m, *tile[:4], tile.stages),
             num_warps=tile.warps,
-            **({"launch_pdl": True} if early else {}),
         )
-    launch(x, weight, bias, residual, norm, y, parts, counts)
+    launch(x, weight, bias, residual, y, parts, counts)
     return y

@@ -192,13 +192,15 @@ def row_tiles_of(shape: Shape, block_m: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(found))
 
 
-def time_row_tiles(shapes: tuple[Shape, ...], rows: list[int], device: torch.device) -> None:
+def time_row_tiles(
+    shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device
+) -> None:
     """Print the fastest tiles of several rows beside the one that the kernel chooses."""
     module = importlib.import_module("caramba.kernels.triton.row_tiles")
     for shape in shapes:
         n_bytes = shape.n_rows * shape.width * 2
         for n_rows in (n for n in rows if n > 1):
-            some = [made(shape, n_rows, torch.bfloat16, device) for _ in range(n_sets(n_bytes, device))]
+            some = [made(shape, n_rows, dtype, device) for _ in range(n_sets(n_bytes, device))]
             product = module.Product(shape.n_out, shape.width, module.block_of(n_rows), shape.is_gated)
             chosen, found = module.tile_of(product), {}
             for tile in (chosen, *row_tiles_of(shape, product.block_m)):
@@ -275,7 +277,8 @@ def main() -> int:
         if device.type == "cuda":
             write_json(module.TABLE, {"device": torch.cuda.get_device_name(), "tiles": data["tiles"]})
     if words.tiles:
-        time_row_tiles(shapes, [int(n) for n in words.rows.split(",")], device)
+        half = dtype if device.type == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
+        time_row_tiles(shapes, [int(n) for n in words.rows.split(",")], half, device)
     roof = 1e12
     if device.type == "cuda":
         from read_roof import read_roof

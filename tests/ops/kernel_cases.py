@@ -260,7 +260,9 @@ def row_products() -> Iterator[Case]:
             *(None if norm is None else one(width, dtype=norm), 1e-5 if norm is not None else None, gated),
         )
         kernels = ("_tiles_kernel",) if rows > 1 and dtype != F32 else ("_kernel",)
-        kernels = ("_forward_kernel", *kernels) if rows > 8 and norm is not None else kernels
+        kernels = (
+            ("_forward_kernel", *kernels) if kernels == ("_tiles_kernel",) and norm is not None else kernels
+        )
         yield Case("row_linear", name, kernels, lambda a=call: a)
     call = (one(1, 2048), one(4096, 2048), None, None, None, 1e-5, False)
     yield Case("row_linear", "norm without weight", ("_kernel",), lambda: call)

@@ -24,9 +24,13 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # Rows, width, results: odd ones, whole tiles, and on a GPU the shapes of a model of a billion weights.
 SHAPES = [(1, 7, 5), (2, 100, 33), (8, 16, 12), (1, 1030, 1), (19, 144, 70)]
 LARGE = [
-    (rows, *shape)
-    for rows in (1, 2, 4, 8, 16, 33, 64)
-    for shape in ((2048, 3072), (2048, 2048), (8192, 2048), (3000, 8192))
+    (1, 2048, 3072),
+    (1, 8192, 2048),
+    (8, 2048, 2048),
+    (8, 3000, 8192),
+    (16, 2048, 3072),
+    (33, 8192, 2048),
+    (64, 2048, 8192),
 ]
 
 
@@ -39,6 +43,8 @@ def test_the_kernel_against_float64(
     module = importlib.import_module("caramba.kernels.triton.row_linear")
     if shape[0] > MAX_ROWS_FP32 and dtype == torch.float32:
         pytest.skip("the op takes the reference")
+    if shape in LARGE and dtype == torch.float16:
+        pytest.skip("compiled as bfloat16 is")
     if INTERPRETED:
         monkeypatch.setattr(module, "PROGRAMS", 2)  # tiles of many rows, whose last one is not full
     device = "cuda" if HAS_GPU else "cpu"
@@ -112,7 +118,6 @@ def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], g
     with pytest.MonkeyPatch.context() as patch:
         product = module.Product(n_out, width, rows, gated)
         patch.setattr(module, "_tiles", {product: module.Tile(*tile)})
-        patch.setattr(module, "NORMED_ROWS", {torch.float16: 8})
         module.adopt({})
         results = [module.row_tiles(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)]
         error = float((results[0].double() - want).norm() / want.norm())

@@ -16,7 +16,12 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.ops import has_kernel, row_linear, rows_fit, weight_fits
 
 FEW_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 2}
-"""Rows up to which products by `row_linear` are taken, by dtype: with more, they take longer than the library's."""
+"""Rows up to which products by `row_linear` are taken, by dtype.
+
+The four products of a 1B layer with norm, gate and sums take 37 us by it with 1 row on an H200; with 8 rows of 16 bits
+48 by it and 66 by the library, with 32 rows 52 and 68. Numbers of 32 bits have no tensor cores: there arithmetic takes
+longer than reading the weights.
+"""
 
 
 def is_few(x: Tensor) -> bool:

@@ -115,7 +115,7 @@ def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
     assert ran["row_linear"] >= 4
     with backend.without_kernels("row_linear"):
         want, _ = step(model, batch)
-    assert float((logits.float() - want.float()).norm() / want.float().norm()) < 0.03
+    assert float((logits.float() - want.float()).norm() / want.float().norm()) < 0.05
 
 
 def hooked(mlp: SwiGLULayer) -> None:
