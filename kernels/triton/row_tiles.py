@@ -9,6 +9,8 @@ before: inside, by every program, it took as long with 8 rows and longer with mo
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ PROCESSORS = 132
 """Multiprocessors of an H200."""
 MOST_TILES = 16384
 """Tiles of one call whose programs may share the width: a counter each."""
+CAPTURED_FOURS = 2**18
+"""Fours of counters of a device's graphs, 4 MB: a step of 16 layers takes some 500."""
 
 
 class Tile(NamedTuple):
@@ -153,9 +157,12 @@ def _tiles_kernel(
 
 
 _launches = Launches(_tiles_kernel)
-_counters: dict[int, Tensor] = {}
-"""Of each device, what programs that share the width count themselves by: zeros between launches, whose order on one
-stream keeps them apart."""
+_counters: dict[tuple[int, int], Tensor] = {}
+"""Of each device and stream, what programs that share the width count themselves by: zeros between launches, whose
+order on one stream keeps them apart."""
+_captured: dict[int, tuple[Tensor, Iterator[int]]] = {}
+"""Of each device, counters for launches in graphs, each its own, as graphs may be replayed beside each other; with the
+places that are left, in fours."""
 
 
 def guessed(product: Product) -> Tile:
@@ -189,12 +196,23 @@ def block_of(rows: int) -> int:
     return max(8, 1 << (rows - 1).bit_length())
 
 
-def _counts(x: Tensor) -> Tensor | None:
-    """Return the counters of x's device; none in a graph that is captured before any call made them."""
+def _counts(x: Tensor, tiles: int) -> Tensor | None:
+    """Return zeroed counters that no other launch counts by meanwhile; None where there are none left for a graph, or
+    it is captured before any call of its device."""
     device = x.get_device()
-    counts = _counters.get(device)
-    if counts is None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        counts = _counters[device] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if device not in _captured:
+            return None
+        counts, places = _captured[device]
+        taken = list(itertools.islice(places, -(-tiles // 4)))
+        return counts[4 * taken[0] :] if 4 * len(taken) >= tiles else None
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    counts = _counters.get((device, stream))
+    if counts is None:
+        counts = _counters[device, stream] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
+        if device not in _captured:
+            every = torch.zeros(4 * CAPTURED_FOURS, dtype=torch.int32, device=x.device)
+            _captured[device] = every, iter(range(CAPTURED_FOURS))
     return counts
 
 
@@ -216,7 +234,7 @@ def row_tiles(
     tiles = -(-n_out // (tile.block_n // 2 if gated else tile.block_n))
     parts = counts = None
     if tile.split > 1:
-        counts = _counts(x) if tiles <= MOST_TILES else None
+        counts = _counts(x, tiles) if tiles <= MOST_TILES else None
         if counts is None:
             tile = tile._replace(split=1)
         else:

@@ -131,21 +131,26 @@ def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], g
     module.adopt({})
 
 
-def test_a_graph_counts_programs_only_by_counters_that_were_there_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_launches_of_graphs_count_programs_by_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("caramba.kernels.triton.row_tiles")
-    monkeypatch.setattr(module, "_counters", {})
+    for name in ("_counters", "_captured"):
+        monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(module, "CAPTURED_FOURS", 6)
 
     class Captured(Tensor):
         is_cuda = True
 
+    on_gpu = torch.zeros(1).as_subclass(Captured)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert module._counts(torch.zeros(1).as_subclass(Captured)) is None
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    counts = module._counts(torch.zeros(1))
+    assert module._counts(on_gpu, 5) is None, "there were none before the graph"
+    counts = module._counts(torch.zeros(1), 5)
     assert counts is not None
-    assert module._counts(torch.zeros(1)) is counts
+    assert module._counts(torch.zeros(1), 7) is counts
+    places = [module._counts(on_gpu, tiles) for tiles in (5, 1, 13)]
+    assert places[2] is None, "too few are left"
+    held = [place.data_ptr() for place in places[:2]]
+    assert held[1] - held[0] == 8 * 4, "each launch has its own, at sixteen bytes"
+    assert counts.data_ptr() not in held
 
 
 @pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
@@ -174,3 +179,29 @@ def test_graphs_replay_what_calls_make(rows: int) -> None:
         got.zero_()
         graph.replay()
         assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="graphs are of a GPU")
+def test_graphs_beside_each_other_count_apart() -> None:
+    """Programs that share a width count themselves: two graphs, replayed on two streams at once, by counters of each."""
+    module = importlib.import_module("caramba.kernels.triton.row_linear")
+    given = [
+        {name: value.cuda() if isinstance(value, Tensor) else value for name, value in one.items()}
+        for one in (arguments(32, 2048, 2048, gated=False, dtype=torch.bfloat16) for _ in range(2))
+    ]
+    wanted = [module.row_linear(**one) for one in given]
+    graphs, results = [], []
+    for one in given:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results.append([module.row_linear(**one) for _ in range(16)])
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in graphs]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for made, right in zip(results, wanted, strict=True):
+        assert all(torch.equal(one, right) for one in made)
