@@ -27,6 +27,8 @@ class Ground:
 
     Attributes:
         room_bytes: memory that is free for the phase. most: windows of its data, which no batch exceeds.
+        ranks: that train together. rank_bytes: what one holds beyond the process that trials run in, less if negative;
+            it is part of the peaks that are measured.
         dtype: by rule or manifest. compares_dtypes: whether bfloat16 and float32 are held against each other.
         checkpoints: whether there is a graph to checkpoint. compile_modes: beyond no compilation.
     """
@@ -37,6 +39,16 @@ class Ground:
     compares_dtypes: bool = False
     checkpoints: bool = True
     compile_modes: tuple[str, ...] = ("default",)
+    ranks: int = 1
+    rank_bytes: int = 0
+
+    @property
+    def rank_note(self) -> str:
+        """What a peak of several ranks is made of, empty for one."""
+        if self.ranks == 1:
+            return ""
+        sign = "plus" if self.rank_bytes >= 0 else "less"
+        return f", of one process {sign} {_gb(abs(self.rank_bytes))} of what each of {self.ranks} ranks holds"
 
 
 def decide(phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget) -> dict[str, Decision]:
@@ -130,7 +142,7 @@ class _Planner:
                 f"{self.phase.phase}: a step of {trial.candidate} at block_size={self.phase.block_size} does not run "
                 f"in {_gb(self.ground.room_bytes)} of free memory ({trial.refusal}); use a smaller "
                 f"{'block_size' if trial.candidate.batch_size == 1 else 'batch_size'}, "
-                "activation_checkpointing=full, or a smaller model"
+                f"activation_checkpointing=full, or a smaller model{self._by_hand()}"
             )
         way = trial.candidate.activation_checkpointing
         if len(ways) > 1:
@@ -140,6 +152,16 @@ class _Planner:
                 trial.figures(),
             )
         return trial
+
+    def _by_hand(self) -> str:
+        """Say what is left where the ranks would share what one device has no room for."""
+        if self.ground.rank_bytes >= 0:
+            return ""
+        keys = ", ".join(self.phase.measured_keys)
+        return (
+            f"; it is measured in one process with the whole model, which {self.ground.ranks} ranks would share: where "
+            f"that has no room, give {keys} by hand (caramba compile estimates what a rank holds)"
+        )
 
     def _limit(self, way: str, ways: Sequence[str]) -> float:
         threshold = self.phase.activation_checkpoint_threshold
@@ -174,7 +196,7 @@ class _Planner:
         self.decisions["batch_size"] = Decision(
             best.candidate.batch_size,
             f"auto: {kind} within {_gb(self.target)}, "
-            f"{self.phase.memory_utilization:.0%} of what is free (tried {tried})",
+            f"{self.phase.memory_utilization:.0%} of what is free{self.ground.rank_note} (tried {tried})",
             best.figures() | {"samples_per_s": best.samples_per_s, "target_bytes": self.target},
         )
         return best
