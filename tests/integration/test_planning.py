@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +19,9 @@ from torch._dynamo.utils import counters
 from caramba.config.model import ModelSpec
 from caramba.launch.groups import conf_root
 from caramba.model import build_model
+from caramba.runs.events import read_events
 from caramba.topology import checkpoint_topology, compilable_regions
-from tests.integration.commands import SMALL, caramba, only_run
+from tests.integration.commands import SMALL, caramba, environment, only_run
 
 ONE_BLOCK = (
     "model=tiny",
@@ -29,6 +33,7 @@ ONE_BLOCK = (
 )
 SHORT = (*ONE_BLOCK, "train.block_size=64", "train.steps=2", "logger.tensorboard=false")
 LIMIT = 1_500 * 2**20
+RANK_LIMIT = 1_900 * 2**20  # two ranks have their threads and sockets besides
 
 
 def limit() -> None:
@@ -77,6 +82,56 @@ def test_out_of_memory_is_caught_once_with_a_smaller_batch(tmp_path: Path, cache
     assert "127 x 3 sequences a step are as many as before" in decisions["batch_size"]["reason"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
+def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
+    tmp_path: Path, cache: Path
+) -> None:
+    words = [*SHORT, "train.steps=5", "train.batch_size=381", "train.save_every=1", "device=cpu"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "caramba", *words],
+        cwd=tmp_path,
+        # What a step frees goes back to the system, so that the next one has to ask for it again.
+        env=environment(cache) | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not list(tmp_path.glob("runs/*/*/checkpoints/*.state.pt")) and process.poll() is None:
+        time.sleep(0.02)
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmPeak:"))
+    less = peak - 150 * 2**20  # of a step of 381 sequences; one of 127 takes 280 MB less than that
+    resource.prlimit(process.pid, resource.RLIMIT_AS, (less, less))
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, text
+    assert "going on with batch_size=127 x 3" in text
+    events = list(read_events(only_run(tmp_path)))
+    (ran_out,) = [event for event in events if event["event"] == "out_of_memory"]
+    assert ran_out["step"] >= 1
+    (phase,) = json.loads((only_run(tmp_path) / "result.json").read_text())["phases"]
+    assert (phase["steps"], phase["tokens"]) == (5, 5 * 381 * 64)
+    metrics = [event for event in events if event["event"] == "metrics"]
+    assert metrics[-1]["step"] == 5
+    assert len({(row["step"], *row["values"]) for row in metrics}) == len(metrics), (
+        "no step is on record twice"
+    )
+
+
+@pytest.mark.slow
+def test_ranks_start_again_with_a_smaller_batch(tmp_path: Path, cache: Path) -> None:
+    ranks = ("parallel=ddp", "parallel.dp=2", "launcher=torchrun", "device=cpu", "train.batch_size=381")
+    least = partial(resource.setrlimit, resource.RLIMIT_AS, (RANK_LIMIT, RANK_LIMIT))
+    done = caramba([*SHORT, *ranks], tmp_path, cache, preexec_fn=least)
+    said = done.stderr + done.stdout
+    assert done.returncode == 0, said
+    assert "out of memory at step 0 with batch_size=381" in said
+    assert "starting all ranks again with the smaller batch" in said
+    decisions = plan_of(only_run(tmp_path))
+    assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)
+    assert decisions["data_parallel"]["value"] == 2
+
+
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
     done = caramba([*SHORT, "train.batch_size=auto", "plan=off"], tmp_path, cache)
     assert done.returncode == 2
@@ -88,6 +143,14 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
     assert done.returncode == 2
     assert "plan=refrehs: no such file;" in done.stderr
     assert "did you mean 'refresh'?" in done.stderr
+    folder = tmp_path / "none"
+    done = caramba([*SHORT, "train.float8=rowwise", "device=cpu"], tmp_path, folder)
+    assert done.returncode == 2
+    assert (
+        "train.float8=rowwise: the device cpu supports float32, bfloat16, float16; remove float8"
+        in done.stderr
+    )
+    assert not folder.exists(), "refused before the data is read"
 
 
 @pytest.mark.slow
