@@ -103,10 +103,11 @@ def estimate_phase(
     return PhaseEstimate(params, flops, memory)
 
 
-def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread) -> int:
+def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread, *, keeps_whole: bool = False) -> int:
     """Return how much more a rank holds at its peak, less if negative, than one device at the peak of the same step.
 
-    At most: of what ranks share only what is there throughout a step counts.
+    At most: of what ranks share only what is there throughout a step counts. With `keeps_whole` the whole model waits
+    where a rank's part of it trains, on the host.
     """
     if spread.data_ranks * spread.parallel.ranks_per_batch == 1:
         return 0
@@ -114,7 +115,7 @@ def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread) -> int:
     if spread.parallel.is_sharded and phase.phase not in BLOCK_PHASES:
         part = estimate_phase(phase, trained, None, spread=spread).memory
         kept = part.weights_bytes + part.optimizer_bytes + part.gathered_bytes
-        return kept - whole.weights_bytes - whole.optimizer_bytes
+        return kept - whole.optimizer_bytes - (0 if keeps_whole else whole.weights_bytes)
     if phase.lora is not None:  # gradients of a few percent of the weights
         return 0
     if phase.phase in BLOCK_PHASES or phase.has_16_bit_weights:

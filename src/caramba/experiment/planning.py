@@ -248,7 +248,7 @@ def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.
     return Ground(
         room_bytes=free_bytes(device, sharers),
         most=most,
-        rank_bytes=_rank_bytes(session, run, phase),
+        rank_bytes=_rank_bytes(session, run, phase, device),
         ranks=get_world_size(),
         dtype=base.value("dtype"),
         compares_dtypes=_leaves_precision(phase) and base.value("dtype") == "bfloat16",
@@ -259,7 +259,7 @@ def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.
     )
 
 
-def _rank_bytes(session: Session, run: RunConfig, phase: PhaseConfig) -> int:
+def _rank_bytes(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.device) -> int:
     """Return how much more a rank holds than the one process that the step is measured in."""
     if get_world_size() == 1:
         return 0
@@ -268,7 +268,9 @@ def _rank_bytes(session: Session, run: RunConfig, phase: PhaseConfig) -> int:
     if run.exp is not None:
         spec = variant(session.manifest.model, run.exp)
     nodes = max(1, get_world_size() // get_local_world_size())
-    return rank_bytes(phase, model_cost(spec), Spread(session.manifest.parallel, session.data_ranks, nodes))
+    spread = Spread(session.manifest.parallel, session.data_ranks, nodes)
+    # A trial on a CPU counts what is taken beyond its model, and there a sharded one waits beside its parts.
+    return rank_bytes(phase, model_cost(spec), spread, keeps_whole=device.type == "cpu")
 
 
 def _leaves_precision(phase: PhaseConfig) -> bool:

@@ -48,8 +48,8 @@ class Ground:
         """What a peak of several ranks is made of, empty for one."""
         if self.ranks == 1:
             return ""
-        sign = "plus" if self.rank_bytes >= 0 else "less"
-        return f", of one process {sign} {_gb(abs(self.rank_bytes))} of what each of {self.ranks} ranks holds"
+        how = ("plus", "add") if self.rank_bytes >= 0 else ("less", "share")
+        return f", a peak being one process's {how[0]} {_gb(abs(self.rank_bytes))} that {self.ranks} ranks {how[1]}"
 
 
 def decide(phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget) -> dict[str, Decision]:

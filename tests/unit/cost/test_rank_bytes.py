@@ -39,5 +39,8 @@ def test_fsdp2_takes_off_what_other_ranks_hold_throughout_a_step(cost: ModelCost
     assert two == -kept + 12 * -(-cost.params // 2) + gathered
     assert -kept < many < two < 0 < gathered < kept
     assert beyond(cost, 2, {"phase": "blockwise"}, strategy="fsdp2", dp=2) > 0
+    phase = PhaseConfig(phase="pretrain", steps=9)
+    spread = Spread(ParallelConfig(strategy="fsdp2", dp=2), 2)
+    assert rank_bytes(phase, cost, spread, keeps_whole=True) == two + 4 * cost.params
     sgd = beyond(cost, 2, {"optimizer": "sgd"}, strategy="fsdp2", dp=2)
     assert sgd == two + 4 * (cost.params - -(-cost.params // 2))

@@ -116,7 +116,7 @@ def test_several_ranks_say_what_their_peaks_are_made_of() -> None:
     ground = Ground(150, 9, "float32", ranks=2, rank_bytes=-60 * 10**9)
     phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": "auto"})
     found = decide(phase, Ground(200, 9, "float32", ranks=2, rank_bytes=10**9), measure, Budget())
-    assert "free, of one process plus 1.00 GB of what each of 2 ranks holds" in found["batch_size"].reason
+    assert "free, a peak being one process's plus 1.00 GB that 2 ranks add" in found["batch_size"].reason
     with pytest.raises(OutOfMemory, match=r"which 2 ranks would share: .* give batch_size by hand"):
         decide(phase, replace(ground, room_bytes=100), measure, Budget())
 
