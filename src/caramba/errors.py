@@ -55,6 +55,12 @@ class OutOfMemory(CarambaError):  # noqa: N818 - says what happened
         self.step, self.is_clean = step, is_clean
 
 
+class BatchReduced(OutOfMemory):
+    """Memory ran out on one of several ranks; plan.json has a smaller batch, for all of them to be started again."""
+
+    exit_status = 79  # one that nothing else of a run ends with, for who started the ranks
+
+
 class VerificationFailed(CarambaError):  # noqa: N818 - as above
     """A verification with `fail_fast: true` crossed its threshold."""
 

@@ -52,7 +52,7 @@ def test_parts_are_measured_once_and_said(
     assert training.musts_of("bf16", 2048, {"transformers": 0.985}) == [slower]
 
 
-def test_recipes_of_float8_take_turns_and_the_best_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_of_float8_take_turns_and_the_trainers_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchao")
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
     sides, turns, float8, sections = (
@@ -77,14 +77,24 @@ def test_recipes_of_float8_take_turns_and_the_best_is_held(monkeypatch: pytest.M
     found = float8.float8_of(ran, made, "bf16", "rowwise")
     ours, theirs = list(found["over_bf16"].items())[1:]
     assert (ours[1], theirs[1]) == (2.9 / 2.0, 2.9 / 4.0)
-    assert found["musts"] == [{"over": "bf16", "limit": 1.15, "got": 2.9 / 2.0, "by": ours[0]}]
+    through_trainer = "caramba with float8=rowwise"
+    assert found["musts"] == [{"over": "bf16", "limit": 1.15, "got": 2.9 / 3.0, "by": through_trainer}]
     assert found["losses"][ours[0]] == found["losses"][theirs[0]], "the same numbers"
     assert 0 < abs(found["loss_change"][ours[0]]) < 0.01
     part = {"part": "fp8", "batch": 1, "tokens": 16, "clip": None, "steps_a_turn": 1, "ratios": {}, **found}
     rows = turns.rows_of(ran, 1.0, None)
     page = "\n".join(sections._beside(part | {"rows": rows}))
     assert "float8 rowwise, cast by kernels **1.450x**" in page
-    assert "1.450 over bf16, by float8 rowwise, cast by kernels (must 1.15): met" in page
+    assert "0.967 over bf16, by caramba with float8=rowwise (must 1.15): **missed**" in page
+
+
+def test_a_ratio_of_two_optimisers_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    sections = importlib.import_module("sections_training")
+    musts = [{"over": name, "limit": 0.98, "got": 1.004} for name in ("bare loop", "our model bare")]
+    both = "1.004 over bare loop (must 0.98): met; 1.004 over our model bare (must 0.98): "
+    assert sections._verdicts({"musts": musts}) == ["", f"{both}not comparable."]
+    assert sections._verdicts({"musts": musts, "bare_optimizer": "ours"}) == ["", f"{both}met."]
 
 
 def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from caramba.runs.events import read_events
 from tests.integration.commands import SMALL, caramba, only_run
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "scaling.py"
@@ -102,3 +103,22 @@ def test_a_step_split_over_two_gpus_gives_the_losses_of_one(tmp_path: Path) -> N
         assert row["losses"] == pytest.approx(one["losses"], abs=WITHIN)
         # In a few steps losses hardly show that some weights are not trained.
         assert row["grad_norms"] == pytest.approx(one["grad_norms"], rel=WITHIN)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_batch_that_was_planned_fits_on_every_rank(strategy: str, tmp_path: Path, cache: Path) -> None:
+    words = (
+        *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none", "launcher=torchrun"),
+        *("device=cuda", f"parallel={strategy}", "parallel.dp=2", "settings.instrument=none", *SMALL),
+        *("train.batch_size=auto", "train.steps=24", "train.block_size=256", "plan=refresh"),
+        *("model.topology.layers.0.repeat=24", "train.memory_utilization=0.02"),
+    )
+    done = caramba(list(words), tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = only_run(tmp_path)
+    planned = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]["batch_size"]
+    assert f"that 2 ranks {'add' if strategy == 'ddp' else 'share'}" in planned["reason"]
+    (speed,) = [item for item in read_events(run) if item["event"] == "speed"]
+    assert speed["peak_bytes"] <= 1.1 * planned["measured"]["target_bytes"]

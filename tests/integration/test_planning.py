@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import resource
+import subprocess
+import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +22,9 @@ from torch._dynamo.utils import counters
 from caramba.config.model import ModelSpec
 from caramba.launch.groups import conf_root
 from caramba.model import build_model
+from caramba.runs.events import read_events
 from caramba.topology import checkpoint_topology, compilable_regions
-from tests.integration.commands import SMALL, caramba, only_run
+from tests.integration.commands import SMALL, caramba, environment, only_run
 
 ONE_BLOCK = (
     "model=tiny",
@@ -77,6 +84,66 @@ def test_out_of_memory_is_caught_once_with_a_smaller_batch(tmp_path: Path, cache
     assert "127 x 3 sequences a step are as many as before" in decisions["batch_size"]["reason"]
 
 
+def process_of_rank(folder: Path, rank: int) -> int:
+    """Return the process id of a rank of the run in `folder`, from what the kernel says of it."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours to look at
+            variables = (place / "environ").read_text().split("\0")
+            names = {item.partition("=")[0] for item in variables}
+            is_rank = f"RANK={rank}" in variables and "TORCHELASTIC_RUN_ID" in names
+            if is_rank and os.readlink(place / "cwd") == str(folder):
+                return int(place.name)
+    raise AssertionError(f"no rank {rank} in {folder}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
+@pytest.mark.parametrize("rank", [None, 1], ids=["alone", "one of two ranks"])
+def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
+    rank: int | None, tmp_path: Path, cache: Path
+) -> None:
+    words = [*SHORT, "train.steps=4", "train.batch_size=381", "train.save_every=1", "device=cpu"]
+    ranks = [] if rank is None else ["parallel=ddp", "parallel.dp=2", "launcher=torchrun"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "caramba", *words, *ranks],
+        cwd=tmp_path,
+        # What a step frees goes back to the system, so that the next one has to ask for it again.
+        env=environment(cache) | {"MALLOC_MMAP_THRESHOLD_": "65536"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not list(tmp_path.glob("runs/*/*/checkpoints/*.state.pt")) and process.poll() is None:
+        time.sleep(0.02)
+    pid = process.pid if rank is None else process_of_rank(tmp_path, rank)
+    status = Path(f"/proc/{pid}/status").read_text()
+    peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmPeak:"))
+    less = peak - 150 * 2**20  # of a step of 381 sequences; one of 127 takes 280 MB less than that
+    resource.prlimit(pid, resource.RLIMIT_AS, (less, less))
+    text = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, text
+    run = only_run(tmp_path)
+    events = list(read_events(run))
+    if rank is None:
+        assert "going on with batch_size=127 x 3" in text
+        (ran_out,) = [event for event in events if event["event"] == "out_of_memory"]
+        assert ran_out["step"] >= 1
+    else:
+        assert "rank 1 failed first: it ended with exit status 79; the others were stopped" in text
+        assert re.search(r"rank 1 of 2: pretrain: out of memory at step [1-3] with batch_size=381", text)
+        assert "the phase goes on from its last saved state with batch_size=127 x 3: caramba resume" in text
+        assert text.count("starting all ranks again with the smaller batch") == 1
+    decisions = plan_of(run)
+    assert (decisions["batch_size"]["value"], decisions["gradient_accumulation_steps"]["value"]) == (127, 3)
+    (phase,) = json.loads((run / "result.json").read_text())["phases"]
+    assert (phase["steps"], phase["tokens"]) == (4, 4 * 381 * 64 * (1 if rank is None else 2))
+    metrics = [event for event in events if event["event"] == "metrics"]
+    assert metrics[-1]["step"] == 4
+    assert len({(row["step"], *row["values"]) for row in metrics}) == len(metrics), (
+        "no step is on record twice"
+    )
+
+
 def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
     done = caramba([*SHORT, "train.batch_size=auto", "plan=off"], tmp_path, cache)
     assert done.returncode == 2
@@ -88,6 +155,14 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path, cache: Path) -> None:
     assert done.returncode == 2
     assert "plan=refrehs: no such file;" in done.stderr
     assert "did you mean 'refresh'?" in done.stderr
+    folder = tmp_path / "none"
+    done = caramba([*SHORT, "train.float8=rowwise", "device=cpu"], tmp_path, folder)
+    assert done.returncode == 2
+    assert (
+        "train.float8=rowwise: the device cpu supports float32, bfloat16, float16; remove float8"
+        in done.stderr
+    )
+    assert not folder.exists(), "refused before the data is read"
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from caramba.config.plain import is_mapping
 PhaseName = Literal["pretrain", "blockwise", "drift", "global"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
+SWITCHING = "the switching of optimisers within a phase"
 BLOCK_PHASES = ("blockwise", "drift")
 # What `lr: auto` stands for: (rate at a width of 2048, as published for 1B models, power of 2048 / d_model). A student
 # that is trained as a whole is near its teacher by then, and is thrown back by rates that serve fresh blocks.
@@ -180,7 +181,9 @@ class PhaseConfig(Config):
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Field(
-            description="of the computation; weights and optimiser are float32, unless bfloat16 goes with use_amp=false"
+            description="of the computation; weights and optimiser are float32, unless bfloat16 goes with "
+            "use_amp=false. auto: bfloat16 on GPUs that have it, which a phase that measures another key (batch_size="
+            "auto, ...) holds against float32 at its own batch"
         ),
     ] = "auto"
     use_amp: bool | Literal["auto"] = "auto"
@@ -235,9 +238,9 @@ class PhaseConfig(Config):
         default=0, description="processes that read data; auto: as many as keep the device from waiting"
     )
     pin_memory: bool | None = None
-    orchestrator_enabled: Annotated[bool, Later("the optimiser work")] = False
-    orchestrator_decision_interval: Annotated[Positive | None, Later("the optimiser work")] = None
-    orchestrator_initial_strategy: Annotated[str | None, Later("the optimiser work")] = None
+    orchestrator_enabled: Annotated[bool, Later(SWITCHING)] = False
+    orchestrator_decision_interval: Annotated[Positive | None, Later(SWITCHING)] = None
+    orchestrator_initial_strategy: Annotated[str | None, Later(SWITCHING)] = None
 
     @model_validator(mode="before")
     @classmethod

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from caramba.config.cost import Cost, Width, WidthError
 from caramba.cost.fit import FitResult, FitRow, fit
-from caramba.cost.memory import MemoryEstimate, PhaseEstimate, estimate_phase
+from caramba.cost.memory import MemoryEstimate, PhaseEstimate, estimate_phase, rank_bytes
 from caramba.cost.model import ModelCost, check_widths, model_cost
 from caramba.cost.planning import CacheRow, ExperimentPlan, StagePlan, plan
+from caramba.cost.spread import Spread
 from caramba.cost.variants import check_variants, variant
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = [
     "MemoryEstimate",
     "ModelCost",
     "PhaseEstimate",
+    "Spread",
     "StagePlan",
     "Width",
     "WidthError",
@@ -34,6 +36,7 @@ __all__ = [
     "fit",
     "model_cost",
     "plan",
+    "rank_bytes",
     "render",
     "render_text",
     "variant",

@@ -18,6 +18,10 @@ Work per token: three times the forward FLOPs of what trains (forward, and twice
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.
 Several ranks: what one of them holds, by the rules of `spread`.
+On top of a step that one device took (`rank_bytes`): under ddp the buckets that gradients are views of, twice, since
+    the second step makes them anew in the order in which gradients came, while gradients hold the first; once where
+    gradients are averaged after backward; half as much again for sums in bfloat16. Under fsdp2 what is gathered, less
+    the other ranks' weights and states: gradients, which may not exist at the peak of activations, take nothing off.
 """
 
 from __future__ import annotations
@@ -97,6 +101,27 @@ def estimate_phase(
         (_on_rank(phase, trained, running, params, one) for one in held), key=lambda one: one.total_bytes
     )
     return PhaseEstimate(params, flops, memory)
+
+
+def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread, *, keeps_whole: bool = False) -> int:
+    """Return how much more a rank holds at its peak, less if negative, than one device at the peak of the same step.
+
+    At most: of what ranks share only what is there throughout a step counts. With `keeps_whole` the whole model waits
+    where a rank's part of it trains, on the host.
+    """
+    if spread.data_ranks * spread.parallel.ranks_per_batch == 1:
+        return 0
+    whole = estimate_phase(phase, trained, None).memory
+    if spread.parallel.is_sharded and phase.phase not in BLOCK_PHASES:
+        part = estimate_phase(phase, trained, None, spread=spread).memory
+        kept = part.weights_bytes + part.optimizer_bytes + part.gathered_bytes
+        return kept - whole.optimizer_bytes - (0 if keeps_whole else whole.weights_bytes)
+    if phase.lora is not None:  # gradients of a few percent of the weights
+        return 0
+    if phase.phase in BLOCK_PHASES or phase.has_16_bit_weights:
+        return whole.gradients_bytes
+    narrow = whole.gradients_bytes // 2 if spread.parallel.reduce_dtype == "bfloat16" else 0
+    return 2 * whole.gradients_bytes + narrow
 
 
 def _on_rank(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from caramba import upcycle
+from caramba.config.manifest import GroupConfig, Manifest
 from caramba.config.surgery import attention_configs, keeps_copied
 from caramba.config.train import BLOCK_PHASES, LoraConfig, PhaseConfig
 from caramba.distill import (
@@ -23,6 +24,7 @@ from caramba.distill import (
     TeacherLogitsObjective,
     refuse_over_cap,
 )
+from caramba.experiment.ledger import Ledger
 from caramba.experiment.session import Session
 from caramba.model import Model, build_model, model_hash
 from caramba.runtime import RuntimePlan, choose_device, choose_precision, get_world_size
@@ -137,15 +139,15 @@ def check_lora_targets(session: Session) -> None:
         _lora(build_model(session.manifest.model, device="meta"), phase.lora)
 
 
-def check_precisions(session: Session) -> None:
-    """Refuse phases that ask for what their device lacks, before anything is trained.
+def check_precisions(manifest: Manifest, group: GroupConfig, ledger: Ledger) -> None:
+    """Refuse phases that ask for what their device lacks, before anything is read or trained.
 
     Raises:
         ConfigError: naming what the device has.
     """
-    for run in session.group.runs:
-        if run.train is not None and run.id not in session.ledger:
-            choose_precision(run.train, choose_device(run.train.device or session.manifest.device))
+    for run in group.runs:
+        if run.train is not None and run.id not in ledger:
+            choose_precision(run.train, choose_device(run.train.device or manifest.device))
 
 
 def _shard(session: Session, names: Sequence[str]) -> BlockShard:

@@ -13,7 +13,8 @@ from caramba import __version__
 from caramba.config.manifest import RunConfig
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
-from caramba.errors import ConfigError
+from caramba.cost import Spread, model_cost, rank_bytes, variant
+from caramba.errors import BatchReduced, ConfigError, OutOfMemory
 from caramba.experiment.probe import MODULE, request_of, shapes_of
 from caramba.experiment.session import Session
 from caramba.planning import Budget, Candidate, Ground, Trial, TrialProcess, decide
@@ -27,6 +28,9 @@ from caramba.runtime import (
     choose_device,
     device_facts,
     free_bytes,
+    get_local_world_size,
+    get_rank,
+    get_world_size,
     load_plan,
     plan_path,
     release_memory,
@@ -35,7 +39,7 @@ from caramba.runtime import (
     sound_plans,
     store_plan,
 )
-from caramba.train import state_path, workers_needed
+from caramba.train import has_saved_state, state_path, workers_needed
 
 SETTLED = (
     "batch_size",
@@ -185,7 +189,16 @@ def _signature(session: Session, run: RunConfig, phase: PhaseConfig) -> str:
         windows=len(session.windows("train", phase.block_size)) if has_windows else None,
         deterministic=session.manifest.deterministic,
         sharing=sharing_workers(),
+        **_ranks_of(session),
     )
+
+
+def _ranks_of(session: Session) -> dict[str, Any]:
+    """Return what a plan for several ranks depends on, besides what one for one process does."""
+    if get_world_size() == 1:
+        return {}
+    parallel = session.manifest.parallel.model_dump(mode="json", exclude={"dp"})
+    return {"parallel": parallel, "ranks": get_world_size(), "of_node": get_local_world_size()}
 
 
 def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: str) -> RuntimePlan:
@@ -203,6 +216,10 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
 
             def measure(candidate: Candidate) -> Trial:
                 trial = process.measure(candidate, budget.left - ENDING_S)
+                if not trial.refusal:
+                    trial = dataclasses.replace(
+                        trial, peak_bytes=max(0, trial.peak_bytes + ground.rank_bytes)
+                    )
                 if trial.refusal and not trial.is_out_of_memory:
                     budget.skip(candidate, trial.refusal)
                 logger.info(f"plan {run.id}: {_said(trial, ground)}")
@@ -227,9 +244,12 @@ def _measure(session: Session, run: RunConfig, phase: PhaseConfig, signature: st
 def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.device) -> Ground:
     base = session.plan(phase, run.id)
     most = len(session.windows("train", phase.block_size)) if phase.batch_size == "auto" else 1
+    sharers = sharing_workers() * (get_local_world_size() if device.type == "cpu" else 1)
     return Ground(
-        room_bytes=free_bytes(device) // sharing_workers(),
+        room_bytes=free_bytes(device, sharers),
         most=most,
+        rank_bytes=_rank_bytes(session, run, phase, device),
+        ranks=get_world_size(),
         dtype=base.value("dtype"),
         compares_dtypes=_leaves_precision(phase) and base.value("dtype") == "bfloat16",
         checkpoints=phase.phase in ("pretrain", "global"),
@@ -237,6 +257,20 @@ def _ground(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.
         if device.type == "cuda"
         else ("default",),
     )
+
+
+def _rank_bytes(session: Session, run: RunConfig, phase: PhaseConfig, device: torch.device) -> int:
+    """Return how much more a rank holds than the one process that the step is measured in."""
+    if get_world_size() == 1:
+        return 0
+    model = session.teacher if phase.control or phase.trains == "teacher" else session.student
+    spec = session.manifest.model if model is None else model.spec
+    if run.exp is not None:
+        spec = variant(session.manifest.model, run.exp)
+    nodes = max(1, get_world_size() // get_local_world_size())
+    spread = Spread(session.manifest.parallel, session.data_ranks, nodes)
+    # A trial on a CPU counts what is taken beyond its model, and there a sharded one waits beside its parts.
+    return rank_bytes(phase, model_cost(spec), spread, keeps_whole=device.type == "cpu")
 
 
 def _leaves_precision(phase: PhaseConfig) -> bool:
@@ -261,13 +295,18 @@ def _summary(made: RuntimePlan) -> str:
 
 def reduced(
     session: Session, run_id: str, phase: PhaseConfig, decided: RuntimePlan, why: str
-) -> tuple[PhaseConfig, RuntimePlan]:
+) -> tuple[PhaseConfig, RuntimePlan] | None:
     """Return a phase and its plan with a smaller batch and as many more accumulated: each step sees the same samples.
 
-    Both the run's plan.json and, where it was measured, the cached plan say so from now on.
+    Both the run's plan.json and, where it was measured, the cached plan say so from now on. Several ranks may call this
+    at a time: they write the same. None where there is no smaller batch.
     """
     size = int(phase.batch_size)
-    smaller = next(part for part in range(size // 2, 0, -1) if size % part == 0)
+    parallel = session.manifest.parallel
+    parts = parallel.micro_batches if parallel.strategy == "pipeline" else 1
+    smaller = next((part for part in range(size // 2, 0, -1) if size % part == 0 == part % parts), None)
+    if smaller is None:
+        return None
     times = phase.gradient_accumulation_steps * size // smaller
     reason = f"reduced: {why}; {smaller} x {times} sequences a step are as many as before"
     changed = {
@@ -278,14 +317,34 @@ def reduced(
     if measured is None:
         run = next(item for item in session.group.runs if item.id == run_id)
         signature = session.plan_signatures.get(run_id) or _signature(session, run, phase)
-        measured = RuntimePlan(run_id, signature, decided.facts, changed)
-    else:
-        measured = dataclasses.replace(measured, decisions=measured.decisions | changed)
-        if plan_path(measured.signature).is_file():
-            store_plan(measured)
+        measured = RuntimePlan(run_id, signature, decided.facts, {})
+    measured = dataclasses.replace(measured, decisions=measured.decisions | changed)
     session.measured[run_id] = measured
+    if plan_path(measured.signature).is_file() and (kept := cached_plan(measured.signature)) is not None:
+        store_plan(dataclasses.replace(kept, decisions=kept.decisions | changed))
     decided = dataclasses.replace(
         decided, signature=measured.signature, decisions=decided.decisions | changed
     )
     save_plan(session.run_dir / "plan.json", decided)
     return phase.model_copy(update={"batch_size": smaller, "gradient_accumulation_steps": times}), decided
+
+
+def of_a_rank(
+    session: Session, run_id: str, phase: PhaseConfig, decided: RuntimePlan, failure: OutOfMemory
+) -> OutOfMemory:
+    """Return what a rank ends with when memory ran out on it: the others wait for it within a step, so that all have
+    to be started again, with the smaller batch that plan.json has from now on."""
+    made = reduced(session, run_id, phase, decided, str(failure))
+    where = f"rank {get_rank()} of {get_world_size()}: {failure}"
+    if made is None:
+        return OutOfMemory(
+            f"{where}, and there is no smaller one; use a smaller block_size, activation_checkpointing=full or more "
+            f"ranks; the last saved state is safe: caramba resume {session.run_dir}"
+        )
+    smaller = made[0]
+    has_state = has_saved_state(state_path(session.run_dir, decided.phase))
+    begins = "goes on from its last saved state" if has_state else "begins again"
+    return BatchReduced(
+        f"{where}; once the ranks are started again the phase {begins} with batch_size={smaller.batch_size} x "
+        f"{smaller.gradient_accumulation_steps}: caramba resume {session.run_dir}"
+    )

@@ -16,9 +16,10 @@ from caramba.config.pipeline import pipeline_problem
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, OutOfMemory
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
+from caramba.experiment.planning import of_a_rank
 from caramba.experiment.session import Session
 from caramba.experiment.text import open_text
 from caramba.layer import attention_backends
@@ -52,6 +53,9 @@ class Order:
     teacher: ModelSpec | None
     attention: AttentionChoice
     flops_per_token: float
+    run: str
+    signature: str
+    """Under which the run's plan is kept, should memory run out on the rank that reads this."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ def give_order(
     data_start: int,
     model: Model,
     flops_per_token: float,
+    run: str,
 ) -> None:
     """Tell the other ranks to train a phase with this one."""
     needs_teacher = phase.reads_teacher and session.teacher is not None
@@ -177,6 +182,8 @@ def give_order(
             spec_of(session.model_of("teacher").spec) if needs_teacher else None,
             session.attention,
             flops_per_token,
+            run,
+            session.plan_signatures.get(run, decided.signature),
         )
     )
 
@@ -211,21 +218,25 @@ def _train(session: Session, order: Order) -> None:
         made = assemble(session, order.phase, order.plan, None, order.model)
         objective = made.objective
         schedule = objective.schedule if isinstance(objective, BlockwiseObjective) else None
-        fit(
-            objective,
-            order.phase,
-            PhaseData(
-                session.training_windows(order.phase),
-                session.windows("val", order.phase.block_size),
-                seed=order.data_seed,
-                start=order.data_start,
-            ),
-            order.plan,
-            manifest=session.manifest,
-            run_dir=session.run_dir,
-            save_final=made.gather,
-            flops_per_token=order.flops_per_token,
-            shard=made.shard,
-            callbacks=[] if schedule is None else [BlockwiseDistillation(schedule)],
-        )
+        try:
+            fit(
+                objective,
+                order.phase,
+                PhaseData(
+                    session.training_windows(order.phase),
+                    session.windows("val", order.phase.block_size),
+                    seed=order.data_seed,
+                    start=order.data_start,
+                ),
+                order.plan,
+                manifest=session.manifest,
+                run_dir=session.run_dir,
+                save_final=made.gather,
+                flops_per_token=order.flops_per_token,
+                shard=made.shard,
+                callbacks=[] if schedule is None else [BlockwiseDistillation(schedule)],
+            )
+        except OutOfMemory as error:
+            session.plan_signatures[order.run] = order.signature
+            raise of_a_rank(session, order.run, order.phase, order.plan, error) from None
     session.teacher = None

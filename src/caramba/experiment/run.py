@@ -15,7 +15,7 @@ from caramba.errors import VerificationFailed
 from caramba.experiment.chats import check_chats, hold_chat
 from caramba.experiment.controls import measure_controls
 from caramba.experiment.ladder import climb_ladder
-from caramba.experiment.ledger import StageRecord
+from caramba.experiment.ledger import Ledger, StageRecord
 from caramba.experiment.objectives import (
     check_block_schedules,
     check_lora_targets,
@@ -79,8 +79,8 @@ def run_group(
         manifest.name, f"group {group.name}: {', '.join(run.id for run in group.runs) or 'no training'}"
     )
     append_event(folder, "group_started", group=group.name)
+    check_precisions(manifest, group, Ledger(folder))  # before the data is read, which may take long
     session = Session.open(manifest, group, folder, ranks)
-    check_precisions(session)
     check_split(session)
     settle_plans(session)
     keep_step_size(session)

@@ -18,7 +18,7 @@ from caramba.cost import estimate_phase, model_cost
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.ledger import StageRecord
-from caramba.experiment.planning import reduced
+from caramba.experiment.planning import of_a_rank, reduced
 from caramba.experiment.ranks import Assembled, assemble, give_order
 from caramba.experiment.session import Session
 from caramba.experiment.surgery import transplant_student
@@ -131,6 +131,7 @@ def fit_phase(
             data_start=session.stream_start(run),
             model=model,
             flops_per_token=_flops_per_token(session, phase, model),
+            run=run.id,
         )
     sharer = session if phase.reads_teacher else dataclasses.replace(session, teacher=None)
     made = assemble(sharer, phase, decided, model.to(session.device), spec_of(model.spec))
@@ -239,6 +240,7 @@ def _fit(
 
     Raises:
         OutOfMemory: memory ran out again, or where there is no state to go back to; plan.json has the smaller batch.
+        BatchReduced: on one of several ranks, which have to be started again.
     """
     failure: OutOfMemory | None = None
     for attempt in (1, 2):
@@ -265,13 +267,11 @@ def _fit(
             # without its traceback, which holds the optimiser's state
             failure = OutOfMemory(str(error), step=error.step, is_clean=error.is_clean)
         if get_world_size() > 1:
-            raise OutOfMemory(
-                f"{failure}; {get_world_size()} ranks train together, so none goes on alone with a smaller batch: "
-                "start a new run with a smaller batch_size and as many times gradient_accumulation_steps"
-            )
-        if phase.batch_size == 1 or attempt == 2:
+            raise of_a_rank(session, run.id, phase, decided, failure)
+        made_smaller = None if attempt == 2 else reduced(session, run.id, phase, decided, str(failure))
+        if made_smaller is None:
             break
-        phase, decided = reduced(session, run.id, phase, decided, str(failure))
+        phase, decided = made_smaller
         has_state = has_saved_state(state_path(session.run_dir, decided.phase))
         if not has_state and not failure.is_clean:
             raise OutOfMemory(

@@ -18,7 +18,7 @@ from caramba.errors import ConfigError
 from caramba.launch.pool import last_lines
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, STOPPED, TERMINATED
+from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, REDUCED, STOPPED, TERMINATED
 from caramba.runs.ranks import is_rank
 from caramba.runs.signals import ENDING, handled
 
@@ -95,21 +95,30 @@ def _devices(manifest: Manifest) -> list[str]:
 def run_torchrun(run_dir: Path, manifest: Manifest, flags: Sequence[str]) -> int:
     """Run the ranks of a run until they end; start all of them again where that may help; return the exit status.
 
-    That of the first rank that failed, whose last words are printed: 2 is a mistake, which no restart mends.
+    That of the first rank that failed, whose last words are printed: 2 is a mistake, which no restart mends. Where
+    memory ran out, and the plan has a smaller batch now, they are started again once, whatever `max_restarts` says.
     """
     most = manifest.launcher.max_restarts or 0
-    for attempt in range(most + 1):
-        folder = _log_folder(run_dir)
-        status = _attempt(run_dir, manifest, folder, flags)
+    attempt, is_reduced = 0, False
+    while True:
+        status = _attempt(run_dir, manifest, _log_folder(run_dir), flags)
         if status in (0, MISTAKE, *STOPPED):
-            break
-        if attempt < most:
-            print(
-                f"starting all ranks again from the last saved state (restart {attempt + 1} of {most})",
-                file=sys.stderr,
-                flush=True,
-            )
-    return status
+            return status
+        if status == REDUCED:
+            if is_reduced:
+                print("memory ran out again, with the smaller batch: not started again", file=sys.stderr)
+                return 1
+            is_reduced = True
+            _say("starting all ranks again with the smaller batch")
+        elif attempt < most:
+            attempt += 1
+            _say(f"starting all ranks again from the last saved state (restart {attempt} of {most})")
+        else:
+            return status
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _log_folder(run_dir: Path) -> Path:

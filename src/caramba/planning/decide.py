@@ -18,6 +18,7 @@ FASTER, DRIFT = (
 )  # bfloat16 takes at most this share of float32's time, its loss is at most this far off
 CHECKPOINTING = ("none", "selective", "full")
 COMPILED_TIMED = 8
+WIDE_FITS = 0.6  # of the target: what a step in bfloat16 may take for one in float32, of up to twice that, to be tried
 BATCH_SHARE = 0.5  # of the budget for batches, where compilation is measured after them
 
 
@@ -27,6 +28,8 @@ class Ground:
 
     Attributes:
         room_bytes: memory that is free for the phase. most: windows of its data, which no batch exceeds.
+        ranks: that train together. rank_bytes: what one holds beyond the process that trials run in, less if negative;
+            it is part of the peaks that are measured.
         dtype: by rule or manifest. compares_dtypes: whether bfloat16 and float32 are held against each other.
         checkpoints: whether there is a graph to checkpoint. compile_modes: beyond no compilation.
     """
@@ -37,13 +40,24 @@ class Ground:
     compares_dtypes: bool = False
     checkpoints: bool = True
     compile_modes: tuple[str, ...] = ("default",)
+    ranks: int = 1
+    rank_bytes: int = 0
+
+    @property
+    def rank_note(self) -> str:
+        """What a peak of several ranks is made of, empty for one."""
+        if self.ranks == 1:
+            return ""
+        how = ("plus", "add") if self.rank_bytes >= 0 else ("less", "share")
+        return f", a peak being one process's {how[0]} {_gb(abs(self.rank_bytes))} that {self.ranks} ranks {how[1]}"
 
 
 def decide(phase: PhaseConfig, ground: Ground, measure: Measure, budget: Budget) -> dict[str, Decision]:
     """Return the decisions of dtype, checkpointing, batch size and compilation, with what was measured for each.
 
-    In this order, since each is measured with those before it: precision changes the memory of a step, checkpointing
-    how many sequences fit, and the batch what compilation gains.
+    In this order, since each is measured with those before it: checkpointing changes how many sequences fit, and the
+    batch what precision and compilation gain. Where bfloat16 does not lead at the batch that fits in it, checkpointing
+    and batch are found again in float32.
 
     Raises:
         OutOfMemory: a step does not fit in any way that the manifest allows.
@@ -61,9 +75,11 @@ class _Planner:
         ways = self._checkpointing_ways()
         size = self.phase.batch_size if isinstance(self.phase.batch_size, int) else 1
         candidate = Candidate(size, self.ground.dtype, ways[-1])
-        if self.ground.compares_dtypes:
-            candidate = replace(candidate, dtype=self._dtype(candidate))
         trial = self._fitting(candidate, ways)
+        if self.ground.compares_dtypes:
+            dtype, plain = self._dtype(trial)
+            if dtype == "float32":
+                trial = self._fitting(replace(candidate, dtype=dtype), ways, plain)
         micro_batches = self.phase.steps * self.phase.gradient_accumulation_steps
         self.budget.cover(trial.step_seconds * micro_batches)
         if self.phase.compile_model == "auto":
@@ -89,23 +105,32 @@ class _Planner:
             return CHECKPOINTING
         return (asked,) if self.phase.activation_checkpoint_threshold is None else ("none", asked)
 
-    def _dtype(self, candidate: Candidate) -> str:
-        """Hold bfloat16 against float32 on the same steps from the same weights."""
-        plain, narrow = (self.measure(replace(candidate, dtype=dtype)) for dtype in ("float32", "bfloat16"))
+    def _dtype(self, best: Trial) -> tuple[str, Trial]:
+        """Hold bfloat16 against float32 on the same steps from the same weights, at the batch that bfloat16 takes or,
+        where a float32 step has no room for it, at half of it, a quarter, ...; return the dtype and float32's trial."""
+        size, is_open = best.candidate.batch_size, self.phase.batch_size == "auto"
+        if is_open and best.peak_bytes > WIDE_FITS * self.target:
+            size = max(1, size // 2)
+        plain = self.measure(replace(best.candidate, dtype="float32", batch_size=size))
+        while is_open and size > 1 and not _fits(plain, self.target) and not _is_final(plain):
+            size //= 2
+            plain = self.measure(replace(plain.candidate, batch_size=size))
+        is_same = size == best.candidate.batch_size
+        narrow = best if is_same else self.measure(replace(best.candidate, batch_size=size))
         if plain.refusal or narrow.refusal:
             failed = plain if plain.refusal else narrow
-            chosen = "bfloat16" if plain.is_out_of_memory and not narrow.refusal else self.ground.dtype
+            chosen, measured = self.ground.dtype, None
             reason = f"{failed.candidate}: {failed.refusal}"
-            measured = None
         else:
             share = narrow.step_seconds / plain.step_seconds
             drift = abs(narrow.loss - plain.loss) / max(abs(plain.loss), 1e-12)
             chosen = "bfloat16" if share <= FASTER and drift <= DRIFT else "float32"
             reason = (
-                f"bfloat16 takes {share:.2f} of float32's time; its loss is {drift:.2%} off "
-                f"after {candidate.timed + candidate.warm_up} steps"
+                f"bfloat16 takes {share:.2f} of float32's time at batch {size}; its loss is "
+                f"{drift:.2%} off after {narrow.candidate.timed + narrow.candidate.warm_up} steps"
             )
             measured = {
+                "batch_size": float(size),
                 "float32_seconds": plain.step_seconds,
                 "bfloat16_seconds": narrow.step_seconds,
                 "loss_drift": drift,
@@ -113,14 +138,17 @@ class _Planner:
         is_narrow = chosen == "bfloat16"
         self.decisions["dtype"] = Decision(chosen, f"auto: {reason}", measured)
         self.decisions["precision"] = Decision("bf16-mixed" if is_narrow else "32-true", f"dtype={chosen}")
-        return chosen
+        return chosen, plain
 
-    def _fitting(self, candidate: Candidate, ways: Sequence[str]) -> Trial:
-        """Decide checkpointing, the least that fits, and with it the batch."""
+    def _fitting(self, candidate: Candidate, ways: Sequence[str], known: Trial | None = None) -> Trial:
+        """Decide checkpointing, the least that fits, and with it the batch; `known` is a trial that was made before."""
         notes: list[str] = []
         trial: Trial | None = None
         for way in ways:
-            trial = self._with(replace(candidate, activation_checkpointing=way), is_last=way == ways[-1])
+            is_known = known is not None and known.candidate.activation_checkpointing == way
+            trial = self._with(
+                replace(candidate, activation_checkpointing=way), known=known if is_known else None
+            )
             if not trial.refusal and (way == ways[-1] or trial.peak_bytes <= self._limit(way, ways)):
                 break
             notes.append(f"{way} {'does not fit' if trial.refusal else f'takes {_gb(trial.peak_bytes)}'}")
@@ -130,7 +158,7 @@ class _Planner:
                 f"{self.phase.phase}: a step of {trial.candidate} at block_size={self.phase.block_size} does not run "
                 f"in {_gb(self.ground.room_bytes)} of free memory ({trial.refusal}); use a smaller "
                 f"{'block_size' if trial.candidate.batch_size == 1 else 'batch_size'}, "
-                "activation_checkpointing=full, or a smaller model"
+                f"activation_checkpointing=full, or a smaller model{self._by_hand()}"
             )
         way = trial.candidate.activation_checkpointing
         if len(ways) > 1:
@@ -141,15 +169,25 @@ class _Planner:
             )
         return trial
 
+    def _by_hand(self) -> str:
+        """Say what is left where the ranks would share what one device has no room for."""
+        if self.ground.rank_bytes >= 0:
+            return ""
+        keys = ", ".join(self.phase.measured_keys)
+        return (
+            f"; it is measured in one process with the whole model, which {self.ground.ranks} ranks would share: where "
+            f"that has no room, give {keys} by hand (caramba compile estimates what a rank holds)"
+        )
+
     def _limit(self, way: str, ways: Sequence[str]) -> float:
         threshold = self.phase.activation_checkpoint_threshold
         is_least = way == ways[0] and len(ways) > 1
         return self.target if threshold is None or not is_least else threshold * self.ground.room_bytes
 
-    def _with(self, candidate: Candidate, *, is_last: bool) -> Trial:
+    def _with(self, candidate: Candidate, *, known: Trial | None) -> Trial:
         """Try a candidate; with batch_size=auto the largest batch that fits."""
         if self.phase.batch_size != "auto":
-            return self.measure(candidate)
+            return known or self.measure(candidate)
         best, trials, _ = largest_batch(
             self.measure,
             candidate,
@@ -157,6 +195,7 @@ class _Planner:
             most=self.ground.most,
             budget=self.budget,
             share=1.0 if self.phase.compile_model is False else BATCH_SHARE,
+            known=known,
         )
         if best is None:
             first = trials[0]
@@ -174,7 +213,7 @@ class _Planner:
         self.decisions["batch_size"] = Decision(
             best.candidate.batch_size,
             f"auto: {kind} within {_gb(self.target)}, "
-            f"{self.phase.memory_utilization:.0%} of what is free (tried {tried})",
+            f"{self.phase.memory_utilization:.0%} of what is free{self.ground.rank_note} (tried {tried})",
             best.figures() | {"samples_per_s": best.samples_per_s, "target_bytes": self.target},
         )
         return best
@@ -233,6 +272,11 @@ class _Planner:
             self.budget.skip(candidate, trial.refusal)
             return plain
         return trial
+
+
+def _is_final(trial: Trial) -> bool:
+    """Whether a smaller batch would fare no better: it was refused for another reason than memory."""
+    return bool(trial.refusal) and not trial.is_out_of_memory
 
 
 def _fits(trial: Trial, target: float) -> bool:

@@ -7,11 +7,13 @@ import traceback
 from collections.abc import Callable
 
 from caramba.console import logger
-from caramba.errors import CarambaError, Preempted
+from caramba.errors import BatchReduced, CarambaError, Preempted
 
 MISTAKE = 2
 PREEMPTED = 75
 """The system wants the place back and the state is saved: start it again (EX_TEMPFAIL of sysexits)."""
+REDUCED = BatchReduced.exit_status
+"""Memory ran out on a rank, and its phase has a smaller batch from now on: start all ranks again."""
 INTERRUPTED = 130
 TERMINATED = 143
 STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)

@@ -45,20 +45,22 @@ def release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device, sharers: int = 1) -> int:
     """Return the bytes that this process can still take: on a CPU the least of what the machine has available, the
     control group's limit and the process's own (`ulimit -v`).
+
+    `sharers` processes, this one included, share the device evenly; a limit of its own a process has to itself.
     """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) // sharers
     if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    room = [_available()]
+        return (torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()) // sharers
+    room = [_available() // sharers]
     if (limit := address_limit()) is not None:
         room.append(limit - _status("VmSize"))
     with contextlib.suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
         most = int((CGROUP / "memory.max").read_text())
-        room.append(most - int((CGROUP / "memory.current").read_text()))
+        room.append((most - int((CGROUP / "memory.current").read_text())) // sharers)
     return max(0, min(room) - RESERVE)
 
 

@@ -113,7 +113,7 @@ def _checkpointing(phase: PhaseConfig) -> Decision:
 
 def _attention(choice: AttentionChoice) -> Decision:
     order = "scaled_dot_product_attention" if choice.order is None else ", ".join(choice.order)
-    return Decision(order, choice.source)
+    return Decision(order, choice.source, choice.measured_ms or None)
 
 
 def _precision(phase: PhaseConfig, device: torch.device) -> dict[str, Decision]:

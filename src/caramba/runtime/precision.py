@@ -49,9 +49,9 @@ def choose_precision(phase: PhaseConfig, device: torch.device) -> Precision:
         wanted[f"float8={phase.float8}"] = "float8"
     for setting, name in wanted.items():
         if name not in have:
-            raise ConfigError(
-                f"train.{setting}: {_name(device)} supports {', '.join(have)}; choose one of them"
-            )
+            key = setting.partition("=")[0]
+            fix = "choose one of them" if key == "dtype" else f"remove {key}"
+            raise ConfigError(f"train.{setting}: {_name(device)} supports {', '.join(have)}; {fix}")
     if phase.float8 != "none" and importlib.util.find_spec("torchao") is None:
         raise ConfigError(
             f"train.float8={phase.float8} needs torchao, which is not installed: pip install torchao"

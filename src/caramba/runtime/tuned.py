@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +75,14 @@ class AttentionChoice:
 
     `uses_varlen`: documents of a row are attended to by variable-length kernels where there is one, which holds unless
     a mask was measured to be faster.
+    measured_ms: the table's milliseconds that the order comes of, `WIDTHxWIDTH.CANDIDATE`, empty without a table.
     """
 
     order: tuple[str, ...] | None
     keeps_two_widths: bool
     source: str
     uses_varlen: bool = True
+    measured_ms: dict[str, float] = field(default_factory=dict)
 
 
 def tuned_path() -> Path:
@@ -165,7 +167,9 @@ def choose_attention(device: torch.device, families: Iterable[Family] = ()) -> A
         entry = read_tables(path).get(name) if path.is_file() else None
         if entry is not None:
             rows = attention_rows(entry)
-            return rank(_nearest(rows, families) or rows, f"measured on {name} ({_short(path)})")
+            nearest = _nearest(rows, families)
+            choice = rank(nearest or rows, f"measured on {name} ({_short(path)})")
+            return replace(choice, measured_ms=_milliseconds(nearest))
     if prefers_cudnn(device):
         return AttentionChoice(BACKENDS, True, f"{name} is in no table; from Hopper on cuDNN leads")
     return AttentionChoice(
@@ -210,6 +214,17 @@ def families_of(configs: Iterable[AttentionLayerConfig], is_masked: bool = False
         else:
             found[Family(dims.qk, dims.v, dims.n_heads != dims.n_kv_heads, is_masked)] = None
     return list(found)
+
+
+def _milliseconds(rows: Iterable[Row]) -> dict[str, float]:
+    """Return what every candidate took of each row's shape, those that refused it left out."""
+    found: dict[str, float] = {}
+    for row in rows:
+        family = row.family
+        words = [("grouped", family.is_grouped), ("masked", family.is_masked)]
+        shape = " ".join([f"{family.d_qk}x{family.d_v}", *(word for word, holds in words if holds)])
+        found |= {f"{shape}.{name}_ms": time for name, time in row.ms.items() if time is not None}
+    return found
 
 
 def _means(rows: Sequence[Row], pads: bool) -> dict[str, float]:

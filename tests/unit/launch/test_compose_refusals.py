@@ -220,9 +220,7 @@ def test_unbuilt_settings_are_refused_by_the_path_that_was_typed():
     with pytest.raises(ConfigError) as caught:
         frozen.refuse_unbuilt()
     text = str(caught.value)
-    assert (
-        "train.orchestrator_decision_interval=50 is not built yet: it comes with the optimiser work" in text
-    )
+    assert "train.orchestrator_decision_interval=50 is not built yet: it comes with the switching of" in text
     assert "(command line: train.orchestrator_decision_interval=50)" in text
     assert "benchmark.benchmarks[2].config.quantization_modes=[fp16, auto]" in text
     freeze([]).refuse_unbuilt()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,10 +76,49 @@ def test_bfloat16_has_to_be_faster_and_near() -> None:
     found = decide(phase, ground, measure, Budget())
     assert found["precision"].value == "bf16-mixed"
     assert (
-        "bfloat16 takes 0.50 of float32's time; its loss is 0.20% off after 5 steps" in found["dtype"].reason
+        "bfloat16 takes 0.50 of float32's time at batch 4; its loss is 0.20% off after 5 steps"
+        in found["dtype"].reason
     )
-    figures = {"float32_seconds": 0.4, "bfloat16_seconds": 0.2, "loss_drift": 0.002}
+    figures = {"batch_size": 4.0, "float32_seconds": 0.4, "bfloat16_seconds": 0.2, "loss_drift": 0.002}
     assert found["dtype"].measured == pytest.approx(figures)
+
+
+@pytest.mark.parametrize(("wins", "utilization", "held_at"), [(1.0, 1.0, 2), (4.0, 1.0, 2), (4.0, 0.76, 1)])
+def test_precision_is_held_at_the_batch_that_both_can_take(
+    wins: float, utilization: float, held_at: int
+) -> None:
+    """Float32 has room for a third of the batch; where it leads it gets a batch of its own."""
+    trials: list[Candidate] = []
+
+    def both(candidate: Candidate) -> Trial:
+        trials.append(candidate)
+        is_narrow = candidate.dtype == "bfloat16"
+        made = measure(
+            replace(candidate, batch_size=candidate.batch_size * (1 if is_narrow else 3), dtype="")
+        )
+        seconds = tuple(second * (wins if is_narrow else 1.0) for second in made.seconds)
+        return replace(made, candidate=candidate, seconds=seconds)
+
+    phase = PhaseConfig.model_validate(
+        {"phase": "pretrain", "steps": 9, "batch_size": "auto", "memory_utilization": utilization}
+    )
+    found = decide(phase, Ground(200, 10**6, "bfloat16", compares_dtypes=True), both, Budget(10**6))
+    assert found["dtype"].measured is not None
+    assert found["dtype"].measured["batch_size"] == held_at
+    assert max(trial.batch_size for trial in trials) > held_at
+    narrow, wide = {1.0: (10, 3), 0.76: (5, 1)}[utilization]
+    assert (found["dtype"].value, found["batch_size"].value) == (
+        ("bfloat16", narrow) if wins == 1.0 else ("float32", wide)
+    )
+
+
+def test_several_ranks_say_what_their_peaks_are_made_of() -> None:
+    ground = Ground(150, 9, "float32", ranks=2, rank_bytes=-60 * 10**9)
+    phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": "auto"})
+    found = decide(phase, Ground(200, 9, "float32", ranks=2, rank_bytes=10**9), measure, Budget())
+    assert "free, a peak being one process's plus 1.00 GB that 2 ranks add" in found["batch_size"].reason
+    with pytest.raises(OutOfMemory, match=r"which 2 ranks would share: .* give batch_size by hand"):
+        decide(phase, replace(ground, room_bytes=100), measure, Budget())
 
 
 def test_what_fits_in_no_way_is_refused_with_the_ways_out() -> None:

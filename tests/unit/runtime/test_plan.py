@@ -59,7 +59,7 @@ def test_bfloat16_without_autocast_is_that_of_the_weights() -> None:
 
 
 def test_what_a_device_lacks_is_refused_with_what_it_has() -> None:
-    text = r"train.tf32=true: the device cpu supports float32, bfloat16, float16; choose one of them"
+    text = r"train.tf32=true: the device cpu supports float32, bfloat16, float16; remove tf32"
     with pytest.raises(ConfigError, match=text):
         planned(tf32=True)
     with pytest.raises(
@@ -67,7 +67,8 @@ def test_what_a_device_lacks_is_refused_with_what_it_has() -> None:
     ):
         planned(optimizer_offload=True)
     with pytest.raises(
-        ConfigError, match=r"train.float8=rowwise: the device cpu supports float32, bfloat16, float16"
+        ConfigError,
+        match=r"train.float8=rowwise: the device cpu supports float32, bfloat16, float16; remove float8",
     ):
         planned(float8="rowwise")
 

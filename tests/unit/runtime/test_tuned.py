@@ -78,14 +78,23 @@ def test_a_model_is_judged_by_the_nearest_shapes(folder: Path) -> None:
     cpu = torch.device("cpu")
     assert choose_attention(cpu, [Family(48, 64, True)]).order == ("math",)
     assert choose_attention(cpu, [Family(96, 128)]).order[0] != "math"  # type: ignore[index]
+    choice = choose_attention(cpu, [Family(48, 64, True), Family(96, 128)])
+    phase = PhaseConfig.model_validate({"phase": "blockwise", "steps": 5})
+    decided = plan(phase, device="cpu", kernels="auto", ops={}, name="x", attention=choice)
+    assert decided.decisions["attention"].measured == {
+        "64x64 grouped.flash_ms": 2.0,
+        "64x64 grouped.math_ms": 1.0,
+        "128x128.flash_ms": 1.0,
+        "128x128.math_ms": 2.0,
+    }
     again = Row(Family(64, 64, True), {"flash": 1.0, "math": 1.5})
     write_table(tuned_path(), "cpu", machine, [again])
     assert attention_rows(read_tables(tuned_path())["cpu"]) == [again, wide]
     write_table(tuned_path(), "cpu", {"torch": "another"}, [again])
     assert attention_rows(read_tables(tuned_path())["cpu"]) == [again]
-    phase = PhaseConfig.model_validate({"phase": "blockwise", "steps": 5})
     decided = plan(phase, device="cpu", kernels="auto", ops={}, name="x").decisions["attention"]
     assert decided.value.endswith("math")
+    assert decided.measured is None  # of no model
     assert decided.reason == f"measured on cpu ({tuned_path()})"
 
 

@@ -12,7 +12,7 @@ import torch
 
 from caramba.console import logger
 from caramba.runs.events import append_event
-from caramba.runtime import MemoryMeter, RuntimePlan, save_plan
+from caramba.runtime import MemoryMeter, RuntimePlan, get_world_size, save_plan
 
 WARM_UP_STEPS = 3
 MEASURED_STEPS = 20
@@ -61,14 +61,18 @@ class RuntimePlanning(pl.Callback):
                 "a step takes", statistics.median(self._seconds[WARM_UP_STEPS:]), self.foretold.value, "s"
             )
             planned_peak = (self.foretold.measured or {}).get("peak_bytes", 0.0)
-            if self.meter.device.type == "cuda" and planned_peak:
+            # Ranks share at least what was taken off the peak of one process, and on the way mostly more.
+            is_known = get_world_size() == 1 or figures["peak_bytes"] > planned_peak
+            if self.meter.device.type == "cuda" and planned_peak and is_known:
                 self._compare("it peaks at", figures["peak_bytes"] / 1e9, planned_peak / 1e9, "GB")
         append_event(self.run_dir, "speed", phase=self.plan.phase, **figures)
 
     def _compare(self, what: str, found: float, planned: float, unit: str) -> None:
         departure = found / planned - 1
         if abs(departure) > DEPARTURE:
+            ranks = get_world_size()
+            alone = f" in one process, without what {ranks} ranks exchange" if ranks > 1 else ""
             logger.warning(
                 f"{self.plan.phase}: {what} {found:.4g} {unit}, {departure:+.0%} of the {planned:.4g} {unit} that were "
-                "planned; plan=refresh measures again"
+                f"planned{alone}; plan=refresh measures again"
             )
