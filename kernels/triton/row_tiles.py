@@ -9,8 +9,6 @@ before: inside, by every program, it took as long with 8 rows and longer with mo
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -25,8 +23,8 @@ PROCESSORS = 132
 """Multiprocessors of an H200."""
 MOST_TILES = 16384
 """Tiles of one call whose programs may share the width: a counter each."""
-CAPTURED_FOURS = 2**18
-"""Fours of counters of a device's graphs, 4 MB: a step of 16 layers takes some 500."""
+CAPTURED = 2**20
+"""Counters of a device's graphs, 4 MB: a step of 16 layers takes some 2,000."""
 
 
 class Tile(NamedTuple):
@@ -160,9 +158,9 @@ _launches = Launches(_tiles_kernel)
 _counters: dict[tuple[int, int], Tensor] = {}
 """Of each device and stream, what programs that share the width count themselves by: zeros between launches, whose
 order on one stream keeps them apart."""
-_captured: dict[int, tuple[Tensor, Iterator[int]]] = {}
-"""Of each device, counters for launches in graphs, each its own, as graphs may be replayed beside each other; with the
-places that are left, in fours."""
+_captured: dict[int, Tensor] = {}
+"""Of each device, the counters that are left for launches in graphs: each its own, as graphs may be replayed beside each
+other."""
 
 
 def guessed(product: Product) -> Tile:
@@ -201,18 +199,18 @@ def _counts(x: Tensor, tiles: int) -> Tensor | None:
     it is captured before any call of its device."""
     device = x.get_device()
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        if device not in _captured:
+        left = _captured.get(device)
+        n = -(-tiles // 4) * 4  # a kernel is compiled for whether they begin at sixteen bytes
+        if left is None or left.numel() < n:
             return None
-        counts, places = _captured[device]
-        taken = list(itertools.islice(places, -(-tiles // 4)))
-        return counts[4 * taken[0] :] if 4 * len(taken) >= tiles else None
+        _captured[device] = left[n:]
+        return left[:n]
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     counts = _counters.get((device, stream))
     if counts is None:
         counts = _counters[device, stream] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
         if device not in _captured:
-            every = torch.zeros(4 * CAPTURED_FOURS, dtype=torch.int32, device=x.device)
-            _captured[device] = every, iter(range(CAPTURED_FOURS))
+            _captured[device] = torch.zeros(CAPTURED, dtype=torch.int32, device=x.device)
     return counts
 
 

@@ -135,7 +135,7 @@ def test_launches_of_graphs_count_programs_by_counters_of_their_own(monkeypatch:
     module = importlib.import_module("caramba.kernels.triton.row_tiles")
     for name in ("_counters", "_captured"):
         monkeypatch.setattr(module, name, {})
-    monkeypatch.setattr(module, "CAPTURED_FOURS", 6)
+    monkeypatch.setattr(module, "CAPTURED", 24)
 
     class Captured(Tensor):
         is_cuda = True
