@@ -44,17 +44,20 @@ def ranks_at_work(process: subprocess.Popen[str], folder: Path, ranks: int = 2) 
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.02)
-    found = {}
+    parents, numbers = {}, {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
             is_ours = os.readlink(place / "cwd") == str(folder)
             variables = dict(
                 item.split("=", 1) for item in (place / "environ").read_text().split("\0") if "=" in item
             )
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended, or is not ours to look at
             continue
         if is_ours and "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables:
-            found[int(variables["RANK"])] = int(place.name)
+            numbers[int(place.name)], parents[int(place.name)] = int(variables["RANK"]), parent
+    # What a rank has started, such as workers that load data, has its variables too.
+    found = {numbers[process]: process for process, parent in parents.items() if parent not in numbers}
     assert sorted(found) == list(range(ranks))
     return found
 
