@@ -155,9 +155,10 @@ def check_state_of_stages(run_dir: Path) -> None:
 def write_tokens(file: Path) -> str:
     """Write a corpus that is the same under every Python and NumPy, and return the words that name it.
 
-    Small numbers are frequent, and every fourth token repeats the one before.
+    Small numbers are frequent, and every fourth token repeats the one before. 62 windows are held out, of which neither
+    4 nor 8 rows make whole batches: a last batch of fewer counts for as much as it holds.
     """
-    drawn = np.random.RandomState(1).randint(0, 512, 60_000)
+    drawn = np.random.RandomState(1).randint(0, 512, 40_000)
     tokens = drawn**3 // 512**2
     tokens[3::4] = tokens[2::4]
     np.save(file, tokens.astype(np.uint16))
