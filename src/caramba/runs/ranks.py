@@ -16,7 +16,7 @@ FROM_SLURM = "CARAMBA_RANKS"
 AGENT = "CARAMBA_AGENT"
 """The process id of our elastic agent, for the ranks that it starts."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""`True` for the ranks of any elastic agent, which holds the store that they meet in."""
+"""Set for the ranks of any elastic agent; `True` where the agent holds the store that they meet in."""
 STOP_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _SLURM_NAMES = {
@@ -71,7 +71,7 @@ def end_with_agent(variables: Mapping[str, str] = os.environ) -> None:
         return
     if ours := variables.get(AGENT):
         _end_with(int(ours), signal.SIGKILL, variables)
-    elif variables.get(AGENT_STORE) == "True":
+    elif AGENT_STORE in variables:
         agent = os.getppid()
         _end_with(agent, signal.SIGTERM, variables)
         threading.Thread(target=_limit_stop, args=(agent,), name="agent", daemon=True).start()
