@@ -3,9 +3,11 @@ blocks; a sharded run goes on with one rank or with two, and its state is a chec
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
+import random
 import signal
 import socket
 import threading
@@ -101,9 +103,12 @@ def as_rank(rank: int, port: int) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a port that is free, of those that no connection is given by the system until it is used."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def end_when_saved(run_dir: Path) -> None:
