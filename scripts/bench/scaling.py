@@ -4,7 +4,7 @@ Usage, once per number of devices: torchrun --nproc-per-node N scripts/bench/sca
 and then: python scripts/bench/scaling.py --merge scaling_1.json scaling_2.json ... --out docs/benchmarks/scaling.json
 `--size tiny --device cpu --steps 12 --batch 2 --block 32 --no-compile` shows that the script works. Every rank has the
 same batch, whatever their number; strategies of one number of ranks see the same samples from the same weights, so
-that their losses agree.
+that their losses agree: a merge exits with 1 when they do not.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from sections_scaling import losses_apart, verdicts
 
 from caramba import kernels
 from caramba.config.manifest import Manifest
@@ -42,7 +43,8 @@ SIZES = {
     "1b": (2048, 16, 32, 8, 8192, 128256),
     "8b": (4096, 32, 32, 8, 14336, 128256),
 }
-MUST = {"ddp": 0.93, "fsdp2": 0.90}
+MUST = {"ddp": 0.93, "fsdp2": 0.90, "losses_within": 5e-3}
+"""Shares of linear scaling, and how far losses of equal steps may be apart: products of autocast are in bfloat16."""
 
 
 class Losses(pl.Callback):
@@ -202,20 +204,27 @@ def measure(words: argparse.Namespace) -> int:
             "made_by": "torchrun scripts/bench/scaling.py",
             "machine": facts(device),
         }
-        write_json(words.out, {**head, **shape, "must": MUST, "rows": rows})
+        data = {**head, **shape, "must": MUST, "rows": rows}
+        write_json(words.out, data)
+        print("\n".join(verdicts(data)), flush=True)
     return 0
 
 
 def merge(files: list[Path], out: Path) -> int:
-    """Put the rows of several numbers of devices into one file; they are of one machine and shape."""
+    """Put the rows of several numbers of devices into one file; they are of one machine and shape.
+
+    Return 1 when they are not, or when losses of strategies are not as near as they must be.
+    """
     parts = [json.loads(file.read_text()) for file in files]
-    heads = [{key: value for key, value in part.items() if key != "rows"} for part in parts]
+    heads = [{key: value for key, value in part.items() if key not in ("rows", "must")} for part in parts]
     different = [str(file) for file, head in zip(files, heads, strict=True) if head != heads[0]]
     if different:
         print(f"of another machine or shape than {files[0]}: {', '.join(different)}", file=sys.stderr)
         return 1
-    write_json(out, {**heads[0], "rows": [row for part in parts for row in part["rows"]]})
-    return 0
+    data = {**heads[0], "must": MUST, "rows": [row for part in parts for row in part["rows"]]}
+    write_json(out, data)
+    print("\n".join(verdicts(data)))
+    return 0 if losses_apart(data) <= MUST["losses_within"] else 1
 
 
 def main() -> int:

@@ -1,16 +1,20 @@
-"""Two ranks train what one process trains: data parallel, with sharded weights, with shared blocks; a sharded run goes
-on with one rank, and its state is a checkpoint of its own."""
+"""Two ranks train what one process trains, and that is on record: data parallel, with sharded weights, with shared
+blocks; a sharded run goes on with one rank or with two, and its state is a checkpoint of its own."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
+import random
 import signal
 import socket
 import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,39 +23,25 @@ from torch import Tensor
 
 from caramba import worker
 from caramba.checkpoint import load_tensors, load_training_state
-from caramba.checkpoint.sharded import MODEL, latest_sharded_state, save_sharded_state
-from caramba.config.model import ModelSpec
-from caramba.config.parallel import ParallelConfig
-from caramba.config.train import PhaseConfig
-from caramba.cost import model_cost
-from caramba.cost.spread import Spread, holdings
-from caramba.data import IGNORED
-from caramba.distill import LanguageModelObjective, PipelinedObjective
+from caramba.checkpoint.sharded import MODEL, latest_sharded_state
+from caramba.cli import main
 from caramba.errors import CheckpointError, ConfigError
 from caramba.experiment.ledger import Ledger
 from caramba.launch.freeze import freeze
-from caramba.model import Model, build_model, load_pretrained, spec_of
-from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
-from caramba.optim import build_optimizer, clip_gradients, local
-from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages
+from caramba.model import build_model, load_pretrained
 from caramba.parallel.stages import TIED
 from caramba.runs import mint
-from caramba.runtime import (
-    data_share,
-    gather_on_main,
-    get_rank,
-    is_main_process,
-    join_ranks,
-    seed_process,
-)
+from caramba.runs.ending import PREEMPTED
+from caramba.runs.files import write_json
 from caramba.train import has_saved_state, state_path
-from tests.integration.commands import SMALL, SMALL_TEACHER
+from tests.integration.commands import SMALL_TEACHER
+from tests.integration.rank_checks import check_sharded_models, check_stages
 
 STEPS, SAVED = 8, 2
 WORDS = (
-    *SMALL,
+    "model.embedder.vocab_size=512",
     *("model=tiny", "train=pretrain", f"train.steps={STEPS}", "train.block_size=32", "train.lr=0.003"),
-    *("train.max_grad_norm=0.5", f"train.save_every={SAVED}", "train.eval_every=4"),
+    *("train.max_grad_norm=0.5", f"train.save_every={SAVED}", "train.eval_every=2"),
     *("benchmark=none", "verify=none", "device=cpu", "logger.tensorboard=false", "settings.instrument=none"),
 )
 CONTROLS = "benchmark.benchmarks.0.config"
@@ -62,6 +52,7 @@ RUNS = {
     "fsdp2": SHARDED,
     "bfloat16_sums": ("parallel=ddp", "parallel.reduce_dtype=bfloat16", "train.batch_size=4"),
     "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
+    "grown": ("parallel=fsdp2", "train.batch_size=8"),
     "stopped": (*SHARDED, "train.activation_checkpointing=full"),
     "pipeline": (
         *("parallel=pipeline", "parallel.num_micro_batches=4", "train.batch_size=4"),
@@ -75,8 +66,9 @@ BLOCKS = (
     "train.save_every=2",
     "train.eval_every=2",
 )
+GOLDEN = Path(__file__).with_name("strategies.json")
+"""What one process trained and how far from it each strategy may be; GOLDEN=write has the test write it anew."""
 STUDENT = ("model=tiny_dba", *SMALL_TEACHER)
-PRETRAIN = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1})
 DISTILLED = {
     "blocks_one": (*BLOCKS, "train.gradient_accumulation_steps=2"),
     "blocks_data": (*BLOCKS, "parallel=ddp"),
@@ -90,8 +82,18 @@ DISTILLED = {
 }
 
 
-RANKED = ("ddp", "fsdp2", "bfloat16_sums", "fsdp2_tp", "blocks_data", "stopped", "pipeline", "pipeline")
-"""What two ranks run, in this order: what was stopped the first time goes on the second."""
+RANKED = (
+    "ddp",
+    "fsdp2",
+    "bfloat16_sums",
+    "fsdp2_tp",
+    "blocks_data",
+    "stopped",
+    "pipeline",
+    "pipeline",
+    "grown",
+)
+"""What two ranks run, in this order: what was stopped the first time goes on the second, and `grown` with one rank."""
 
 
 def as_rank(rank: int, port: int) -> None:
@@ -101,9 +103,12 @@ def as_rank(rank: int, port: int) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """Return a port that is free, of those that no connection is given by the system until it is used."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def end_when_saved(run_dir: Path) -> None:
@@ -120,10 +125,10 @@ def end_when_saved(run_dir: Path) -> None:
 def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
     torch.set_num_threads(1)
     as_rank(rank, ports[0])
-    check_sharded_models(folders["exact"])
+    check_sharded_models(folders["exact"], freeze(list(WORDS)).manifest.model)
     as_rank(rank, ports[1])
     for is_tied in (False, True):
-        check_stages(is_tied)
+        check_stages(freeze([*WORDS, f"model.head.tied={is_tied}"]).manifest.model)
     stopped, ended = set(), ("pipeline", "stopped")
     for name, port in zip(RANKED, ports[2:], strict=True):
         as_rank(rank, port)
@@ -152,115 +157,24 @@ def check_state_of_stages(run_dir: Path) -> None:
     assert first["state_dict"].keys() & last["state_dict"].keys() <= {f"model.{TIED}"}
 
 
-def check_sharded_models(folder: Path) -> None:
-    """A sharded model's gradients, clipping, state and gathered weights are those of the whole one."""
-    spec = freeze(list(WORDS)).manifest.model
-    parallel = ParallelConfig(strategy="fsdp2", dp=2)
-    with join_ranks(parallel, "cpu"):
-        shell = check_sharded(spec, parallel)
-        os.environ["LOCAL_WORLD_SIZE"] = "1"
-        check_sharded(spec, parallel, parts=1)  # two nodes, which are replicas of each other
-        os.environ["LOCAL_WORLD_SIZE"] = "2"
-        for by_sequence in (False, True):
-            split = ParallelConfig(strategy="fsdp2_tp", dp=1, tp=2, sequence_parallel=by_sequence)
-            check_sharded(spec, split)
-        check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("AttentionLayer", "SwiGLULayer")))
-        with pytest.raises(ConfigError, match=r"no such node; it has .*NestedTopology"):
-            check_sharded(spec, ParallelConfig(strategy="fsdp2", dp=2, wrap=("Block",)))
-        optimizer = torch.optim.AdamW(shell.parameters())
-        optimizer.zero_grad()
-        labels = {"spec": spec_of(spec).model_dump_json()}
-        save_sharded_state(folder, shell, optimizer, {"global_step": 5}, step=5, labels=labels)
-        check_rounded_alike()
+def write_tokens(file: Path) -> str:
+    """Write a corpus that is the same under every Python and NumPy, and return the words that name it.
+
+    Small numbers are frequent, and every fourth token repeats the one before. 62 windows are held out, of which neither
+    4 nor 8 rows make whole batches: a last batch of fewer counts for as much as it holds.
+    """
+    drawn = np.random.RandomState(1).randint(0, 512, 40_000)
+    tokens = drawn**3 // 512**2
+    tokens[3::4] = tokens[2::4]
+    np.save(file, tokens.astype(np.uint16))
+    return f"data.path={file}"
 
 
-def check_rounded_alike() -> None:
-    """Ranks draw other numbers, as for dropout, and yet round the weights of which each has a copy alike."""
-    for name in ("adamw", "lion"):
-        weight = torch.nn.Parameter(torch.ones(64))
-        phase = {"phase": "pretrain", "steps": 1, "optimizer": name, "lr": 1e-3, "stochastic_rounding": True}
-        settings = PhaseConfig.model_validate({**phase, "dtype": "bfloat16", "use_amp": False})
-        optimizer = build_optimizer([("topology.w", weight)], settings)
-        weight.data = weight.data.bfloat16()
-        seed_process(1, get_rank())
-        for _ in range(2):
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-        ranks = [torch.empty_like(weight) for _ in range(2)]
-        dist.all_gather(ranks, weight.detach())
-        assert len(weight.unique()) > 1, "rounded to one side and the other"
-        assert torch.equal(*ranks)
-
-
-def check_stages(is_tied: bool) -> None:
-    """The loss and the gradients of two stages are those of the whole model, whatever counts in which part."""
-    spec = freeze([*WORDS, f"model.head.tied={is_tied}"]).manifest.model
-    whole = build_model(spec, seed=7).double()
-    tokens = torch.arange(6 * 16).view(6, 16)
-    targets = tokens.roll(-1, 1)
-    targets[:2, 3:] = IGNORED
-    with join_ranks(ParallelConfig(strategy="pipeline", pp=2), "cpu"):
-        stage = cut(build_model(spec, device="meta").double(), get_rank(), 2)
-        assert gather_on_main(get_rank()) == ([0, 1] if is_main_process() else None)
-        assert data_share(1) == (get_rank(), 2)
-        assert data_share(2) == (0, 1)
-        send_stages(whole if is_main_process() else None, stage, torch.device("cpu"))
-        planned = holdings(PRETRAIN, model_cost(spec), Spread(ParallelConfig(strategy="pipeline", pp=2)))
-        assert sum(p.numel() for p in stage.model.parameters()) == planned[get_rank()].params
-        alone, staged = (
-            LanguageModelObjective(whole),
-            PipelinedObjective(stage, micro_batches=3, accumulation=2),
-        )
-        for _ in range(2):
-            expected = alone.step((tokens, targets), lambda loss: (loss / 2).backward())
-            found = staged.step((tokens, targets), lambda _: None)
-            torch.testing.assert_close(found["loss"].double(), expected["loss"], rtol=1e-6, atol=0)
-        held = staged.evaluate((tokens[:5], targets[:5]))
-        torch.testing.assert_close(held["loss"].double(), alone.evaluate((tokens[:5], targets[:5]))["loss"])
-        staged.join_gradients()
-        norm = clip_gradients([list(whole.parameters())], 1e-3)
-        own = clip_gradients(staged.clip_groups(), 1e-3, has_stages=True, copies=staged.copies())
-        torch.testing.assert_close(own, norm, rtol=1e-12, atol=0)
-        gradients = {name: p.grad for name, p in whole.named_parameters()}
-        for name, p in stage.model.named_parameters():
-            torch.testing.assert_close(p.grad, gradients[name], rtol=1e-9, atol=1e-15)
-        gathered = build_model(spec, seed=8).double() if is_main_process() else None
-        gather_stages(stage, gathered)
-        if gathered is not None:
-            for name, value in whole.state_dict().items():
-                assert torch.equal(gathered.state_dict()[name], value), name
-
-
-def check_sharded(spec: ModelSpec, parallel: ParallelConfig, parts: int = 2) -> Model:
-    device, tokens = torch.device("cpu"), torch.arange(64).view(2, 32)
-    whole, shell = build_model(spec, seed=7), build_model(spec, device="meta")
-    sharding = sharding_of(parallel, device, "float32")
-    if sharding.within is not None:
-        apply_tensor_parallel(shell, sharding.within, split_sequence=parallel.sequence_parallel)
-    shard_model(shell, sharding)
-    fill_sharded(shell, whole if is_main_process() else None, device)
-    for model in (whole, shell):
-        hidden = model.hidden(tokens)
-        model.logits(hidden).square().mean().backward()
-    norms = [clip_gradients([list(model.parameters())], 1e-3) for model in (whole, shell)]
-    assert torch.allclose(*norms, rtol=1e-5)
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    held = 0
-    for name, p in shell.named_parameters():
-        torch.testing.assert_close(p.grad.full_tensor(), expected[name], rtol=1e-4, atol=1e-9)
-        held += local(p).numel()
-    spread = Spread(parallel, 2 // parallel.tp, nodes=2 // parts)
-    (planned,) = holdings(PRETRAIN, model_cost(spec), spread)
-    assert held == pytest.approx(planned.params, rel=0.05), "what the plan says a rank holds"
-    total = sum(p.numel() for p in whole.parameters())
-    assert total / parts <= held < total * (0.9 if parts > 1 else 1.1), (
-        "norms and embeddings may be on all ranks"
-    )
-    state = gathered_state(shell)
-    assert bool(state) == is_main_process()
-    for name, value in state.items():
-        assert torch.equal(value, whole.state_dict()[name]), name
-    return shell
+def stop_with_one_rank(run_dir: Path) -> None:
+    """Train as one rank does until a state is saved."""
+    end_when_saved(run_dir)
+    assert worker.run(run_dir) == PREEMPTED
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -268,14 +182,16 @@ def folders(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """The run directories, trained: `one` by this process, the others by two ranks; `stopped` was not let finish."""
     root = tmp_path_factory.mktemp("parallel")
     made = {}
+    corpus = ("data=tokens", write_tokens(root / "tokens.npy"))
     for name, words in RUNS.items():
-        words = [*WORDS, *words, f"name={name}"]
+        words = [*WORDS, *corpus, *words, f"name={name}"]
         made[name] = mint(freeze(words).manifest, words, root)
     made["exact"] = root / "exact"
     torch.set_num_threads(1)
     assert worker.run(made["one"]) == 0
+    stop_with_one_rank(made["grown"])
     for name, words in DISTILLED.items():
-        words = [*WORDS, *STUDENT, *words, f"name={name}", f"model.teacher.checkpoint={made['one']}"]
+        words = [*WORDS, *corpus, *STUDENT, *words, f"name={name}", f"model.teacher.checkpoint={made['one']}"]
         made[name] = mint(freeze(words).manifest, words, root)
     assert worker.run(made["blocks_one"]) == 0
     mp.spawn(rank_main, (made, [free_port() for _ in range(2 + len(RANKED))]), nprocs=2)
@@ -293,7 +209,7 @@ def weights(run: Path, phase: str) -> dict[str, Tensor]:
     return load_tensors(run / "checkpoints" / f"{phase}.safetensors")
 
 
-def same(run: Path, other: Path, within: float = 2e-5, phase: str = "pretrain") -> None:
+def same(run: Path, other: Path, within: float = 1e-4, phase: str = "pretrain") -> None:
     """AdamW makes a step of about lr out of any gradient: where one is near 0, rounding shows."""
     ours, theirs = weights(run, phase), weights(other, phase)
     for name, value in theirs.items():
@@ -303,7 +219,7 @@ def same(run: Path, other: Path, within: float = 2e-5, phase: str = "pretrain") 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "fsdp2_tp"])
 def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> None:
     run, one = folders[name], folders["one"]
-    same(run, one, within=2e-4 if name == "fsdp2_tp" else 2e-5)
+    same(run, one, within=5e-4 if name == "fsdp2_tp" else 1e-4)
     keys = ("val_loss", "grad_norm", "update_norm", "layer_grad_norm/embedder")
     for key in (
         *keys,
@@ -313,6 +229,41 @@ def test_two_ranks_train_as_one_process(folders: dict[str, Path], name: str) -> 
     plan = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert plan["data_parallel"]["value"] == (1 if name == "fsdp2_tp" else 2)
     assert not state_path(run, "pretrain").exists()
+
+
+@pytest.mark.parametrize("name", ["one", "ddp", "fsdp2", "fsdp2_tp", "pipeline", "grown"])
+def test_strategies_give_the_loss_curve_on_record(folders: dict[str, Path], name: str) -> None:
+    if name == "one" and os.environ.get("GOLDEN") == "write":
+        write_golden(folders["one"])
+    golden = json.loads(GOLDEN.read_text())
+    for key, within in golden["within"].items():
+        found = {str(step): value for step, value in rows(folders[name], key).items()}
+        assert found == pytest.approx(golden["one"][key], rel=within), f"{key}, {golden['machine']}"
+    first, *_, last = golden["one"]["val_loss"].values()
+    assert first - last > 100 * golden["within"]["val_loss"] * first, "a curve that falls, or it says nothing"
+
+
+def write_golden(run: Path) -> None:
+    within = {"val_loss": 1e-4, "grad_norm": 1e-3}
+    machine = {"torch": torch.__version__, "python": platform.python_version(), "device": platform.machine()}
+    tolerance = "relative, of every strategy on one and two ranks (gloo), float32, whatever the machine"
+    curves = {key: rows(run, key) for key in within}
+    write_json(GOLDEN, {"machine": machine, "tolerance": tolerance, "within": within, "one": curves})
+
+
+def test_a_sharded_run_grows_from_one_rank_to_two(folders: dict[str, Path]) -> None:
+    run = folders["grown"]
+    starts = [
+        event
+        for event in map(json.loads, (run / "events.jsonl").read_text().splitlines())
+        if event["event"] == "run_started"
+    ]
+    assert len(starts) == 2
+    decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
+    assert decisions["data_parallel"]["value"] == 2
+    assert decisions["batch_size"]["value"] * decisions["gradient_accumulation_steps"]["value"] == 4
+    assert "began with 1 ranks and goes on with 2" in decisions["batch_size"]["reason"]
+    same(run, folders["one"])
 
 
 def test_gradients_that_ranks_sum_in_bfloat16_are_rounded_and_no_more(folders: dict[str, Path]) -> None:
@@ -326,7 +277,7 @@ def test_a_pipeline_that_was_stopped_trains_as_one_process(folders: dict[str, Pa
     run, one = folders["pipeline"], folders["one"]
     events = [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
     assert events.count("run_started") == 2
-    same(run, one, within=2e-4)
+    same(run, one, within=5e-4)
     for key in ("val_loss", "grad_norm", "update_norm", "layer_grad_norm/embedder"):
         assert rows(run, key) == pytest.approx(rows(one, key), rel=2e-4), key
 
@@ -350,11 +301,16 @@ def test_a_control_that_fails_within_a_phase_ends_the_run(folders: dict[str, Pat
         dist.destroy_process_group()
 
 
-def test_a_sharded_run_goes_on_with_one_rank(folders: dict[str, Path]) -> None:
+def test_a_sharded_run_goes_on_with_one_rank(folders: dict[str, Path], tmp_path: Path) -> None:
     run = folders["stopped"]
     place = latest_sharded_state(state_path(run, "pretrain"))
     assert place is not None
     assert SAVED <= int(place.name) < STEPS
+    state = state_path(run, "pretrain")
+    assert main(["export", str(state), "--format", "hf", "--out", str(tmp_path / "hf")]) == 0
+    saved, exported = load_pretrained(place / MODEL)[0], load_pretrained(tmp_path / "hf")[0]
+    for name, value in saved.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], value), name
     assert worker.run(run) == 0
     decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
     assert decisions["gradient_accumulation_steps"]["value"] == 2
@@ -362,13 +318,18 @@ def test_a_sharded_run_goes_on_with_one_rank(folders: dict[str, Path]) -> None:
     same(run, folders["one"])
 
 
-def test_a_sharded_state_is_a_checkpoint_of_its_own(folders: dict[str, Path]) -> None:
+def test_a_sharded_state_is_a_checkpoint_of_its_own(folders: dict[str, Path], tmp_path: Path) -> None:
     spec = freeze(list(WORDS)).manifest.model
     place = latest_sharded_state(folders["exact"])
     assert place is not None
+    out = tmp_path / "out"
+    assert main(["export", str(folders["exact"]), "--format", "safetensors", "--out", str(out)]) == 0
+    exported = load_tensors(out / "model.safetensors")
     model, _ = load_pretrained(place / MODEL, expected=spec)
     for name, value in build_model(spec, seed=7).state_dict().items():
         assert torch.equal(model.state_dict()[name], value), name
+        assert name not in exported or torch.equal(exported[name], value), name
+    assert exported.keys() >= {name for name, _ in model.named_parameters()}
 
 
 def test_what_does_not_fit_is_refused(folders: dict[str, Path]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from caramba.checkpoint.sharded import latest_sharded_state
 from caramba.runs.events import read_events
+from caramba.train import state_path
 from tests.integration.commands import SMALL, caramba, only_run
+from tests.integration.test_ranks_started import LIMIT_S, ranks_at_work, started
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "scaling.py"
 WITHIN = 2e-2  # bfloat16 products, whose order differs between strategies
@@ -122,3 +127,53 @@ def test_a_batch_that_was_planned_fits_on_every_rank(strategy: str, tmp_path: Pa
     assert f"that 2 ranks {'add' if strategy == 'ddp' else 'share'}" in planned["reason"]
     (speed,) = [item for item in read_events(run) if item["event"] == "speed"]
     assert speed["peak_bytes"] <= 1.1 * planned["measured"]["target_bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_sharded_run_that_two_gpus_stopped_goes_on_with_one(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, shrunk = shrink(tmp_path, cache, "cuda", monkeypatch)
+    assert shrunk == pytest.approx(whole, abs=WITHIN)
+    assert whole[-1] < whole[0] - 10 * WITHIN, "a curve that falls, or it says nothing"
+
+
+def shrink(
+    folder: Path, cache: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[float], list[float]]:
+    """Return the held-out losses of one process, and of two ranks that SIGUSR1 stops with one that goes on."""
+    words = (
+        *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none", f"device={device}"),
+        *("train.steps=120", "train.eval_every=30", "train.save_every=1000", "train.block_size=64"),
+        *("settings.instrument=none", "train.compile=false", *SMALL),
+    )
+    whole, stopped = folder / "whole", folder / "stopped"
+    for place in (whole, stopped):
+        place.mkdir()
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "caramba")
+    process = started([*torchrun, *words, "parallel=fsdp2", "train.batch_size=4"], stopped, cache)
+    os.kill(ranks_at_work(process, stopped)[1], signal.SIGUSR1)
+    said = process.communicate(timeout=LIMIT_S)[0]
+    assert "stopped by SIGUSR1; go on with: caramba resume" in said, said
+    run = only_run(stopped)
+    place = latest_sharded_state(state_path(run, "pretrain"))
+    assert place is not None
+    assert 0 < int(place.name) < 120
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for command, place in (
+        ([*words, "train.batch_size=8"], whole),
+        (["resume", str(run)], stopped),
+    ):
+        done = caramba(command, place, cache)
+        assert done.returncode == 0, done.stdout + done.stderr
+    decisions = json.loads((run / "plan.json").read_text())["pretrain"]["decisions"]
+    reason = decisions["gradient_accumulation_steps"]["reason"]
+    assert "began with 2 ranks and goes on with 1" in reason
+    curves = []
+    for one in (only_run(whole), run):
+        events = [json.loads(line) for line in (one / "events.jsonl").read_text().splitlines()]
+        held = [event for event in events if "val_loss" in event.get("values", {})]
+        assert [event["step"] for event in held] == [30, 60, 90, 120]
+        curves.append([event["values"]["val_loss"] for event in held])
+    return curves[0], curves[1]

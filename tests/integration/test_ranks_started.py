@@ -15,7 +15,7 @@ import torch
 from caramba.checkpoint import load_tensors
 from caramba.runs.events import read_events
 from caramba.runs.state import run_state
-from tests.integration.commands import SMALL, environment, only_run
+from tests.integration.commands import SMALL, caramba, environment, only_run
 
 WORDS = (
     *("model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu", *SMALL),
@@ -37,25 +37,28 @@ def started(command: list[str], folder: Path, cache: Path) -> subprocess.Popen[s
     )
 
 
-def ranks_at_work(process: subprocess.Popen[str], folder: Path) -> dict[int, int]:
+def ranks_at_work(process: subprocess.Popen[str], folder: Path, ranks: int = 2) -> dict[int, int]:
     """Wait until a row of metrics is on record; return {rank: process id}, from what the kernel says of them."""
     limit = time.monotonic() + LIMIT_S
     while not any('"metrics"' in file.read_text() for file in folder.glob("runs/*/*/events.jsonl")):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < limit
         time.sleep(0.02)
-    found = {}
+    parents, numbers = {}, {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
             is_ours = os.readlink(place / "cwd") == str(folder)
             variables = dict(
                 item.split("=", 1) for item in (place / "environ").read_text().split("\0") if "=" in item
             )
+            parent = int((place / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:  # it has ended, or is not ours to look at
             continue
         if is_ours and "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables:
-            found[int(variables["RANK"])] = int(place.name)
-    assert sorted(found) == [0, 1]
+            numbers[int(place.name)], parents[int(place.name)] = int(variables["RANK"]), parent
+    # What a rank has started, such as workers that load data, has its variables too.
+    found = {numbers[process]: process for process, parent in parents.items() if parent not in numbers}
+    assert sorted(found) == list(range(ranks))
     return found
 
 
@@ -95,3 +98,24 @@ def test_ranks_go_on_after_a_kill_or_a_signal_with_the_same_weights(tmp_path: Pa
     ours, theirs = (load_tensors(run / "checkpoints" / "pretrain.safetensors") for run in runs)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_a_rank_stops_with_a_torchrun_that_a_signal_ends(tmp_path: Path, cache: Path) -> None:
+    """Trap: torchrun hears no SIGUSR1 and ends at once; its rank went on, and held the run that nobody could resume."""
+    words = [word for word in WORDS if not word.startswith("parallel")]
+    command = [*TORCHRUN[:-3], "1", "-m", "caramba.launch", *words, "train.save_every=100"]
+    process = started(command, tmp_path, cache)
+    ranks_at_work(process, tmp_path, ranks=1)
+    process.send_signal(signal.SIGUSR1)
+    text = process.communicate(timeout=LIMIT_S)[0]  # the pipe ends with the rank
+    assert process.returncode == -signal.SIGUSR1
+    run = only_run(tmp_path)
+    assert "stopped by SIGTERM; go on with: caramba resume" in text
+    assert run_state(run).state == "interrupted"
+    assert len(list(run.glob("checkpoints/*.state.pt"))) == 1, "it was saved at the end of the step"
+    done = caramba(["resume", str(run)], tmp_path, cache)
+    assert done.returncode == 0, done.stderr
+    steps = Counter(
+        (item["step"], *sorted(item["values"])) for item in read_events(run) if item["event"] == "metrics"
+    )
+    assert max(steps.values()) == 1, "it went on after the last step"

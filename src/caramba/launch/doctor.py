@@ -9,12 +9,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from caramba.runs.environment import package_version
 from caramba.runs.files import home
+from caramba.runs.ranks import AGENT_STORE, FROM_SLURM, is_rank
 
 REQUIRED = (
     *("torch", "lightning", "hydra-core", "omegaconf", "pydantic", "torchmetrics", "tensorboard"),
@@ -71,6 +72,7 @@ def findings() -> Iterator[Finding]:
         "pdflatex", shutil.which("pdflatex") or "not found; tables.tex is written, papers are not compiled"
     )
     yield Finding("sbatch", shutil.which("sbatch") or "not found; no SLURM here")
+    yield from slurm_task(os.environ)
 
 
 def _torch() -> Iterator[Finding]:
@@ -96,6 +98,39 @@ def _torch() -> Iterator[Finding]:
     if facts["roofs"]:
         roofs = ", ".join(f"{name} {rate:.0f} GB/s" for name, rate in facts["roofs"].items())
         yield Finding("memory roofs", f"{roofs}, measured on {facts['roof_bytes'] / 1e9:.1f} GB")
+
+
+def slurm_task(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Say whether this process lies in a SLURM job whose tasks are what runs of caramba can be.
+
+    Only srun counts the tasks of a step; in a batch script or a shell of salloc one process is one run.
+    """
+    job = variables.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    tasks, nodes = (int(variables.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("TASKS", "NODES"))
+    per_node, gpus = variables.get("SLURM_NTASKS_PER_NODE"), variables.get("CUDA_VISIBLE_DEVICES")
+    here, what = (
+        tasks // nodes,
+        f"job {job}, task {variables.get('SLURM_PROCID', '0')} of {tasks} on {nodes} nodes",
+    )
+    problem = None
+    if AGENT_STORE in variables and tasks > nodes:
+        problem = "each starts a torchrun; give torchrun one task per node (srun --ntasks-per-node=1)"
+    elif variables.get(FROM_SLURM) == "slurm" and tasks > 1:
+        if per_node is None or int(per_node) * nodes != tasks:
+            problem = (
+                f"--ntasks-per-node={per_node or 'unset'} does not make them; ask for --ntasks-per-node={here} in "
+                "place of --ntasks"
+            )
+        elif gpus is not None and len(gpus.split(",")) < here:
+            problem = f"each sees the GPUs {gpus} alone; ask for --gpus-per-node in place of --gpus-per-task"
+    elif tasks > 1 and not is_rank(variables):
+        problem = (
+            "each would run a command by itself; srun --ntasks=1, or let launcher=slurm write the step, whose tasks "
+            "are ranks"
+        )
+    yield Finding("slurm task", what if problem is None else f"{what}: {problem}", problem is None)
 
 
 def memory_gb() -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError, ConfigError
-from caramba.runs.ranks import rank
+from caramba.runs.ranks import AGENT_STORE, rank
 
 WAIT_S = 600.0
 _KEY = "caramba/run_dir"
@@ -63,7 +63,7 @@ def _store() -> Any:
             "RANK and WORLD_SIZE are set and MASTER_ADDR or MASTER_PORT is not, so the ranks cannot find each other; "
             "start them with torchrun, or unset RANK and WORLD_SIZE"
         )
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if os.environ.get(AGENT_STORE) != "True":
         raise ConfigError(
             "these ranks were not started by torchrun, whose agent keeps what rank 0 composes; use torchrun, or launch "
             "once and start the ranks on RUN/manifest.json: python -m caramba.worker RUN/manifest.json"

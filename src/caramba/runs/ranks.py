@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Mapping, MutableMapping
 
 from caramba.errors import CarambaError
@@ -13,6 +15,9 @@ FROM_SLURM = "CARAMBA_RANKS"
 """Set to `slurm` by our sbatch scripts: the tasks of a step are ranks."""
 AGENT = "CARAMBA_AGENT"
 """The process id of our elastic agent, for the ranks that it starts."""
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Set for the ranks of any elastic agent; `True` where the agent holds the store that they meet in."""
+STOP_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _SLURM_NAMES = {
     "RANK": "SLURM_PROCID",
@@ -53,22 +58,42 @@ def adopt_slurm_ranks(variables: MutableMapping[str, str] = os.environ) -> None:
 
 
 def end_with_agent(variables: Mapping[str, str] = os.environ) -> None:
-    """Have the kernel end this rank when our agent, which started it, ends in a way that lets it stop nobody.
+    """Have the kernel end this rank when the agent that started it ends in a way that lets it stop nobody.
 
-    Linux only, and only under our own agent: elsewhere it does nothing.
+    Our own agent is killed when its ranks have not stopped in time: then they are killed as well. A user's torchrun
+    ends at once on signals that it does not hear, such as SIGUSR1: its ranks are asked to stop, which saves their
+    state, and end within STOP_S. Linux only, and only under an agent: elsewhere it does nothing.
 
     Raises:
         CarambaError: the agent has ended already.
     """
-    agent = variables.get(AGENT)
-    if not agent or sys.platform != "linux":
+    if sys.platform != "linux":
         return
+    if ours := variables.get(AGENT):
+        _end_with(int(ours), signal.SIGKILL, variables)
+    elif AGENT_STORE in variables:
+        agent = os.getppid()
+        _end_with(agent, signal.SIGTERM, variables)
+        threading.Thread(target=_limit_stop, args=(agent,), name="agent", daemon=True).start()
+
+
+def _end_with(agent: int, how: signal.Signals, variables: Mapping[str, str]) -> None:
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
+    if libc.prctl(_PR_SET_PDEATHSIG, int(how), 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != int(agent):  # it ended before the kernel was told
+    if os.getppid() != agent:  # it ended before the kernel was told
         raise CarambaError(
             f"rank {rank(variables)}: the agent that started it, process {agent}, has ended; go on with caramba resume"
         )
+
+
+def _limit_stop(agent: int) -> None:
+    """Once the agent has ended, have the kernel end this process too when it has not stopped in STOP_S.
+
+    It may wait without end for a rank that has stopped elsewhere. The kernel's alarm needs no Python to run.
+    """
+    while os.getppid() == agent:
+        time.sleep(0.5)
+    signal.setitimer(signal.ITIMER_REAL, STOP_S)

@@ -102,7 +102,8 @@ def join_ranks(parallel: ParallelConfig, device: str) -> Iterator[Ranks | None]:
     except (
         BaseException
     ):  # others may hang in a step that failed here: the end of this process is what ends it
-        ranks.part()
+        with contextlib.suppress(dist.DistNetworkError):  # a store that has ended with its launcher
+            ranks.part()
         raise
     ranks.part()
     dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -86,7 +87,9 @@ class CarambaModule(pl.LightningModule):
         self.adagc: AdaGC | None = None
         self._loss: Tensor | None = None
         self.train_loss = RunningLoss()
-        self.val_loss = MeanMetric(nan_strategy="disable")
+        self.val_loss = MeanMetric(
+            nan_strategy=math.nan
+        )  # stays to be seen; "disable" would drop the weights
 
     def configure_model(self) -> None:
         # Before any strategy looks at what takes gradients, and called again by some of Lightning's hooks.

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -51,8 +52,11 @@ def strategy_arguments(
     parallel: ParallelConfig, way: str, device: torch.device
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the Trainer's devices, nodes and strategy, and the plugin that tells it who is who."""
+    rank_zero_only.rank = (
+        get_rank()
+    )  # which writes logs; Lightning has read SLURM_PROCID, of whatever step it is
     if way == SINGLE:
-        return {"devices": 1, "strategy": InPlaceStrategy(device)}, []
+        return {"devices": 1, "strategy": InPlaceStrategy(device)}, [JoinedRanks()]
     here = get_local_world_size()
     places = {"devices": here, "num_nodes": get_world_size() // here}
     return {**places, "strategy": _strategy(parallel, way)}, [JoinedRanks()]
@@ -75,7 +79,10 @@ def _strategy(parallel: ParallelConfig, way: str) -> Any:
 
 
 class JoinedRanks(ClusterEnvironment):
-    """The ranks as they have joined: Lightning starts no process and opens no connection."""
+    """The ranks as they have joined, or one process: Lightning starts no process and opens no connection.
+
+    Left to itself it takes any process of a SLURM job for a task of Lightning's own, and refuses `--ntasks`.
+    """
 
     @property
     def creates_processes_externally(self) -> bool:

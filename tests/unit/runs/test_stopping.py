@@ -87,22 +87,36 @@ def test_tasks_of_our_own_step_are_ranks():
 AGENT_OF_A_RANK = """
 import os, subprocess, sys
 rank = "from caramba.runs.ranks import end_with_agent as e; e(); print('at work', flush=True); import time; time.sleep(60)"
-agent = str(os.getpid() if sys.argv[1] == "ours" else 1)
-subprocess.Popen([sys.executable, "-c", rank], env={**os.environ, "CARAMBA_AGENT": agent}, start_new_session=True).wait()
+stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); from caramba.runs import ranks; ranks.STOP_S = 0.1; "
+given = {
+    "ours": {"CARAMBA_AGENT": str(os.getpid())},
+    "another": {"CARAMBA_AGENT": "1"},
+    "torchrun": {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+}[sys.argv[1]]
+code = stubborn + rank if "torchrun" in sys.argv else rank
+subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **given}, start_new_session=True).wait()
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
 def test_ranks_end_with_their_agent_however_it_ends():
-    """Trap: ranks in sessions of their own go on, with the GPUs and the lock, when the agent is killed."""
+    """Trap: ranks in sessions of their own go on, with the GPUs and the lock, when the agent is killed.
+
+    Ours kills its ranks. Another's, which hears no SIGUSR1, has them asked to stop, and killed when they do not.
+    """
     command = [sys.executable, "-c", AGENT_OF_A_RANK]
-    with subprocess.Popen([*command, "ours"], stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
-        assert agent.stdout.readline() == "at work\n"
-        agent.kill()
-        began = time.monotonic()
-        assert agent.stdout.read() == "", "the pipe ends with the last who holds it, which is the rank"
-        assert time.monotonic() - began < 30
+    for whose, how, last_words in (
+        ("ours", signal.SIGKILL, ""),
+        ("torchrun", signal.SIGUSR1, "asked\n"),
+    ):
+        with subprocess.Popen([*command, whose], stdout=subprocess.PIPE, text=True) as agent:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == "at work\n"
+            agent.send_signal(how)
+            began = time.monotonic()
+            said = agent.stdout.read()
+            assert said == last_words, "the pipe ends with the last who holds it, which is the rank"
+            assert time.monotonic() - began < 30
     late = subprocess.run([*command, "another"], capture_output=True, text=True, timeout=60)
     assert "the agent that started it, process 1, has ended; go on with caramba resume" in late.stderr
     assert late.stdout == ""
