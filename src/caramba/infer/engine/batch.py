@@ -258,7 +258,8 @@ class Batch:
         if slot in self._beside:
             self._join()  # nobody else may have the slot while its prompt runs
         request = self.requests[slot]
-        assert request is not None
+        if request is None:  # it could not begin to decode, which has ended it
+            return
         try:
             self.slots.clear(slot)
         finally:
