@@ -9,6 +9,7 @@ before: inside, by every program, it took as long with 8 rows and longer with mo
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,8 @@ PROCESSORS = 132
 """Multiprocessors of an H200."""
 MOST_TILES = 16384
 """Tiles of one call whose programs may share the width: a counter each."""
+SHARED_BYTES, LEEWAY = 227 * 1024, 1024
+"""Shared memory of a program on Hopper, for which the tiles below were chosen, and what a kernel takes beside them."""
 CAPTURED = 2**20
 """Counters of a device's graphs, 4 MB: a step of 16 layers takes some 2,000."""
 
@@ -158,9 +161,9 @@ _launches = Launches(_tiles_kernel)
 _counters: dict[tuple[int, int], Tensor] = {}
 """Of each device and stream, what programs that share the width count themselves by: zeros between launches, whose
 order on one stream keeps them apart."""
-_captured: dict[int, Tensor] = {}
-"""Of each device, the counters that are left for launches in graphs: each its own, as graphs may be replayed beside each
-other."""
+_captured: dict[int, list[Tensor]] = {}
+"""Of each device, counters for launches in graphs: each its own, as graphs may be replayed beside each other. The last
+are those that are left; the others stay, as graphs hold no more than their addresses."""
 
 
 def guessed(product: Product) -> Tile:
@@ -183,6 +186,18 @@ def tile_of(product: Product) -> Tile:
     return tile
 
 
+def fitting(tile: Tile, block_m: int, shared_bytes: int) -> Tile:
+    """Return a tile with as many stages, two at least, as this much shared memory holds."""
+    stage = (tile.block_n + block_m) * tile.block_k * 2
+    return tile._replace(stages=max(2, min(tile.stages, (shared_bytes - LEEWAY) // stage)))
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return SHARED_BYTES if properties is None else properties.shared_memory_per_block_optin
+
+
 def adopt(entries: dict[Product, Tile]) -> None:
     """Take tiles as measured; what was launched is chosen anew."""
     _tiles.update(entries)
@@ -199,18 +214,19 @@ def _counts(x: Tensor, tiles: int) -> Tensor | None:
     it is captured before any call of its device."""
     device = x.get_device()
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
-        left = _captured.get(device)
         n = -(-tiles // 4) * 4  # a kernel is compiled for whether they begin at sixteen bytes
-        if left is None or left.numel() < n:
+        if device not in _captured or _captured[device][-1].numel() < n:
             return None
-        _captured[device] = left[n:]
+        left = _captured[device][-1]
+        _captured[device][-1] = left[n:]
         return left[:n]
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
     counts = _counters.get((device, stream))
     if counts is None:
         counts = _counters[device, stream] = torch.zeros(MOST_TILES, dtype=torch.int32, device=x.device)
-        if device not in _captured:
-            _captured[device] = torch.zeros(CAPTURED, dtype=torch.int32, device=x.device)
+    blocks = _captured.setdefault(device, [])
+    if not blocks or blocks[-1].numel() < CAPTURED // 4:
+        blocks.append(torch.zeros(CAPTURED, dtype=torch.int32, device=x.device))
     return counts
 
 
@@ -228,7 +244,7 @@ def row_tiles(
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
     block_m = block_of(rows)
-    tile = tile_of(Product(n_out, width, block_m, gated))
+    tile = fitting(tile_of(Product(n_out, width, block_m, gated)), block_m, _shared_bytes(x.device))
     tiles = -(-n_out // (tile.block_n // 2 if gated else tile.block_n))
     parts = counts = None
     if tile.split > 1:

@@ -248,8 +248,9 @@ def measure(
         "tokens": tokens,
         "useful_bytes": useful,
         "padded_bytes": stores[0].padded_bytes,
-        "steps_of_a_graph": n_stores * turns,
     }
+    if on_gpu:
+        row["steps_of_a_graph"] = n_stores * turns
     if on_gpu and options.tune:
         print(f"  {tune(layout, stores, q, tokens, turns, good)}", flush=True)
     step = calls(layout, stores, q, tokens)

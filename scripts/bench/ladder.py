@@ -155,9 +155,10 @@ def musts_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     top = top_of(rows, LOSS)
     if top is None or top["row"] == "baseline":
         return []
-    runs = [row for row in rows if row["row"] == top["row"] or row.get("loss_noise") is not None]
+    twins = [row for row in rows if row.get("of_row") == top["row"] and row.get("loss_noise") is not None]
+    runs = [*(row for row in rows if row["row"] == top["row"]), *twins]
     delta = abs(statistics.mean(row["val_loss_delta"] for row in runs))
-    noise = next((row for row in reversed(rows) if row.get("loss_noise") is not None), None)
+    noise = twins[-1] if twins else None
     beside = "" if noise is None else f" (mean of {len(runs)} runs, noise {noise['loss_noise']:.4f} of a run)"
     held = (
         ("speed over row 0", top["speed_up"], SPEED, top["speed_up"] >= SPEED),

@@ -254,7 +254,6 @@ def main() -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64")
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--tune-rows", default="1")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/row_linear.json"))
@@ -273,7 +272,7 @@ def main() -> int:
         "rows": [],
     }
     if words.tune:
-        data["tiles"] = tune(shapes, [int(n) for n in words.tune_rows.split(",")], dtype, device)
+        data["tiles"] = tune(shapes, [1], dtype, device)
         if device.type == "cuda":
             write_json(module.TABLE, {"device": torch.cuda.get_device_name(), "tiles": data["tiles"]})
     if words.tiles:

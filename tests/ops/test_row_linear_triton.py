@@ -165,7 +165,7 @@ def test_graphs_replay_what_calls_make(rows: int) -> None:
 
     def chain(x: Tensor) -> Tensor:
         y = launched(**first | {"x": x})
-        for _ in range(8):  # each begins, as it may, while the one before still runs
+        for _ in range(8):
             y = launched(**second | {"x": y, "residual": y})
             y = y / y.norm(dim=-1, keepdim=True) if _ == 3 else y
         return y

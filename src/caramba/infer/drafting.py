@@ -12,7 +12,8 @@ from torch import Tensor
 from caramba.cache import Context, RowsContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.ragged import Network, device_of, feed, padded, rewind
-from caramba.infer.sampling import distribution, draw, next_token, wide_dtype
+from caramba.infer.sampling import distribution, next_token, wide_dtype
+from caramba.ops import draw
 
 Drafts = tuple[list[list[int]], Tensor | None]
 

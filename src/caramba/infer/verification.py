@@ -15,8 +15,9 @@ from caramba.infer.generator import GenerateStats
 from caramba.infer.ragged import feed, padded, rewind
 from caramba.infer.row import OnText, Row
 from caramba.infer.row_steps import RowSteps
-from caramba.infer.sampling import distribution, draw, next_token, uniforms, wide_dtype
+from caramba.infer.sampling import distribution, next_token, uniforms, wide_dtype
 from caramba.model import Model
+from caramba.ops import draw
 
 
 @dataclass

@@ -14,7 +14,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
-from caramba.layer.few_rows import added, are_plain, has_hooks
+from caramba.layer.few_rows import added, are_plain, has_hooks, has_own_norm
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNorm
@@ -105,6 +105,7 @@ class AttentionLayer(nn.Module):
             readers is not None
             and are_plain((*readers, self.out), x.dtype)
             and not has_hooks(self.projection)
+            and (not has_own_norm(x) or getattr(self.projection, "joined", None) is not None)
         )
 
     def add_rows(self, x: Tensor, norm: RMSNorm, ctx: Context | StepContext) -> Tensor:

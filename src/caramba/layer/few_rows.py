@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from caramba.layer.joined import Joined
 from caramba.layer.rms_norm import RMSNorm
 from caramba.ops import has_kernel, row_linear, rows_fit, weight_fits
+from caramba.ops.latent_queries import HALF
 
 FEW_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 2}
 """Rows up to which products by `row_linear` are taken, by dtype.
@@ -32,6 +33,12 @@ def is_few(x: Tensor) -> bool:
         and has_kernel("row_linear", x)
         and not torch.is_autocast_enabled(x.device.type)
     )
+
+
+def has_own_norm(x: Tensor) -> bool:
+    """Whether the kernel of few rows x has the norm before it as a launch of its own: then one product should take what
+    it makes, not several."""
+    return x.dtype in HALF and x.numel() > x.shape[-1]
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
-from caramba.layer.few_rows import added, are_plain, normed
+from caramba.layer.few_rows import added, are_plain, has_own_norm, normed
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
 from caramba.layer.joined import Joined, prompt_product, usable
@@ -53,7 +53,8 @@ class SwiGLULayer(nn.Module):
 
     def is_plain(self, x: Tensor) -> bool:
         """Whether `add_rows` takes few rows x: nobody replaced, quantised or watches a layer that it passes by."""
-        return are_plain((self.gate, self.up, self.down), x.dtype)
+        is_one = self.joined is not None or not has_own_norm(x)
+        return is_one and are_plain((self.gate, self.up, self.down), x.dtype)
 
     def add_rows(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Return x + forward(norm(x)) of few rows: of joined weights two products and nothing else."""

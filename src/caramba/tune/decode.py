@@ -147,10 +147,11 @@ def _call(
     return every_copy
 
 
-def _copies(case: DecodeCase, device: torch.device) -> list[list[Any]]:
-    """Return the launcher's arguments up to `n_packed`, for as many caches as do not stay in the device's own."""
+def _copies(case: DecodeCase, device: torch.device, n: int | None = None) -> list[list[Any]]:
+    """Return the launcher's arguments up to `n_packed`, for n caches, or as many as do not stay in the device's own."""
     generator = torch.Generator(device).manual_seed(0)
-    n = max(1, min(160, -(-COLD_BYTES // case.bytes))) if device.type == "cuda" else 1
+    if n is None:
+        n = max(1, min(160, -(-COLD_BYTES // case.bytes))) if device.type == "cuda" else 1
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     queries = [
         torch.randn(case.batch, case.n_heads, 1, d, device=device, dtype=dtype, generator=generator) * d**-0.5
@@ -174,7 +175,7 @@ def _streams(case: DecodeCase, device: torch.device, generator: torch.Generator)
 def _probe(case: DecodeCase, device: torch.device) -> tuple[list[Any], Sequence[torch.Tensor]]:
     """Return the launcher's arguments for few tokens of the case's form, some in tails, and the right results."""
     small = replace(case, batch=min(case.batch, 2), tokens=min(case.tokens, PROBE_TOKENS))
-    q_sem, q_geo, kinds, *streams, seqlens, packed = _copies(small, device)[0]
+    q_sem, q_geo, kinds, *streams, seqlens, packed = _copies(small, device, 1)[0]
     seqlens[-1] = max(1, small.tokens - 3)
     if packed is not None:
         packed -= min(small.tokens // 2, TAIL // 2)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from caramba.config.generate import GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
-from caramba.infer.sampling import distribution, draw, next_token, uniforms
+from caramba.infer.sampling import distribution, next_token, uniforms
+from caramba.ops import draw
 
 
 def reference(logits: np.ndarray, config: GenerateConfig, seen: np.ndarray) -> np.ndarray:

@@ -13,10 +13,10 @@ from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.errors import ConfigError
 from caramba.infer import Generator, SpeculativeGenerator, row_steps
 from caramba.infer.drafting import DraftLength, LookupDrafter
-from caramba.infer.sampling import distribution, draw
+from caramba.infer.sampling import distribution
 from caramba.infer.verification import SpeculativeStats, verify_drafts
 from caramba.model import Model, build_model
-from caramba.ops import MAX_QUERIES
+from caramba.ops import MAX_QUERIES, draw
 from tests.unit.model.model_specs import VOCAB, block, spec, transformer
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]

@@ -12,6 +12,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
 from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
+from caramba.infer.engine.prompts import MOST
 from caramba.infer.engine.slots import Slots
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import ENDS, Event, FinishReason, Ticket
@@ -153,7 +154,7 @@ class Batch:
         waiting = [request for slot in self._order if (request := self.requests[slot]) is not None]
         n_tokens = sum(len(request.row.prompt) for request in waiting)
         is_new = not any(request.done for request in waiting)
-        return is_new and self._n_waited < PATIENCE and n_tokens < FULL * self.config.prefill_chunk
+        return is_new and self._n_waited < PATIENCE and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
 
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""

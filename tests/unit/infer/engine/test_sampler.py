@@ -10,8 +10,8 @@ import torch
 from caramba.config.generate import GenerateConfig
 from caramba.infer.engine import sampler as sampler_module
 from caramba.infer.engine.sampler import SlotSampler
-from caramba.infer.sampling import distribution, draw, uniforms
-from caramba.ops import likeliest
+from caramba.infer.sampling import distribution, uniforms
+from caramba.ops import draw, likeliest
 
 VOCAB, N = 31, 40
 SETTINGS: list[dict[str, Any]] = [
