@@ -153,6 +153,16 @@ def test_launches_of_graphs_count_programs_by_counters_of_their_own(monkeypatch:
     assert counts.data_ptr() not in held
 
 
+def test_tiles_fit_the_device() -> None:
+    module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    tile = module.Tile(64, 128, 1, 4, 4, 6)
+    assert module.fitting(tile, 64, module.SHARED_BYTES) == tile
+    assert module.fitting(tile, 64, 99 * 1024).stages == 3, "32 KiB a stage"
+    assert module.fitting(tile, 64, 48 * 1024).stages == 2
+    for block_m, kinds in module.FASTEST.items():
+        assert all(module.fitting(one, block_m, module.SHARED_BYTES) == one for one in kinds)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="graphs are captured on a GPU")
 @pytest.mark.parametrize("rows", [2, 8, 32, 64])
 def test_graphs_replay_what_calls_make(rows: int) -> None:
