@@ -329,7 +329,7 @@ def reduced(
     return phase.model_copy(update={"batch_size": smaller, "gradient_accumulation_steps": times}), decided
 
 
-def of_a_rank(
+def reduce_for_all_ranks(
     session: Session, run_id: str, phase: PhaseConfig, decided: RuntimePlan, failure: OutOfMemory
 ) -> OutOfMemory:
     """Return what a rank ends with when memory ran out on it: the others wait for it within a step, so that all have
