@@ -151,7 +151,7 @@ def test_every_size_of_the_ladder_is_a_ladder(tmp_path: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
     ladder = importlib.import_module("ladder")
     for size in ladder.SIZES:
-        config = freeze(ladder.words_of(size, 2, tmp_path, [])).manifest.benchmark.benchmarks[0].config
+        config = freeze(ladder.words_of(size, 2, tmp_path, [])).manifest.groups[0].benchmarks[0].config
         assert (config.type, config.batch_size) == ("ladder", 2)
         assert "bf16_weights" in config.rows
 
