@@ -14,6 +14,8 @@ PREEMPTED = 75
 """The system wants the place back and the state is saved: start it again (EX_TEMPFAIL of sysexits)."""
 REDUCED = BatchReduced.exit_status
 """Memory ran out on a rank, and its phase has a smaller batch from now on: start all ranks again."""
+REDUCED_REASON = "reduced: "
+"""What the reason of such a batch begins with in plan.json."""
 INTERRUPTED = 130
 TERMINATED = 143
 STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)
