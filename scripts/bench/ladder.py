@@ -58,7 +58,7 @@ SIZES: dict[str, tuple[list[str], dict[str, int | str]]] = {
     "smoke": (
         ["model=llama32_1b", "model.topology.layers.0.repeat=1", *TOKENS],
         {
-            "rows": "[baseline,bf16,flash,compile,fp8,bf16_weights,full,largest_batch]",
+            "rows": "[baseline,bf16,flash,compile,bf16_weights,fp8,full,largest_batch]",
             "leave_one_out": "false",
             **{"block_size": 512, "warmup_steps": 3, "timed_steps": 4, "loss_steps": 8},
             **{"largest_seconds": 12, "most_batch": 8, "val_windows": 2, "twins": 1},

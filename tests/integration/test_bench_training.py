@@ -162,6 +162,15 @@ def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pyt
     assert ladder.musts_of(rows[:1]) == []
 
 
+def test_every_size_of_the_ladder_is_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    ladder = importlib.import_module("ladder")
+    for size in ladder.SIZES:
+        config = freeze(ladder.words_of(size, 2, tmp_path, [])).manifest.groups[0].benchmarks[0].config
+        assert (config.type, config.batch_size) == ("ladder", 2)
+        assert "bf16_weights" in config.rows
+
+
 class FakeAllocator:
     """The counters of CUDA's allocator, of steps that hold `between` bytes before and after, and `within` more."""
 

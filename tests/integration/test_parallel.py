@@ -51,6 +51,7 @@ RUNS = {
     "ddp": ("parallel=ddp", "train.batch_size=2", "train.gradient_accumulation_steps=2"),
     "fsdp2": SHARDED,
     "bfloat16_sums": ("parallel=ddp", "parallel.reduce_dtype=bfloat16", "train.batch_size=4"),
+    "fsdp2_bfloat16_sums": ("parallel=fsdp2", "parallel.reduce_dtype=bfloat16", "train.batch_size=4"),
     "fsdp2_tp": ("parallel=fsdp2_tp", "train.batch_size=8"),
     "grown": ("parallel=fsdp2", "train.batch_size=8"),
     "stopped": (*SHARDED, "train.activation_checkpointing=full"),
@@ -86,6 +87,7 @@ RANKED = (
     "ddp",
     "fsdp2",
     "bfloat16_sums",
+    "fsdp2_bfloat16_sums",
     "fsdp2_tp",
     "blocks_data",
     "stopped",
@@ -266,8 +268,11 @@ def test_a_sharded_run_grows_from_one_rank_to_two(folders: dict[str, Path]) -> N
     same(run, folders["one"])
 
 
-def test_gradients_that_ranks_sum_in_bfloat16_are_rounded_and_no_more(folders: dict[str, Path]) -> None:
-    run, one = folders["bfloat16_sums"], folders["one"]
+@pytest.mark.parametrize("name", ["bfloat16_sums", "fsdp2_bfloat16_sums"])
+def test_gradients_that_ranks_sum_in_bfloat16_are_rounded_and_no_more(
+    name: str, folders: dict[str, Path]
+) -> None:
+    run, one = folders[name], folders["one"]
     assert rows(run, "val_loss") == pytest.approx(rows(one, "val_loss"), rel=5e-3)
     assert rows(run, "grad_norm") != pytest.approx(rows(one, "grad_norm"), rel=2e-5)
     assert rows(run, "grad_norm") == pytest.approx(rows(one, "grad_norm"), rel=2e-2)

@@ -96,6 +96,17 @@ def process_of_rank(folder: Path, rank: int) -> int:
     raise AssertionError(f"no rank {rank} in {folder}")
 
 
+def wait_for_a_state(folder: Path, process: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    """Return once the run in `folder` has saved a state; fail with its output where it ends before, or takes longer."""
+    deadline = time.monotonic() + seconds
+    while not list(folder.glob("runs/*/*/checkpoints/*.state.pt")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            how = f"in {seconds:.0f} s" if process.returncode is None else f"by its end, {process.returncode}"
+            process.terminate()  # launcher=torchrun passes it on to its ranks
+            raise AssertionError(f"no state is saved {how}:\n{process.communicate(timeout=90)[0]}")
+        time.sleep(0.02)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="sets the limit of another process")
 @pytest.mark.parametrize("rank", [None, 1], ids=["alone", "one of two ranks"])
@@ -113,8 +124,7 @@ def test_memory_that_runs_out_within_a_phase_goes_on_from_its_saved_state(
         stderr=subprocess.STDOUT,
         text=True,
     )
-    while not list(tmp_path.glob("runs/*/*/checkpoints/*.state.pt")) and process.poll() is None:
-        time.sleep(0.02)
+    wait_for_a_state(tmp_path, process)
     pid = process.pid if rank is None else process_of_rank(tmp_path, rank)
     status = Path(f"/proc/{pid}/status").read_text()
     peak = next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmPeak:"))

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer import Positive
@@ -66,6 +66,9 @@ RUNGS: dict[RowName, Rung] = {
     "full": Rung("+ full checkpointing", {"activation_checkpointing": "full"}),
     "largest_batch": Rung("+ largest batch, of the fastest row above"),
 }
+FORMER_ORDER = [name for name in RUNGS if name != "bf16_weights"]
+FORMER_ORDER.insert(FORMER_ORDER.index("fp8") + 1, "bf16_weights")
+"""The order that manifests of before have, in which bf16_weights came after fp8."""
 CHECKPOINTING = ("selective", "full")
 """Rows that give speed for memory, which pays at the largest batch if anywhere; the top of the ladder is without."""
 SAME_SPEED = 0.02
@@ -111,6 +114,13 @@ class LadderConfig(Config):
     most_batch: Positive = 512
     largest_seconds: Positive = 900
     memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
+
+    @field_validator("rows", mode="after")
+    @classmethod
+    def _in_order(cls, rows: tuple[RowName, ...]) -> tuple[RowName, ...]:
+        """Put rows that are in the former order into that of the ladder, so that runs of before can be read."""
+        places = [FORMER_ORDER.index(name) for name in rows]
+        return tuple(sorted(rows, key=list(RUNGS).index)) if places == sorted(set(places)) else rows
 
     @model_validator(mode="after")
     def _rules(self) -> LadderConfig:

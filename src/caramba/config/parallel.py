@@ -51,7 +51,8 @@ class ParallelConfig(Config):
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="what ddp and fsdp2 sum gradients of all ranks in while backward goes on; bfloat16 is half the "
-        "traffic, and rounds them. Phases of blocks, and weights in bfloat16 under ddp, keep their own dtype",
+        "traffic, and rounds them. Under fsdp2 it is of blocks: embedding, head and last norm are summed in float32. "
+        "Phases of blocks, and weights in bfloat16 under ddp, keep their own dtype",
     )
     wrap: Annotated[tuple[str, ...], Field(min_length=1)] | None = Field(
         default=None,

@@ -4,11 +4,11 @@ Weights: 4 bytes each, for every model that the phase holds; 2 for weights in bf
     use_amp=false), and for a frozen teacher under 16-bit autocast.
 Gradients: as many bytes as the weights, for the parameters that train.
 Optimiser: states of the parameters that train, in the dtype of the weights: two for AdamW, one for SGD with
-    momentum, Lion and Muon, and none counted for Adafactor, whose factored moments are a row and a column per
-    matrix. They are fp32 beside bfloat16 weights that are rounded from fp32 (another 4 bytes for masters) or at
-    random: with AdamW 12 bytes a parameter in all, for its step copies nothing. The fp32 copies of some weights and
-    gradients in a step of the others, while no activation is held, are not counted. None on the device with
-    optimizer_offload.
+    momentum, Lion and Muon, none for SGD without, and none counted for Adafactor, whose factored moments are a row
+    and a column per matrix. They are fp32 beside bfloat16 weights that are rounded from fp32 (another 4 bytes for
+    masters) or at random: with AdamW 12 bytes a parameter in all, for its step copies nothing. The fp32 copies of
+    some weights and gradients in a step of the others, while no activation is held, are not counted. None on the
+    device with optimizer_offload.
 Activations: batch * block * elements kept for backward, in the dtype of the computation (`auto` counts as
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
     the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, all at once with
@@ -164,7 +164,9 @@ def _optimizer_bytes(phase: PhaseConfig) -> int:
     if phase.optimizer_offload:
         return 0
     is_wide = phase.master_weights or phase.stochastic_rounding or not phase.has_16_bit_weights
-    return (4 if is_wide else 2) * OPTIMIZER_STATES[phase.optimizer] + (4 if phase.master_weights else 0)
+    is_stateless = phase.optimizer == "sgd" and phase.optimizer_momentum == 0
+    states = 0 if is_stateless else OPTIMIZER_STATES[phase.optimizer]
+    return (4 if is_wide else 2) * states + (4 if phase.master_weights else 0)
 
 
 def _activation_bytes(phase: PhaseConfig) -> int:

@@ -18,6 +18,7 @@ from caramba.errors import BatchReduced, ConfigError, OutOfMemory
 from caramba.experiment.probe import MODULE, request_of, shapes_of
 from caramba.experiment.session import Session
 from caramba.planning import Budget, Candidate, Ground, Trial, TrialProcess, decide
+from caramba.runs.ending import REDUCED_REASON
 from caramba.runs.environment import sharing_workers
 from caramba.runs.events import append_event
 from caramba.runtime import (
@@ -308,7 +309,7 @@ def reduced(
     if smaller is None:
         return None
     times = phase.gradient_accumulation_steps * size // smaller
-    reason = f"reduced: {why}; {smaller} x {times} sequences a step are as many as before"
+    reason = f"{REDUCED_REASON}{why}; {smaller} x {times} sequences a step are as many as before"
     changed = {
         "batch_size": Decision(smaller, reason),
         "gradient_accumulation_steps": Decision(times, reason),
@@ -329,7 +330,7 @@ def reduced(
     return phase.model_copy(update={"batch_size": smaller, "gradient_accumulation_steps": times}), decided
 
 
-def of_a_rank(
+def reduce_for_all_ranks(
     session: Session, run_id: str, phase: PhaseConfig, decided: RuntimePlan, failure: OutOfMemory
 ) -> OutOfMemory:
     """Return what a rank ends with when memory ran out on it: the others wait for it within a step, so that all have

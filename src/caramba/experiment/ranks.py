@@ -19,7 +19,7 @@ from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
 from caramba.errors import ConfigError, OutOfMemory
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
-from caramba.experiment.planning import of_a_rank
+from caramba.experiment.planning import reduce_for_all_ranks
 from caramba.experiment.session import Session
 from caramba.experiment.text import open_text
 from caramba.layer import attention_backends
@@ -238,5 +238,5 @@ def _train(session: Session, order: Order) -> None:
             )
         except OutOfMemory as error:
             session.plan_signatures[order.run] = order.signature
-            raise of_a_rank(session, order.run, order.phase, order.plan, error) from None
+            raise reduce_for_all_ranks(session, order.run, order.phase, order.plan, error) from None
     session.teacher = None

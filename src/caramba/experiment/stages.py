@@ -18,7 +18,7 @@ from caramba.cost import estimate_phase, model_cost
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
 from caramba.experiment.ledger import StageRecord
-from caramba.experiment.planning import of_a_rank, reduced
+from caramba.experiment.planning import reduce_for_all_ranks, reduced
 from caramba.experiment.ranks import Assembled, assemble, give_order
 from caramba.experiment.session import Session
 from caramba.experiment.surgery import transplant_student
@@ -267,7 +267,7 @@ def _fit(
             # without its traceback, which holds the optimiser's state
             failure = OutOfMemory(str(error), step=error.step, is_clean=error.is_clean)
         if get_world_size() > 1:
-            raise of_a_rank(session, run.id, phase, decided, failure)
+            raise reduce_for_all_ranks(session, run.id, phase, decided, failure)
         made_smaller = None if attempt == 2 else reduced(session, run.id, phase, decided, str(failure))
         if made_smaller is None:
             break

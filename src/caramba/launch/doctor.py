@@ -38,13 +38,13 @@ class Finding:
 
 
 def doctor() -> int:
-    """Print every finding; 1 when something required is missing."""
+    """Print every finding; 1 when something is missing or wrong."""
     failed = False
     for finding in findings():
         mark = {True: "ok  ", False: "FAIL", None: "    "}[finding.is_ok]
         print(f"{mark} {finding.name:<22} {finding.text}")
         failed = failed or finding.is_ok is False
-    print("something required is missing" if failed else "ready")
+    print("something is missing or wrong" if failed else "ready")
     return 1 if failed else 0
 
 
@@ -123,7 +123,7 @@ def slurm_task(variables: Mapping[str, str]) -> Iterator[Finding]:
                 f"--ntasks-per-node={per_node or 'unset'} does not make them; ask for --ntasks-per-node={here} in "
                 "place of --ntasks"
             )
-        elif gpus is not None and len(gpus.split(",")) < here:
+        elif gpus and len(gpus.split(",")) < here:
             problem = f"each sees the GPUs {gpus} alone; ask for --gpus-per-node in place of --gpus-per-task"
     elif tasks > 1 and not is_rank(variables):
         problem = (

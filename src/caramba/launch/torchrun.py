@@ -18,7 +18,7 @@ from caramba.errors import ConfigError
 from caramba.launch.pool import last_lines
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, REDUCED, STOPPED, TERMINATED
+from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
 from caramba.runs.ranks import is_rank
 from caramba.runs.signals import ENDING, handled
 
@@ -96,25 +96,46 @@ def run_torchrun(run_dir: Path, manifest: Manifest, flags: Sequence[str]) -> int
     """Run the ranks of a run until they end; start all of them again where that may help; return the exit status.
 
     That of the first rank that failed, whose last words are printed: 2 is a mistake, which no restart mends. Where
-    memory ran out, and the plan has a smaller batch now, they are started again once, whatever `max_restarts` says.
+    memory ran out, and the plan has a smaller batch now, they are started again once for each phase, whatever
+    `max_restarts` says.
     """
     most = manifest.launcher.max_restarts or 0
-    attempt, is_reduced = 0, False
+    attempt = 0
+    started_again: set[str] = set()  # the phases for whose smaller batch they were
     while True:
+        before = _reduced_batches(run_dir)
         status = _attempt(run_dir, manifest, _log_folder(run_dir), flags)
         if status in (0, MISTAKE, *STOPPED):
             return status
         if status == REDUCED:
-            if is_reduced:
-                print("memory ran out again, with the smaller batch: not started again", file=sys.stderr)
+            smaller = _reduced_batches(run_dir)
+            # Where plan.json does not tell the phase, once for all phases: every way through here ends.
+            phases = {name for name, size in smaller.items() if size != before.get(name)} or {""}
+            if phases & started_again:
+                of = f"{', '.join(sorted(phases))}: " if phases != {""} else ""
+                _say(f"{of}memory ran out again, with the smaller batch: not started again")
                 return 1
-            is_reduced = True
+            started_again |= phases
             _say("starting all ranks again with the smaller batch")
         elif attempt < most:
             attempt += 1
             _say(f"starting all ranks again from the last saved state (restart {attempt} of {most})")
         else:
             return status
+
+
+def _reduced_batches(run_dir: Path) -> dict[str, int]:
+    """Return the batch of every phase that plan.json has a smaller one of, since memory ran out in it."""
+    try:
+        plans = json.loads((run_dir / "plan.json").read_text(encoding="utf-8"))
+        found = {name: made["decisions"].get("batch_size") for name, made in plans.items()}
+        return {
+            name: made["value"]
+            for name, made in found.items()
+            if made is not None and made["reason"].startswith(REDUCED_REASON)
+        }
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # nothing is planned yet; or it is damaged, which the ranks say as they set it aside
 
 
 def _say(text: str) -> None:

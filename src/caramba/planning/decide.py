@@ -117,10 +117,13 @@ class _Planner:
             plain = self.measure(replace(plain.candidate, batch_size=size))
         is_same = size == best.candidate.batch_size
         narrow = best if is_same else self.measure(replace(best.candidate, batch_size=size))
-        if plain.refusal or narrow.refusal:
-            failed = plain if plain.refusal else narrow
+        failed = plain if plain.refusal else narrow
+        refusal = failed.refusal
+        if is_open and not refusal and plain.peak_bytes > self.target:  # no batch of it would be taken either
+            failed, refusal = plain, f"takes {_gb(plain.peak_bytes)}, over memory_utilization"
+        if refusal:
             chosen, measured = self.ground.dtype, None
-            reason = f"{failed.candidate}: {failed.refusal}"
+            reason = f"{failed.candidate}: {refusal}"
         else:
             share = narrow.step_seconds / plain.step_seconds
             drift = abs(narrow.loss - plain.loss) / max(abs(plain.loss), 1e-12)

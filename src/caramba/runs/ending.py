@@ -14,6 +14,8 @@ PREEMPTED = 75
 """The system wants the place back and the state is saved: start it again (EX_TEMPFAIL of sysexits)."""
 REDUCED = BatchReduced.exit_status
 """Memory ran out on a rank, and its phase has a smaller batch from now on: start all ranks again."""
+REDUCED_REASON = "reduced: "
+"""What the reason of such a batch begins with in plan.json."""
 INTERRUPTED = 130
 TERMINATED = 143
 STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)
@@ -23,8 +25,8 @@ STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)
 def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
     """Run `command` and return its exit status.
 
-    A user's mistake is 2, a failure 1, Ctrl-C 130, a pre-emption 75, SIGTERM in a run 143. `is_debug` adds the
-    traceback, and lets ops check what only the device knows.
+    A user's mistake is 2, a failure 1, Ctrl-C 130, a pre-emption 75, SIGTERM in a run 143, and 79 a rank whose phase
+    has a smaller batch from now on. `is_debug` adds the traceback, and lets ops check what only the device knows.
     """
     logger.is_debug = is_debug
     try:

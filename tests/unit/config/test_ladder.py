@@ -35,6 +35,7 @@ def test_rows_keep_the_baseline_s_keys_where_it_could_not_be_measured() -> None:
         ({"rows": ["bf16", "flash"]}, "is no ladder: .* begin with baseline"),
         ({"rows": ["baseline", "flash", "bf16"]}, "in the order baseline, tf32, bf16"),
         ({"rows": ["baseline", "baseline"]}, "name rows once"),
+        ({"rows": ["baseline", "fp8", "bf16_weights", "bf16_weights"]}, "name rows once"),
         ({"loss_steps": 60}, "loss_steps=60 are fewer than warmup_steps=20 and timed_steps=50"),
         ({"largest": False}, "rows name largest_batch, which largest=false does not look for"),
     ],
@@ -42,6 +43,15 @@ def test_rows_keep_the_baseline_s_keys_where_it_could_not_be_measured() -> None:
 def test_what_is_no_ladder_is_refused(settings: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LadderConfig.model_validate({"type": "ladder", **settings})
+
+
+def test_rows_in_the_former_order_are_put_in_that_of_the_ladder() -> None:
+    former = ["baseline", "fp8", "bf16_weights", "full"]
+    rows = LadderConfig.model_validate({"type": "ladder", "rows": former}).rows
+    assert rows == ("baseline", "bf16_weights", "fp8", "full")
+    assert LadderConfig.model_validate({"type": "ladder", "rows": list(rows)}).rows == rows
+    with pytest.raises(ValueError, match="is no ladder"):
+        LadderConfig.model_validate({"type": "ladder", "rows": ["baseline", "full", "fp8", "bf16_weights"]})
 
 
 def _row(name: str, tok_s: float, peak_bytes: int, **more: float) -> dict[str, object]:

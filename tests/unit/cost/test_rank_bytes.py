@@ -44,3 +44,7 @@ def test_fsdp2_takes_off_what_other_ranks_hold_throughout_a_step(cost: ModelCost
     assert rank_bytes(phase, cost, spread, keeps_whole=True) == two + 4 * cost.params
     sgd = beyond(cost, 2, {"optimizer": "sgd"}, strategy="fsdp2", dp=2)
     assert sgd == two + 4 * (cost.params - -(-cost.params // 2))
+    bare = beyond(cost, 2, {"optimizer": "sgd", "momentum": 0.0}, strategy="fsdp2", dp=2)
+    assert bare == two + 8 * (cost.params - -(-cost.params // 2)), (
+        "without momentum there is no state to share"
+    )

@@ -15,6 +15,7 @@ OURS = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "CARAMBA_RANKS": "slurm", "SLURM_NT
     [
         (OURS, None),
         ({**OURS, "CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        ({**OURS, "CUDA_VISIBLE_DEVICES": ""}, None),
         ({**STEP, "SLURM_NTASKS": "8"}, None),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, None),
         (

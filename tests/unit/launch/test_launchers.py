@@ -273,6 +273,45 @@ def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
     assert ended(signal.SIGTERM) == ended(signal.SIGUSR1, signal.SIGTERM) == 143
 
 
+@pytest.mark.parametrize(
+    ("ran_out", "status", "said"),
+    [
+        (("a", "b"), 0, None),  # of every phase one reduction
+        (("a", "a"), 1, "a: memory ran out again, with the smaller batch: not started again"),
+        (("a", "b", "a"), 1, "a: memory ran out again"),
+        ((None, None), 1, "\nmemory ran out again"),  # no plan tells which
+    ],
+)
+def test_ranks_are_started_again_once_for_the_smaller_batch_of_a_phase(
+    ran_out, status, said, manifest, tmp_path, monkeypatch, capfd
+):
+    """Of what ranks do plan.json and an exit status are told, which stand in for them here."""
+    plans, size, left = {"done": planned(8, "manifest")}, 64, list(ran_out)
+
+    def attempt(*_):
+        nonlocal size
+        if not left:
+            return 0
+        phase = left.pop(0)
+        if phase is not None:
+            size //= 2
+            plans[phase] = planned(size, f"reduced: out of memory; {size} x 2 sequences")
+            (tmp_path / "plan.json").write_text(json.dumps(plans))
+        return 79
+
+    (tmp_path / "plan.json").write_text(json.dumps(plans))
+    monkeypatch.setattr(torchrun, "_attempt", attempt)
+    assert torchrun.run_torchrun(tmp_path, launched(manifest, type="torchrun"), []) == status
+    text = capfd.readouterr().err
+    assert (said or "") in text
+    assert ("memory ran out again" in text) == (said is not None)
+    assert text.count("starting all ranks again with the smaller batch") == len(set(ran_out))
+
+
+def planned(size, reason):
+    return {"signature": "", "facts": {}, "decisions": {"batch_size": {"value": size, "reason": reason}}}
+
+
 def test_the_first_failure_is_the_killed_rank_or_the_first_to_say_so(tmp_path):
     from caramba.launch.elastic import first_failure
 

@@ -112,6 +112,27 @@ def test_precision_is_held_at_the_batch_that_both_can_take(
     )
 
 
+def test_float32_that_fits_what_is_free_and_not_the_share_of_it_leaves_bfloat16() -> None:
+    """One float32 sequence peaks between the two; it is faster, and no batch of it would be taken."""
+
+    def narrow_is_slow(candidate: Candidate) -> Trial:
+        is_narrow = candidate.dtype == "bfloat16"
+        made = measure(replace(candidate, dtype=""))
+        seconds = tuple(second * (4.0 if is_narrow else 1.0) for second in made.seconds)
+        peak = made.peak_bytes + (0 if is_narrow else 70)
+        return replace(made, candidate=candidate, seconds=seconds, peak_bytes=peak)
+
+    ground = Ground(200, 10**6, "bfloat16", compares_dtypes=True)
+    words = {"phase": "pretrain", "steps": 9, "memory_utilization": 0.85}
+    open_size = PhaseConfig.model_validate({**words, "batch_size": "auto"})
+    found = decide(open_size, ground, narrow_is_slow, Budget(10**6))
+    assert (found["dtype"].value, found["precision"].value) == ("bfloat16", "bf16-mixed")
+    assert found["dtype"].reason == "auto: batch 1, float32: takes 0.00 GB, over memory_utilization"
+    assert found["batch_size"].value == 7
+    asked = decide(PhaseConfig.model_validate({**words, "batch_size": 1}), ground, narrow_is_slow, Budget())
+    assert asked["dtype"].value == "float32", "a batch that is asked for has all that is free"
+
+
 def test_several_ranks_say_what_their_peaks_are_made_of() -> None:
     ground = Ground(150, 9, "float32", ranks=2, rank_bytes=-60 * 10**9)
     phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 9, "batch_size": "auto"})

@@ -17,6 +17,7 @@ from caramba.runtime import MemoryMeter, RuntimePlan, get_world_size, save_plan
 WARM_UP_STEPS = 3
 MEASURED_STEPS = 20
 DEPARTURE = 0.1  # of what was planned, beyond which it is said
+AGAIN = "; plan=refresh measures again"
 
 
 class RuntimePlanning(pl.Callback):
@@ -57,22 +58,21 @@ class RuntimePlanning(pl.Callback):
         figures = {"step_seconds": seconds, "tokens_per_s": self.tokens_per_step / seconds}
         if self.foretold is not None:
             figures |= {"planned_step_seconds": self.foretold.value, "peak_bytes": self.meter.peak_bytes()}
-            self._compare(
-                "a step takes", statistics.median(self._seconds[WARM_UP_STEPS:]), self.foretold.value, "s"
-            )
+            seconds_now = statistics.median(self._seconds[WARM_UP_STEPS:])
+            ranks = get_world_size()
+            alone = f" in one process, without what {ranks} ranks exchange" if ranks > 1 else AGAIN
+            self._compare("a step takes", seconds_now, self.foretold.value, "s", alone)
             planned_peak = (self.foretold.measured or {}).get("peak_bytes", 0.0)
             # Ranks share at least what was taken off the peak of one process, and on the way mostly more.
-            is_known = get_world_size() == 1 or figures["peak_bytes"] > planned_peak
+            is_known = ranks == 1 or figures["peak_bytes"] > planned_peak
             if self.meter.device.type == "cuda" and planned_peak and is_known:
-                self._compare("it peaks at", figures["peak_bytes"] / 1e9, planned_peak / 1e9, "GB")
+                self._compare("it peaks at", figures["peak_bytes"] / 1e9, planned_peak / 1e9, "GB", AGAIN)
         append_event(self.run_dir, "speed", phase=self.plan.phase, **figures)
 
-    def _compare(self, what: str, found: float, planned: float, unit: str) -> None:
+    def _compare(self, what: str, found: float, planned: float, unit: str, note: str) -> None:
         departure = found / planned - 1
         if abs(departure) > DEPARTURE:
-            ranks = get_world_size()
-            alone = f" in one process, without what {ranks} ranks exchange" if ranks > 1 else ""
             logger.warning(
                 f"{self.plan.phase}: {what} {found:.4g} {unit}, {departure:+.0%} of the {planned:.4g} {unit} that were "
-                f"planned{alone}; plan=refresh measures again"
+                f"planned{note}"
             )
