@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.likeliest import parts_of
 from torch import Tensor
 
 import triton
 import triton.language as tl
-
-BLOCK, MOST_PARTS = 1024, 1024
 
 
 @triton.jit
@@ -125,8 +124,7 @@ def drawn(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor,
     logprob = logits.new_empty(n_rows, dtype=torch.float32)
     if not n_rows:
         return token, logprob
-    block = max(BLOCK, 1 << (-(-width // MOST_PARTS) - 1).bit_length())
-    n_parts = -(-width // block)
+    block, n_parts = parts_of(width)
     best, total = (logits.new_empty((n_rows, n_parts), dtype=torch.float32) for _ in range(2))
     first = logits.new_empty((n_rows, n_parts), dtype=torch.int32)
     weight = logits.new_empty((n_rows, n_parts), dtype=torch.float64)

@@ -65,8 +65,7 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     logprob = logits.new_empty(n_rows, dtype=torch.float32)
     if not n_rows:
         return index, logprob
-    block = max(BLOCK, 1 << (-(-width // MOST_PARTS) - 1).bit_length())
-    n_parts = -(-width // block)
+    block, n_parts = parts_of(width)
     best, total = (logits.new_empty((n_rows, n_parts), dtype=torch.float32) for _ in range(2))
     first = logits.new_empty((n_rows, n_parts), dtype=torch.int32)
     key = (n_rows, width, logits.stride(0), logits.dtype, logits.get_device())
@@ -79,3 +78,9 @@ def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     launch(logits, best, total, first)
     join(best, total, first, index, logprob)
     return index, logprob
+
+
+def parts_of(width: int) -> tuple[int, int]:
+    """Return the numbers of a part of a row, and how many parts there are."""
+    block = max(BLOCK, 1 << (-(-width // MOST_PARTS) - 1).bit_length())
+    return block, -(-width // block)

@@ -193,14 +193,17 @@ def fitting(tile: Tile, block_m: int, shared_bytes: int) -> Tile:
 
 
 @functools.cache
-def _shared_bytes(device: torch.device) -> int:
+def _tile_on(device: torch.device, product: Product) -> Tile:
+    """Return the tile of a product, with as many stages as a device holds."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return SHARED_BYTES if properties is None else properties.shared_memory_per_block_optin
+    shared_bytes = SHARED_BYTES if properties is None else properties.shared_memory_per_block_optin
+    return fitting(tile_of(product), product.block_m, shared_bytes)
 
 
 def adopt(entries: dict[Product, Tile]) -> None:
     """Take tiles as measured; what was launched is chosen anew."""
     _tiles.update(entries)
+    _tile_on.cache_clear()
     _launches.made.clear()
 
 
@@ -244,7 +247,7 @@ def row_tiles(
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
     block_m = block_of(rows)
-    tile = fitting(tile_of(Product(n_out, width, block_m, gated)), block_m, _shared_bytes(x.device))
+    tile = _tile_on(x.device, Product(n_out, width, block_m, gated))
     tiles = -(-n_out // (tile.block_n // 2 if gated else tile.block_n))
     parts = counts = None
     if tile.split > 1:
