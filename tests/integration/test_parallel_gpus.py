@@ -117,7 +117,7 @@ def test_a_batch_that_was_planned_fits_on_every_rank(strategy: str, tmp_path: Pa
     words = (
         *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none", "launcher=torchrun"),
         *("device=cuda", f"parallel={strategy}", "parallel.dp=2", "settings.instrument=none", *SMALL),
-        *("train.batch_size=auto", "train.steps=24", "train.block_size=256", "plan=refresh"),
+        *("train.batch_size=auto", "train.steps=24", "train.block_size=128", "plan=refresh"),
         *("model.topology.layers.0.repeat=24", "train.memory_utilization=0.02"),
     )
     done = caramba(list(words), tmp_path, cache)
@@ -134,18 +134,22 @@ def test_a_batch_that_was_planned_fits_on_every_rank(strategy: str, tmp_path: Pa
 def test_a_sharded_run_that_two_gpus_stopped_goes_on_with_one(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, shrunk = shrink(tmp_path, cache, "cuda", monkeypatch)
+    whole, shrunk = shrink(tmp_path, cache, "cuda", monkeypatch, steps=1200)
     assert shrunk == pytest.approx(whole, abs=WITHIN)
     assert whole[-1] < whole[0] - 10 * WITHIN, "a curve that falls, or it says nothing"
 
 
 def shrink(
-    folder: Path, cache: Path, device: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, cache: Path, device: str, monkeypatch: pytest.MonkeyPatch, steps: int = 120
 ) -> tuple[list[float], list[float]]:
-    """Return the held-out losses of one process, and of two ranks that SIGUSR1 stops with one that goes on."""
+    """Return the held-out losses of one process, and of two ranks that SIGUSR1 stops with one that goes on.
+
+    There must be steps enough that the signal, sent when the first metrics are on record, comes before the last.
+    """
     words = (
         *("launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none", f"device={device}"),
-        *("train.steps=120", "train.eval_every=30", "train.save_every=1000", "train.block_size=64"),
+        *(f"train.steps={steps}", f"train.eval_every={steps // 4}", "train.save_every=5000"),
+        *("train.block_size=64",),
         *("settings.instrument=none", "train.compile=false", *SMALL),
     )
     whole, stopped = folder / "whole", folder / "stopped"
@@ -159,7 +163,7 @@ def shrink(
     run = only_run(stopped)
     place = latest_sharded_state(state_path(run, "pretrain"))
     assert place is not None
-    assert 0 < int(place.name) < 120
+    assert 0 < int(place.name) < steps
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for command, place in (
         ([*words, "train.batch_size=8"], whole),
@@ -174,6 +178,6 @@ def shrink(
     for one in (only_run(whole), run):
         events = [json.loads(line) for line in (one / "events.jsonl").read_text().splitlines()]
         held = [event for event in events if "val_loss" in event.get("values", {})]
-        assert [event["step"] for event in held] == [30, 60, 90, 120]
+        assert [event["step"] for event in held] == [steps * part // 4 for part in (1, 2, 3, 4)]
         curves.append([event["values"]["val_loss"] for event in held])
     return curves[0], curves[1]
