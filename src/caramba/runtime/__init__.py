@@ -10,7 +10,6 @@ from caramba.runtime.determinism import (
 from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
     all_agree,
-    average_gradients,
     data_share,
     gather_objects,
     gather_on_main,
@@ -24,6 +23,7 @@ from caramba.runtime.distributed import (
     merge_over_ranks,
     send_from_main,
 )
+from caramba.runtime.gradient_average import GradientAverage
 from caramba.runtime.memory import MemoryMeter, address_limit, free_bytes, is_out_of_memory, release_memory
 from caramba.runtime.offload import activations_on_host
 from caramba.runtime.plan import (
@@ -45,6 +45,7 @@ __all__ = [
     "Agreement",
     "AttentionChoice",
     "Decision",
+    "GradientAverage",
     "MemoryMeter",
     "Precision",
     "Ranks",
@@ -54,7 +55,6 @@ __all__ = [
     "all_agree",
     "apply_determinism",
     "apply_threads",
-    "average_gradients",
     "cached_plan",
     "check_gpu",
     "check_world",
