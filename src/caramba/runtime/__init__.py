@@ -39,6 +39,7 @@ from caramba.runtime.plan import (
 from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
 from caramba.runtime.precision import Precision, choose_precision, device_precisions
 from caramba.runtime.ranks import Ranks, check_world, join_ranks
+from caramba.runtime.table_rows import TableRows, takes_rows
 from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Precision",
     "Ranks",
     "RuntimePlan",
+    "TableRows",
     "activations_on_host",
     "address_limit",
     "all_agree",
@@ -91,5 +93,6 @@ __all__ = [
     "sound_plans",
     "store_plan",
     "synchronize",
+    "takes_rows",
     "trainable_decision",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Literal
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from caramba.errors import CarambaError
 from caramba.runtime.exchange import GroupExchange
+from caramba.runtime.table_rows import TableRows
 
 Missing = Literal["refuse", "zeros", "leave"]
 
@@ -31,6 +31,7 @@ class GradientAverage:
             `leave` it out, where all ranks have gradients of the same weights.
         in_backward: whether a step has one backward alone after `expect`, so that gradients are whole when it has made
             them. Otherwise all are exchanged in `finish`.
+        rows: an embedding among them whose gradient may be kept as rows, and follows in `finish`; not with `zeros`.
     """
 
     def __init__(
@@ -41,24 +42,31 @@ class GradientAverage:
         narrow: torch.dtype | None = None,
         missing: Missing = "refuse",
         in_backward: bool = True,
+        rows: TableRows | None = None,
     ) -> None:
         self.names = {id(parameter): name for name, parameter in named}
-        self.groups = list(grouped([parameter for _, parameter in named], group_bytes))
-        self.missing = missing
+        every = [parameter for _, parameter in named]
+        self._plain = list(grouped(every, group_bytes))
+        self._beside_rows: list[list[nn.Parameter]] = []
+        if rows is not None:  # of a tied table a head's part is left, which backward reaches first
+            rest = [parameter for parameter in every if parameter is not rows.table.weight]
+            first = [[parameter] for parameter in every if parameter is rows.table.weight and rows.is_tied]
+            self._beside_rows = [*first, *grouped(rest, group_bytes)]
+        self.missing, self.rows = missing, rows
         device = named[0][1].device if named else torch.device("cpu")
         self.exchange = GroupExchange(device, narrow)
-        self._waiting: list[set[int]] = []  # of each group, the weights that backward has yet to reach
+        self._arrange(self._plain)
         self._begun = 0
         self._is_expected = False
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._take, index))
-            for index, group in enumerate(self.groups if in_backward else [])
-            for parameter in group
+            parameter.register_post_accumulate_grad_hook(self._take)
+            for parameter in (every if in_backward else [])
         ]
 
-    def expect(self) -> None:
-        """Say that the next backward is the last before `finish`."""
-        self._waiting = [{id(parameter) for parameter in group} for group in self.groups]
+    def expect(self, tokens: int) -> None:
+        """Say that the next forward, of so many tokens on every rank, and its backward are the last before `finish`."""
+        has_rows = self.rows is not None and self.rows.expect(tokens)
+        self._arrange(self._beside_rows if has_rows else self._plain)
         self._begun, self._is_expected = 0, bool(self._hooks)
 
     def finish(self) -> None:
@@ -69,6 +77,8 @@ class GradientAverage:
         """
         self._is_expected = False
         absent = [one for group in self.groups for one in group if one.grad is None]
+        if self.rows is not None and self.rows.is_kept:
+            absent = [one for one in absent if one is not self.rows.table.weight]
         if absent and self.missing == "refuse":
             self.exchange.forget()
             names = [self.names[id(one)] for one in absent]
@@ -86,6 +96,8 @@ class GradientAverage:
         self.exchange.wait()
         if self.missing == "zeros":
             self._drop_unused({id(one) for one in absent})
+        if self.rows is not None:
+            self.rows.add_mean(self.exchange.narrow)
 
     def remove(self) -> None:
         """Leave the parameters as they were."""
@@ -93,10 +105,23 @@ class GradientAverage:
             hook.remove()
         self._hooks = []
         self.exchange.forget()
+        if self.rows is not None:
+            self.rows.remove()
 
-    def _take(self, index: int, parameter: nn.Parameter) -> None:
+    def _arrange(self, groups: list[list[nn.Parameter]]) -> None:
+        self.groups = groups
+        self._group_of = {id(one): index for index, group in enumerate(groups) for one in group}
+        # of each group, the weights that backward has yet to reach
+        self._waiting = [{id(one) for one in group} for group in groups]
+
+    def _take(self, parameter: nn.Parameter) -> None:
         if not self._is_expected:
             return
+        index = self._group_of.get(id(parameter))
+        if index is None:
+            raise CarambaError(
+                f"{self.names[id(parameter)]}: it takes gradients besides those of its rows, and would keep its own"
+            )
         if index < self._begun:
             raise CarambaError(
                 f"{self.names[id(parameter)]}: a gradient came after the mean over all ranks was taken: a step has two "

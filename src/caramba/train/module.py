@@ -126,7 +126,7 @@ class CarambaModule(pl.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         self.objective.at(self.global_step, self.phase.steps)
         if self.averaging is not None and self.micro_steps + 1 == self.phase.gradient_accumulation_steps:
-            self.averaging.expect()
+            self.averaging.expect(batch[0].numel())
         with self._offload():
             losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1

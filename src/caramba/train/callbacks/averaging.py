@@ -9,7 +9,8 @@ import torch
 
 from caramba.config.parallel import ParallelConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
-from caramba.runtime import GradientAverage
+from caramba.model.head import TiedHead
+from caramba.runtime import GradientAverage, TableRows, takes_rows
 from caramba.runtime.gradient_average import Missing
 from caramba.train.callbacks.while_training import WhileTraining
 
@@ -28,12 +29,19 @@ class GradientAveraging(WhileTraining):
         is_narrow = self.parallel.reduce_dtype == "bfloat16" and not (
             has_blocks or self.phase.has_16_bit_weights
         )
+        trained = pl_module.objective.trainable()
+        table = pl_module.model.embedder.token
+        is_whole = any(parameter is table.weight for _, parameter in trained)
+        rows = None
+        if is_whole and not has_blocks and missing == "refuse" and takes_rows(table):
+            rows = TableRows(table, is_tied=isinstance(pl_module.model.head, TiedHead))
         self._made = pl_module.averaging = GradientAverage(
-            pl_module.objective.trainable(),
+            trained,
             group_bytes=self.parallel.bucket_cap_mb * 2**20,
             narrow=torch.bfloat16 if is_narrow else None,
             missing="leave" if has_blocks else missing,
             in_backward=not has_blocks,
+            rows=rows,
         )
 
     def restore(self) -> None:
