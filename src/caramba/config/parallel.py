@@ -59,11 +59,13 @@ class ParallelConfig(Config):
         description="types of nodes that fsdp2 gathers as one; by default the blocks of the topology",
     )
     find_unused_parameters: bool = Field(
-        default=False, description="of ddp: for models some of whose weights take no part in a step"
+        default=False,
+        description="of ddp: for models some of whose weights take no part in a step; a step without a gradient for "
+        "each weight ends the run otherwise",
     )
     bucket_cap_mb: Positive = Field(
         default=25,
-        description="of ddp: MiB of gradients that are averaged at once, while backward goes on",
+        description="of ddp: MiB of gradients that are averaged at once, while backward goes on, where they lie",
     )
     blockwise: Literal["data", "blocks"] = Field(
         default="data",
