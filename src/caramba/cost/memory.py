@@ -121,7 +121,7 @@ def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread, *, keeps_
         return 0
     layers = [leaf.params for leaf, _, _ in trained.topology.leaves()]
     largest = max(trained.embedder_params, trained.head_params, *layers)
-    one = 2 * max(spread.parallel.bucket_cap_mb * 2**20 // 4, largest)
+    one = 2 * max(spread.parallel.bytes_at_once(whole.gradients_bytes) // 4, largest)
     return min(2 * one, whole.gradients_bytes // 2)
 
 

@@ -62,3 +62,7 @@ def test_a_group_holds_what_the_manifest_says() -> None:
     _, made, module = averaging({"bucket_cap_mb": 1}, {})
     assert len(made.groups) == 1, "less than a megabyte"
     assert sum(map(len, made.groups)) == len(list(module.model.parameters()))
+    assert ParallelConfig(strategy="ddp", bucket_cap_mb=100).bytes_at_once(10**9) == 100 * 2**20
+    by_itself = ParallelConfig(strategy="ddp")
+    assert by_itself.bytes_at_once(12 * 400_000_000) == 400_000_000
+    assert by_itself.bytes_at_once(4_000_000) == 25 * 2**20

@@ -37,7 +37,7 @@ class GradientAveraging(WhileTraining):
             rows = TableRows(table, is_tied=isinstance(pl_module.model.head, TiedHead))
         self._made = pl_module.averaging = GradientAverage(
             trained,
-            group_bytes=self.parallel.bucket_cap_mb * 2**20,
+            group_bytes=self.parallel.bytes_at_once(sum(one.nbytes for _, one in trained)),
             narrow=torch.bfloat16 if is_narrow else None,
             missing="leave" if has_blocks else missing,
             in_backward=not has_blocks,
