@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 
 from caramba.distill import BlockSchedule, BlockShard, BlockwiseObjective, block_errors
 from caramba.model import Model, build_model
-from caramba.runtime import average_gradients
+from caramba.runtime import GradientAverage
 from caramba.upcycle import pair_attention
 from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
 
@@ -49,11 +49,13 @@ def trained_on_shares(shares: list[torch.Tensor]) -> Model:
         student, teacher, pairs, shard=BlockShard([name for name, _, _ in pairs], rank=0, world_size=1)
     )
     weights = [value for _, value in objective.trainable()]
+    averaging = GradientAverage(objective.trainable(), group_bytes=2**20, missing="leave", in_backward=False)
     optimizer = torch.optim.SGD(weights, lr=0.1)
     for _ in range(STEPS):
         for rows in shares:
             objective.step((rows[:, :-1], rows[:, 1:]), lambda loss: (loss / len(shares)).backward())
-        average_gradients(weights)
+        if dist.is_initialized():
+            averaging.finish()
         optimizer.step()
         optimizer.zero_grad()
     return student

@@ -59,11 +59,14 @@ class ParallelConfig(Config):
         description="types of nodes that fsdp2 gathers as one; by default the blocks of the topology",
     )
     find_unused_parameters: bool = Field(
-        default=False, description="of ddp: for models some of whose weights take no part in a step"
+        default=False,
+        description="of ddp: for models some of whose weights take no part in a step; a step without a gradient for "
+        "each weight ends the run otherwise",
     )
-    bucket_cap_mb: Positive = Field(
-        default=25,
-        description="of ddp: MiB of gradients that are averaged at once, while backward goes on",
+    bucket_cap_mb: Positive | Literal["auto"] = Field(
+        default="auto",
+        description="of ddp: MiB of gradients that are averaged at once, while backward goes on, where they lie; auto: "
+        "a twelfth of them, 25 at least",
     )
     blockwise: Literal["data", "blocks"] = Field(
         default="data",
@@ -102,7 +105,7 @@ class ParallelConfig(Config):
         for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
             if not is_sharded and getattr(self, name) != default:
                 found.append(f"{name} belongs to parallel=fsdp2, got parallel={self.strategy}; remove it")
-        for name, default in (("find_unused_parameters", False), ("bucket_cap_mb", 25)):
+        for name, default in (("find_unused_parameters", False), ("bucket_cap_mb", "auto")):
             if self.strategy != "ddp" and getattr(self, name) != default:
                 found.append(f"{name} belongs to parallel=ddp, got parallel={self.strategy}; remove it")
         if self.reduce_dtype != "float32" and not is_sharded and self.strategy != "ddp":
@@ -148,6 +151,16 @@ class ParallelConfig(Config):
     def sizes(self) -> str:
         """The sizes that make the number of ranks, as a user writes them."""
         return f"pp={self.pp}" if self.strategy == "pipeline" else f"dp={self.dp} x tp={self.tp}"
+
+    def bytes_at_once(self, gradients_bytes: int) -> int:
+        """Return how many bytes of gradients ddp averages at once.
+
+        A collective holds multiprocessors while it waits for the slowest rank, so that many small ones slow products
+        down beside them; the last one, after backward, is hidden by nothing, so that none is large.
+        """
+        if self.bucket_cap_mb == "auto":
+            return max(25 * 2**20, gradients_bytes // 12)
+        return self.bucket_cap_mb * 2**20
 
     @property
     def ranks_per_batch(self) -> int:

@@ -18,9 +18,9 @@ Work per token: three times the forward FLOPs of what trains (forward, and twice
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.
 Several ranks: what one of them holds, by the rules of `spread`.
-On top of a step that one device took (`rank_bytes`): under ddp the buckets that gradients are views of, twice, since
-    the second step makes them anew in the order in which gradients came, while gradients hold the first; once where
-    gradients are averaged after backward; half as much again for sums in bfloat16. Under fsdp2 what is gathered, less
+On top of a step that one device took (`rank_bytes`): under ddp nothing, for gradients are averaged where they lie; with
+    sums in bfloat16 those of two exchanges, of as many gradients as go at once or of the largest layer. Under fsdp2
+    what is gathered, less
     the other ranks' weights and states: gradients, which may not exist at the peak of activations, take nothing off.
 """
 
@@ -116,12 +116,13 @@ def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread, *, keeps_
         part = estimate_phase(phase, trained, None, spread=spread).memory
         kept = part.weights_bytes + part.optimizer_bytes + part.gathered_bytes
         return kept - whole.optimizer_bytes - (0 if keeps_whole else whole.weights_bytes)
-    if phase.lora is not None:  # gradients of a few percent of the weights
+    is_own = phase.phase in BLOCK_PHASES or phase.has_16_bit_weights or phase.lora is not None
+    if is_own or spread.parallel.reduce_dtype != "bfloat16":
         return 0
-    if phase.phase in BLOCK_PHASES or phase.has_16_bit_weights:
-        return whole.gradients_bytes
-    narrow = whole.gradients_bytes // 2 if spread.parallel.reduce_dtype == "bfloat16" else 0
-    return 2 * whole.gradients_bytes + narrow
+    layers = [leaf.params for leaf, _, _ in trained.topology.leaves()]
+    largest = max(trained.embedder_params, trained.head_params, *layers)
+    one = 2 * max(spread.parallel.bytes_at_once(whole.gradients_bytes) // 4, largest)
+    return min(2 * one, whole.gradients_bytes // 2)
 
 
 def _on_rank(

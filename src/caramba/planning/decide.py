@@ -45,8 +45,8 @@ class Ground:
 
     @property
     def rank_note(self) -> str:
-        """What a peak of several ranks is made of, empty for one."""
-        if self.ranks == 1:
+        """What a peak of several ranks is made of, empty where it is one process's."""
+        if self.ranks == 1 or self.rank_bytes == 0:
             return ""
         how = ("plus", "add") if self.rank_bytes >= 0 else ("less", "share")
         return f", a peak being one process's {how[0]} {_gb(abs(self.rank_bytes))} that {self.ranks} ranks {how[1]}"

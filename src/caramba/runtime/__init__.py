@@ -10,7 +10,6 @@ from caramba.runtime.determinism import (
 from caramba.runtime.device import check_gpu, choose_device, device_facts, synchronize
 from caramba.runtime.distributed import (
     all_agree,
-    average_gradients,
     data_share,
     gather_objects,
     gather_on_main,
@@ -24,6 +23,7 @@ from caramba.runtime.distributed import (
     merge_over_ranks,
     send_from_main,
 )
+from caramba.runtime.gradient_average import GradientAverage
 from caramba.runtime.memory import MemoryMeter, address_limit, free_bytes, is_out_of_memory, release_memory
 from caramba.runtime.offload import activations_on_host
 from caramba.runtime.plan import (
@@ -39,22 +39,24 @@ from caramba.runtime.plan import (
 from caramba.runtime.plan_cache import cached_plan, plan_path, signature_of, store_plan
 from caramba.runtime.precision import Precision, choose_precision, device_precisions
 from caramba.runtime.ranks import Ranks, check_world, join_ranks
+from caramba.runtime.table_rows import TableRows, takes_rows
 from caramba.runtime.tuned import AttentionChoice, choose_attention, families_of
 
 __all__ = [
     "Agreement",
     "AttentionChoice",
     "Decision",
+    "GradientAverage",
     "MemoryMeter",
     "Precision",
     "Ranks",
     "RuntimePlan",
+    "TableRows",
     "activations_on_host",
     "address_limit",
     "all_agree",
     "apply_determinism",
     "apply_threads",
-    "average_gradients",
     "cached_plan",
     "check_gpu",
     "check_world",
@@ -91,5 +93,6 @@ __all__ = [
     "sound_plans",
     "store_plan",
     "synchronize",
+    "takes_rows",
     "trainable_decision",
 ]

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 64 * 2**20
-
 
 def is_joined() -> bool:
     """Return whether a process group is up, of one rank or more."""
@@ -107,35 +105,3 @@ def send_from_main(tensors: Iterable[Tensor]) -> None:
     if is_distributed():
         for tensor in tensors:
             dist.broadcast(tensor, src=0)
-
-
-@torch.no_grad()
-def average_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Replace the gradients that there are by their means over all ranks, many tensors in one exchange.
-
-    Every rank has gradients of the same parameters.
-    """
-    if not is_distributed():
-        return
-    pending: list[tuple[Any, Tensor, list[Tensor]]] = []
-    for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        pending.append((dist.all_reduce(flat, async_op=True), flat, bucket))
-    for work, flat, bucket in pending:
-        work.wait()
-        flat /= get_world_size()
-        for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(part.view_as(grad))
-
-
-def _buckets(gradients: list[Tensor]) -> Iterable[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for grad in gradients:
-        if bucket and (size > BUCKET_BYTES or grad.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(grad)
-        size += grad.nbytes
-    if bucket:
-        yield bucket

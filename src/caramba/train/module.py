@@ -33,9 +33,9 @@ from caramba.optim import (
     local,
 )
 from caramba.runtime import (
+    GradientAverage,
     activations_on_host,
     all_agree,
-    average_gradients,
     gather_on_main,
     get_rank,
     get_world_size,
@@ -43,7 +43,7 @@ from caramba.runtime import (
     random_states,
     restore_random_states,
 )
-from caramba.train.strategies import AVERAGED, SHARDED, SINGLE, STAGED, WRAPPED, last_backward
+from caramba.train.strategies import SHARDED, SINGLE, STAGED
 
 KEPT = ("average", "adagc")
 """What the module makes with its optimiser and keeps with the training state."""
@@ -83,6 +83,7 @@ class CarambaModule(pl.LightningModule):
         self.micro_steps = 0
         self.trained_steps = 0  # by this module; what memory held when it ran out
         self.is_stepping = False
+        self.averaging: GradientAverage | None = None  # of several ranks that hold the same weights
         self.average: WeightAverage | None = None
         self.adagc: AdaGC | None = None
         self._loss: Tensor | None = None
@@ -124,7 +125,9 @@ class CarambaModule(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         self.objective.at(self.global_step, self.phase.steps)
-        with self._sharing(), self._offload():
+        if self.averaging is not None and self.micro_steps + 1 == self.phase.gradient_accumulation_steps:
+            self.averaging.expect(batch[0].numel())
+        with self._offload():
             losses = self.objective.step(batch, self._backward)
         self.micro_steps += 1
         self.train_loss.add(losses["loss"])
@@ -161,10 +164,6 @@ class CarambaModule(pl.LightningModule):
             *(OF_BLOCKS if self.shares_blocks else ()),
         )
 
-    def _sharing(self) -> contextlib.AbstractContextManager[Any]:
-        is_last = self.micro_steps + 1 == self.phase.gradient_accumulation_steps
-        return last_backward(self.trainer, is_last) if self.way == WRAPPED else contextlib.nullcontext()
-
     def _offload(self) -> contextlib.AbstractContextManager[Any]:
         if not self.phase.activation_offload:
             return contextlib.nullcontext()
@@ -179,8 +178,8 @@ class CarambaModule(pl.LightningModule):
         rate = learning_rate(self.phase, *self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        if self.way == AVERAGED and not self.shares_blocks:
-            average_gradients(parameter for _, parameter in self.objective.trainable())
+        if self.averaging is not None:
+            self.averaging.finish()
         self.objective.join_gradients()
         scaler = self._scaler
         if scaler is not None:

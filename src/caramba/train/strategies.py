@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from caramba.checkpoint.sharded import latest_sharded_state, load_sharded_state, save_sharded_state
 from caramba.config.parallel import ParallelConfig
@@ -22,19 +17,17 @@ from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import CheckpointError
 from caramba.model import spec_of
 from caramba.optim import WideWeights
-from caramba.runtime import get_local_world_size, get_rank, get_world_size, is_joined
+from caramba.runtime import get_local_world_size, get_rank, get_world_size, is_joined, send_from_main
 
-SINGLE, WRAPPED, AVERAGED, SHARDED, STAGED = "single", "wrapped", "averaged", "sharded", "staged"
-"""How gradients of a phase come together: on one rank; by torch's DDP, while backward goes on; by the module, after it;
-by FSDP2, each rank its part; or not at all, where every rank is a stage of the model."""
+SINGLE, AVERAGED, SHARDED, STAGED = "single", "averaged", "sharded", "staged"
+"""How gradients of a phase come together: on one rank; as means over ranks that hold the same weights; by FSDP2, each
+rank its part; or not at all, where every rank is a stage of the model."""
 
 
 def way_of(parallel: ParallelConfig, phase: PhaseConfig) -> str:
     """Return how the gradients of a phase come together on the ranks that are joined.
 
-    DDP knows one backward a step over parameters that keep their dtype. Blocks have a backward each, and weights in
-    bfloat16 are narrowed when the optimiser has its masters: the module averages those. Blocks hold so little that
-    they are not sharded.
+    Blocks hold so little that they are not sharded.
     """
     if parallel.strategy == "single" or not is_joined():
         return SINGLE
@@ -42,10 +35,7 @@ def way_of(parallel: ParallelConfig, phase: PhaseConfig) -> str:
         return SHARDED
     if get_world_size() == 1:
         return SINGLE
-    if parallel.strategy == "pipeline":
-        return STAGED
-    is_own = phase.phase in BLOCK_PHASES or phase.has_16_bit_weights
-    return AVERAGED if is_own else WRAPPED
+    return STAGED if parallel.strategy == "pipeline" else AVERAGED
 
 
 def strategy_arguments(
@@ -67,15 +57,7 @@ def _strategy(parallel: ParallelConfig, way: str) -> Any:
         return ShardedStrategy(
             data_parallel_size=get_world_size() // parallel.tp, tensor_parallel_size=parallel.tp
         )
-    if way in (AVERAGED, STAGED):
-        return BareStrategy()
-    return WrappedStrategy(
-        parallel.reduce_dtype,
-        find_unused_parameters=parallel.find_unused_parameters,
-        gradient_as_bucket_view=True,
-        bucket_cap_mb=parallel.bucket_cap_mb,
-        broadcast_buffers=False,  # what there are, rotary frequencies, are the same on all ranks
-    )
+    return AveragedStrategy() if way == AVERAGED else BareStrategy()
 
 
 class JoinedRanks(ClusterEnvironment):
@@ -143,36 +125,20 @@ class InPlaceStrategy(SingleDeviceStrategy):
         self.checkpoint_io.teardown()
 
 
-class WrappedStrategy(DDPStrategy):
-    """torch's DDP, whose gradients are averaged in float32 or, at half the traffic, in bfloat16, on any device."""
-
-    def __init__(self, reduce_dtype: str, **words: Any) -> None:
-        super().__init__(**words)
-        self._reduces_narrow = reduce_dtype == "bfloat16"
-
-    def configure_ddp(self) -> None:
-        """Wrap the module; Lightning's own way to a hook leaves hooks out on a CPU without a word."""
-        super().configure_ddp()
-        if self._reduces_narrow:
-            assert isinstance(self.model, DistributedDataParallel)
-            self.model.register_comm_hook(None, average_in_bfloat16)
-
-
-def average_in_bfloat16(_, bucket):  # DDP reads annotations, and strings are none of its own
-    """Average a bucket of gradients over all ranks in bfloat16; torch's own hook refuses gloo."""
-    whole: Tensor = bucket.buffer()
-    narrow = torch.empty_like(whole, dtype=torch.bfloat16)
-    torch.mul(whole, 1.0 / dist.get_world_size(), out=narrow)  # one pass, rounded once
-    work = dist.all_reduce(narrow, async_op=True)
-    assert work is not None
-    return work.get_future().then(lambda done: whole.copy_(done.value()[0]))
-
-
 class BareStrategy(DDPStrategy):
-    """Several ranks without a wrapper: the module averages gradients itself, once a step, or is a stage alone."""
+    """Several ranks without torch's DDP around the module."""
 
     def configure_ddp(self) -> None:
         """Leave the module as it is."""
+
+
+class AveragedStrategy(BareStrategy):
+    """Ranks that hold the same weights; a callback has their gradients averaged."""
+
+    def configure_ddp(self) -> None:
+        """Begin with rank 0's weights, before the optimiser takes its masters from them."""
+        module: Any = self.lightning_module
+        send_from_main([*module.model.parameters(), *module.model.buffers()])
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -211,11 +177,3 @@ class ShardedStrategy(ModelParallelStrategy):
     def _trained(self) -> tuple[Any, torch.optim.Optimizer]:
         module: Any = self.lightning_module
         return module.model, self.optimizers[0]
-
-
-def last_backward(trainer: pl.Trainer, is_last: bool) -> Any:
-    """Return a context for a backward: gradients come together in the last one of a step alone."""
-    model = trainer.strategy.model
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not is_last:
-        return model.no_sync()
-    return nullcontext()

@@ -32,6 +32,7 @@ from caramba.train.callbacks import (
     Compilation,
     CompiledGradients,
     Float8Products,
+    GradientAveraging,
     Monitoring,
     Profiling,
     RuntimePlanning,
@@ -42,7 +43,7 @@ from caramba.train.display import Display
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 from caramba.train.precision import matmul_precision, precision_arguments
-from caramba.train.strategies import SHARDED, strategy_arguments, way_of
+from caramba.train.strategies import AVERAGED, SHARDED, strategy_arguments, way_of
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def fit(
                 objective, phase, run_dir, plan.value("compile_model") is not False
             ),  # before anything is compiled
             *_compilation(objective, plan.value("compile_model")),
+            *([GradientAveraging(parallel, phase)] if way == AVERAGED and not module.shares_blocks else []),
             *([Profiling(run_dir / "profile" / plan.phase, plan.phase)] if profiling else []),
         ],
         plugins=[*([] if way == SHARDED else [WholeCheckpointIO()]), *precision_plugins, *who],
@@ -263,5 +265,3 @@ def _quiet_lightning() -> None:
     warnings.filterwarnings("ignore", category=PossibleUserWarning)
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    # Its new name is not in torch 2.11.
-    warnings.filterwarnings("ignore", message=".*broadcast_buffers. is deprecated.*")

@@ -1,5 +1,6 @@
 """Callbacks that decide when; what they do is in objects that know no Lightning."""
 
+from caramba.train.callbacks.averaging import GradientAveraging
 from caramba.train.callbacks.blockwise import BlockwiseDistillation
 from caramba.train.callbacks.checkpointing import Checkpointing
 from caramba.train.callbacks.compiling import Compilation
@@ -17,6 +18,7 @@ __all__ = [
     "Compilation",
     "CompiledGradients",
     "Float8Products",
+    "GradientAveraging",
     "Monitoring",
     "Profiling",
     "RuntimePlanning",

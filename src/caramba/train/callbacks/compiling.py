@@ -37,8 +37,6 @@ class Compilation(WhileTraining):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not SEES_FROZEN:
             torch._dynamo.reset()
-        # DDP's own splitting of graphs is for a model compiled as one: blocks are pieces already.
-        dynamo_config.optimize_ddp = False
         dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, RECOMPILE_LIMIT)
         self._replaced = [module.__dict__.get("forward") for module in self.modules]
         for module in self.modules:

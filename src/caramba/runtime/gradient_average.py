@@ -1,0 +1,172 @@
+"""Gradients of ranks that hold the same weights, averaged where they lie while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from caramba.errors import CarambaError
+from caramba.runtime.exchange import GroupExchange
+from caramba.runtime.table_rows import TableRows
+
+Missing = Literal["refuse", "zeros", "leave"]
+
+
+class GradientAverage:
+    """Replaces the gradients of a step by their means over all ranks.
+
+    Parameters are taken in groups from the last to the first, as backward reaches them. A group is exchanged once all
+    its gradients are there and the groups before it have been: ranks may come to their gradients in any order, and all
+    begin the same exchanges in the same order. What backward has left out follows in `finish`.
+
+    Args:
+        named: what trains, with names; on every rank the same, in the same order.
+        group_bytes: of gradients that are exchanged at once. A larger one is a group of its own.
+        narrow: what sums are made in, a dtype of fewer bytes than the gradients'; None leaves theirs.
+        missing: of a weight without a gradient on this rank: `refuse` it, count `zeros` where another rank has one, or
+            `leave` it out, where all ranks have gradients of the same weights.
+        in_backward: whether a step has one backward alone after `expect`, so that gradients are whole when it has made
+            them. Otherwise all are exchanged in `finish`.
+        rows: an embedding among them whose gradient may be kept as rows, and follows in `finish`; not with `zeros`.
+    """
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
+        group_bytes: int,
+        narrow: torch.dtype | None = None,
+        missing: Missing = "refuse",
+        in_backward: bool = True,
+        rows: TableRows | None = None,
+    ) -> None:
+        self.names = {id(parameter): name for name, parameter in named}
+        every = [parameter for _, parameter in named]
+        self._plain = list(grouped(every, group_bytes))
+        self._beside_rows: list[list[nn.Parameter]] = []
+        if rows is not None:  # of a tied table a head's part is left, which backward reaches first
+            rest = [parameter for parameter in every if parameter is not rows.table.weight]
+            first = [[parameter] for parameter in every if parameter is rows.table.weight and rows.is_tied]
+            self._beside_rows = [*first, *grouped(rest, group_bytes)]
+        self.missing, self.rows = missing, rows
+        device = named[0][1].device if named else torch.device("cpu")
+        self.exchange = GroupExchange(device, narrow)
+        self._arrange(self._plain)
+        self._begun = 0
+        self._is_expected = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._take)
+            for parameter in (every if in_backward else [])
+        ]
+
+    def expect(self, tokens: int) -> None:
+        """Say that the next forward, of so many tokens on every rank, and its backward are the last before `finish`."""
+        has_rows = self.rows is not None and self.rows.expect(tokens)
+        self._arrange(self._beside_rows if has_rows else self._plain)
+        self._begun, self._is_expected = 0, bool(self._hooks)
+
+    def finish(self) -> None:
+        """Have the mean of every gradient.
+
+        Raises:
+            CarambaError: a weight has no gradient, and is to be refused.
+        """
+        self._is_expected = False
+        absent = [one for group in self.groups for one in group if one.grad is None]
+        if self.rows is not None and self.rows.is_kept:
+            absent = [one for one in absent if one is not self.rows.table.weight]
+        if absent and self.missing == "refuse":
+            self.exchange.forget()
+            names = [self.names[id(one)] for one in absent]
+            some = ", ".join(names[:3]) + (" among them" if len(names) > 3 else "")
+            raise CarambaError(
+                f"{len(names)} weights had no gradient in a step, {some}, and their means over all ranks cannot be "
+                "taken: set parallel.find_unused_parameters=true, or freeze them"
+            )
+        if absent and self.missing == "zeros":
+            for one in absent:
+                one.grad = torch.zeros_like(one)
+        for group in self.groups[self._begun :]:
+            self._begin(group)
+        self._begun = 0
+        self.exchange.wait()
+        if self.missing == "zeros":
+            self._drop_unused({id(one) for one in absent})
+        if self.rows is not None:
+            self.rows.add_mean(self.exchange.narrow)
+
+    def remove(self) -> None:
+        """Leave the parameters as they were."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.exchange.forget()
+        if self.rows is not None:
+            self.rows.remove()
+
+    def _arrange(self, groups: list[list[nn.Parameter]]) -> None:
+        self.groups = groups
+        self._group_of = {id(one): index for index, group in enumerate(groups) for one in group}
+        # of each group, the weights that backward has yet to reach
+        self._waiting = [{id(one) for one in group} for group in groups]
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        if not self._is_expected:
+            return
+        index = self._group_of.get(id(parameter))
+        if index is None:
+            raise CarambaError(
+                f"{self.names[id(parameter)]}: it takes gradients besides those of its rows, and would keep its own"
+            )
+        if index < self._begun:
+            raise CarambaError(
+                f"{self.names[id(parameter)]}: a gradient came after the mean over all ranks was taken: a step has two "
+                "backwards, and gradients are averaged in the first"
+            )
+        self._waiting[index].discard(id(parameter))
+        while self._begun < len(self.groups) and not self._waiting[self._begun]:
+            self._begin(self.groups[self._begun])
+            self._begun += 1
+
+    def _begin(self, group: list[nn.Parameter]) -> None:
+        found = [in_place(one) for one in group if one.grad is not None]
+        if found:
+            self.exchange.begin(found)
+
+    @torch.no_grad()
+    def _drop_unused(self, absent: set[int]) -> None:
+        """Take zeros away again where no rank has had a gradient: its weight is not to be decayed."""
+        every = [one for group in self.groups for one in group]
+        used = torch.tensor([float(id(one) not in absent) for one in every], device=self.exchange.device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        if absent:  # the host waits for the device here, and only here
+            for one, is_used in zip(every, used.tolist(), strict=True):
+                if not is_used:
+                    one.grad = None
+
+
+def grouped(parameters: Sequence[nn.Parameter], group_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters of one dtype, from the last to the first, in groups of up to `group_bytes` or of one."""
+    group: list[nn.Parameter] = []
+    size = 0
+    for parameter in reversed(parameters):
+        is_full = size + parameter.nbytes > group_bytes or (group and parameter.dtype != group[0].dtype)
+        if group and is_full:
+            yield group
+            group, size = [], 0
+        group.append(parameter)
+        size += parameter.nbytes
+    if group:
+        yield group
+
+
+def in_place(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter that has one; it is contiguous from then on, as exchanges need it."""
+    assert parameter.grad is not None
+    if not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
+    return parameter.grad
