@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from caramba.kernels.triton.launch import MOST, Launch, form
+from caramba.kernels.triton.forms import form
+from caramba.kernels.triton.launch import MOST, Launch
 from torch import Tensor
 
 import triton

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.forms import dtype_of
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton

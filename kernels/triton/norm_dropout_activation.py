@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.triton.activation import activated, kept, slope
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.forms import dtype_of
+from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile, vector_grads
 from torch import Tensor
 

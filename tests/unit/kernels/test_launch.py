@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from caramba.kernels.triton import launch as launch_module
-from caramba.kernels.triton.launch import MOST, Launch, Launches, form
+from caramba.kernels.triton.forms import form
+from caramba.kernels.triton.launch import MOST, Launch, Launches
 
 
 class Compiled:
