@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,7 +12,7 @@ from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_modes import heads_together, mode, power_of_2, word_mode
 from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
 from caramba.kernels.triton.forms import Plans
-from caramba.kernels.triton.launch import ALIGNMENT, INTERPRETED, Launch, empty, stream_of
+from caramba.kernels.triton.launch import ALIGNMENT, INTERPRETED, Launch, askew, empty, stream_of
 from torch import Tensor
 
 JOIN_FEATURES = 32, 128
@@ -46,11 +45,8 @@ class Plan:
     part_bytes: int
     split: Launch
     join: Launch | None
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to write."""
-        return not math.prod(self.out)
+    is_empty: bool
+    """Whether there is nothing to write."""
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
@@ -172,21 +168,28 @@ def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if plan.copied:
         tensors = [x.contiguous() if i in plan.copied else x for i, x in enumerate(tensors)]
     places = [x.data_ptr() for x in tensors]
-    ends = out.data_ptr(), sums.data_ptr()
+    together = 0
+    for place in places:
+        together |= place
+    # What is allocated is aligned.
+    is_even = not together % ALIGNMENT
+    read, ends = [places[i] for i in plan.read], (out.data_ptr(), sums.data_ptr())
     if plan.join is None:
-        parts, parted = None, ends
-    else:
-        # One for both, of which a compiled kernel needs no views.
-        parts = empty(q_sem, stream, (plan.part_bytes,), (1,), torch.uint8)
-        start = parts.data_ptr()
-        parted = start, start + plan.sums_from
-    if stream is None or not plan.split.at(stream, [*(places[i] for i in plan.read), *parted]):
-        written = (out, sums) if parts is None else _views(plan, parts, q_sem.dtype)
-        plan.split(*(tensors[i] for i in plan.read), *written)
-    if plan.join is None or parts is None:
+        read += ends
+        if stream is None or not plan.split.at(stream, 0 if is_even else askew(read), read):
+            plan.split(*(tensors[i] for i in plan.read), out, sums)
         return out, sums
-    if stream is None or not plan.join.at(stream, [*parted, *(places[i] for i in plan.joined), *ends]):
-        plan.join(*_views(plan, parts, q_sem.dtype), *(tensors[i] for i in plan.joined), out, sums)
+    # One for both, of which a compiled kernel needs no views.
+    parts = empty(q_sem, stream, (plan.part_bytes,), (1,), torch.uint8)
+    start = parts.data_ptr()
+    parted = start, start + plan.sums_from
+    read += parted
+    if stream is None or not plan.split.at(stream, 0 if is_even else askew(read), read):
+        plan.split(*(tensors[i] for i in plan.read), *_views(plan, parts, q_sem.dtype))
+    joined = [*parted, *[places[i] for i in plan.joined], *ends]
+    if stream is None or not plan.join.at(stream, 0 if is_even else askew(joined), joined):
+        views = _views(plan, parts, q_sem.dtype)
+        plan.join(*views, *(tensors[i] for i in plan.joined), out, sums)
     return out, sums
 
 
@@ -339,6 +342,7 @@ def plan(
         part_bytes=sums_from + rows * config.n_splits * 4,
         split=split,
         join=None if final else join,
+        is_empty=not rows * v_width,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
 
 MOST_FORMS = 1024  # what is kept for forms that are looked up
 MOST_SEEN = 16  # forms of one call that are told apart one by one
@@ -60,7 +61,7 @@ class Plans(Generic[Made]):
         self.seen.clear()
 
     def _see(self, rest: Hashable, tensors: Sequence[Tensor], made: Made) -> None:
-        guards: Any = torch._C._dynamo.guards.TensorGuards
+        guards: Any = TensorGuards  # its declaration lacks the tensors
         check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
         if len(self.seen) >= MOST_FORMS:
             self.seen.clear()

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 
+import triton
 from triton import knobs
 from triton.runtime import driver
 
 MOST = 512  # launches of a kernel that are remembered
 ALIGNMENT = 16  # bytes: a kernel is compiled for whether a tensor begins at a multiple of it
 INTERPRETED = knobs.runtime.interpret
+_made: Any = guards  # its declaration lacks these functions
+_on_cuda, _on_cpu = _made._empty_strided_cuda, _made._empty_strided_cpu
 
 
 def is_watched() -> bool:
@@ -47,9 +50,25 @@ def empty(
     """
     if stream is None:
         return x.new_empty_strided(shape, strides, dtype=dtype)
-    guards: Any = torch._C._dynamo.guards
-    make = guards._empty_strided_cuda if x.is_cuda else guards._empty_strided_cpu
-    return make(shape, strides, dtype)
+    return (_on_cuda if x.is_cuda else _on_cpu)(shape, strides, dtype)
+
+
+def straight(made: Any) -> tuple[Any, tuple[Any, ...], bool]:
+    """Return what launches a compiled kernel, what it takes between stream and arguments, and whether those are a tuple.
+
+    Triton's own way to the function that launches takes as long as that function: it asks whether the kernel needs
+    memory of its own, and hands all arguments on. For versions whose function is known it is asked here, once.
+    """
+    run, no_hooks = made.run, (None, None, None)
+    known = type(run).__name__ == "CudaLauncher" and triton.__version__ in ("3.6.0", "3.7.1")
+    if not known or run.global_scratch_size or run.profile_scratch_size:
+        return run, (made.function, made.packed_metadata, *no_hooks), False
+    flags = made.function, run.launch_cooperative_grid, run.launch_pdl
+    no_scratch = None, None
+    if triton.__version__ == "3.6.0":
+        return run.launch, (*flags, *no_scratch, made.packed_metadata, *no_hooks), False
+    how = run.arg_annotations, run.kernel_signature
+    return run.launch, (*flags, made.packed_metadata, *no_hooks, *no_scratch, *how), True
 
 
 def askew(addresses: Sequence[int | None]) -> int:
@@ -78,8 +97,8 @@ class Launch:
         self.scalars, self.constants = tuple(scalars), constants
         # In the kernel's order, which a compiled one takes them in.
         self.values = (*scalars, *(constants[name] for name in kernel.arg_names if name in constants))
-        self.made: dict[int, tuple[Any, Any, Any]] = {}
-        """How to launch the compiled kernel, the kernel, and what Triton says of it, by which tensors are not aligned."""
+        self.made: dict[int, tuple[Any, tuple[Any, ...], bool]] = {}
+        """The compiled kernel, as `straight` has it, by which tensors are not aligned."""
 
     def __call__(self, *tensors: Tensor | None, live: tuple[Any, ...] = ()) -> None:
         """Launch on tensors, which are the kernel's first arguments, on the device of the first of them.
@@ -100,28 +119,27 @@ class Launch:
                 addresses.append(address)
         place = askew(addresses) if together % ALIGNMENT else 0
         stream = stream_of(first) if place in self.made else None
-        if stream is not None:
-            self._run(place, stream, addresses, live)
+        if stream is not None and self.at(stream, place, (*addresses, *live)):
             return
         with torch.cuda.device_of(first):
             made = self.kernel[self.grid](*tensors, *live, *self.scalars, **self.constants, **self.options)
         if made is not None:  # the interpreter makes nothing
-            self.made[place] = made.run, made.function, made.packed_metadata
+            self.made[place] = straight(made)
 
-    def at(self, stream: int, addresses: Sequence[int]) -> bool:
-        """Launch on tensors that lie at these addresses, in a `stream_of` them; False where no kernel is compiled yet."""
-        place = askew(addresses) if functools.reduce(int.__or__, addresses) % ALIGNMENT else 0
-        if place not in self.made:
+    def at(self, stream: int, place: int, addresses: Sequence[Any]) -> bool:
+        """Launch on a stream (`stream_of`) and tensors by their addresses, of which those that `place` says are `askew`.
+
+        Return False where no kernel is compiled for that yet. Addresses spare a question to the driver each.
+        """
+        made = self.made.get(place)
+        if made is None:
             return False
-        self._run(place, stream, addresses, ())
+        run, before, is_packed = made
+        if is_packed:
+            run(*self.grid, stream, *before, (*addresses, *self.values))
+        else:
+            run(*self.grid, stream, *before, *addresses, *self.values)
         return True
-
-    def _run(self, place: int, stream: int, addresses: Sequence[int | None], live: tuple[Any, ...]) -> None:
-        # Addresses in place of tensors spare a question to the driver each.
-        run, function, metadata = self.made[place]
-        run(
-            *self.grid, stream, function, metadata, None, None, None, *addresses, *live, *self.values
-        )  # fmt: skip
 
 
 class Launches:
