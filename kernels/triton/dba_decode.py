@@ -12,7 +12,15 @@ from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_modes import heads_together, mode, power_of_2, word_mode
 from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
 from caramba.kernels.triton.forms import Plans
-from caramba.kernels.triton.launch import ALIGNMENT, INTERPRETED, Launch, askew, empty, stream_of
+from caramba.kernels.triton.launch import (
+    ALIGNMENT,
+    INTERPRETED,
+    Launch,
+    askew,
+    contiguous_strides,
+    empty,
+    stream_of,
+)
 from torch import Tensor
 
 JOIN_FEATURES = 32, 128
@@ -336,8 +344,8 @@ def plan(
         read=(0, 1, *(x[i] for i in range(3) for x in parts_of), 2, 2 if n_packed is None else 3),
         joined=(0, 1, *((nulls[0], nulls[1], nulls[2 if v else 0]) if null else (0, 1, 0))),
         out=(batch, heads, n_queries, v_width),
-        strides=(heads * n_queries * v_width, n_queries * v_width, v_width, 1),
-        sum_strides=(heads * n_queries, n_queries, 1),
+        strides=contiguous_strides((batch, heads, n_queries, v_width)),
+        sum_strides=contiguous_strides((batch, heads, n_queries)),
         sums_from=sums_from,
         part_bytes=sums_from + rows * config.n_splits * 4,
         split=split,

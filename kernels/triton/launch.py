@@ -53,6 +53,15 @@ def empty(
     return (_on_cuda if x.is_cuda else _on_cpu)(shape, strides, dtype)
 
 
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides, stride = [], 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(1, size)
+    return tuple(reversed(strides))
+
+
 def straight(made: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Return what launches a compiled kernel, what it takes between stream and arguments, and whether those are a tuple.
 
@@ -163,3 +172,7 @@ class Launches:
         launch = Launch(self.kernel, grid, (*scalars, *constants), {}, **options)
         self.made[key] = launch
         return launch
+
+    def clear(self) -> None:
+        """Forget all launches."""
+        self.made.clear()

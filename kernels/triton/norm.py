@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
-from caramba.kernels.triton.forms import dtype_of
-from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.forms import Plans, dtype_of
+from caramba.kernels.triton.launch import Launch, Launches, contiguous_strides, empty, stream_of
 from torch import Tensor
 
 import triton
@@ -63,7 +64,9 @@ def _forward_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-_forwards = Launches(_forward_kernel)
+ForwardPlan = tuple["Outputs", Launch | None, bool]
+"""What is made, the launch if there are any numbers, and whether all arguments are contiguous."""
+_forwards: Plans[ForwardPlan] = Plans()
 
 
 @triton.jit
@@ -237,6 +240,30 @@ def accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
     return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """Shapes and strides of what is as x, contiguous, and of a number for each of its rows, with that one's dtype."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    row_strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def like_x(self, x: Tensor, stream: int | None) -> Tensor:
+        """Make one of the shape of x; for `stream` see `launch.empty`."""
+        return empty(x, stream, self.shape, self.strides, x.dtype)
+
+    def of_rows(self, x: Tensor, stream: int | None) -> Tensor:
+        """Make one of a number a row."""
+        return empty(x, stream, self.shape[:-1], self.row_strides, self.dtype)
+
+
+def outputs_of(x: Tensor) -> Outputs:
+    """Return what is made of x."""
+    shape = tuple(x.shape)
+    return Outputs(shape, contiguous_strides(shape), contiguous_strides(shape[:-1]), accumulator(x)[0])
+
+
 def _forward(
     x: Tensor,
     residual: Tensor | None,
@@ -246,33 +273,53 @@ def _forward(
     centred: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return y, the sum, the mean and the reciprocal root, those that there are."""
-    x = x.contiguous()
-    residual = residual if residual is None else residual.contiguous()
-    width = x.shape[-1]
-    dtype, acc = accumulator(x)
-    y = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(x)
-    rstd = x.new_empty(x.shape[:-1], dtype=dtype)
-    mean = torch.empty_like(rstd) if centred else None
-    if x.numel() == 0:
+    given = [tensor for tensor in (x, residual, weight, bias) if tensor is not None]
+    rest = eps, centred, residual is None, weight is None, bias is None
+    plan = _forwards.get(rest, given)
+    if plan is None:
+        plan = _forward_plan(x, residual, weight, bias, eps, centred)
+        _forwards.add(rest, given, plan)
+    outputs, launch, is_even = plan
+    if not is_even:
+        x, residual, weight, bias = (
+            tensor if tensor is None else tensor.contiguous() for tensor in (x, residual, weight, bias)
+        )  # pyright: ignore[reportAssignmentType]
+    stream = stream_of(x)
+    y, rstd = outputs.like_x(x, stream), outputs.of_rows(x, stream)
+    total = None if residual is None else outputs.like_x(x, stream)
+    mean = outputs.of_rows(x, stream) if centred else None
+    if launch is None:
         # What the mean of nothing is, as the reference has it.
         rstd.fill_(float("nan"))
         return y, total, mean if mean is None else mean.fill_(float("nan")), rstd
-    n_rows = x.numel() // width
-    weight = weight if weight is None else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
-    dtypes = (x.dtype, dtype_of(residual), dtype_of(weight), dtype_of(bias))
-    key = (n_rows, width, eps, centred, x.get_device(), dtypes)
-    launch = _forwards.get(key)
-    if launch is None:
-        block_m, block_n, warps = tile(width)
-        launch = _forwards.add(
-            *(key, (-(-n_rows // block_m),), (n_rows, width, eps)),
-            *(centred, acc, block_m, block_n),
-            num_warps=warps,
-        )
     launch(x, residual, weight, bias, y, total, mean, rstd)
     return y, total, mean, rstd
+
+
+def _forward_plan(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+) -> ForwardPlan:
+    """Lay out calls of this form."""
+    outputs = outputs_of(x)
+    is_even = all(tensor is None or tensor.is_contiguous() for tensor in (x, residual, weight, bias))
+    if not x.numel():
+        return outputs, None, is_even
+    width = x.shape[-1]
+    n_rows = x.numel() // width
+    block_m, block_n, warps = tile(width)
+    launch = Launch(
+        _forward_kernel,
+        (-(-n_rows // block_m),),
+        (n_rows, width, eps, centred, accumulator(x)[1], block_m, block_n),
+        {},
+        num_warps=warps,
+    )
+    return outputs, launch, is_even
 
 
 def _backward(

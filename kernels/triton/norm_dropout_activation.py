@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.triton.activation import activated, kept, slope
-from caramba.kernels.triton.forms import dtype_of
-from caramba.kernels.triton.launch import Launches
-from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile, vector_grads
+from caramba.kernels.triton.forms import Plans, dtype_of
+from caramba.kernels.triton.launch import Launch, Launches, stream_of
+from caramba.kernels.triton.norm import (
+    ForwardPlan,
+    accumulator,
+    multiprocessors,
+    outputs_of,
+    sum_programs,
+    tile,
+    vector_grads,
+)
 from torch import Tensor
 
 import triton
@@ -148,7 +156,8 @@ def _backward_kernel(
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0) * keep_scale, mask=in_width)
 
 
-_forwards, _backwards = Launches(_forward_kernel), Launches(_backward_kernel)
+_forwards: Plans[ForwardPlan] = Plans()
+_backwards = Launches(_backward_kernel)
 
 
 def _launch_options(width: int, threads: int) -> tuple[int, int, int, int]:
@@ -170,31 +179,44 @@ def _drops(p: float) -> tuple[float, int]:
 def norm_dropout_activation(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.contiguous()
-    width = x.shape[-1]
-    dtype, acc = accumulator(x)
-    y = torch.empty_like(x)
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=dtype) for _ in range(2))
-    if x.numel() == 0:
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    rest = eps, p, activation, is_narrow(seed), weight is None, bias is None
+    plan = _forwards.get(rest, given)
+    if plan is None:
+        is_even = all(tensor.is_contiguous() for tensor in given)
+        plan = outputs_of(x), _forward_launch(x, eps, p, activation), is_even
+        _forwards.add(rest, given, plan)
+    outputs, launch, is_even = plan
+    if not is_even:
+        x, weight, bias = (tensor if tensor is None else tensor.contiguous() for tensor in (x, weight, bias))  # pyright: ignore[reportAssignmentType]
+    stream = stream_of(x)
+    y, mean, rstd = outputs.like_x(x, stream), outputs.of_rows(x, stream), outputs.of_rows(x, stream)
+    if launch is None:
         # What the mean of nothing is, as the reference has it.
         return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
-    n_rows = x.numel() // width
-    weight = weight if weight is None else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
-    dtypes = (x.dtype, dtype_of(weight), dtype_of(bias))
-    key = (n_rows, width, eps, p, activation, x.get_device(), dtypes, is_narrow(seed))
-    launch = _forwards.get(key)
-    if launch is None:
-        block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
-        programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
-        launch = _forwards.add(
-            *(key, (programs,), (n_rows, width, eps, *_drops(p))),
-            *(p > 0, ACTIVATIONS[activation], acc, width == block_n and n_rows % block_m == 0),
-            *(block_m, block_n),
-            num_warps=warps,
-        )
     launch(x, weight, bias, y, mean, rstd, live=(seed,))
     return y, mean, rstd
+
+
+def _forward_launch(x: Tensor, eps: float, p: float, activation: str) -> Launch | None:
+    """Return the launch for calls on x's form, None if it has no numbers."""
+    if not x.numel():
+        return None
+    width = x.shape[-1]
+    n_rows = x.numel() // width
+    block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
+    programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
+    is_full = width == block_n and n_rows % block_m == 0
+    return Launch(
+        _forward_kernel,
+        (programs,),
+        (
+            *(n_rows, width, eps, *_drops(p)),
+            *(p > 0, ACTIVATIONS[activation], accumulator(x)[1], is_full, block_m, block_n),
+        ),
+        {},
+        num_warps=warps,
+    )
 
 
 def norm_dropout_activation_backward(
