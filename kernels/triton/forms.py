@@ -63,6 +63,8 @@ class Plans(Generic[Made]):
     def _see(self, rest: Hashable, tensors: Sequence[Tensor], made: Made) -> None:
         guards: Any = TensorGuards  # its declaration lacks the tensors
         check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if not check(*tensors):  # one is given twice, which it never takes
+            return
         if len(self.seen) >= MOST_FORMS:
             self.seen.clear()
         # A new list, as another thread may go through the old one. What was seen last is asked first.

@@ -11,7 +11,9 @@ from caramba.kernels.triton import dba_append, dba_decode, launch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops import backend
 from caramba.ops.dba_append import check_dba_append
+from caramba.ops.dba_append import dba_append as dba_append_op
 from caramba.ops.dba_decode import _admit
 from tests.ops import test_dba_append as appends
 from tests.ops.decode_cases import Case, arguments
@@ -195,3 +197,29 @@ def test_an_append_of_nothing_launches_nothing(kernels: dict[str, Kernel]) -> No
     for _ in range(2):
         dba_append.dba_append(streams, buffers, lengths, *tables, admit=check_dba_append)
     assert kernels["_append"].given == []
+
+
+def test_an_append_without_gradients_runs_the_launcher_and_counts_as_a_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    def launched(*given: Any, admit: Any) -> None:
+        admit(*given)
+        calls.append(given)
+
+    monkeypatch.setitem(backend._launchers, ("dba_append", "cpu"), launched)
+    streams, buffers, *rest = appends.arguments("per head", [3, 6], 1, torch.float32, torch.float32)
+    with torch.no_grad():
+        dba_append_op(streams, buffers, *rest)
+        assert len(calls) == 1
+        assert {x._version for x in buffers} == {1}, "a backward that kept them is refused"
+        for wrong in (([], buffers), (streams, []), (streams, buffers[:2])):
+            with pytest.raises(ConfigError, match="dba_append: "):
+                dba_append_op(*wrong, *rest)
+    with torch.inference_mode():
+        dba_append_op(streams, [x.clone() for x in buffers], *rest)
+    assert len(calls) == 2
+    dba_append_op(streams, buffers, *rest)
+    assert len(calls) == 2, "where gradients are taken it is the op that writes"
+    assert all(x._version > 1 for x in buffers)
