@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
-from caramba.kernels.triton.launch import MOST, Launch, form
+from caramba.kernels.triton.forms import Plans
+from caramba.kernels.triton.launch import Launch
 from torch import Tensor
 
 import triton
@@ -85,41 +87,50 @@ def dba_append(
     cos: Tensor | None,
     sin: Tensor | None,
     rotated: int,
+    admit: Callable[..., None] | None = None,
 ) -> None:
-    """Run the op; everything but the places is decided by shapes, so nothing waits for the device."""
-    if not lengths.shape[0] or not streams[0].shape[1] * streams[0].shape[2]:
-        return
-    tables = (lengths, lengths) if cos is None or sin is None else (cos, sin)
-    key = (
-        rotated,
-        *[form(x) for x in streams],
-        *[form(x) for x in buffers],
-        None if cos is None or sin is None else (form(cos), form(sin)),
-    )
-    plan = _plans.get(key)
+    """Run the op; everything but the places is decided by shapes, so nothing waits for the device.
+
+    `admit` is called with the arguments first when their form is a new one, and refuses what the op does not take.
+    """
+    tables = () if cos is None or sin is None else (cos, sin)
+    given: Sequence[Tensor] = (*streams, *buffers, lengths, *tables)
+    rest = rotated, len(streams), len(buffers), cos is None, sin is None
+    plan = _plans.get(rest, given)
     if plan is None:
-        if len(_plans) >= MOST:
-            _plans.clear()
-        plan = _plans[key] = _planned(streams, buffers, cos, rotated)
-    launch, places = plan
-    fill = MAX_STREAMS - len(streams)
-    xs = [x if x.stride(-1) == 1 else x.contiguous() for x in streams]
-    into = [buffers[place] for place in places]
-    launch(
-        *(xs + xs[:1] * fill),
-        *(into + into[:1] * fill),
-        lengths,
-        *(table.contiguous() for table in tables),
-    )
+        if admit is not None:
+            admit(streams, buffers, lengths, cos, sin, rotated)
+        plan = _planned(streams, buffers, cos, sin, rotated)
+        _plans.add(rest, given, plan)
+    if plan.copied:
+        given = [x.contiguous() if i in plan.copied else x for i, x in enumerate(given)]
+    if plan.launch is not None:
+        plan.launch(*[given[i] for i in plan.order])
 
 
-_plans: dict[tuple[Any, ...], tuple[Launch, list[int]]] = {}
+@dataclass(frozen=True)
+class Plan:
+    """The launch for calls of one form, None if there is nothing to write.
+
+    Of streams, buffers, lengths and tables it takes those at the places `order`; those at `copied` are made contiguous.
+    """
+
+    launch: Launch | None
+    order: tuple[int, ...]
+    copied: tuple[int, ...]
+
+
+_plans: Plans[Plan] = Plans()
 
 
 def _planned(
-    streams: list[Tensor], buffers: list[Tensor], cos: Tensor | None, rotated: int
-) -> tuple[Launch, list[int]]:
-    """Return the launch for arguments of this form, and the buffer that each stream is written to."""
+    streams: list[Tensor],
+    buffers: list[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotated: int,
+) -> Plan:
+    """Lay out calls of this form."""
     n = len(streams)
     if n > MAX_STREAMS or torch.float64 in {x.dtype for x in (*streams, *buffers)}:
         raise ValueError(
@@ -127,6 +138,8 @@ def _planned(
             f"expected at most {MAX_STREAMS}, of 16 or 32 bits, on a GPU"
         )
     batch, heads, n_tokens = streams[0].shape[:3]
+    if not batch * heads * n_tokens:
+        return Plan(None, (), ())
     xs = [x if x.stride(-1) == 1 else x.contiguous() for x in streams]
     widths = [x.shape[-1] for x in xs]
     places: list[int] = []
@@ -158,4 +171,17 @@ def _planned(
         pairs,
     ]
     n_warps = 4 if max(widths) > 256 else 1
-    return Launch(_append, (batch * n_tokens, heads), scalars, {}, num_warps=n_warps), places
+    launch = Launch(_append, (batch * n_tokens, heads), scalars, {}, num_warps=n_warps)
+    lengths = n + len(buffers)
+    tables = () if cos is None or sin is None else (cos, sin)
+    copied = [i for i, x in enumerate(streams) if x.stride(-1) != 1]
+    copied += [lengths + 1 + i for i, table in enumerate(tables) if not table.is_contiguous()]
+    return Plan(
+        launch=launch,
+        order=(
+            *(*range(n), *[0] * fill),
+            *(*(n + place for place in places), *[n + places[0]] * fill),
+            *(lengths, *((lengths + 1, lengths + 2) if tables else (lengths, lengths))),
+        ),
+        copied=tuple(copied),
+    )

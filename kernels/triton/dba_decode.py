@@ -3,43 +3,62 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from caramba.kernels.triton.dba_decode_heads import decode_heads
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_modes import heads_together, mode, power_of_2, word_mode
 from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
-from caramba.kernels.triton.launch import Launch, form
+from caramba.kernels.triton.forms import Plans
+from caramba.kernels.triton.launch import (
+    ALIGNMENT,
+    INTERPRETED,
+    Launch,
+    askew,
+    contiguous_strides,
+    empty,
+    stream_of,
+)
 from torch import Tensor
 
-import triton
-
-INTERPRETED = triton.knobs.runtime.interpret
 JOIN_FEATURES = 32, 128
 """Features of a program that joins splits: few, so that a step's few rows keep a device busy, and of MANY_ROWS most,
 so that not thousands of programs have to be started for it. Theirs lie in the registers of one warp."""
 MANY_ROWS = 512
-MOST_PLANS = 1024
 TAIL_TOKENS = 32
 """Tokens of a tile of tails, which are few: what is read word by word takes registers."""
 
 
+Shape = tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What calls of one form launch. Without a `join` there is one split, which writes the output itself."""
+    """What calls of one form launch. Without a `join` there is one split, which writes the output itself.
 
-    out: tuple[int, ...]
-    sums: tuple[int, ...]
-    parts: tuple[int, ...]
+    Tensors are named by their places in `arguments`: those to be made contiguous, what splits read and what their join
+    does. What splits attend is as the output, which rounds as finely, and is followed by their sums of exponentials,
+    from byte `sums_from` of `part_bytes` on.
+    """
+
+    copied: tuple[int, ...]
+    read: tuple[int, ...]
+    joined: tuple[int, ...]
+    out: Shape
+    strides: Shape
+    sum_strides: Shape
+    sums_from: int
+    part_bytes: int
     split: Launch
     join: Launch | None
+    is_empty: bool
+    """Whether there is nothing to write."""
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
-_plans: dict[tuple[Any, ...], Plan | Op] = {}
+_plans: Plans[Plan | Op] = Plans()
 
 
 def dba_decode(
@@ -64,18 +83,9 @@ def dba_decode(
     of the kernel, or None. The hint of a length counts as the power of two above it, or every step would be a new form.
     """
     hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
-    key = (
-        (*kinds, window, hint, n_splits),
-        form(q_sem),
-        form(q_geo),
-        form(seqlens),
-        None if n_packed is None else form(n_packed),
-        *[form(x) for x in k_sem],
-        *[form(x) for x in k_geo],
-        *[form(x) for x in v],
-        *[form(x) for x in null],
-    )
-    found = _plans.get(key)
+    tensors = arguments(q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+    rest = (*kinds, len(k_sem), len(k_geo), len(v), n_packed is None, len(null), window, hint, n_splits)
+    found = _plans.get(rest, tensors)
     if found is None:
         given = (q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits)
         found = None if admit is None else admit(*given)
@@ -85,14 +95,12 @@ def dba_decode(
             )
             config = replace(config, n_splits=n_splits) if n_splits else config
             found = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = found
+        _plans.add(rest, tensors, found)
     if not isinstance(found, Plan):
         return found(
             q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
         )
-    return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+    return run(found, tensors)
 
 
 def forget_plans() -> None:
@@ -139,11 +147,10 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Run the op in one given way. Everything is decided by shapes: nothing waits for the device."""
     made = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
-    return run(made, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+    return run(made, arguments(q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null))
 
 
-def run(
-    plan: Plan,
+def arguments(
     q_sem: Tensor,
     q_geo: Tensor,
     k_sem: list[Tensor],
@@ -152,42 +159,51 @@ def run(
     seqlens: Tensor,
     n_packed: Tensor | None,
     null: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Run the op as planned for arguments of this form."""
-    q_sem, q_geo = _with_unit_stride(q_sem), _with_unit_stride(q_geo)
-    out = q_sem.new_empty(plan.out)
-    sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
-    if not out.numel():
+) -> tuple[Tensor, ...]:
+    """Return all tensors of a call in the order of a `Plan`."""
+    packed = () if n_packed is None else (n_packed,)
+    return (q_sem, q_geo, seqlens, *packed, *k_sem, *k_geo, *v, *null)
+
+
+def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Run the op as planned for `arguments` of this form."""
+    q_sem = tensors[0]
+    stream = stream_of(q_sem)
+    out = empty(q_sem, stream, plan.out, plan.strides, q_sem.dtype)
+    sums = empty(q_sem, stream, plan.out[:-1], plan.sum_strides, torch.float32)
+    if plan.is_empty:
         return out, sums
+    if plan.copied:
+        tensors = [x.contiguous() if i in plan.copied else x for i, x in enumerate(tensors)]
+    places = [x.data_ptr() for x in tensors]
+    together = 0
+    for place in places:
+        together |= place
+    # What is allocated is aligned.
+    is_even = not together % ALIGNMENT
+    read, ends = [places[i] for i in plan.read], (out.data_ptr(), sums.data_ptr())
     if plan.join is None:
-        parts, part_sums = out, sums
-    else:
-        # As the output: of what is attention to some of the tokens it can hold as much, and rounds as finely.
-        parts = q_sem.new_empty(plan.parts)
-        part_sums = seqlens.new_empty(plan.parts[:-1], dtype=torch.float32)
-    values = v or k_sem
-    plan.split(
-        q_sem,
-        q_geo,
-        k_sem[0],
-        k_geo[0],
-        values[0],
-        # Numbers have no scales and are their own tail.
-        k_sem[len(k_sem) // 2],
-        k_geo[len(k_geo) // 2],
-        values[len(values) // 2],
-        k_sem[-1],
-        k_geo[-1],
-        values[-1],
-        seqlens,
-        seqlens if n_packed is None else n_packed,
-        parts,
-        part_sums,
-    )
-    if plan.join is not None:
-        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
-        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
+        read += ends
+        if stream is None or not plan.split.at(stream, 0 if is_even else askew(read), read):
+            plan.split(*(tensors[i] for i in plan.read), out, sums)
+        return out, sums
+    # One for both, of which a compiled kernel needs no views.
+    parts = empty(q_sem, stream, (plan.part_bytes,), (1,), torch.uint8)
+    start = parts.data_ptr()
+    parted = start, start + plan.sums_from
+    read += parted
+    if stream is None or not plan.split.at(stream, 0 if is_even else askew(read), read):
+        plan.split(*(tensors[i] for i in plan.read), *_views(plan, parts, q_sem.dtype))
+    joined = [*parted, *[places[i] for i in plan.joined], *ends]
+    if stream is None or not plan.join.at(stream, 0 if is_even else askew(joined), joined):
+        views = _views(plan, parts, q_sem.dtype)
+        plan.join(*views, *(tensors[i] for i in plan.joined), out, sums)
     return out, sums
+
+
+def _views(plan: Plan, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return what the splits attended and their sums, as tensors: a kernel is compiled for their dtypes."""
+    return parts[: plan.sums_from].view(dtype), parts[plan.sums_from :].view(torch.float32)
 
 
 def plan(
@@ -231,7 +247,7 @@ def plan(
         s % 2 for parts in quantised for s in parts[0].stride()[:3]
     ):
         n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
-    queries = [_with_unit_stride(q) for q in (q_sem, q_geo)]
+    queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
     strides = [
         *q_strides,
@@ -315,17 +331,37 @@ def plan(
         num_warps=4 if config.n_splits > 32 else 1,
         **({"launch_pdl": True} if early else {}),
     )
+    numbers = rows * config.n_splits * v_width * q_sem.element_size()
+    sums_from = ceil_div(numbers, ALIGNMENT) * ALIGNMENT
+    sem, geo, values, nulls = _places([len(x) for x in (k_sem, k_geo, v, null)], n_packed)
+    values = values or sem
+    uneven = [place for place, q in enumerate((q_sem, q_geo)) if q.stride(-1) != 1]
+    uneven += [place for place, row in zip(nulls, null, strict=True) if not row.is_contiguous()]
+    # Numbers have no scales and are their own tail.
+    parts_of = [(x[0], x[len(x) // 2], x[-1]) for x in (sem, geo, values)]
     return Plan(
+        copied=tuple(uneven),
+        read=(0, 1, *(x[i] for i in range(3) for x in parts_of), 2, 2 if n_packed is None else 3),
+        joined=(0, 1, *((nulls[0], nulls[1], nulls[2 if v else 0]) if null else (0, 1, 0))),
         out=(batch, heads, n_queries, v_width),
-        sums=(batch, heads, n_queries),
-        parts=(rows, config.n_splits, v_width),
+        strides=contiguous_strides((batch, heads, n_queries, v_width)),
+        sum_strides=contiguous_strides((batch, heads, n_queries)),
+        sums_from=sums_from,
+        part_bytes=sums_from + rows * config.n_splits * 4,
         split=split,
         join=None if final else join,
+        is_empty=not rows * v_width,
     )
 
 
-def _with_unit_stride(q: Tensor) -> Tensor:
-    return q if q.stride(-1) == 1 else q.contiguous()
+def _places(counts: list[int], n_packed: Tensor | None) -> list[list[int]]:
+    """Return where in `arguments` the tensors of each stream and of the null key are."""
+    place = 3 if n_packed is None else 4
+    found = []
+    for count in counts:
+        found.append(list(range(place, place + count)))
+        place += count
+    return found
 
 
 def _capacity(parts: list[Tensor]) -> int:

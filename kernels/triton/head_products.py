@@ -7,7 +7,8 @@ they are a part of, and results go where the next kernel reads them, so that not
 
 from __future__ import annotations
 
-from caramba.kernels.triton.launch import Launches, form
+from caramba.kernels.triton.forms import form
+from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
 import triton

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.forms import Plans
+from caramba.kernels.triton.launch import Launch, stream_of
+from caramba.kernels.triton.norm_plans import BackwardPlan, ForwardPlan, accumulator, outputs_of, totals_of
 from torch import Tensor
 
 import triton
@@ -62,7 +64,7 @@ def _forward_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-_forwards = Launches(_forward_kernel)
+_forwards: Plans[ForwardPlan] = Plans()
 
 
 @triton.jit
@@ -144,74 +146,7 @@ def _backward_kernel(
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0), mask=in_width)
 
 
-_backwards = Launches(_backward_kernel)
-
-
-@triton.jit
-def _add_up(
-    sums_ptr, out_ptr, n_programs, width, ACC: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = tl.zeros([BLOCK_P, BLOCK_N], ACC)
-    for start in range(0, n_programs, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)
-        mask = (program < n_programs)[:, None] & (col < width)[None, :]
-        total += tl.load(
-            sums_ptr + program.to(tl.int64)[:, None] * width + col[None, :], mask=mask, other=0.0
-        )
-    tl.store(out_ptr + col, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=col < width)
-
-
-@triton.jit
-def _sum_kernel(
-    sums_ptr,
-    out_ptr,
-    other_sums_ptr,
-    other_out_ptr,
-    n_programs,
-    width,
-    ACC: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Add the programs' sums, [P, D] to [D], of one vector or two."""
-    if tl.program_id(1) == 0:
-        _add_up(sums_ptr, out_ptr, n_programs, width, ACC, BLOCK_P, BLOCK_N)
-    elif other_sums_ptr is not None:
-        _add_up(other_sums_ptr, other_out_ptr, n_programs, width, ACC, BLOCK_P, BLOCK_N)
-
-
-_totals = Launches(_sum_kernel)
-
-
-def vector_grads(x: Tensor, vectors: tuple[Tensor | None, ...], dtype: torch.dtype) -> list[Tensor]:
-    """Where the gradients of vectors [D] go: zeros if x has no rows, and empty for a vector that is not there."""
-    return [
-        x.new_empty(0, dtype=dtype)
-        if vector is None
-        else torch.zeros_like(vector)
-        if x.numel() == 0
-        else torch.empty_like(vector)
-        for vector in vectors
-    ]
-
-
-def sum_programs(sums: list[Tensor | None], outs: list[Tensor]) -> None:
-    """Add the sums [P, D] that there are to their `outs` [D]."""
-    there = [pair for partial, out in zip(sums, outs, strict=True) if (pair := (partial, out))[0] is not None]
-    if not there:
-        return
-    partial, out = there[0]
-    assert partial is not None
-    other, other_out = there[1] if len(there) > 1 else (None, None)
-    programs, width = partial.shape
-    key = (programs, width, out.dtype, dtype_of(other_out), partial.dtype, partial.get_device())
-    launch = _totals.get(key)
-    if launch is None:
-        acc = tl.float64 if partial.dtype == torch.float64 else tl.float32
-        grid = (-(-width // 32), len(there))
-        launch = _totals.add(key, grid, (programs, width), *(acc, 64, 32), num_warps=4)
-    launch(partial, out, other, other_out)
+_backwards: Plans[BackwardPlan] = Plans()
 
 
 @functools.cache
@@ -232,10 +167,6 @@ def multiprocessors(device: torch.device) -> int:
     return _counts[device]
 
 
-def accumulator(x: Tensor) -> tuple[torch.dtype, tl.dtype]:
-    return (torch.float64, tl.float64) if x.dtype == torch.float64 else (torch.float32, tl.float32)
-
-
 def _forward(
     x: Tensor,
     residual: Tensor | None,
@@ -245,33 +176,53 @@ def _forward(
     centred: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Return y, the sum, the mean and the reciprocal root, those that there are."""
-    x = x.contiguous()
-    residual = residual if residual is None else residual.contiguous()
-    width = x.shape[-1]
-    dtype, acc = accumulator(x)
-    y = torch.empty_like(x)
-    total = None if residual is None else torch.empty_like(x)
-    rstd = x.new_empty(x.shape[:-1], dtype=dtype)
-    mean = torch.empty_like(rstd) if centred else None
-    if x.numel() == 0:
+    given = [tensor for tensor in (x, residual, weight, bias) if tensor is not None]
+    rest = eps, centred, residual is None, weight is None, bias is None
+    plan = _forwards.get(rest, given)
+    if plan is None:
+        plan = _forward_plan(x, residual, weight, bias, eps, centred)
+        _forwards.add(rest, given, plan)
+    outputs, launch, is_even = plan
+    if not is_even:
+        x, residual, weight, bias = (
+            tensor if tensor is None else tensor.contiguous() for tensor in (x, residual, weight, bias)
+        )  # pyright: ignore[reportAssignmentType]
+    stream = stream_of(x)
+    y, rstd = outputs.like_x(x, stream), outputs.of_rows(x, stream)
+    total = None if residual is None else outputs.like_x(x, stream)
+    mean = outputs.of_rows(x, stream) if centred else None
+    if launch is None:
         # What the mean of nothing is, as the reference has it.
         rstd.fill_(float("nan"))
         return y, total, mean if mean is None else mean.fill_(float("nan")), rstd
-    n_rows = x.numel() // width
-    weight = weight if weight is None else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
-    dtypes = (x.dtype, dtype_of(residual), dtype_of(weight), dtype_of(bias))
-    key = (n_rows, width, eps, centred, x.get_device(), dtypes)
-    launch = _forwards.get(key)
-    if launch is None:
-        block_m, block_n, warps = tile(width)
-        launch = _forwards.add(
-            *(key, (-(-n_rows // block_m),), (n_rows, width, eps)),
-            *(centred, acc, block_m, block_n),
-            num_warps=warps,
-        )
     launch(x, residual, weight, bias, y, total, mean, rstd)
     return y, total, mean, rstd
+
+
+def _forward_plan(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+) -> ForwardPlan:
+    """Lay out calls of this form."""
+    outputs = outputs_of(x)
+    is_even = all(tensor is None or tensor.is_contiguous() for tensor in (x, residual, weight, bias))
+    if not x.numel():
+        return outputs, None, is_even
+    width = x.shape[-1]
+    n_rows = x.numel() // width
+    block_m, block_n, warps = tile(width)
+    launch = Launch(
+        _forward_kernel,
+        (-(-n_rows // block_m),),
+        (n_rows, width, eps, centred, accumulator(x)[1], block_m, block_n),
+        {},
+        num_warps=warps,
+    )
+    return outputs, launch, is_even
 
 
 def _backward(
@@ -284,37 +235,49 @@ def _backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight and bias; empty for a vector that is not there."""
-    grad, x = grad.contiguous(), x.contiguous()
-    grad_sum = grad_sum if grad_sum is None else grad_sum.contiguous()
+    tensors = grad, grad_sum, x, mean, rstd, weight, bias
+    given = [tensor for tensor in tensors if tensor is not None]
+    rest = grad_sum is None, mean is None, weight is None, bias is None
+    plan = _backwards.get(rest, given)
+    if plan is None:
+        is_even = all(tensor.is_contiguous() for tensor in given)
+        plan = _backward_plan(x, mean is not None, (weight is not None, bias is not None), is_even)
+        _backwards.add(rest, given, plan)
+    if not plan.is_even:
+        tensors = tuple(tensor if tensor is None else tensor.contiguous() for tensor in tensors)
+        grad, grad_sum, x, mean, rstd, weight, bias = tensors  # pyright: ignore[reportAssignmentType]
+    stream = stream_of(x)
+    grad_x = plan.outputs.like_x(x, stream)
+    dtypes = [plan.outputs.dtype if vector is None else vector.dtype for vector in (weight, bias)]
+    if plan.launch is None:
+        return grad_x, *plan.add_up([], x, stream, dtypes)  # pyright: ignore[reportReturnType]
+    sums = plan.sums(x, stream)
+    plan.launch(grad, grad_sum, x, mean, rstd, weight, bias, grad_x, *sums)
+    return grad_x, *plan.add_up(sums, x, stream, dtypes)  # pyright: ignore[reportReturnType]
+
+
+def _backward_plan(x: Tensor, centred: bool, vectors: tuple[bool, bool], is_even: bool) -> BackwardPlan:
+    """Lay out calls of this form."""
+    outputs = outputs_of(x)
+    if not x.numel():
+        return BackwardPlan(outputs, vectors, 0, None, None, is_even)
     width = x.shape[-1]
-    dtype, acc = accumulator(x)
-    grad_x = torch.empty_like(x)
-    grads = vector_grads(x, (weight, bias), dtype)
-    if x.numel() == 0:
-        return grad_x, grads[0], grads[1]
+    acc = accumulator(x)[1]
     n_rows = x.numel() // width
     block_m, block_n, warps = tile(width)
     # A multiprocessor has registers for one centred program of a row of 8192, and for two that are not.
-    held = min(max(PER_SM // block_n, 2 if mean is None else 1), 8)
+    held = min(max(PER_SM // block_n, 1 if centred else 2), 8)
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
-    sums = [
-        None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
-    ]
-    weight = weight if weight is None else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
-    dtypes = (grad.dtype, dtype_of(grad_sum), x.dtype, dtype_of(weight), dtype_of(bias))
-    key = (n_rows, width, mean is None, x.get_device(), dtypes)
-    launch = _backwards.get(key)
-    if launch is None:
-        launch = _backwards.add(
-            *(key, (programs,), (n_rows, width)),
-            *(mean is not None, acc, block_m, block_n),
-            # The sums of a row of 16384 need more registers.
-            num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
-        )
-    launch(grad, grad_sum, x, mean, rstd.contiguous(), weight, bias, grad_x, sums[0], sums[1])
-    sum_programs(sums, grads)
-    return grad_x, grads[0], grads[1]
+    launch = Launch(
+        _backward_kernel,
+        (programs,),
+        (n_rows, width, centred, acc, block_m, block_n),
+        {},
+        # The sums of a row of 16384 need more registers.
+        num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
+    )
+    totals = totals_of(programs, width, sum(vectors), acc)
+    return BackwardPlan(outputs, vectors, programs, launch, totals, is_even)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:

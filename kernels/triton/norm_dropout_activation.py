@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from caramba.kernels.triton.activation import activated, kept, slope
-from caramba.kernels.triton.launch import Launches, dtype_of
-from caramba.kernels.triton.norm import accumulator, multiprocessors, sum_programs, tile, vector_grads
+from caramba.kernels.triton.forms import Plans
+from caramba.kernels.triton.launch import Launch, stream_of
+from caramba.kernels.triton.norm import multiprocessors, tile
+from caramba.kernels.triton.norm_plans import BackwardPlan, ForwardPlan, accumulator, outputs_of, totals_of
 from torch import Tensor
 
 import triton
@@ -147,7 +148,8 @@ def _backward_kernel(
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0) * keep_scale, mask=in_width)
 
 
-_forwards, _backwards = Launches(_forward_kernel), Launches(_backward_kernel)
+_forwards: Plans[ForwardPlan] = Plans()
+_backwards: Plans[BackwardPlan] = Plans()
 
 
 def _launch_options(width: int, threads: int) -> tuple[int, int, int, int]:
@@ -169,31 +171,44 @@ def _drops(p: float) -> tuple[float, int]:
 def norm_dropout_activation(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    x = x.contiguous()
-    width = x.shape[-1]
-    dtype, acc = accumulator(x)
-    y = torch.empty_like(x)
-    mean, rstd = (x.new_empty(x.shape[:-1], dtype=dtype) for _ in range(2))
-    if x.numel() == 0:
+    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    rest = eps, p, activation, is_narrow(seed), weight is None, bias is None
+    plan = _forwards.get(rest, given)
+    if plan is None:
+        is_even = all(tensor.is_contiguous() for tensor in given)
+        plan = outputs_of(x), _forward_launch(x, eps, p, activation), is_even
+        _forwards.add(rest, given, plan)
+    outputs, launch, is_even = plan
+    if not is_even:
+        x, weight, bias = (tensor if tensor is None else tensor.contiguous() for tensor in (x, weight, bias))  # pyright: ignore[reportAssignmentType]
+    stream = stream_of(x)
+    y, mean, rstd = outputs.like_x(x, stream), outputs.of_rows(x, stream), outputs.of_rows(x, stream)
+    if launch is None:
         # What the mean of nothing is, as the reference has it.
         return y, mean.fill_(float("nan")), rstd.fill_(float("nan"))
-    n_rows = x.numel() // width
-    weight = weight if weight is None else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
-    dtypes = (x.dtype, dtype_of(weight), dtype_of(bias))
-    key = (n_rows, width, eps, p, activation, x.get_device(), dtypes, is_narrow(seed))
-    launch = _forwards.get(key)
-    if launch is None:
-        block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
-        programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
-        launch = _forwards.add(
-            *(key, (programs,), (n_rows, width, eps, *_drops(p))),
-            *(p > 0, ACTIVATIONS[activation], acc, width == block_n and n_rows % block_m == 0),
-            *(block_m, block_n),
-            num_warps=warps,
-        )
     launch(x, weight, bias, y, mean, rstd, live=(seed,))
     return y, mean, rstd
+
+
+def _forward_launch(x: Tensor, eps: float, p: float, activation: str) -> Launch | None:
+    """Return the launch for calls on x's form, None if it has no numbers."""
+    if not x.numel():
+        return None
+    width = x.shape[-1]
+    n_rows = x.numel() // width
+    block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
+    programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
+    is_full = width == block_n and n_rows % block_m == 0
+    return Launch(
+        _forward_kernel,
+        (programs,),
+        (
+            *(n_rows, width, eps, *_drops(p)),
+            *(p > 0, ACTIVATIONS[activation], accumulator(x)[1], is_full, block_m, block_n),
+        ),
+        {},
+        num_warps=warps,
+    )
 
 
 def norm_dropout_activation_backward(
@@ -207,32 +222,47 @@ def norm_dropout_activation_backward(
     seed: int,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad, x = grad.contiguous(), x.contiguous()
-    width = x.shape[-1]
-    dtype, acc = accumulator(x)
-    grad_x = torch.empty_like(x)
-    grads = vector_grads(x, (weight, bias), dtype)
-    if x.numel() == 0:
-        return grad_x, grads[0], grads[1]
+    tensors = grad, x, mean, rstd, weight, bias
+    given = [tensor for tensor in tensors if tensor is not None]
+    rest = p, activation, is_narrow(seed), weight is None, bias is None
+    plan = _backwards.get(rest, given)
+    if plan is None:
+        is_even = all(tensor.is_contiguous() for tensor in given)
+        vectors = weight is not None, bias is not None
+        plan = _backward_plan(x, vectors, p, activation, is_even)
+        _backwards.add(rest, given, plan)
+    if not plan.is_even:
+        tensors = tuple(tensor if tensor is None else tensor.contiguous() for tensor in tensors)
+        grad, x, mean, rstd, weight, bias = tensors  # pyright: ignore[reportAssignmentType]
+    stream = stream_of(x)
+    grad_x = plan.outputs.like_x(x, stream)
+    dtypes = [plan.outputs.dtype if vector is None else vector.dtype for vector in (weight, bias)]
+    if plan.launch is None:
+        return grad_x, *plan.add_up([], x, stream, dtypes)  # pyright: ignore[reportReturnType]
+    sums = plan.sums(x, stream)
+    plan.launch(grad, x, mean, rstd, weight, bias, grad_x, *sums, live=(seed,))
+    return grad_x, *plan.add_up(sums, x, stream, dtypes)  # pyright: ignore[reportReturnType]
+
+
+def _backward_plan(
+    x: Tensor, vectors: tuple[bool, bool], p: float, activation: str, is_even: bool
+) -> BackwardPlan:
+    """Lay out calls of this form."""
+    outputs = outputs_of(x)
+    if not x.numel():
+        return BackwardPlan(outputs, vectors, 0, None, None, is_even)
+    width, acc = x.shape[-1], accumulator(x)[1]
     n_rows = x.numel() // width
     block_m, block_n, warps, held = _launch_options(width, THREADS_BACKWARD)
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
-    sums = [
-        None if vector is None else x.new_empty((programs, width), dtype=dtype) for vector in (weight, bias)
-    ]
-    weight = weight if weight is None else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
-    dtypes = (grad.dtype, x.dtype, dtype_of(weight), dtype_of(bias))
-    key = (n_rows, width, p, activation, x.get_device(), dtypes, is_narrow(seed))
-    launch = _backwards.get(key)
-    if launch is None:
-        launch = _backwards.add(
-            *(key, (programs,), (n_rows, width, *_drops(p))),
-            *(p > 0, ACTIVATIONS[activation], acc, width == block_n and n_rows % block_m == 0),
-            *(block_m, block_n),
-            # The sums of a row of 16384 need more registers.
-            num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
-        )
-    launch(grad, x, mean.contiguous(), rstd.contiguous(), weight, bias, grad_x, *sums, live=(seed,))
-    sum_programs(sums, grads)
-    return grad_x, grads[0], grads[1]
+    is_full = width == block_n and n_rows % block_m == 0
+    launch = Launch(
+        _backward_kernel,
+        (programs,),
+        (n_rows, width, *_drops(p), p > 0, ACTIVATIONS[activation], acc, is_full, block_m, block_n),
+        {},
+        # The sums of a row of 16384 need more registers.
+        num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
+    )
+    totals = totals_of(programs, width, sum(vectors), acc)
+    return BackwardPlan(outputs, vectors, programs, launch, totals, is_even)

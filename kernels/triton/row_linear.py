@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.launch import Launches, dtype_of
+from caramba.kernels.triton.forms import dtype_of
+from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.row_tiles import row_tiles
 from torch import Tensor
 

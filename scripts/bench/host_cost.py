@@ -28,10 +28,11 @@ from launchless_driver import launch_nothing
 from machine_facts import machine
 
 from caramba import kernels
-from caramba.ops import backend, dba_decode
+from caramba.ops import backend, dba_append, dba_decode
 from caramba.runs.files import write_json
 
 ROWS, TOKENS, RUN = 4, 512, 10
+FORWARD = "forward"  # without gradients
 Call = Callable[[], Any]
 
 
@@ -53,23 +54,19 @@ def calls_of_elementwise(device: torch.device, only: set[str]) -> dict[str, dict
             continue
         tensors = case.make(min(case.rows, ROWS))
         if case.host is not None:
-            found[case.name] = {"forward": case.host(tensors)}
+            found[case.name] = {FORWARD: case.host(tensors)}
             continue
         results = [y for y in outputs(case.ours(*tensors)) if y.requires_grad]
         wanted = [x for x in tensors if x.requires_grad]
         grads = [torch.randn_like(y) for y in results]
 
-        def forward(case: Any = case, tensors: Any = tensors) -> None:
-            with torch.no_grad():
-                case.ours(*tensors)
-
-        def trained(case: Any = case, tensors: Any = tensors) -> None:
+        def call(case: Any = case, tensors: Any = tensors) -> None:
             case.ours(*tensors)
 
         def backward(results: Any = results, wanted: Any = wanted, grads: Any = grads) -> None:
             torch.autograd.grad(results, wanted, grads, retain_graph=True)
 
-        found[case.name] = {"forward": forward, "forward with gradients": trained, "backward": backward}
+        found[case.name] = {FORWARD: call, "forward with gradients": call, "backward": backward}
     return found
 
 
@@ -87,8 +84,28 @@ def calls_of_decode(device: torch.device, only: set[str]) -> dict[str, dict[str,
             step = functools.partial(
                 dba_decode, q[0], q[1], *streams, seqlens, n_packed=packed, max_seqlen=TOKENS
             )
-            call = torch.no_grad()(step)
-            found[f"dba_decode {layout.name} {form}"] = {"forward": call}
+            found[f"dba_decode {layout.name} {form}"] = {FORWARD: step}
+    return found
+
+
+def calls_of_append(device: torch.device, only: set[str]) -> dict[str, dict[str, Call]]:
+    """Return how a token gets into a cache of every layout of the decode benchmark, in 16 bits."""
+    found: dict[str, dict[str, Call]] = {}
+    for layout in decode_cases.LAYOUTS if not only or "dba_append" in only else ():
+        kv, widths, turned = layout.kv_heads, layout.widths, layout.dims[1] // 2
+        # As projections give them, heads inside tokens; a latent lies beside its geometric keys.
+        streams = [
+            torch.randn(1, 1, kv, width, device=device, dtype=torch.bfloat16).transpose(1, 2)
+            for width in widths
+        ]
+        buffers = [
+            torch.zeros(1, kv, TOKENS, width, device=device, dtype=torch.bfloat16)
+            for width in ([sum(widths)] if layout.latent else widths)
+        ]
+        lengths = torch.full((1,), TOKENS // 2, dtype=torch.int32, device=device)
+        cos, sin = (torch.ones(1, 1, turned, device=device) for _ in range(2))
+        step = functools.partial(dba_append, streams, buffers, lengths, cos, sin, 1)
+        found[f"dba_append {layout.name} bf16"] = {FORWARD: step}
     return found
 
 
@@ -134,6 +151,7 @@ def main() -> int:
     attach_here(device)
     only = {name for name in options.only.split(",") if name}
     found = calls_of_elementwise(device, only) | calls_of_decode(device, only)
+    found |= calls_of_append(device, only)
     if not found:
         parser.error(f"--only {options.only}: no such op; expected any of {', '.join(backend.OPS)}")
     found |= calls_of_autograd(device)
@@ -141,12 +159,14 @@ def main() -> int:
     for name, kinds in found.items():
         us = {}
         for kind, call in kinds.items():
-            call()
-            us[kind] = microseconds(call, options.calls, device)
-            if options.profile:
-                profile = cProfile.Profile()
-                profile.runcall(lambda call=call: [call() for _ in range(options.calls)])
-                pstats.Stats(profile).sort_stats("tottime").print_stats(18)
+            # Around all calls: to turn gradients off takes a microsecond or two, once for a whole step.
+            with torch.set_grad_enabled(kind != FORWARD):
+                call()
+                us[kind] = microseconds(call, options.calls, device)
+                if options.profile:
+                    profile = cProfile.Profile()
+                    profile.runcall(lambda call=call: [call() for _ in range(options.calls)])
+                    pstats.Stats(profile).sort_stats("tottime").print_stats(18)
         rows.append({"name": name, "us": us, "must_us": HOST_MUST_US})
         print(f"{name:44s}" + ", ".join(f"{kind} {cost:.1f} us" for kind, cost in us.items()), flush=True)
     write_json(

@@ -128,11 +128,15 @@ def tried(case: Case, device: torch.device) -> dict[str, float]:
         place, _, constant = name.partition(".")
         module = importlib.import_module(f"caramba.kernels.triton.{place}")
         before = getattr(module, constant)
-        remembered = [item for item in vars(module).values() if hasattr(item, "made")]
+        kept = (
+            importlib.import_module("caramba.kernels.triton.forms").Plans,
+            importlib.import_module("caramba.kernels.triton.launch").Launches,
+        )
+        remembered = [item for item in vars(module).values() if isinstance(item, kept)]
         for value in (*values, before):
             setattr(module, constant, value)
             for launches in remembered:
-                launches.made.clear()
+                launches.clear()
             if value != before:
                 found[f"{constant}={value}"] = median_us(case.call, device)
     return found

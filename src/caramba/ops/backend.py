@@ -121,14 +121,17 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
     """
     if not _launchers or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return None
-    grad_enabled, needs_grad = torch.is_grad_enabled(), False
+    needs_grad = False
     for x in tensors:
         if x is not None:
             if type(x) not in PLAIN:
                 return None
-            needs_grad = needs_grad or (grad_enabled and x.requires_grad)
-    assert tensors[0] is not None
-    launcher = _launchers.get((op, tensors[0].device.type))
+            needs_grad = needs_grad or x.requires_grad
+    needs_grad = needs_grad and torch.is_grad_enabled()
+    first = tensors[0]
+    assert first is not None
+    # A device is made anew for every question.
+    launcher = _launchers.get((op, "cuda" if first.is_cuda else first.device.type))
     if launcher is None or not needs_grad:
         return launcher
     function = _eager.get(op)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.backend import direct
 from caramba.ops.decode_on_host import put
 from caramba.ops.widen import widened
 
@@ -41,6 +42,16 @@ def dba_append(
     Reference: Su et al., 2021, arXiv:2104.09864 (RoPE).
     """
     given, into = list(streams), list(buffers)
+    run = (
+        direct("dba_append", given[0], into[0], lengths)
+        if given and into and not torch.is_grad_enabled()
+        else None
+    )
+    if run is not None:
+        run(given, into, lengths, cos, sin, rotated, admit=check_dba_append)
+        # As the op would, so that a backward through what has changed is refused.
+        torch.autograd.graph.increment_version([x for x in into if not x.is_inference()])
+        return
     check_dba_append(given, into, lengths, cos, sin, rotated)
     torch.ops.caramba.dba_append.default(given, into, lengths, cos, sin, rotated)
 

@@ -41,7 +41,10 @@ class StoredStream(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """What there is, in the op's order: numbers alone, or codes, scales and tail."""
-        return [part for part in (self.values, self.scales, self.tail) if part is not None]
+        _, values, scales, tail = self
+        if scales is None and tail is None:
+            return [values]
+        return [part for part in (values, scales, tail) if part is not None]
 
 
 def kernel_takes(dtype: torch.dtype, widths: Sequence[int]) -> bool:
@@ -92,12 +95,15 @@ def dba_decode(
 
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax); Dao et al., 2023, Flash-Decoding.
     """
-    kinds = [str(stream.kind) for stream in (k_sem, k_geo, v) if stream is not None]
-    sem, geo, values = k_sem.tensors, k_geo.tensors, [] if v is None else v.tensors
+    kinds, sem, geo = [str(k_sem.kind), str(k_geo.kind)], k_sem.tensors, k_geo.tensors
+    values: list[Tensor] = []
+    if v is not None:
+        kinds.append(str(v.kind))
+        values = v.tensors
     extra = [] if null is None else list(null)
     span = 0 if window is None else window
     given = (q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits)
-    if not torch.compiler.is_compiling() and logger.is_debug:
+    if logger.is_debug and not torch.compiler.is_compiling():
         check_lengths([sem, geo, values], seqlens, n_packed)
     run = direct("dba_decode", q_sem, q_geo, sem[0], seqlens)
     if run is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from caramba.kernels.triton import launch as launch_module
-from caramba.kernels.triton.launch import MOST, Launch, Launches, form
+from caramba.kernels.triton.launch import MOST, Launch, Launches, askew, straight
 
 
 class Compiled:
@@ -76,7 +76,38 @@ def test_launches_are_forgotten_when_there_are_many() -> None:
     assert launches.get(MOST) is not None
 
 
-def test_a_form_is_all_but_the_place() -> None:
-    x = torch.zeros(4, 6)
-    assert form(x) == form(torch.ones(4, 6))
-    assert len({form(y) for y in (x, x.T, x[:3], x.double())}) == 4
+def test_the_way_around_tritons_own_ends_in_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the version of Triton that is installed: its launcher, without a device to build it on, and `straight`."""
+    nvidia = pytest.importorskip("triton.backends.nvidia.driver")
+    calls: list[tuple[Any, ...]] = []
+    launcher: Any = object.__new__(nvidia.CudaLauncher)
+    launcher.launch = lambda *args: calls.append(args)
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
+    launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
+    launcher.arg_annotations, launcher.kernel_signature = "annotations", "signature"
+    made = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
+    run, before, is_packed = straight(made)
+    assert run is launcher.launch, "this version's way is not known: see `straight`"
+    launcher(3, 1, 1, 5, 99, (4, 1, 0), None, None, None, 16, 32, 7)
+    rest = (16, 32, 7)
+    run(3, 1, 1, 5, *before, *((rest,) if is_packed else rest))
+    assert len(calls) == 2
+    assert calls[0] == calls[1]
+    launcher.global_scratch_size = 64
+    assert straight(made)[0] is launcher, "Triton allocates what a kernel needs beside its arguments"
+    launcher.global_scratch_size = 0
+    monkeypatch.setattr(launch_module.triton, "__version__", "3.99.0")
+    assert straight(made)[0] is launcher
+
+
+def test_a_tensor_beside_another_is_of_the_layout_that_was_asked_for() -> None:
+    x = torch.zeros(3)
+    for stream in (None, 0):
+        made = launch_module.empty(x, stream, (2, 3), (4, 1), torch.bfloat16)
+        assert (made.shape, made.stride(), made.dtype) == ((2, 3), (4, 1), torch.bfloat16)
+        assert made.device == x.device
+
+
+def test_what_is_askew_has_a_bit_each() -> None:
+    assert askew([16, None, 8, 0, 20]) == 0b10100

@@ -1,0 +1,71 @@
+"""Forms of tensors, all but where they lie, and what was made for calls whose tensors have the same forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+MOST_FORMS = 1024  # what is kept for forms that are looked up
+MOST_SEEN = 16  # forms of one call that are told apart one by one
+
+Made = TypeVar("Made")
+
+
+def dtype_of(x: Tensor | None) -> torch.dtype | None:
+    """Return the dtype of a tensor that may not be there."""
+    return None if x is None else x.dtype
+
+
+def form(x: Tensor) -> tuple[Any, ...]:
+    """Return all that a launch depends on of a tensor, but for where it lies."""
+    return x.shape, x.stride(), x.dtype, x.get_device()
+
+
+class Plans(Generic[Made]):
+    """What was made for calls, by the forms of their tensors and by what else there is.
+
+    Asking every tensor for its form takes longer than a launch, so what was found once is found again by torch's own
+    check of a call's tensors against those of an earlier one, a single call for all of them: same types, devices,
+    dtypes, sizes and strides, and whether they need gradients. It holds no tensor. Where it says no, as of one tensor
+    given twice, the forms are looked up; it never says yes to other forms.
+    """
+
+    def __init__(self) -> None:
+        self.by_form: dict[Hashable, Made] = {}
+        self.seen: dict[Hashable, list[tuple[Callable[..., bool], Made]]] = {}
+
+    def get(self, rest: Hashable, tensors: Sequence[Tensor]) -> Made | None:
+        """Return what was made for tensors of these forms and an equal `rest`, which says how many there are."""
+        for check, made in self.seen.get(rest, ()):
+            if check(*tensors):
+                return made
+        made = self.by_form.get((rest, *map(form, tensors)))
+        if made is not None:
+            self._see(rest, tensors, made)
+        return made
+
+    def add(self, rest: Hashable, tensors: Sequence[Tensor], made: Made) -> None:
+        """Keep what was made for tensors of these forms."""
+        if len(self.by_form) >= MOST_FORMS:
+            self.clear()
+        self.by_form[rest, *map(form, tensors)] = made
+        self._see(rest, tensors, made)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.by_form.clear()
+        self.seen.clear()
+
+    def _see(self, rest: Hashable, tensors: Sequence[Tensor], made: Made) -> None:
+        guards: Any = TensorGuards  # its declaration lacks the tensors
+        check = guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        if not check(*tensors):  # one is given twice, which it never takes
+            return
+        if len(self.seen) >= MOST_FORMS:
+            self.seen.clear()
+        # A new list, as another thread may go through the old one. What was seen last is asked first.
+        self.seen[rest] = [(check, made), *self.seen.get(rest, ())[: MOST_SEEN - 1]]
