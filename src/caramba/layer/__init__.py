@@ -10,7 +10,7 @@ from caramba.layer.layer_norm import LayerNormLayer
 from caramba.layer.linear import LinearLayer
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer
-from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate
+from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
 from caramba.layer.score import CausalScore
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
@@ -35,5 +35,6 @@ __all__ = [
     "packed_attention",
     "rope_frequencies",
     "rotate",
+    "shared_angles",
     "unplanned_attention",
 ]

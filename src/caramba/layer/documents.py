@@ -74,6 +74,7 @@ class StoredDocuments(Documents):
 
     rows: Tensor = field(kw_only=True)
     caches: Iterator[LayerCache] = field(kw_only=True)
+    _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def packed(
@@ -109,7 +110,8 @@ class StoredDocuments(Documents):
             parts = [torch.cat(parts, dim=-1)]
         parts = [part.to(memory.dtype) for part, memory in zip(parts, into, strict=True)]
         for part, memory in zip(parts, into, strict=True):
-            memory[self.rows, :, self.positions[0]] = part[0].transpose(0, 1)
+            lines = part[0].transpose(0, 1).reshape(-1, part.shape[-1])
+            memory.view(-1, memory.shape[-1]).index_copy_(0, self._lines_of(memory), lines)
         if len(parts) == 1:
             return {"joined": parts[0]} | dict(
                 zip(
@@ -119,3 +121,16 @@ class StoredDocuments(Documents):
                 )
             )
         return dict(zip(cache.names, parts, strict=True))
+
+    def _lines_of(self, memory: Tensor) -> Tensor:
+        """Return where the heads of each token go, as lines of a cache's memory [B, K, S, D]: made once for all layers.
+
+        Shape: int64 [T * K].
+        """
+        n_heads, capacity = memory.shape[1:3]
+        lines = self._lines.get((n_heads, capacity))
+        if lines is None:
+            heads = self.rows[:, None] * n_heads + torch.arange(n_heads, device=memory.device)
+            lines = (heads * capacity + self.positions[0][:, None]).flatten()
+            self._lines[n_heads, capacity] = lines
+        return lines

@@ -12,7 +12,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
 from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
-from caramba.infer.engine.prompts import MOST
+from caramba.infer.engine.prompts import MOST, WHOLE
 from caramba.infer.engine.slots import Slots
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import ENDS, Event, FinishReason, Ticket
@@ -22,7 +22,10 @@ from caramba.model import Model
 
 RATE_OVER = 32
 PATIENCE = 4
-"""Steps that new prompts wait for others to run with, while more requests queue up than there are slots."""
+"""Steps that new prompts wait for others to run with, while more requests queue up than there are slots, by `WHOLE`
+tokens of `prefill_chunk`: a forward of twice the tokens takes as many steps to fill."""
+BESIDE = 3
+"""Steps that prompts may run beside before the next one waits for them."""
 FULL = 0.7
 """Part of `prefill_chunk` with which prompts wait no longer: a forward of few tokens takes long for each of them."""
 
@@ -59,6 +62,8 @@ class Batch:
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._beside: list[int] = []  # slots whose prompts run beside a step, whole
         self._n_waited = 0  # steps, of prompts that have not begun
+        self._n_beside = 0  # steps that have been launched since the prompts beside them
+        self._patience = PATIENCE * max(1, min(config.prefill_chunk, MOST) // WHOLE)
         self._ended: deque[float] = deque(maxlen=RATE_OVER)
 
     @property
@@ -108,14 +113,17 @@ class Batch:
     def prefill(self, *, is_queueing: bool = False) -> None:
         """Run up to `prefill_chunk` tokens of prompts, the earliest first.
 
-        While others decode and more requests wait for slots (`is_queueing`), few new tokens wait up to `PATIENCE` steps
-        for the prompts of the slots that get free next.
+        While others decode and more requests wait for slots (`is_queueing`), few new tokens wait some steps, see
+        `PATIENCE`, for the prompts of the slots that get free next.
 
-        Whole prompts run beside the next step where a device can: what was launched in the last step begins to decode.
+        Whole prompts run beside the next steps where a device can, up to `BESIDE` of them, and begin to decode once
+        they have run; until then no others are launched.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
         """
+        if self._run_on():
+            return
         self._join()
         if is_queueing and self._waits():
             self._n_waited += 1
@@ -154,7 +162,7 @@ class Batch:
         waiting = [request for slot in self._order if (request := self.requests[slot]) is not None]
         n_tokens = sum(len(request.row.prompt) for request in waiting)
         is_new = not any(request.done for request in waiting)
-        return is_new and self._n_waited < PATIENCE and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
+        return is_new and self._n_waited < self._patience and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
 
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
@@ -185,10 +193,17 @@ class Batch:
             request.done = len(request.row.prompt)
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
-        self._beside = group
+        self._beside, self._n_beside = group, 0
         if not (self.slots.runs_beside and any(self.slots.is_decoding)):
             self._join()
         return n_tokens
+
+    def _run_on(self) -> bool:
+        """Whether the prompts that were launched run on beside the next step too."""
+        if not self._beside or self.slots.are_prompts_done or not any(self.slots.is_decoding):
+            return False
+        self._n_beside += 1
+        return self._n_beside < BESIDE
 
     def _join(self) -> None:
         """Let the slots whose prompts have been launched decode, once these have run."""

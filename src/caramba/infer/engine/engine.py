@@ -73,6 +73,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_draining = False
+        self._has_cancelled = False  # somebody, since the queue was looked through
         self._failure: Exception | None = None
 
     def submit(
@@ -224,6 +225,9 @@ class Engine:
 
     def _drop_waiting(self) -> None:
         with self._news:
+            if not self._has_cancelled:
+                return
+            self._has_cancelled = False
             gone = [request for request in self._queue if request.ticket.is_cancelled]
             for request in gone:
                 self._queue.remove(request)
@@ -254,7 +258,9 @@ class Engine:
             return not self._queue and not self.batch.n_active
 
     def _wake(self) -> None:
+        """Look through the queue: a ticket was cancelled."""
         with self._news:
+            self._has_cancelled = True
             self._news.notify_all()
 
     def _run(self) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from caramba.cache import Context
 from caramba.infer.device_steps import Captured, captured, replayed
-from caramba.layer import StoredDocuments, packed_attention
+from caramba.infer.engine.upload import staged
+from caramba.layer import StoredDocuments, packed_attention, shared_angles
 from caramba.model import Model
 
 GRAIN = 64
@@ -22,6 +23,9 @@ MOST = 2048
 """Tokens of the largest forward: with more, the device works longer on its kernels than the host launches them."""
 SHORTEST = 16
 """Tokens of a prompt, on average, of which a forward takes as many as it has room for."""
+USUAL = 96
+"""Tokens of a prompt, on average, of which another form of it does. Attention is launched for as many prompts of the
+whole size as there may be, and those that are not there took half as long as the others' (by count, not measured)."""
 
 
 def sizes_of(chunk: int, max_len: int, limit: int | None = None) -> list[int]:
@@ -43,7 +47,7 @@ class PromptForwards:
     """Forwards over whole prompts of empty slots, one after the other in one row of tokens, each attended to by itself.
     The last one is padded on the right, where nothing attends to it.
 
-    With `is_captured` every size is a CUDA graph. The first prompt makes them all, so no later one waits for it, and
+    With `is_captured` every size is a CUDA graph or, by how many prompts it takes, two. The first prompt makes them all, so no later one waits for it, and
     they share their memory. Prompts of any lengths then cost a copy and a replay, on a stream of their own: they run
     beside what comes next on the caller's, which may touch neither their slots nor their logits before `wait`.
 
@@ -58,23 +62,24 @@ class PromptForwards:
         self.captures = 0
         self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
-        self._graphs: dict[int, Captured] = {}
+        self._graphs: dict[tuple[int, int], Captured] = {}
         is_cuda = is_captured and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        self._ran = torch.cuda.Event() if is_cuda else None
 
     @property
     def widest(self) -> int:
         """Tokens of the longest prompt that a forward takes."""
         return self.sizes[-1]
 
-    def n_prompts(self, size: int) -> int:
-        """Return how many prompts a forward takes."""
-        return min(self._n_slots, max(1, size // SHORTEST))
+    def counts(self, size: int) -> list[int]:
+        """Return how many prompts the forwards of a size take, the fewest first."""
+        return sorted({min(self._n_slots, max(1, size // each)) for each in (SHORTEST, USUAL)})
 
     def size_for(self, n_prompts: int, n_tokens: int, most: int) -> int | None:
         """Return the size of fewest tokens, at most `most` of them, that prompts of so many in all fit."""
         for size in self.sizes:
-            if n_tokens <= size <= most and n_prompts <= self.n_prompts(size):
+            if n_tokens <= size <= most and n_prompts <= self.counts(size)[-1]:
                 return size
         return None
 
@@ -85,15 +90,24 @@ class PromptForwards:
         """
         size = self.size_for(len(prompts), sum(map(len, prompts)), MOST)
         assert size is not None
+        n_prompts = next(n for n in self.counts(size) if n >= len(prompts))
         self.capture(slots[0])
+        given = staged(packed(slots, prompts, size, n_prompts), self._device)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            given = torch.tensor(packed(slots, prompts, size, self.n_prompts(size)))
-            given = given.to(self._device, non_blocking=True)
-            if not self.is_captured:
-                return self._forward(size, given)[: len(slots)]
-            return replayed(self._graphs[size], given)[: len(slots)]
+            if self.is_captured:
+                logits = replayed(self._graphs[size, n_prompts], given)
+            else:
+                logits = self._forward(n_prompts, given.to(self._device, non_blocking=True))
+            if self._ran is not None:
+                self._ran.record(self._stream)
+        return logits[: len(slots)]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the prompts that ran last have, so that nobody waits in `wait`."""
+        return self._ran is None or self._ran.query()
 
     def wait(self) -> None:
         """Let what comes next on the current stream run after the prompts."""
@@ -114,17 +128,19 @@ class PromptForwards:
         """
         if self._graphs or not self.is_captured:
             return
-        graphs: dict[int, Captured] = {}
+        graphs: dict[tuple[int, int], Captured] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):  # the smaller ones find room in the memory of the largest
-            given = torch.tensor(packed([slot], [[0] * size], size, self.n_prompts(size)))
-            run = functools.partial(self._forward, size)
-            graphs[size] = captured(given.to(self._device), run, run, pool, self._stream)
-            self.captures += 1
+            for n_prompts in reversed(self.counts(size)):
+                given = torch.tensor(packed([slot], [[0] * size], size, n_prompts))
+                run = functools.partial(self._forward, n_prompts)
+                made = captured(given.to(self._device), run, run, pool, self._stream)
+                graphs[size, n_prompts] = made
+                self.captures += 1
         self._graphs = graphs
 
-    def _forward(self, size: int, given: Tensor) -> Tensor:
-        return fill_slots(self.model, self.ctx, given, self.n_prompts(size))
+    def _forward(self, n_prompts: int, given: Tensor) -> Tensor:
+        return fill_slots(self.model, self.ctx, given, n_prompts)
 
 
 def packed(slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int) -> list[int]:
@@ -158,7 +174,7 @@ def fill_slots(model: Model, ctx: Context, given: Tensor, n_prompts: int) -> Ten
     slots, last, starts, tokens = given.split_with_sizes([n_prompts, n_prompts, n_prompts + 1, n_tokens])
     most = ctx.caches[0].allocations[0].shape[2]
     prompts = StoredDocuments.packed(starts, slots, n_tokens, most, ctx.caches)
-    with packed_attention(given.device, n_tokens):
+    with packed_attention(given.device, n_tokens), shared_angles():
         hidden = model.hidden(tokens[None], prompts)
     return model.logits(hidden[0, last])
 

@@ -26,6 +26,7 @@ from caramba.infer.device_steps import (
 )
 from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, packed, sizes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
+from caramba.infer.engine.upload import uploaded
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
 from caramba.infer.threads import n_weights_of
@@ -118,7 +119,7 @@ class Slots:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
         ctx = self.rows[slot]
         with unplanned_attention(self.device, len(tokens) * (ctx.position + len(tokens))):
-            hidden = self.model.hidden(self._ids([list(tokens)]), ctx)
+            hidden = self.model.hidden(uploaded([list(tokens)], self.device), ctx)
         self.lengths[slot] = ctx.position
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
@@ -128,13 +129,18 @@ class Slots:
         """Whether `prefill_together` launches what the device may run beside a step."""
         return self.prompts is not None
 
+    @property
+    def are_prompts_done(self) -> bool:
+        """Whether the device has run the prompts that it was given last."""
+        return self.prompts is None or self.prompts.is_done
+
     def prefill_together(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Run the whole prompts of empty slots in one forward, packed into one row; they decode after `begin`."""
         forwards = None if self.prompts is None else self._prompt_forwards(slots[0])
         if forwards is not None:
             self._first = forwards.run(slots, prompts)
         else:
-            given = self._ids(packed(slots, prompts, sum(map(len, prompts)), len(prompts)))
+            given = uploaded(packed(slots, prompts, sum(map(len, prompts)), len(prompts)), self.device)
             self._first = fill_slots(self.model, self.ctx, given, len(prompts))
         for slot, prompt in zip(slots, prompts, strict=True):
             self.lengths[slot] = len(prompt)
@@ -183,6 +189,7 @@ class Slots:
                     lambda given: sampler.choose(given, form),
                     lambda given: trial.choose(given, form),
                     on=self._on,
+                    in_place=True,
                 )
             replayed(self._draws[form], self.logits)
         sampler.send()
@@ -244,13 +251,9 @@ class Slots:
         """Let slots decode from these logits, [n, V]."""
         if self.logits is None:
             self.logits = logits.new_zeros(len(self.rows), logits.shape[-1])
-        self.logits[self._ids(slots)] = logits
+        self.logits.index_copy_(0, uploaded(slots, self.device), logits)
         for slot in slots:
             self.set_decoding(slot, True)
-
-    def _ids(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """Return integers on the device, without a wait for what runs there."""
-        return torch.tensor(numbers).to(self.device, non_blocking=True)
 
     def _hold(self, step: SlotContext) -> None:
         lengths = [n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)]
@@ -274,7 +277,7 @@ class Slots:
             return
         self._follow_weights()
         if self._next is None:
-            self._next = captured(self.sampler.token, run, trial, on=self._on)
+            self._next = captured(self.sampler.token, run, trial, on=self._on, in_place=True)
             self._hold(step)
         replayed(self._next, self.sampler.token)
 
