@@ -1,6 +1,6 @@
 """Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
 
-Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 768 --chunks 256,512]
+Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 768 --chunks 512,1024]
 The file is written after every side, and the same call again measures those that are not in it yet; what was measured
 on another device, at another commit or with another torch is measured anew.
 On any machine: python scripts/bench/batching.py --device cpu --model tiny --slots 8 --requests 32 --out /tmp/b.json
@@ -263,7 +263,7 @@ def main() -> int:
     parser.add_argument("--new", type=pair, default=(16, 512))
     parser.add_argument("--batch-prompt", type=int, default=64)
     parser.add_argument("--batch-new", type=int, default=128)
-    parser.add_argument("--chunks", type=pair, default=(256, 512))
+    parser.add_argument("--chunks", type=pair, default=(512, 1024))
     parser.add_argument(
         "--itl-ms", type=float, default=10.0, help="bound of the p99 between tokens that the must is at"
     )

@@ -162,7 +162,11 @@ class Batch:
         waiting = [request for slot in self._order if (request := self.requests[slot]) is not None]
         n_tokens = sum(len(request.row.prompt) for request in waiting)
         is_new = not any(request.done for request in waiting)
-        return is_new and self._n_waited < self._patience and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
+        return (
+            is_new
+            and self._n_waited < self._patience
+            and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
+        )
 
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""

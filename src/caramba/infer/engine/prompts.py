@@ -24,8 +24,8 @@ MOST = 2048
 SHORTEST = 16
 """Tokens of a prompt, on average, of which a forward takes as many as it has room for."""
 USUAL = 96
-"""Tokens of a prompt, on average, of which another form of it does. Attention is launched for as many prompts of the
-whole size as there may be, and those that are not there took half as long as the others' (by count, not measured)."""
+"""Tokens of a prompt, on average, of which a second form takes as many: attention is launched for as many prompts of
+the whole size as a forward may hold, so that those that are not there cost launches too."""
 
 
 def sizes_of(chunk: int, max_len: int, limit: int | None = None) -> list[int]:
@@ -47,9 +47,10 @@ class PromptForwards:
     """Forwards over whole prompts of empty slots, one after the other in one row of tokens, each attended to by itself.
     The last one is padded on the right, where nothing attends to it.
 
-    With `is_captured` every size is a CUDA graph or, by how many prompts it takes, two. The first prompt makes them all, so no later one waits for it, and
-    they share their memory. Prompts of any lengths then cost a copy and a replay, on a stream of their own: they run
-    beside what comes next on the caller's, which may touch neither their slots nor their logits before `wait`.
+    With `is_captured` every size is a CUDA graph or, by how many prompts it takes, two. The first prompt makes them
+    all, so no later one waits for it, and they share their memory. Prompts of any lengths then cost a copy and a
+    replay, on a stream of their own: they run beside what comes next on the caller's, which may touch neither their
+    slots nor their logits before `wait`.
 
     Attributes:
         sizes: tokens of a forward, the fewest first.

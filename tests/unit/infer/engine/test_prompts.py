@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from caramba.config.kvcache import KVCacheKind
 from caramba.infer import generate
 from caramba.infer.device_steps import WARM_UPS
 from caramba.infer.engine import Engine, Ticket, batch, prompts
 from caramba.infer.engine import slots as slots_module
 from caramba.infer.engine.prompts import PromptForwards, sizes_of
+from caramba.layer import RotaryEmbedding
 from caramba.model import Model, build_model
 from tests.unit.infer.engine.test_engine import run
 from tests.unit.infer.test_generator import sharp
@@ -49,7 +51,7 @@ def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
 def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a graph be the function that it would hold, run as often before as a capture runs it."""
 
-    def captured(given: torch.Tensor, run: Any, trial: Any, *_: Any) -> Any:
+    def captured(given: torch.Tensor, run: Any, trial: Any, *rest: Any) -> Any:
         for _ in range(WARM_UPS):
             trial(given.clone())
         run(given.clone())
@@ -151,6 +153,62 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
     late = submit(4, 2, 4)
     run(engine)
     assert (long.tokens[:20], late.tokens, gone.tokens) == (first.tokens, last.tokens, ())
+
+
+@pytest.mark.parametrize("n_until_done", [0, 2, 99])
+def test_prompts_that_take_long_run_beside_several_steps(
+    n_until_done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_for_graphs(monkeypatch)
+    asked: list[bool] = []
+
+    def is_done(_: PromptForwards) -> bool:
+        asked.append(len(asked) % (n_until_done + 1) == n_until_done)
+        return asked[-1]
+
+    monkeypatch.setattr(PromptForwards, "is_done", property(is_done))
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=3, max_len=48, prefill_chunk=32)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=True)
+    first = engine.submit(TEXTS[0], max_new_tokens=20, seed=1, temperature=0.7)
+    engine.step()
+    assert slots.is_decoding[0], "nothing decodes that it could run beside"
+    second = engine.submit(TEXTS[1], max_new_tokens=4, seed=2, temperature=0.7)
+    engine.step()
+    third = engine.submit(TEXTS[2], max_new_tokens=4, seed=3, temperature=0.7)
+    n_beside = min(n_until_done + 1, batch.BESIDE)
+    for n in range(n_beside):
+        assert (slots.is_decoding, slots.lengths[1:]) == ([True, False, False], [len(TEXTS[1]), 0])
+        assert len(first.tokens) == 1 + n
+        engine.step()
+    # From then on it decodes, and the next prompt runs.
+    assert (slots.is_decoding, slots.lengths[2]) == ([True, True, False], len(TEXTS[2]))
+    run(engine)
+    for index, ticket in enumerate((first, second, third)):
+        n_new = len(ticket.tokens)
+        (wanted,) = generate(model, [TEXTS[index]], seeds=[1 + index], max_new_tokens=n_new, temperature=0.7)
+        assert (ticket.tokens, n_new) == (wanted.tokens, 4 if index else 20)
+
+
+def test_layers_of_equal_frequencies_share_the_angles_of_packed_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sharp(transformer("gqa_scaled", repeat=3))
+    made: list[object] = []
+    make = RotaryEmbedding._made
+    monkeypatch.setattr(RotaryEmbedding, "_made", lambda *given: made.append(given[1]) or make(*given))
+    ctx = model.new_context(2, 48, KVCacheKind.FP32, static=True)
+    for texts in (TEXTS[:2], TEXTS[2:4]):
+        made.clear()
+        given = torch.tensor(prompts.packed([0, 1], texts, sum(map(len, texts)), 2))
+        with torch.inference_mode():
+            found = prompts.fill_slots(model, ctx, given, 2)
+            n_made = len(made)
+            for row, text in zip(found, texts, strict=True):
+                alone = model(torch.tensor([text]))[0, -1]
+                torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-4)
+        assert n_made == 1
 
 
 def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
