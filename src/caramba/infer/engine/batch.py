@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from caramba.config.engine import EngineConfig
@@ -61,6 +62,7 @@ class Batch:
         self.stats = EngineStats(n_slots=config.n_slots, cache_kind=self.slots.kind.value)
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._beside: list[int] = []  # slots whose prompts run beside a step, whole
+        self._along: list[int] = []  # slots whose prompts the next step takes along
         self._n_waited = 0  # steps, of prompts that have not begun
         self._n_beside = 0  # steps that have been launched since the prompts beside them
         self._patience = PATIENCE * max(1, min(config.prefill_chunk, MOST) // WHOLE)
@@ -185,7 +187,11 @@ class Batch:
             n_taken, n_tokens = in_all, fitting
         if len(group) < 2 and not (group and self.slots.has_shape(n_taken)):
             return 0
-        taken = [request for slot in group if (request := self.requests[slot]) is not None]
+        if self.slots.takes_along and any(self.slots.is_decoding):
+            self._order = [slot for slot in self._order if slot not in group]
+            self._along = group
+            return left  # the rest waits for the step after that
+        taken = self._taken(group)
         try:
             self._join()  # what the last forward left is overwritten
             self.slots.prefill_together(group, [request.row.prompt for request in taken])
@@ -232,8 +238,11 @@ class Batch:
     def decode(self) -> None:
         """Draw a token of every decoding slot, start the forward of those that go on, and meanwhile hand tokens out."""
         decoding = [slot for slot, is_decoding in enumerate(self.slots.is_decoding) if is_decoding]
+        along, self._along = self._along, []
         if not decoding:
+            self._order = along + self._order
             return
+        failed: Mapping[int, Exception] = {}
         try:
             with step_threads(self.slots.model, len(self.requests), self.slots.n_weights):
                 self.slots.choose()
@@ -241,15 +250,38 @@ class Batch:
                     row = self._row(slot)
                     if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
                         self.slots.set_decoding(slot, False)
-                failed = self.slots.forward() if any(self.slots.is_decoding) else {}
+                goes_on = any(self.slots.is_decoding)
+                if along and not (goes_on and self.slots.can_take_along(along[0])):
+                    self._order, along = along + self._order, []
+                if goes_on:
+                    taken = self._taken(along)
+                    failed = self.slots.forward(along, [request.row.prompt for request in taken])
+                    self._begin_along(along, taken, failed)
                 self.stats.steps += 1
                 tokens, logprobs = self.slots.sampler.read()
         except Exception as error:
-            for slot in decoding:
+            for slot in (*decoding, *along):
                 self.leave(slot, "error", error)
             return
         for slot in decoding:
             self._hand_out(slot, tokens[slot], logprobs[slot], failed.get(slot))
+
+    def _begin_along(
+        self, along: Sequence[int], taken: Sequence[Request], failed: Mapping[int, Exception]
+    ) -> None:
+        """Let slots decode whose prompts the step took along, or end their requests where it failed."""
+        for slot, request in zip(along, taken, strict=True):
+            try:
+                if slot in failed:
+                    raise failed[slot]
+                request.done = len(request.row.prompt)
+                self.stats.prefilled_tokens += request.done
+                self._ready(slot, request)
+            except Exception as error:
+                self.leave(slot, "error", error)
+
+    def _taken(self, slots: Sequence[int]) -> list[Request]:
+        return [request for slot in slots if (request := self.requests[slot]) is not None]
 
     def _hand_out(self, slot: int, token: int, logprob: float, failure: Exception | None) -> None:
         """Give a request its token, and let it go where that was its last or its forward failed."""
@@ -283,8 +315,9 @@ class Batch:
         try:
             self.slots.clear(slot)
         finally:
-            if slot in self._order:
-                self._order.remove(slot)
+            for waiting in (self._order, self._along):
+                if slot in waiting:
+                    waiting.remove(slot)
             self.requests[slot] = None
             self.finish(request, reason, error)
 

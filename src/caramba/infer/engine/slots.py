@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,7 +25,14 @@ from caramba.infer.device_steps import (
     replayed,
     step_refusal,
 )
-from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, packed, sizes_of
+from caramba.infer.engine.prompts import (
+    WHOLE,
+    PromptForwards,
+    fill_slots,
+    packed,
+    sizes_of,
+    step_and_fill,
+)
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.engine.upload import uploaded
 from caramba.infer.scoring import KINDS
@@ -35,6 +43,8 @@ from caramba.model import Model
 
 ROUND = 64
 """What a forward reads is rounded up to a multiple of this where the host knows the lengths."""
+TAKES_ALONG = True
+"""Whether steps take prompts along, so that weights are read once for both, or prompts run beside steps."""
 Graph = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 
 
@@ -48,6 +58,7 @@ class Slots:
         not_compiled: why they run otherwise than asked, if so.
         n_weights: of the model, what a row of a step multiplies by.
         prompts: whole prompts in captured forwards, None where they run as they come, or once a capture has failed.
+        along: the same with a step in each, made with the first; None where there are none.
         lengths: tokens that each slot holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -69,6 +80,7 @@ class Slots:
         self.form, self.not_compiled = self._choose_form(config, refused)
         self._row_limit = model.row_limit()
         self.prompts: PromptForwards | None = None
+        self.along: PromptForwards | None = None
         if self.form.endswith("graph") and self.runs_together:
             sizes = sizes_of(config.prefill_chunk, config.max_len, self._row_limit)
             self.prompts = PromptForwards(model, self.ctx, sizes, is_captured=True)
@@ -91,6 +103,7 @@ class Slots:
         self._places: tuple[int, ...] = ()
         self._draws: dict[Form, Graph] = {}
         self._is_changed = True
+        self._no_along = not TAKES_ALONG or self.form.startswith("compiled")
 
     @property
     def runs_together(self) -> bool:
@@ -123,6 +136,11 @@ class Slots:
         self.lengths[slot] = ctx.position
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
+
+    @property
+    def takes_along(self) -> bool:
+        """Whether a step takes whole prompts along. A compiled step takes none, nor rows whose length is bounded."""
+        return self.prompts is not None and self._row_limit is None and not self._no_along
 
     @property
     def runs_beside(self) -> bool:
@@ -194,8 +212,36 @@ class Slots:
             replayed(self._draws[form], self.logits)
         sampler.send()
 
-    def forward(self) -> Mapping[int, Exception]:
-        """Run the drawn tokens of the decoding slots, and return what failed, by slot."""
+    def can_take_along(self, slot: int) -> bool:
+        """Whether the next forward may take prompts along, which it is made for now, filling a slot with nothing of
+        worth: after a draw, as that overwrites the logits."""
+        if self.step is None or self.prompts is None or self.logits is None or not self.takes_along:
+            return False
+        self._follow_weights()
+        if self.along is None:
+            run = functools.partial(step_and_fill, self.model, self.step, self.sampler.token, self.logits)
+            is_captured, sizes = self.prompts.is_captured, self.prompts.sizes
+            self.along = PromptForwards(
+                self.model, self.ctx, sizes, is_captured=is_captured, forward=run, on=self._on
+            )
+        if self.along.is_ready:
+            return True
+        self._is_changed, self.step.visible = True, None
+        self.step.hold([IDLE] * len(self.rows))  # no slot counts what a capture runs
+        try:
+            self.along.capture(slot)
+        except RuntimeError as error:
+            self._no_along, self.along = True, None
+            logger.warning(
+                f"engine: steps with prompts cannot be captured, prompts run beside steps: {error}"
+            )
+        return self.along is not None
+
+    def forward(
+        self, slots: Sequence[int] = (), prompts: Sequence[Sequence[int]] = ()
+    ) -> Mapping[int, Exception]:
+        """Run the drawn tokens of the decoding slots, and along with them whole prompts into empty `slots`, which
+        decode from then on; return what failed, by slot."""
         decoding = [slot for slot, is_decoding in enumerate(self.is_decoding) if is_decoding]
         if self.step is None:
             return self._forward_one_by_one(decoding)
@@ -206,12 +252,20 @@ class Slots:
             if self._is_changed:
                 self._hold(self.step)
             self._is_changed = False
-            self._forward(self.step, max(self.lengths[slot] for slot in decoding) + 1)
+            if slots:
+                assert self.along is not None  # by `can_take_along`
+                self.step.visible = None
+                self.along.run(slots, prompts)
+            else:
+                self._forward(self.step, max(self.lengths[slot] for slot in decoding) + 1)
         except Exception as error:
             self._is_changed = True
-            return dict.fromkeys(decoding, error)
+            return dict.fromkeys((*decoding, *slots), error)
         for slot in decoding:
             self.lengths[slot] += 1
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self.lengths[slot] = len(prompt)
+            self.set_decoding(slot, True)
         return {}
 
     def clear(self, slot: int) -> None:
@@ -289,8 +343,9 @@ class Slots:
         if self._weights and addresses(self._weights) == self._places:
             return
         self._next = None
-        if self.prompts is not None:
-            self.prompts.forget()
+        for forwards in (self.prompts, self.along):
+            if forwards is not None:
+                forwards.forget()
         self._weights = tuple(self.model.parameters())
         self._places = addresses(self._weights)
 
