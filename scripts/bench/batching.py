@@ -35,6 +35,7 @@ from machine_facts import is_same_machine, machine
 
 from caramba import kernels
 from caramba.infer.engine import Engine, Event
+from caramba.infer.engine.slots import Slots
 from caramba.model import Model
 from caramba.runs.files import write_json
 
@@ -144,6 +145,11 @@ def measured(asked: list[Request], began: float) -> dict[str, float]:
     }
 
 
+def captures_of(slots: Slots) -> int:
+    """Return how many graphs of prompts have been made, with a step in them or without."""
+    return sum(forwards.captures for forwards in (slots.prompts, slots.along) if forwards is not None)
+
+
 def middle(runs: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
@@ -159,16 +165,16 @@ def arrivals(
         if any(row["way"] == name for row in known):
             continue
         engine = engine_of(model, words, words.slots, chunk)
-        prompts = engine.batch.slots.prompts
-        n_captured = 0 if prompts is None else prompts.captures
+        slots = engine.batch.slots
+        n_captured = captures_of(slots)
         runs = []
         for seed in range(words.repeats):
             asked = requests_of(words, rate, seed)
             runs.append(measured(asked, way(engine, asked, words)))
         stats = engine.stats()
-        n_later = 0 if prompts is None else prompts.captures - n_captured
+        n_later = captures_of(slots) - n_captured
         engine.close()
-        del engine, prompts
+        del engine, slots
         print(
             f"{name} ({stats.decode}): "
             + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items()),

@@ -25,6 +25,8 @@ RATE_OVER = 32
 PATIENCE = 4
 """Steps that new prompts wait for others to run with, while more requests queue up than there are slots, by `WHOLE`
 tokens of `prefill_chunk`: a forward of twice the tokens takes as many steps to fill."""
+PATIENCE_ALONG = 2
+"""The same where steps take prompts along."""
 BESIDE = 3
 """Steps that prompts may run beside before the next one waits for them."""
 FULL = 0.7
@@ -66,6 +68,8 @@ class Batch:
         self._n_waited = 0  # steps, of prompts that have not begun
         self._n_beside = 0  # steps that have been launched since the prompts beside them
         self._patience = PATIENCE * max(1, min(config.prefill_chunk, MOST) // WHOLE)
+        if self.slots.takes_along:  # few tokens cost little where the weights are read anyway
+            self._patience = min(self._patience, PATIENCE_ALONG)
         self._ended: deque[float] = deque(maxlen=RATE_OVER)
 
     @property
@@ -118,8 +122,9 @@ class Batch:
         While others decode and more requests wait for slots (`is_queueing`), few new tokens wait some steps, see
         `PATIENCE`, for the prompts of the slots that get free next.
 
-        Whole prompts run beside the next steps where a device can, up to `BESIDE` of them, and begin to decode once
-        they have run; until then no others are launched.
+        The next step takes whole prompts along where it can, and they decode from then on. Else they run beside the
+        next steps where a device can, up to `BESIDE` of them, and begin to decode once they have run; until then no
+        others are launched.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.

@@ -140,7 +140,8 @@ class Slots:
     @property
     def takes_along(self) -> bool:
         """Whether a step takes whole prompts along. A compiled step takes none, nor rows whose length is bounded."""
-        return self.prompts is not None and self._row_limit is None and not self._no_along
+        is_alone = len(self.rows) == 1  # nothing decodes while its prompt runs
+        return self.prompts is not None and self._row_limit is None and not (is_alone or self._no_along)
 
     @property
     def runs_beside(self) -> bool:
@@ -169,6 +170,11 @@ class Slots:
         if self.prompts is not None:
             self.prompts.wait()
         logits, self._first = self._first, None
+        if self.logits is None:
+            self.logits = self._no_logits(logits)
+        empty = next((slot for slot, n_tokens in enumerate(self.lengths) if not n_tokens), None)
+        if empty is not None and not any(self.is_decoding):
+            self.can_take_along(empty)  # now, so that no step that decodes waits for it
         self._begin(slots, logits)
 
     def _prompt_forwards(self, slot: int) -> PromptForwards | None:
@@ -304,10 +310,13 @@ class Slots:
     def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
         """Let slots decode from these logits, [n, V]."""
         if self.logits is None:
-            self.logits = logits.new_zeros(len(self.rows), logits.shape[-1])
+            self.logits = self._no_logits(logits)
         self.logits.index_copy_(0, uploaded(slots, self.device), logits)
         for slot in slots:
             self.set_decoding(slot, True)
+
+    def _no_logits(self, like: Tensor) -> Tensor:
+        return like.new_zeros(len(self.rows), like.shape[-1])
 
     def _hold(self, step: SlotContext) -> None:
         lengths = [n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)]

@@ -320,9 +320,13 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("takes_along", [False, True])
 @pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
-def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_prompts_give_the_text_of_the_cpu(
+    name: str, takes_along: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts, "GRAIN", 16)
+    monkeypatch.setattr(slots_module, "TAKES_ALONG", takes_along)
     model = build_model(transformer(name), seed=0)
     wanted = alone(model)
     model = model.cuda()
