@@ -243,10 +243,10 @@ class Batch:
     def decode(self) -> None:
         """Draw a token of every decoding slot, start the forward of those that go on, and meanwhile hand tokens out."""
         decoding = [slot for slot, is_decoding in enumerate(self.slots.is_decoding) if is_decoding]
-        along, self._along = self._along, []
         if not decoding:
-            self._order = along + self._order
+            self._put_back()
             return
+        along: list[int] = []
         failed: Mapping[int, Exception] = {}
         try:
             with step_threads(self.slots.model, len(self.requests), self.slots.n_weights):
@@ -256,8 +256,9 @@ class Batch:
                     if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
                         self.slots.set_decoding(slot, False)
                 goes_on = any(self.slots.is_decoding)
-                if along and not (goes_on and self.slots.can_take_along(along[0])):
-                    self._order, along = along + self._order, []
+                if self._along and goes_on and self.slots.can_take_along(self._along[0]):
+                    along, self._along = self._along, []
+                self._put_back()
                 if goes_on:
                     taken = self._taken(along)
                     failed = self.slots.forward(along, [request.row.prompt for request in taken])
@@ -265,11 +266,16 @@ class Batch:
                 self.stats.steps += 1
                 tokens, logprobs = self.slots.sampler.read()
         except Exception as error:
+            self._put_back()
             for slot in (*decoding, *along):
                 self.leave(slot, "error", error)
             return
         for slot in decoding:
             self._hand_out(slot, tokens[slot], logprobs[slot], failed.get(slot))
+
+    def _put_back(self) -> None:
+        """Let prompts run otherwise that no step takes along now."""
+        self._order, self._along = self._along + self._order, []
 
     def _begin_along(
         self, along: Sequence[int], taken: Sequence[Request], failed: Mapping[int, Exception]

@@ -260,14 +260,28 @@ def test_a_step_that_fails_ends_those_that_it_took_along_too(monkeypatch: pytest
     run(engine)
     assert [ticket.finish_reason for ticket in (first, second, third)] == ["error", "error", "length"]
     assert third.tokens == generate(model, [TEXTS[2]], max_new_tokens=3)[0].tokens
+    # A draw that fails is not theirs who wait to be taken along.
+    first = engine.submit(TEXTS[0], max_new_tokens=9)
+    engine.step()
+    second = engine.submit(TEXTS[1], max_new_tokens=3)
+    engine.step()
+    assert engine.batch._along == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "choose", fail)
+        engine.step()
+    run(engine)
+    assert [ticket.finish_reason for ticket in (first, second)] == ["error", "length"]
+    assert second.tokens == generate(model, [TEXTS[1]], max_new_tokens=3)[0].tokens
     # A last token is not run: what was to go along with its step runs by itself.
     first = engine.submit(TEXTS[0], max_new_tokens=2)
     engine.step()
-    engine.step()
     second = engine.submit(TEXTS[1], max_new_tokens=3)
-    engine.batch.prefill()
+    engine.step()
+    assert engine.batch._along == [1]
+    engine.step()
+    assert (first.finish_reason, slots.is_decoding) == ("length", [False, True, False])
     run(engine)
-    assert (first.finish_reason, second.finish_reason, engine.stats().failed) == ("length", "length", 2)
+    assert (first.finish_reason, second.finish_reason, engine.stats().failed) == ("length", "length", 3)
     assert second.tokens == generate(model, [TEXTS[1]], max_new_tokens=3)[0].tokens
 
 
