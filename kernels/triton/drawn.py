@@ -29,6 +29,7 @@ def _parts_kernel(
     sum_ptr,
     weight_ptr,
     stride,
+    apart,
     width,
     n_parts,
     BLOCK_V: tl.constexpr,
@@ -41,7 +42,7 @@ def _parts_kernel(
     first = tl.min(tl.where(inside & (x == best), at, width - 1), axis=0)
     shift = tl.where(best == float("-inf"), 0.0, best)
     total = tl.sum(tl.where(inside, tl.exp(x - shift), 0.0), axis=0)
-    weight = tl.sum(_weights(x, shift, tl.load(temperature_ptr + row), inside), axis=0)
+    weight = tl.sum(_weights(x, shift, tl.load(temperature_ptr + row * apart), inside), axis=0)
     out = row * n_parts + part
     tl.store(best_ptr + out, best)
     tl.store(first_ptr + out, first)
@@ -61,13 +62,14 @@ def _join_kernel(
     token_ptr,
     logprob_ptr,
     stride,
+    apart,
     width,
     n_parts,
     BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row * apart)
     part = tl.arange(0, BLOCK_P)
     is_part = part < n_parts
     at = row * n_parts + part
@@ -118,7 +120,7 @@ def drawn(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor,
             "settings of 64 on a GPU"
         )
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    temperature, uniform = temperature.contiguous(), uniform.contiguous()
+    uniform = uniform.contiguous()
     n_rows, width = logits.shape
     token = logits.new_empty(n_rows, dtype=torch.int64)
     logprob = logits.new_empty(n_rows, dtype=torch.float32)
@@ -128,10 +130,11 @@ def drawn(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor,
     best, total = (logits.new_empty((n_rows, n_parts), dtype=torch.float32) for _ in range(2))
     first = logits.new_empty((n_rows, n_parts), dtype=torch.int32)
     weight = logits.new_empty((n_rows, n_parts), dtype=torch.float64)
-    key = (n_rows, width, logits.stride(0), logits.dtype, logits.get_device())
+    apart = temperature.stride(0)  # of a table of settings it is a column
+    key = (n_rows, width, logits.stride(0), apart, logits.dtype, logits.get_device())
     launch, join = _parts.get(key), _joins.get(key)
     if launch is None or join is None:
-        scalars = (logits.stride(0), width, n_parts)
+        scalars = (logits.stride(0), apart, width, n_parts)
         launch = _parts.add(key, (n_rows, n_parts), scalars, block, num_warps=4)
         block_p = max(16, 1 << (n_parts - 1).bit_length())
         join = _joins.add(key, (n_rows,), scalars, block, block_p, num_warps=4)

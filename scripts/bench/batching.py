@@ -1,6 +1,6 @@
 """Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
 
-Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 768 --chunks 256,512]
+Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 768 --chunks 512,1024]
 The file is written after every side, and the same call again measures those that are not in it yet; what was measured
 on another device, at another commit or with another torch is measured anew.
 On any machine: python scripts/bench/batching.py --device cpu --model tiny --slots 8 --requests 32 --out /tmp/b.json
@@ -35,6 +35,7 @@ from machine_facts import is_same_machine, machine
 
 from caramba import kernels
 from caramba.infer.engine import Engine, Event
+from caramba.infer.engine.slots import Slots
 from caramba.model import Model
 from caramba.runs.files import write_json
 
@@ -144,6 +145,11 @@ def measured(asked: list[Request], began: float) -> dict[str, float]:
     }
 
 
+def captures_of(slots: Slots) -> int:
+    """Return how many graphs of prompts have been made, with a step in them or without."""
+    return sum(forwards.captures for forwards in (slots.prompts, slots.along) if forwards is not None)
+
+
 def middle(runs: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
@@ -159,16 +165,16 @@ def arrivals(
         if any(row["way"] == name for row in known):
             continue
         engine = engine_of(model, words, words.slots, chunk)
-        prompts = engine.batch.slots.prompts
-        n_captured = 0 if prompts is None else prompts.captures
+        slots = engine.batch.slots
+        n_captured = captures_of(slots)
         runs = []
         for seed in range(words.repeats):
             asked = requests_of(words, rate, seed)
             runs.append(measured(asked, way(engine, asked, words)))
         stats = engine.stats()
-        n_later = 0 if prompts is None else prompts.captures - n_captured
+        n_later = captures_of(slots) - n_captured
         engine.close()
-        del engine, prompts
+        del engine, slots
         print(
             f"{name} ({stats.decode}): "
             + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items()),
@@ -263,7 +269,7 @@ def main() -> int:
     parser.add_argument("--new", type=pair, default=(16, 512))
     parser.add_argument("--batch-prompt", type=int, default=64)
     parser.add_argument("--batch-new", type=int, default=128)
-    parser.add_argument("--chunks", type=pair, default=(256, 512))
+    parser.add_argument("--chunks", type=pair, default=(512, 1024))
     parser.add_argument(
         "--itl-ms", type=float, default=10.0, help="bound of the p99 between tokens that the must is at"
     )

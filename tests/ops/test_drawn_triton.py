@@ -37,11 +37,13 @@ def test_the_token_whose_share_holds_the_number(shape: tuple[int, int], dtype: t
     logits[:, shape[1] // 2 :: max(1, shape[1] // 5)] = logits.amax()
     logits[0, 0] = logits[:, -1] = float("-inf")
     temperature = torch.tensor([0.7, 0.0, 1.0, 40.0], dtype=WIDE).repeat(shape[0])[: shape[0]]
+    # A column of a table, as the engine has it, and then numbers one behind the other.
+    column = torch.stack((temperature, temperature + 3, temperature - 1), dim=1).to(DEVICE)[:, 0]
     for first in (0.0, 1 - 2**-53, None):
         uniform = torch.rand(shape[0], generator=generator, dtype=WIDE)
         if first is not None:
             uniform[:3] = first
-        token, logprob = launched(logits, temperature, uniform)
+        token, logprob = launched(logits, column if first is None else temperature, uniform)
         want = reference_drawn(logits.cpu(), temperature, uniform)
         assert torch.equal(token.cpu(), want[0])
         # The reference adds in float32 on a CPU, one number after the other: too coarse for two million.

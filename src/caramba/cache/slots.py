@@ -42,9 +42,15 @@ class SlotContext(StepContext):
 
     def hold(self, lengths: Sequence[int], packed: Sequence[int] | None = None) -> None:
         """Set every row's length, or IDLE, and of a quantised cache the tokens that each holds as blocks."""
-        self.held.copy_(torch.tensor(lengths, dtype=torch.int32), non_blocking=True)
+        self._put(self.held, lengths)
         if self.packed is not None and packed is not None:
-            self.packed.copy_(torch.tensor(packed, dtype=torch.int32), non_blocking=True)
+            self._put(self.packed, packed)
+
+    @staticmethod
+    def _put(into: torch.Tensor, numbers: Sequence[int]) -> None:
+        # A copy from memory that is not pinned would first wait for all that the device has been given.
+        given = torch.tensor(numbers, dtype=torch.int32, pin_memory=into.is_cuda)
+        into.copy_(given, non_blocking=into.is_cuda)
 
     def begin(self) -> None:
         """Start a forward."""

@@ -202,13 +202,16 @@ def captured(
     trial: Callable[[Tensor], Tensor],
     pool: Any = None,
     on: torch.cuda.Stream | None = None,
+    *,
+    in_place: bool = False,
 ) -> Captured:
-    """Capture `run` in a CUDA graph after some runs of `trial`; return it with its own input and output.
+    """Capture `run` in a CUDA graph after some runs of `trial`; return it with its own input and output. `in_place` it
+    reads `given` itself, which stays where it is and which neither of the two changes.
 
     Graphs of one `pool` share the memory between input and output, and may not be replayed at once; nor may those that
     were captured on one stream, which is the same for all unless one is given by `on`.
     """
-    fixed = given.clone()
+    fixed = given if in_place else given.clone()
     side = torch.cuda.Stream(given.device)
     side.wait_stream(torch.cuda.current_stream(given.device))
     with torch.cuda.stream(side):
@@ -224,8 +227,12 @@ def captured(
 
 
 def replayed(graph: Captured, given: Tensor) -> Tensor:
-    """Replay a graph on an input and return its output, which the next replay overwrites."""
-    graph[1].copy_(given)
+    """Replay a graph on an input and return its output, which the next replay overwrites.
+
+    An input in pinned memory is copied without a wait.
+    """
+    if given is not graph[1]:
+        graph[1].copy_(given, non_blocking=True)
     graph[0].replay()
     return graph[2]
 

@@ -3,14 +3,14 @@
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.backends import attention_backends, documents_path, packed_attention, unplanned_attention
 from caramba.layer.decoupled import DecoupledProjection
-from caramba.layer.documents import Documents, StoredDocuments
+from caramba.layer.documents import Documents, SteppedDocuments, StoredDocuments
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
 from caramba.layer.layer_norm import LayerNormLayer
 from caramba.layer.linear import LinearLayer
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer
-from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate
+from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
 from caramba.layer.score import CausalScore
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
@@ -28,6 +28,7 @@ __all__ = [
     "RMSNormLayer",
     "RotaryEmbedding",
     "StandardProjection",
+    "SteppedDocuments",
     "StoredDocuments",
     "SwiGLULayer",
     "attention_backends",
@@ -35,5 +36,6 @@ __all__ = [
     "packed_attention",
     "rope_frequencies",
     "rotate",
+    "shared_angles",
     "unplanned_attention",
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from caramba.cache import LayerCache
+from caramba.cache import LayerCache, StepContext
 from caramba.errors import ConfigError
 from caramba.layer.varlen import active_kernel
 
@@ -74,6 +74,7 @@ class StoredDocuments(Documents):
 
     rows: Tensor = field(kw_only=True)
     caches: Iterator[LayerCache] = field(kw_only=True)
+    _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def packed(
@@ -109,7 +110,8 @@ class StoredDocuments(Documents):
             parts = [torch.cat(parts, dim=-1)]
         parts = [part.to(memory.dtype) for part, memory in zip(parts, into, strict=True)]
         for part, memory in zip(parts, into, strict=True):
-            memory[self.rows, :, self.positions[0]] = part[0].transpose(0, 1)
+            lines = part[0].transpose(0, 1).reshape(-1, part.shape[-1])
+            memory.view(-1, memory.shape[-1]).index_copy_(0, self._lines_of(memory), lines)
         if len(parts) == 1:
             return {"joined": parts[0]} | dict(
                 zip(
@@ -119,3 +121,47 @@ class StoredDocuments(Documents):
                 )
             )
         return dict(zip(cache.names, parts, strict=True))
+
+    def _lines_of(self, memory: Tensor) -> Tensor:
+        """Return where the heads of each token go, as lines of a cache's memory [B, K, S, D]: made once for all layers.
+
+        Shape: int64 [T * K].
+        """
+        n_heads, capacity = memory.shape[1:3]
+        lines = self._lines.get((n_heads, capacity))
+        if lines is None:
+            heads = self.rows[:, None] * n_heads + torch.arange(n_heads, device=memory.device)
+            lines = (heads * capacity + self.positions[0, -len(self.rows) :, None]).flatten()
+            self._lines[n_heads, capacity] = lines
+        return lines
+
+
+@dataclass(frozen=True, eq=False)
+class SteppedDocuments(StoredDocuments):
+    """Stored documents behind the tokens of a decode step, one of each sequence, in one row of B + T tokens: weights
+    are read once for both.
+
+    Positions are those of all tokens; the step's caches are the ones that documents fill, in rows that the step leaves
+    idle.
+
+    Attributes:
+        step: the step's context, in which its forward has begun.
+    """
+
+    step: StepContext = field(kw_only=True)
+
+    @classmethod
+    def behind(cls, step: StepContext, documents: StoredDocuments) -> SteppedDocuments:
+        """Return documents behind the tokens of a step, and begin its forward."""
+        step.begin()
+        positions = torch.cat(
+            (step.offset.view(1, -1).to(documents.positions.dtype), documents.positions), dim=1
+        )
+        return cls(
+            documents.first,
+            positions,
+            documents.starts,
+            rows=documents.rows,
+            caches=documents.caches,
+            step=step,
+        )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -184,9 +186,19 @@ class RotaryEmbedding(nn.Module):
                 steps = self.step_table
                 if steps is not None and steps.reaches(offset + n_tokens, device):
                     return steps.at(offset, n_tokens)
-        frequencies = self.inv_freq.to(device)
         if isinstance(offset, Tensor):
             self._refuse_documents(n_tokens)
+            shared = None if torch.compiler.is_compiling() else getattr(_own, "angles", None)
+            if shared is not None and self.key is not None:
+                known = shared.get(self.key)
+                if known is None or known[0] is not offset:
+                    known = shared[self.key] = (offset, *self._made(offset, n_tokens, device))
+                return known[1:]
+        return self._made(offset, n_tokens, device)
+
+    def _made(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        frequencies = self.inv_freq.to(device)
+        if isinstance(offset, Tensor):
             angles = offset.to(torch.float32)[:, None, :, None] * frequencies[:, None, :]
         elif (
             n_tokens == 1 and self.dynamic is None
@@ -301,6 +313,20 @@ def _reaching(
     if table is None or table[0].shape[1] < n_tokens or table[0].device != device:
         return None
     return table
+
+
+_own = threading.local()
+
+
+@contextmanager
+def shared_angles() -> Iterator[None]:
+    """Make the angles of tokens that all have positions of their own once for all layers of equal frequencies, in the
+    eager forwards of this thread: a layer launches four kernels for them otherwise."""
+    before, _own.angles = getattr(_own, "angles", None), {}
+    try:
+        yield
+    finally:
+        _own.angles = before
 
 
 @torch.no_grad()

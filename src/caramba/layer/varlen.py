@@ -93,7 +93,9 @@ class VarlenKernel:
             words["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             words["is_causal"] = True
-        rows = (F.pad(x, (0, width - x.shape[-1])).transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        # A pad by nothing would be a copy.
+        wide = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        rows = (x.transpose(1, 2).flatten(0, 1) for x in wide)
         out = self.call(*rows, starts, starts, tokens, tokens, **words)
         return out[..., :v_width].unflatten(0, (batch, tokens)).transpose(1, 2)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from caramba.config.engine import EngineConfig
@@ -12,7 +13,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
 from caramba.infer.engine.prefix import MIN_TOKENS, PrefixCache
-from caramba.infer.engine.prompts import MOST
+from caramba.infer.engine.prompts import MOST, WHOLE
 from caramba.infer.engine.slots import Slots
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import ENDS, Event, FinishReason, Ticket
@@ -22,7 +23,12 @@ from caramba.model import Model
 
 RATE_OVER = 32
 PATIENCE = 4
-"""Steps that new prompts wait for others to run with, while more requests queue up than there are slots."""
+"""Steps that new prompts wait for others to run with, while more requests queue up than there are slots, by `WHOLE`
+tokens of `prefill_chunk`: a forward of twice the tokens takes as many steps to fill."""
+PATIENCE_ALONG = 2
+"""The same where steps take prompts along."""
+BESIDE = 3
+"""Steps that prompts may run beside before the next one waits for them."""
 FULL = 0.7
 """Part of `prefill_chunk` with which prompts wait no longer: a forward of few tokens takes long for each of them."""
 
@@ -58,7 +64,12 @@ class Batch:
         self.stats = EngineStats(n_slots=config.n_slots, cache_kind=self.slots.kind.value)
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._beside: list[int] = []  # slots whose prompts run beside a step, whole
+        self._along: list[int] = []  # slots whose prompts the next step takes along
         self._n_waited = 0  # steps, of prompts that have not begun
+        self._n_beside = 0  # steps that have been launched since the prompts beside them
+        self._patience = PATIENCE * max(1, min(config.prefill_chunk, MOST) // WHOLE)
+        if self.slots.takes_along:  # few tokens cost little where the weights are read anyway
+            self._patience = min(self._patience, PATIENCE_ALONG)
         self._ended: deque[float] = deque(maxlen=RATE_OVER)
 
     @property
@@ -108,14 +119,18 @@ class Batch:
     def prefill(self, *, is_queueing: bool = False) -> None:
         """Run up to `prefill_chunk` tokens of prompts, the earliest first.
 
-        While others decode and more requests wait for slots (`is_queueing`), few new tokens wait up to `PATIENCE` steps
-        for the prompts of the slots that get free next.
+        While others decode and more requests wait for slots (`is_queueing`), few new tokens wait some steps, see
+        `PATIENCE`, for the prompts of the slots that get free next.
 
-        Whole prompts run beside the next step where a device can: what was launched in the last step begins to decode.
+        The next step takes whole prompts along where it can, and they decode from then on. Else they run beside the
+        next steps where a device can, up to `BESIDE` of them, and begin to decode once they have run; until then no
+        others are launched.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
         """
+        if self._run_on():
+            return
         self._join()
         if is_queueing and self._waits():
             self._n_waited += 1
@@ -154,7 +169,11 @@ class Batch:
         waiting = [request for slot in self._order if (request := self.requests[slot]) is not None]
         n_tokens = sum(len(request.row.prompt) for request in waiting)
         is_new = not any(request.done for request in waiting)
-        return is_new and self._n_waited < PATIENCE and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
+        return (
+            is_new
+            and self._n_waited < self._patience
+            and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
+        )
 
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
@@ -173,7 +192,11 @@ class Batch:
             n_taken, n_tokens = in_all, fitting
         if len(group) < 2 and not (group and self.slots.has_shape(n_taken)):
             return 0
-        taken = [request for slot in group if (request := self.requests[slot]) is not None]
+        if self.slots.takes_along and any(self.slots.is_decoding):
+            self._order = [slot for slot in self._order if slot not in group]
+            self._along = group
+            return left  # the rest waits for the step after that
+        taken = self._taken(group)
         try:
             self._join()  # what the last forward left is overwritten
             self.slots.prefill_together(group, [request.row.prompt for request in taken])
@@ -185,10 +208,17 @@ class Batch:
             request.done = len(request.row.prompt)
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
-        self._beside = group
+        self._beside, self._n_beside = group, 0
         if not (self.slots.runs_beside and any(self.slots.is_decoding)):
             self._join()
         return n_tokens
+
+    def _run_on(self) -> bool:
+        """Whether the prompts that were launched run on beside the next step too."""
+        if not self._beside or self.slots.are_prompts_done or not any(self.slots.is_decoding):
+            return False
+        self._n_beside += 1
+        return self._n_beside < BESIDE
 
     def _join(self) -> None:
         """Let the slots whose prompts have been launched decode, once these have run."""
@@ -214,7 +244,10 @@ class Batch:
         """Draw a token of every decoding slot, start the forward of those that go on, and meanwhile hand tokens out."""
         decoding = [slot for slot, is_decoding in enumerate(self.slots.is_decoding) if is_decoding]
         if not decoding:
+            self._put_back()
             return
+        along: list[int] = []
+        failed: Mapping[int, Exception] = {}
         try:
             with step_threads(self.slots.model, len(self.requests), self.slots.n_weights):
                 self.slots.choose()
@@ -222,15 +255,44 @@ class Batch:
                     row = self._row(slot)
                     if len(row.tokens) + 1 == row.max_new_tokens:  # its last token is never run
                         self.slots.set_decoding(slot, False)
-                failed = self.slots.forward() if any(self.slots.is_decoding) else {}
+                goes_on = any(self.slots.is_decoding)
+                if self._along and goes_on and self.slots.can_take_along(self._along[0]):
+                    along, self._along = self._along, []
+                self._put_back()
+                if goes_on:
+                    taken = self._taken(along)
+                    failed = self.slots.forward(along, [request.row.prompt for request in taken])
+                    self._begin_along(along, taken, failed)
                 self.stats.steps += 1
                 tokens, logprobs = self.slots.sampler.read()
         except Exception as error:
-            for slot in decoding:
+            self._put_back()
+            for slot in (*decoding, *along):
                 self.leave(slot, "error", error)
             return
         for slot in decoding:
             self._hand_out(slot, tokens[slot], logprobs[slot], failed.get(slot))
+
+    def _put_back(self) -> None:
+        """Let prompts run otherwise that no step takes along now."""
+        self._order, self._along = self._along + self._order, []
+
+    def _begin_along(
+        self, along: Sequence[int], taken: Sequence[Request], failed: Mapping[int, Exception]
+    ) -> None:
+        """Let slots decode whose prompts the step took along, or end their requests where it failed."""
+        for slot, request in zip(along, taken, strict=True):
+            try:
+                if slot in failed:
+                    raise failed[slot]
+                request.done = len(request.row.prompt)
+                self.stats.prefilled_tokens += request.done
+                self._ready(slot, request)
+            except Exception as error:
+                self.leave(slot, "error", error)
+
+    def _taken(self, slots: Sequence[int]) -> list[Request]:
+        return [request for slot in slots if (request := self.requests[slot]) is not None]
 
     def _hand_out(self, slot: int, token: int, logprob: float, failure: Exception | None) -> None:
         """Give a request its token, and let it go where that was its last or its forward failed."""
@@ -264,8 +326,9 @@ class Batch:
         try:
             self.slots.clear(slot)
         finally:
-            if slot in self._order:
-                self._order.remove(slot)
+            for waiting in (self._order, self._along):
+                if slot in waiting:
+                    waiting.remove(slot)
             self.requests[slot] = None
             self.finish(request, reason, error)
 

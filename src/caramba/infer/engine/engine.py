@@ -35,10 +35,10 @@ class Engine:
 
     `step` does everything: it frees slots of cancelled requests, draws a token and runs a forward of all decoding
     slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts; with captured
-    steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole, beside the next step, and
-    while requests queue up few tokens wait some steps for others to run with. Call it until it returns
-    False, or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What fails ends
-    the requests that it was for, with the error on their tickets; a slot is overwritten before another takes it.
+    steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole, in one forward with the next
+    step, and while requests queue up few tokens wait some steps for others to run with. Call it until it returns False,
+    or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What fails ends the
+    requests that it was for, with the error on their tickets; a slot is overwritten before another takes it.
 
     Args:
         tokenizer: gives the end mark where neither `eos_token_id` nor a request does, and is needed for stop texts.
@@ -73,6 +73,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_draining = False
+        self._has_cancelled = False  # somebody, since the queue was looked through
         self._failure: Exception | None = None
 
     def submit(
@@ -224,6 +225,9 @@ class Engine:
 
     def _drop_waiting(self) -> None:
         with self._news:
+            if not self._has_cancelled:
+                return
+            self._has_cancelled = False
             gone = [request for request in self._queue if request.ticket.is_cancelled]
             for request in gone:
                 self._queue.remove(request)
@@ -254,7 +258,9 @@ class Engine:
             return not self._queue and not self.batch.n_active
 
     def _wake(self) -> None:
+        """Look through the queue: a ticket was cancelled."""
         with self._news:
+            self._has_cancelled = True
             self._news.notify_all()
 
     def _run(self) -> None:

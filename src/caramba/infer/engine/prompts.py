@@ -4,14 +4,15 @@ host."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from caramba.cache import Context
+from caramba.cache import Context, SlotContext
 from caramba.infer.device_steps import Captured, captured, replayed
-from caramba.layer import StoredDocuments, packed_attention
+from caramba.infer.engine.upload import staged
+from caramba.layer import SteppedDocuments, StoredDocuments, packed_attention, shared_angles
 from caramba.model import Model
 
 GRAIN = 64
@@ -22,6 +23,9 @@ MOST = 2048
 """Tokens of the largest forward: with more, the device works longer on its kernels than the host launches them."""
 SHORTEST = 16
 """Tokens of a prompt, on average, of which a forward takes as many as it has room for."""
+USUAL = 96
+"""Tokens of a prompt, on average, of which a second form takes as many: attention is launched for as many prompts of
+the whole size as a forward may hold, so that those that are not there cost launches too."""
 
 
 def sizes_of(chunk: int, max_len: int, limit: int | None = None) -> list[int]:
@@ -43,38 +47,54 @@ class PromptForwards:
     """Forwards over whole prompts of empty slots, one after the other in one row of tokens, each attended to by itself.
     The last one is padded on the right, where nothing attends to it.
 
-    With `is_captured` every size is a CUDA graph. The first prompt makes them all, so no later one waits for it, and
-    they share their memory. Prompts of any lengths then cost a copy and a replay, on a stream of their own: they run
-    beside what comes next on the caller's, which may touch neither their slots nor their logits before `wait`.
+    With `is_captured` every size is a CUDA graph or, by how many prompts it takes, two. The first prompt makes them
+    all, so no later one waits for it, and they share their memory. Prompts of any lengths then cost a copy and a
+    replay, on a stream of their own: they run beside what comes next on the caller's, which may touch neither their
+    slots nor their logits before `wait`.
+
+    A `forward` of one's own, of what `packed` gives and how many prompts, may do more than fill slots. It runs on the
+    caller's stream, captured on the one `on`.
 
     Attributes:
         sizes: tokens of a forward, the fewest first.
         captures: graphs that have been made.
     """
 
-    def __init__(self, model: Model, ctx: Context, sizes: Sequence[int], *, is_captured: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        ctx: Context,
+        sizes: Sequence[int],
+        *,
+        is_captured: bool,
+        forward: Callable[[Tensor, int], Tensor] | None = None,
+        on: torch.cuda.Stream | None = None,
+    ) -> None:
         self.model, self.ctx = model, ctx
         self.sizes, self.is_captured = tuple(sizes), is_captured
         self.captures = 0
         self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
-        self._graphs: dict[int, Captured] = {}
-        is_cuda = is_captured and self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        self._graphs: dict[tuple[int, int], Captured] = {}
+        self._run = forward or functools.partial(fill_slots, model, ctx)
+        is_beside = is_captured and forward is None and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_beside else None
+        self._ran = torch.cuda.Event() if is_beside else None
+        self._on = on if self._stream is None else self._stream
 
     @property
     def widest(self) -> int:
         """Tokens of the longest prompt that a forward takes."""
         return self.sizes[-1]
 
-    def n_prompts(self, size: int) -> int:
-        """Return how many prompts a forward takes."""
-        return min(self._n_slots, max(1, size // SHORTEST))
+    def counts(self, size: int) -> list[int]:
+        """Return how many prompts the forwards of a size take, the fewest first."""
+        return sorted({min(self._n_slots, max(1, size // each)) for each in (SHORTEST, USUAL)})
 
     def size_for(self, n_prompts: int, n_tokens: int, most: int) -> int | None:
         """Return the size of fewest tokens, at most `most` of them, that prompts of so many in all fit."""
         for size in self.sizes:
-            if n_tokens <= size <= most and n_prompts <= self.n_prompts(size):
+            if n_tokens <= size <= most and n_prompts <= self.counts(size)[-1]:
                 return size
         return None
 
@@ -85,15 +105,24 @@ class PromptForwards:
         """
         size = self.size_for(len(prompts), sum(map(len, prompts)), MOST)
         assert size is not None
+        n_prompts = next(n for n in self.counts(size) if n >= len(prompts))
         self.capture(slots[0])
+        given = staged(packed(slots, prompts, size, n_prompts), self._device)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            given = torch.tensor(packed(slots, prompts, size, self.n_prompts(size)))
-            given = given.to(self._device, non_blocking=True)
-            if not self.is_captured:
-                return self._forward(size, given)[: len(slots)]
-            return replayed(self._graphs[size], given)[: len(slots)]
+            if self.is_captured:
+                logits = replayed(self._graphs[size, n_prompts], given)
+            else:
+                logits = self._run(given.to(self._device, non_blocking=True), n_prompts)
+            if self._ran is not None:
+                self._ran.record(self._stream)
+        return logits[: len(slots)]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the prompts that ran last have, so that nobody waits in `wait`."""
+        return self._ran is None or self._ran.query()
 
     def wait(self) -> None:
         """Let what comes next on the current stream run after the prompts."""
@@ -106,25 +135,29 @@ class PromptForwards:
             self._stream.synchronize()
         self._graphs.clear()
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether forwards need no capture any more."""
+        return bool(self._graphs) or not self.is_captured
+
     def capture(self, slot: int) -> None:
         """Make the graphs of all sizes where there are none, filling a slot with nothing of worth.
 
         Raises:
             RuntimeError: the device's, for want of memory or of anything else; there are then no graphs.
         """
-        if self._graphs or not self.is_captured:
+        if self.is_ready:
             return
-        graphs: dict[int, Captured] = {}
+        graphs: dict[tuple[int, int], Captured] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):  # the smaller ones find room in the memory of the largest
-            given = torch.tensor(packed([slot], [[0] * size], size, self.n_prompts(size)))
-            run = functools.partial(self._forward, size)
-            graphs[size] = captured(given.to(self._device), run, run, pool, self._stream)
-            self.captures += 1
+            for n_prompts in reversed(self.counts(size)):
+                given = torch.tensor(packed([slot], [[0] * size], size, n_prompts))
+                run = functools.partial(self._run, n_prompts=n_prompts)
+                made = captured(given.to(self._device), run, run, pool, self._on)
+                graphs[size, n_prompts] = made
+                self.captures += 1
         self._graphs = graphs
-
-    def _forward(self, size: int, given: Tensor) -> Tensor:
-        return fill_slots(self.model, self.ctx, given, self.n_prompts(size))
 
 
 def packed(slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int) -> list[int]:
@@ -154,13 +187,36 @@ def fill_slots(model: Model, ctx: Context, given: Tensor, n_prompts: int) -> Ten
 
     Shape: what `packed` gives, int64, to [N, V].
     """
+    _, last, tokens, prompts = _unpacked(ctx, given, n_prompts)
+    with packed_attention(given.device, len(tokens)), shared_angles():
+        hidden = model.hidden(tokens[None], prompts)
+    return model.logits(hidden[0, last])
+
+
+def step_and_fill(
+    model: Model, step: SlotContext, token: Tensor, logits: Tensor, given: Tensor, n_prompts: int
+) -> Tensor:
+    """Run a token of every slot that decodes, and in the same forward prompts into others; put the logits after each
+    into its slot's row of `logits`, and return these.
+
+    Shape: token [B] int64, logits [B, V], and what `packed` gives, int64.
+    """
+    slots, last, tokens, prompts = _unpacked(step.ctx, given, n_prompts)
+    n_rows = len(token)
+    with packed_attention(given.device, len(tokens)), shared_angles():
+        hidden = model.hidden(torch.cat((token, tokens))[None], SteppedDocuments.behind(step, prompts))[0]
+    step.commit(1)
+    found = model.logits(torch.cat((hidden[:n_rows], hidden[n_rows + last])))
+    logits.copy_(found[:n_rows])
+    return logits.index_copy_(0, slots, found[n_rows:])
+
+
+def _unpacked(ctx: Context, given: Tensor, n_prompts: int) -> tuple[Tensor, Tensor, Tensor, StoredDocuments]:
+    """Return the slots, last places and tokens that `packed` gave, and the documents that they are."""
     n_tokens = len(given) - 3 * n_prompts - 1
     slots, last, starts, tokens = given.split_with_sizes([n_prompts, n_prompts, n_prompts + 1, n_tokens])
     most = ctx.caches[0].allocations[0].shape[2]
-    prompts = StoredDocuments.packed(starts, slots, n_tokens, most, ctx.caches)
-    with packed_attention(given.device, n_tokens):
-        hidden = model.hidden(tokens[None], prompts)
-    return model.logits(hidden[0, last])
+    return slots, last, tokens, StoredDocuments.packed(starts, slots, n_tokens, most, ctx.caches)
 
 
 def batch_size_of(ctx: Context) -> int:

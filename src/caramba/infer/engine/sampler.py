@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
+from caramba.infer.engine.upload import uploaded
 from caramba.infer.sampling import uniforms, wide_dtype
 from caramba.ops import draw, drawn, likeliest
 
 Form = tuple[bool, bool, bool, bool]
+N_SETTINGS = 6
+"""Columns of a slot's row before its random numbers: temperature, top_k, top_p, min_p, penalty, numbers drawn."""
 
 
 class SlotSampler:
@@ -23,22 +26,24 @@ class SlotSampler:
 
     def __init__(self, n_slots: int, max_new_tokens: int, vocab_size: int, device: torch.device) -> None:
         wide = wide_dtype(device)
-
-        def column(value: float) -> Tensor:
-            return torch.full((n_slots, 1), value, dtype=wide, device=device)
-
         self.vocab_size = vocab_size
-        self.temperature, self.top_p, self.min_p = column(0.0), column(torch.inf), column(0.0)
-        self.penalty = column(1.0)
-        self.top_k = torch.full((n_slots, 1), vocab_size, dtype=torch.int64, device=device)
-        self.uniform = torch.zeros(n_slots, max_new_tokens, dtype=wide, device=device)
-        self.drawn = torch.zeros(n_slots, dtype=torch.int64, device=device)
-        self.logprob = torch.zeros(n_slots, dtype=torch.float32, device=device)
-        self.token = torch.zeros(n_slots, dtype=torch.int64, device=device)
+        # All that a request brings is one row, which one copy fills.
+        self._rows = torch.zeros(n_slots, N_SETTINGS + max_new_tokens, dtype=wide, device=device)
+        self._rows[:, :N_SETTINGS] = torch.tensor(self._settings(GenerateConfig(temperature=0)), dtype=wide)
+        columns = self._rows[:, : N_SETTINGS - 1].split(1, dim=1)
+        self.temperature, self.top_k, self.top_p, self.min_p, self.penalty = columns
+        # Counted as the integers that the same bits are: both zeros are alike.
+        counts = self._rows.view(torch.int64 if wide == torch.float64 else torch.int32)
+        self.drawn, self.uniform = counts[:, N_SETTINGS - 1], self._rows[:, N_SETTINGS:]
+        # Tokens and, as integers, the bits of their log-probabilities: one copy brings both to the host.
+        self._both = torch.zeros(2, n_slots, dtype=torch.int64, device=device)
+        self.token = self._both[0]
         self.seen: Tensor | None = None
-        is_cuda = device.type == "cuda"
-        self._host = torch.zeros(2, n_slots, dtype=torch.int64, pin_memory=is_cuda)
-        self._sent = torch.cuda.Event() if is_cuda else None
+        self._is_cuda = device.type == "cuda"
+        self._host = torch.zeros(2, n_slots, dtype=torch.int64, pin_memory=self._is_cuda)
+        self._sent = torch.cuda.Event() if self._is_cuda else None
+        # The forward of what was drawn does not wait for the copy to the host.
+        self._copies = torch.cuda.Stream(device) if self._is_cuda else None
         self._configs: list[GenerateConfig | None] = [None] * n_slots
 
     @property
@@ -57,31 +62,42 @@ class SlotSampler:
         )
 
     def admit(self, slot: int, prompt: list[int], seed: int, config: GenerateConfig) -> None:
-        """Take a request's settings and random numbers."""
+        """Take a request's settings and random numbers, without a wait for the device."""
         self._configs[slot] = config
-        self.temperature[slot] = config.temperature
-        self.top_k[slot] = min(config.top_k or self.vocab_size, self.vocab_size)
-        # A sum of probabilities may round to 1 before the last token: without top_p nothing is left out.
-        self.top_p[slot] = config.top_p if config.top_p < 1 else torch.inf
-        self.min_p[slot], self.penalty[slot] = config.min_p, config.repetition_penalty
-        self.drawn[slot] = 0
-        self.uniform[slot, : config.max_new_tokens] = uniforms(seed, config.max_new_tokens).to(
-            self.uniform, non_blocking=True
-        )
+        n_all = N_SETTINGS + config.max_new_tokens
+        row = torch.empty(n_all, dtype=self._rows.dtype, pin_memory=self._is_cuda)
+        row[:N_SETTINGS] = torch.tensor(self._settings(config), dtype=row.dtype)
+        row[N_SETTINGS:] = uniforms(seed, config.max_new_tokens)
+        self._rows[slot, :n_all].copy_(row, non_blocking=self._is_cuda)
         if config.repetition_penalty != 1.0 and self.seen is None:
             self.seen = torch.zeros(
                 len(self.token), self.vocab_size, dtype=torch.bool, device=self.token.device
             )
         if self.seen is not None:
-            self.seen[slot] = False
-            self.seen[slot, torch.tensor(prompt).to(self.seen.device, non_blocking=True)] = True
+            self.seen[slot].zero_().index_fill_(0, uploaded(prompt, self.seen.device), True)
+
+    def _settings(self, config: GenerateConfig) -> tuple[float, ...]:
+        """Return the first columns of a request's row."""
+        return (
+            config.temperature,
+            min(config.top_k or self.vocab_size, self.vocab_size),
+            # A sum of probabilities may round to 1 before the last token: without top_p nothing is left out.
+            config.top_p if config.top_p < 1 else torch.inf,
+            config.min_p,
+            config.repetition_penalty,
+            0.0,
+        )
 
     def send(self) -> None:
         """Start bringing what was drawn to the host, while the device goes on."""
-        both = torch.stack((self.token, self.logprob.view(torch.int32).long()))
-        self._host.copy_(both, non_blocking=self._sent is not None)
-        if self._sent is not None:
-            self._sent.record(torch.cuda.current_stream(self.token.device))
+        if self._copies is None or self._sent is None:
+            self._host.copy_(self._both)
+            return
+        # What it reads is overwritten by the next draw, which is launched once the copy has been waited for.
+        self._copies.wait_stream(torch.cuda.current_stream(self._both.device))
+        with torch.cuda.stream(self._copies):
+            self._host.copy_(self._both, non_blocking=True)
+            self._sent.record(self._copies)
 
     def read(self) -> tuple[list[int], list[float]]:
         """Wait for what was sent: every slot's token and log-probability."""
@@ -93,17 +109,17 @@ class SlotSampler:
     def trial(self) -> SlotSampler:
         """Return a sampler of the same content whose draws count for nothing."""
         other = copy.copy(self)
-        other.token, other.logprob, other.drawn = self.token.clone(), self.logprob.clone(), self.drawn.clone()
+        other._both, other.drawn = self._both.clone(), self.drawn.clone()
+        other.token = other._both[0]
         other.seen = None if self.seen is None else self.seen.clone()
         return other
 
     def leave(self, slot: int) -> None:
-        """Forget a request's settings."""
+        """Forget a request's settings: what they still do on the device is drawn for nobody."""
         self._configs[slot] = None
-        self.temperature[slot], self.penalty[slot] = 0.0, 1.0
 
     def choose(self, logits: Tensor, form: Form) -> Tensor:
-        """Draw every slot's token into `token`, its log-probability into `logprob`, and count it.
+        """Draw every slot's token into `token`, keep its log-probability beside it, and count it.
 
         Shape: logits [B, V] to [B].
         """
@@ -130,11 +146,11 @@ class SlotSampler:
 
     def _uniform(self) -> Tensor:
         """Return the random number of every slot's next draw."""
-        at = self.drawn.clamp(max=self.uniform.shape[1] - 1)[:, None]
+        at = self.drawn.clamp(max=self.uniform.shape[1] - 1).long()[:, None]
         return self.uniform.gather(1, at)[:, 0]
 
     def _keep(self, chosen: Tensor, logprob: Tensor) -> Tensor:
-        self.logprob.copy_(logprob)
+        self._both[1].copy_(logprob.float().view(torch.int32))
         self.token.copy_(chosen)
         self.drawn += 1
         return self.token

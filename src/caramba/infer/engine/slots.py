@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,8 +25,16 @@ from caramba.infer.device_steps import (
     replayed,
     step_refusal,
 )
-from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, packed, sizes_of
+from caramba.infer.engine.prompts import (
+    WHOLE,
+    PromptForwards,
+    fill_slots,
+    packed,
+    sizes_of,
+    step_and_fill,
+)
 from caramba.infer.engine.sampler import Form, SlotSampler
+from caramba.infer.engine.upload import uploaded
 from caramba.infer.scoring import KINDS
 from caramba.infer.step_pool import addresses
 from caramba.infer.threads import n_weights_of
@@ -34,6 +43,8 @@ from caramba.model import Model
 
 ROUND = 64
 """What a forward reads is rounded up to a multiple of this where the host knows the lengths."""
+TAKES_ALONG = True
+"""Whether steps take prompts along, so that weights are read once for both, or prompts run beside steps."""
 Graph = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 
 
@@ -47,6 +58,7 @@ class Slots:
         not_compiled: why they run otherwise than asked, if so.
         n_weights: of the model, what a row of a step multiplies by.
         prompts: whole prompts in captured forwards, None where they run as they come, or once a capture has failed.
+        along: the same with a step in each, made with the first; None where there are none.
         lengths: tokens that each slot holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -68,6 +80,7 @@ class Slots:
         self.form, self.not_compiled = self._choose_form(config, refused)
         self._row_limit = model.row_limit()
         self.prompts: PromptForwards | None = None
+        self.along: PromptForwards | None = None
         if self.form.endswith("graph") and self.runs_together:
             sizes = sizes_of(config.prefill_chunk, config.max_len, self._row_limit)
             self.prompts = PromptForwards(model, self.ctx, sizes, is_captured=True)
@@ -90,6 +103,7 @@ class Slots:
         self._places: tuple[int, ...] = ()
         self._draws: dict[Form, Graph] = {}
         self._is_changed = True
+        self._no_along = not TAKES_ALONG or self.form.startswith("compiled")
 
     @property
     def runs_together(self) -> bool:
@@ -118,15 +132,26 @@ class Slots:
         """Run the next tokens of a slot's prompt; those that are its last leave logits to draw from."""
         ctx = self.rows[slot]
         with unplanned_attention(self.device, len(tokens) * (ctx.position + len(tokens))):
-            hidden = self.model.hidden(self._ids([list(tokens)]), ctx)
+            hidden = self.model.hidden(uploaded([list(tokens)], self.device), ctx)
         self.lengths[slot] = ctx.position
         if is_last:
             self._begin([slot], self.model.logits(hidden[:, -1]))
 
     @property
+    def takes_along(self) -> bool:
+        """Whether a step takes whole prompts along. A compiled step takes none, nor rows whose length is bounded."""
+        is_alone = len(self.rows) == 1  # nothing decodes while its prompt runs
+        return self.prompts is not None and self._row_limit is None and not (is_alone or self._no_along)
+
+    @property
     def runs_beside(self) -> bool:
         """Whether `prefill_together` launches what the device may run beside a step."""
         return self.prompts is not None
+
+    @property
+    def are_prompts_done(self) -> bool:
+        """Whether the device has run the prompts that it was given last."""
+        return self.prompts is None or self.prompts.is_done
 
     def prefill_together(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Run the whole prompts of empty slots in one forward, packed into one row; they decode after `begin`."""
@@ -134,7 +159,7 @@ class Slots:
         if forwards is not None:
             self._first = forwards.run(slots, prompts)
         else:
-            given = self._ids(packed(slots, prompts, sum(map(len, prompts)), len(prompts)))
+            given = uploaded(packed(slots, prompts, sum(map(len, prompts)), len(prompts)), self.device)
             self._first = fill_slots(self.model, self.ctx, given, len(prompts))
         for slot, prompt in zip(slots, prompts, strict=True):
             self.lengths[slot] = len(prompt)
@@ -145,6 +170,11 @@ class Slots:
         if self.prompts is not None:
             self.prompts.wait()
         logits, self._first = self._first, None
+        if self.logits is None:
+            self.logits = self._no_logits(logits)
+        empty = next((slot for slot, n_tokens in enumerate(self.lengths) if not n_tokens), None)
+        if empty is not None and not any(self.is_decoding):
+            self.can_take_along(empty)  # now, so that no step that decodes waits for it
         self._begin(slots, logits)
 
     def _prompt_forwards(self, slot: int) -> PromptForwards | None:
@@ -183,12 +213,41 @@ class Slots:
                     lambda given: sampler.choose(given, form),
                     lambda given: trial.choose(given, form),
                     on=self._on,
+                    in_place=True,
                 )
             replayed(self._draws[form], self.logits)
         sampler.send()
 
-    def forward(self) -> Mapping[int, Exception]:
-        """Run the drawn tokens of the decoding slots, and return what failed, by slot."""
+    def can_take_along(self, slot: int) -> bool:
+        """Whether the next forward may take prompts along, which it is made for now, filling a slot with nothing of
+        worth: after a draw, as that overwrites the logits."""
+        if self.step is None or self.prompts is None or self.logits is None or not self.takes_along:
+            return False
+        self._follow_weights()
+        if self.along is None:
+            run = functools.partial(step_and_fill, self.model, self.step, self.sampler.token, self.logits)
+            is_captured, sizes = self.prompts.is_captured, self.prompts.sizes
+            self.along = PromptForwards(
+                self.model, self.ctx, sizes, is_captured=is_captured, forward=run, on=self._on
+            )
+        if self.along.is_ready:
+            return True
+        self._is_changed, self.step.visible = True, None
+        self.step.hold([IDLE] * len(self.rows))  # no slot counts what a capture runs
+        try:
+            self.along.capture(slot)
+        except RuntimeError as error:
+            self._no_along, self.along = True, None
+            logger.warning(
+                f"engine: steps with prompts cannot be captured, prompts run beside steps: {error}"
+            )
+        return self.along is not None
+
+    def forward(
+        self, slots: Sequence[int] = (), prompts: Sequence[Sequence[int]] = ()
+    ) -> Mapping[int, Exception]:
+        """Run the drawn tokens of the decoding slots, and along with them whole prompts into empty `slots`, which
+        decode from then on; return what failed, by slot."""
         decoding = [slot for slot, is_decoding in enumerate(self.is_decoding) if is_decoding]
         if self.step is None:
             return self._forward_one_by_one(decoding)
@@ -199,12 +258,20 @@ class Slots:
             if self._is_changed:
                 self._hold(self.step)
             self._is_changed = False
-            self._forward(self.step, max(self.lengths[slot] for slot in decoding) + 1)
+            if slots:
+                assert self.along is not None  # by `can_take_along`
+                self.step.visible = None
+                self.along.run(slots, prompts)
+            else:
+                self._forward(self.step, max(self.lengths[slot] for slot in decoding) + 1)
         except Exception as error:
             self._is_changed = True
-            return dict.fromkeys(decoding, error)
+            return dict.fromkeys((*decoding, *slots), error)
         for slot in decoding:
             self.lengths[slot] += 1
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self.lengths[slot] = len(prompt)
+            self.set_decoding(slot, True)
         return {}
 
     def clear(self, slot: int) -> None:
@@ -243,14 +310,13 @@ class Slots:
     def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
         """Let slots decode from these logits, [n, V]."""
         if self.logits is None:
-            self.logits = logits.new_zeros(len(self.rows), logits.shape[-1])
-        self.logits[self._ids(slots)] = logits
+            self.logits = self._no_logits(logits)
+        self.logits.index_copy_(0, uploaded(slots, self.device), logits)
         for slot in slots:
             self.set_decoding(slot, True)
 
-    def _ids(self, numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        """Return integers on the device, without a wait for what runs there."""
-        return torch.tensor(numbers).to(self.device, non_blocking=True)
+    def _no_logits(self, like: Tensor) -> Tensor:
+        return like.new_zeros(len(self.rows), like.shape[-1])
 
     def _hold(self, step: SlotContext) -> None:
         lengths = [n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)]
@@ -274,7 +340,7 @@ class Slots:
             return
         self._follow_weights()
         if self._next is None:
-            self._next = captured(self.sampler.token, run, trial, on=self._on)
+            self._next = captured(self.sampler.token, run, trial, on=self._on, in_place=True)
             self._hold(step)
         replayed(self._next, self.sampler.token)
 
@@ -286,8 +352,9 @@ class Slots:
         if self._weights and addresses(self._weights) == self._places:
             return
         self._next = None
-        if self.prompts is not None:
-            self.prompts.forget()
+        for forwards in (self.prompts, self.along):
+            if forwards is not None:
+                forwards.forget()
         self._weights = tuple(self.model.parameters())
         self._places = addresses(self._weights)
 

@@ -310,7 +310,7 @@ def test_a_graph_is_captured_again_where_the_weights_have_moved(monkeypatch: pyt
     weight = next(layer for _, layer in model.attention_layers()).projection.get_parameter("k.weight")
     read: list[int] = []
 
-    def captured(given: torch.Tensor, run: Any, trial: Any, on: Any) -> tuple[Any, int]:
+    def captured(given: torch.Tensor, run: Any, trial: Any, **_: Any) -> tuple[Any, int]:
         trial(given)
         if given.ndim == 1:  # tokens: a forward, and no draw
             read.append(weight.data_ptr())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.infer import generate
-from caramba.infer.engine import Engine
+from caramba.infer.engine import Engine, batch, slots
 from caramba.layer.joined import joined_weights
 from caramba.model import build_model
 from tests.unit.infer.engine.test_engine import PROMPTS, SETTINGS, run, submit_all
@@ -76,3 +80,51 @@ def test_weights_that_move_between_steps_are_read_where_they_are() -> None:
     run(engine)
     assert ticket.tokens == wanted
     assert len(spoilt) == 12
+
+
+class Waits(TorchDispatchMode):
+    """Notes copies between host and device that wait for what the stream has been given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.n_uploads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_cuda:
+            for given in args:
+                if isinstance(given, Tensor) and given.is_cpu and given.dim():
+                    self.n_uploads += 1
+                    if not given.is_pinned():
+                        self.found.append(f"{func}: {tuple(given.shape)}")
+        return out
+
+
+@pytest.mark.parametrize(("beside", "takes_along"), [(1, False), (3, False), (3, True)])
+def test_nothing_but_the_read_of_tokens_waits_for_the_device(
+    beside: int, takes_along: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch, "BESIDE", beside)
+    monkeypatch.setattr(slots, "TAKES_ALONG", takes_along)
+    model = build_model(transformer("gqa_scaled"), seed=0)
+    alone = [
+        generate(model, [PROMPTS[index]], seeds=[7 + index], max_new_tokens=2 + index, **settings)[0].tokens
+        for index, settings in enumerate(SETTINGS)
+    ]
+    engine = Engine(model.cuda(), n_slots=3, max_len=32, prefill_chunk=16, compiled="graph")
+    for _ in range(2):  # what is captured or allocated once
+        submit_all(engine)
+        run(engine)
+    tickets = submit_all(engine)
+    waits = Waits()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with waits:
+            run(engine)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits.found == []
+    assert waits.n_uploads >= 2 * len(PROMPTS), "prompts, settings and lengths come from the host"
+    assert [ticket.tokens for ticket in tickets] == alone
+    assert engine.stats().failed == 0

@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from caramba.config.kvcache import KVCacheKind
+from caramba.errors import CacheFull
 from caramba.infer import generate
 from caramba.infer.device_steps import WARM_UPS
 from caramba.infer.engine import Engine, Ticket, batch, prompts
 from caramba.infer.engine import slots as slots_module
 from caramba.infer.engine.prompts import PromptForwards, sizes_of
+from caramba.layer import RotaryEmbedding
 from caramba.model import Model, build_model
 from tests.unit.infer.engine.test_engine import run
 from tests.unit.infer.test_generator import sharp
-from tests.unit.model.model_specs import transformer
+from tests.unit.model.model_specs import block, spec, transformer
 
 LENGTHS = (3, 13, 5, 30, 2, 9, 16, 1, 40)
 TEXTS = [[(3 * index + at) % 23 for at in range(n)] for index, n in enumerate(LENGTHS)]
@@ -49,7 +52,7 @@ def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
 def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a graph be the function that it would hold, run as often before as a capture runs it."""
 
-    def captured(given: torch.Tensor, run: Any, trial: Any, *_: Any) -> Any:
+    def captured(given: torch.Tensor, run: Any, trial: Any, *rest: Any) -> Any:
         for _ in range(WARM_UPS):
             trial(given.clone())
         run(given.clone())
@@ -79,8 +82,10 @@ def test_packed_prompts_give_what_each_gives_alone(
     for module, whole in ((prompts, "WHOLE"), (slots_module, "WHOLE")):
         monkeypatch.setattr(module, whole, 32 if chunk == 32 else 512)
     monkeypatch.setattr(batch, "PATIENCE", 0)
+    monkeypatch.setattr(slots_module, "TAKES_ALONG", False)
     monkeypatch.setattr(prompts, "GRAIN", 8)
     monkeypatch.setattr(prompts, "SHORTEST", 4)
+    monkeypatch.setattr(prompts, "USUAL", 12)
     model = sharp(transformer(name, repeat=1))
     engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=chunk)
     slots = engine.batch.slots
@@ -98,10 +103,11 @@ def test_packed_prompts_give_what_each_gives_alone(
     assert [ticket.tokens for ticket in tickets] == alone(model)
     # All graphs are made before the first prompt runs, none later.
     n_made = WARM_UPS + 1 if is_captured else 0
-    made = [size for size in reversed(sizes) for _ in range(n_made)]
+    n_forms = {size: len(slots.prompts.counts(size)) for size in sizes}
+    made = [size for size in reversed(sizes) for _ in range(n_made * n_forms[size])]
     found = [shape[1] for shape in ran if shape[1] > 1]
     assert found == [*made, *wanted]
-    assert slots.prompts.captures == (len(sizes) if is_captured else 0)
+    assert slots.prompts.captures == (sum(n_forms.values()) if is_captured else 0)
     stats = engine.stats()
     assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
     assert stats.cache_bytes == slots.ctx.nbytes()
@@ -111,6 +117,7 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_for_graphs(monkeypatch)
+    monkeypatch.setattr(slots_module, "TAKES_ALONG", False)
     model = sharp(transformer("gqa_scaled", repeat=1))
     engine = Engine(model, n_slots=2, max_len=48, prefill_chunk=32)
     slots = engine.batch.slots
@@ -151,6 +158,153 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
     assert (long.tokens[:20], late.tokens, gone.tokens) == (first.tokens, last.tokens, ())
 
 
+@pytest.mark.parametrize("n_until_done", [0, 2, 99])
+def test_prompts_that_take_long_run_beside_several_steps(
+    n_until_done: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_for_graphs(monkeypatch)
+    monkeypatch.setattr(slots_module, "TAKES_ALONG", False)
+    asked: list[bool] = []
+
+    def is_done(_: PromptForwards) -> bool:
+        asked.append(len(asked) % (n_until_done + 1) == n_until_done)
+        return asked[-1]
+
+    monkeypatch.setattr(PromptForwards, "is_done", property(is_done))
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=3, max_len=48, prefill_chunk=32)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=True)
+    first = engine.submit(TEXTS[0], max_new_tokens=20, seed=1, temperature=0.7)
+    engine.step()
+    assert slots.is_decoding[0], "nothing decodes that it could run beside"
+    second = engine.submit(TEXTS[1], max_new_tokens=4, seed=2, temperature=0.7)
+    engine.step()
+    third = engine.submit(TEXTS[2], max_new_tokens=4, seed=3, temperature=0.7)
+    n_beside = min(n_until_done + 1, batch.BESIDE)
+    for n in range(n_beside):
+        assert (slots.is_decoding, slots.lengths[1:]) == ([True, False, False], [len(TEXTS[1]), 0])
+        assert len(first.tokens) == 1 + n
+        engine.step()
+    # From then on it decodes, and the next prompt runs.
+    assert (slots.is_decoding, slots.lengths[2]) == ([True, True, False], len(TEXTS[2]))
+    run(engine)
+    for index, ticket in enumerate((first, second, third)):
+        n_new = len(ticket.tokens)
+        (wanted,) = generate(model, [TEXTS[index]], seeds=[1 + index], max_new_tokens=n_new, temperature=0.7)
+        assert (ticket.tokens, n_new) == (wanted.tokens, 4 if index else 20)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate", "windowed"])
+def test_a_step_takes_prompts_along(name: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_for_graphs(monkeypatch)
+    monkeypatch.setattr(prompts, "GRAIN", 16)
+    model = sharp(spec(block("window")) if name == "windowed" else transformer(name, repeat=2))
+    engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=32)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=is_captured)
+    ran: list[tuple[int, int, int]] = []
+    forward = slots.forward
+
+    def noted(into: Any, texts: Any) -> Any:
+        ran.append((sum(slots.is_decoding), len(into), sum(map(len, texts))))
+        return forward(into, texts)
+
+    monkeypatch.setattr(slots, "forward", noted)
+    tickets = submit_all(engine)
+    run(engine)
+    assert [ticket.tokens for ticket in tickets] == alone(model)
+    # Nobody ran a prompt beside a step, and those taken along are all but the ones that came before the first step.
+    n_along = sum(n for _, _, n in ran)
+    assert n_along > sum(LENGTHS) // 3
+    assert all(n_decoding > 0 for n_decoding, _, _ in ran)
+    stats = engine.stats()
+    assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
+    assert slots.along is not None
+    assert slots.along.captures == (slots.prompts.captures if is_captured else 0)
+    # Cancelled before its step, a request is not taken along, and its slot serves the next one.
+    long = engine.submit(TEXTS[0], max_new_tokens=20, seed=1, temperature=0.7)
+    engine.step()
+    gone = engine.submit(TEXTS[1], max_new_tokens=9, seed=2, temperature=0.7)
+    engine.step()
+    assert engine.batch._along == [1]
+    gone.cancel()
+    late = engine.submit(TEXTS[2], max_new_tokens=2, seed=3, temperature=0.7)
+    run(engine)
+    assert (gone.tokens, gone.finish_reason) == ((), "cancelled")
+    for index, ticket in ((0, long), (2, late)):
+        n_new = len(ticket.tokens)
+        (wanted,) = generate(model, [TEXTS[index]], seeds=[1 + index], max_new_tokens=n_new, temperature=0.7)
+        assert (ticket.tokens, n_new) == (wanted.tokens, 2 if index else 20)
+
+
+def test_a_step_that_fails_ends_those_that_it_took_along_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_for_graphs(monkeypatch)
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=3, max_len=48, prefill_chunk=32)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=False)
+    first = engine.submit(TEXTS[0], max_new_tokens=9)
+    engine.step()
+    second = engine.submit(TEXTS[1], max_new_tokens=9)
+    engine.step()
+
+    def fail(*_: object) -> None:
+        raise CacheFull("no more memory")
+
+    handle = model.head.register_forward_pre_hook(fail)
+    engine.step()
+    handle.remove()
+    third = engine.submit(TEXTS[2], max_new_tokens=3)
+    run(engine)
+    assert [ticket.finish_reason for ticket in (first, second, third)] == ["error", "error", "length"]
+    assert third.tokens == generate(model, [TEXTS[2]], max_new_tokens=3)[0].tokens
+    # A draw that fails is not theirs who wait to be taken along.
+    first = engine.submit(TEXTS[0], max_new_tokens=9)
+    engine.step()
+    second = engine.submit(TEXTS[1], max_new_tokens=3)
+    engine.step()
+    assert engine.batch._along == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(slots, "choose", fail)
+        engine.step()
+    run(engine)
+    assert [ticket.finish_reason for ticket in (first, second)] == ["error", "length"]
+    assert second.tokens == generate(model, [TEXTS[1]], max_new_tokens=3)[0].tokens
+    # A last token is not run: what was to go along with its step runs by itself.
+    first = engine.submit(TEXTS[0], max_new_tokens=2)
+    engine.step()
+    second = engine.submit(TEXTS[1], max_new_tokens=3)
+    engine.step()
+    assert engine.batch._along == [1]
+    engine.step()
+    assert (first.finish_reason, slots.is_decoding) == ("length", [False, True, False])
+    run(engine)
+    assert (first.finish_reason, second.finish_reason, engine.stats().failed) == ("length", "length", 3)
+    assert second.tokens == generate(model, [TEXTS[1]], max_new_tokens=3)[0].tokens
+
+
+def test_layers_of_equal_frequencies_share_the_angles_of_packed_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sharp(transformer("gqa_scaled", repeat=3))
+    made: list[object] = []
+    make = RotaryEmbedding._made
+    monkeypatch.setattr(RotaryEmbedding, "_made", lambda *given: made.append(given[1]) or make(*given))
+    ctx = model.new_context(2, 48, KVCacheKind.FP32, static=True)
+    for texts in (TEXTS[:2], TEXTS[2:4]):
+        made.clear()
+        given = torch.tensor(prompts.packed([0, 1], texts, sum(map(len, texts)), 2))
+        with torch.inference_mode():
+            found = prompts.fill_slots(model, ctx, given, 2)
+            n_made = len(made)
+            for row, text in zip(found, texts, strict=True):
+                alone = model(torch.tensor([text]))[0, -1]
+                torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-4)
+        assert n_made == 1
+
+
 def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,9 +334,13 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("takes_along", [False, True])
 @pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
-def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_prompts_give_the_text_of_the_cpu(
+    name: str, takes_along: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts, "GRAIN", 16)
+    monkeypatch.setattr(slots_module, "TAKES_ALONG", takes_along)
     model = build_model(transformer(name), seed=0)
     wanted = alone(model)
     model = model.cuda()
@@ -196,7 +354,7 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
             run(engine)
             assert [ticket.tokens for ticket in tickets] == wanted
             captures.append(0 if forwards is None else forwards.captures)
-        assert captures == ([4, 4, 4] if compiled else [0, 0, 0])
+        assert captures == ([7, 7, 7] if compiled else [0, 0, 0])
         assert engine.stats().failed == 0
     # Tables of angles that a longer context makes do not take those away that the graphs read.
     model.new_context(1, 4096)
@@ -213,7 +371,7 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
                 ticket.wait()
             assert [ticket.tokens for ticket in tickets] == wanted
         assert threaded.batch.slots.prompts is not None
-        assert threaded.batch.slots.prompts.captures == 4
+        assert threaded.batch.slots.prompts.captures == 7
 
 
 @pytest.mark.gpu

@@ -1,0 +1,26 @@
+"""Numbers on their way to a device while the host goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]]
+
+
+def staged(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers in the host's memory, from which a copy to `device` with `non_blocking` waits for nothing.
+
+    For CUDA it is pinned: a copy from other memory first waits for all that its stream has been given. Pinned memory
+    may be dropped while it is copied, torch gives it to nobody else until then.
+
+    Shape: that of `numbers`.
+    """
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def uploaded(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return numbers on a device, for what comes next on its current stream, without a wait. Shape: theirs."""
+    return staged(numbers, device, dtype).to(device, non_blocking=True)
