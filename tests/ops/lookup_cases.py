@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ class LookupCase:
 
     def on(self, device: str) -> LookupCase:
         """Return a copy of it on a device."""
-        tensors = (x.clone().to(device) for x in (self.ids, self.held, self.state, self.drawn, self.live))
-        return LookupCase(*tensors, self.most, self.max_ngram, self.extra)
+        names = ("ids", "held", "state", "drawn", "live")
+        return replace(self, **{name: getattr(self, name).clone().to(device) for name in names})
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool]:

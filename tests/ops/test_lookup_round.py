@@ -48,7 +48,8 @@ def test_it_keeps_and_looks_up_what_a_loop_does(seed: int, width: int) -> None:
         assert ids[: len(text)] == text
         assert (state[1], state[2:]) == (text[-1], drafts or [0] * K)
         size = state[0]
-        assert (size > 0) == bool(drafts) and size <= case.max_ngram
+        assert (size > 0) == bool(drafts)
+        assert size <= case.max_ngram
         if size:  # a run of so many tokens, and no longer one, stood before
             ends = [end for end in range(size, len(text)) if text[end - size : end] == text[-size:]]
             assert text[ends[-1]] == drafts[0]
@@ -68,9 +69,13 @@ def test_what_it_does_not_keep_stays_as_it_was() -> None:
 
 def test_misuse_is_named() -> None:
     case = lookup_case(0, [4, 5], 20, 2)
-    with pytest.raises(ConfigError, match=r"lookup_round: held: got torch.int64 .* expected contiguous torch.int32"):
+    with pytest.raises(
+        ConfigError, match=r"lookup_round: held: got torch.int64 .* expected contiguous torch.int32"
+    ):
         lookup_round(case.ids, case.held.long(), *case.arguments[2:])
-    with pytest.raises(ConfigError, match=r"lookup_round: drawn: got torch.int64 of shape \(2, 9\), expected .*\(2, 8\)"):
+    with pytest.raises(
+        ConfigError, match=r"lookup_round: drawn: got torch.int64 of shape \(2, 9\), expected .*\(2, 8\)"
+    ):
         lookup_round(*case.arguments[:3], torch.zeros(2, 9, dtype=torch.int64), *case.arguments[4:])
     with pytest.raises(ConfigError, match=r"lookup_round: ids: .* not contiguous"):
         lookup_round(case.ids.T.contiguous().T, *case.arguments[1:])
