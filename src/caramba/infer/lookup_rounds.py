@@ -99,7 +99,7 @@ class LookupRounds:
         """Queue the draw behind each prompt. Shape: [B, V]."""
         self._before = [n - 1 for n in self.ctx.lengths]  # as if the last of each prompt had been a round
         uniform = self.uniform[:, :1]
-        self._send(self._keep(logits[:, None], self.state[:, 1:2], uniform), 1)
+        self._send(self._keep(logits[:, None], self.state[:, 1:2].clone(), uniform), 1)
 
     def launch(self, n_drafts: int) -> None:
         """Queue a round that verifies up to `n_drafts` of each row's drafts, 0 to `N_DRAFTS`.
