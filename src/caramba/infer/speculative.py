@@ -57,10 +57,11 @@ class SpeculativeGenerator(Generator):
     """A Generator whose steps verify drafts: of the row's own earlier text (`lookup`), of a smaller model (`draft`),
     or of the model's own first blocks (`early_exit`), which read and write the model's own first caches.
 
-    Lookup draws every token as the plain Generator does, from the same numbers, and keeps a draft that it equals: the
-    same seed gives the same text as without speculation. Where forwards run on the device by themselves its rounds do
-    too (`LookupRounds`), and the host chooses which of them verify drafts (`LookupPace`). Tokens of the other two go through rejection sampling, which
-    accepts more of them; the text then follows the same distribution, and at temperature 0 is the same.
+    Lookup draws every token as the plain Generator does, from the same numbers, and keeps a draft that it equals:
+    the same seed gives the same text as without speculation. Where forwards run on the device by themselves its
+    rounds do too (`LookupRounds`), and the host chooses which of them verify drafts (`LookupPace`). Tokens of the
+    other two go through rejection sampling, which accepts more of them; the text then follows the same
+    distribution, and at temperature 0 is the same.
 
     The rows of a batch accept different numbers of drafts: every row stands at its own position in both caches, and
     what was rejected is taken back row by row, so a row's text is that of the row alone. Where a cache cannot hold
