@@ -20,6 +20,7 @@ LAUNCHERS: dict[str, str] = {
     "likeliest": "caramba.kernels.triton.likeliest:likeliest",
     "lion_step": "caramba.kernels.triton.lion:lion_step",
     "list_norms": "caramba.kernels.triton.list_norms:list_norms",
+    "lookup_round": "caramba.kernels.triton.lookup_round:lookup_round",
     "norm_dropout_activation": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation",
     "norm_dropout_activation_backward": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation_backward",
     "rms_norm": "caramba.kernels.triton.norm:rms_norm",

@@ -94,10 +94,12 @@ def speculation(data: dict[str, Any]) -> list[str]:
     """Tokens per second with and without drafts."""
     words = data["settings"]
     lines = [
-        f"## Speculation, {words['new']} tokens behind {words['prompt']}, temperature {words['temperature']:g}",
+        f"## Speculation, {words['new']} tokens behind {words['prompt']}, {words['prompts']} prompts, "
+        f"temperature {words['temperature']:g}",
         "",
-        "| batch | way | ran as | tokens/s | over the best plain | drafts accepted | tokens a step |",
-        "|---|---|---|---|---|---|---|",
+        "| batch | way | ran as | tokens/s | over the best plain | ms a step | of a plain step | drafts accepted | "
+        "tokens a step |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
         drafts = ("", "")
@@ -105,7 +107,7 @@ def speculation(data: dict[str, Any]) -> list[str]:
             drafts = (f"{100 * row['acceptance_rate']:.0f}%", f"{row['tokens_per_step']:.2f}")
         lines.append(
             f"| {row['batch']} | {row['way']} | {row['ran']} | {row['tok_s']:,.1f} | {row['against_best_plain']:.2f}x |"
-            f" {drafts[0]} | {drafts[1]} |"
+            f" {row['step_ms']:.3f} | {row['step_against_best_plain']:.2f} | {drafts[0]} | {drafts[1]} |"
         )
     return [*lines, "", "Must at batch 1: 1.5x the best plain steps."]
 

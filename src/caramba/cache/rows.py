@@ -60,6 +60,10 @@ class RowsContext(StepContext):
         self.lengths = list(lengths)
         self.held.copy_(torch.tensor(self.lengths, dtype=torch.int32))
 
+    def recount(self, lengths: Sequence[int]) -> None:
+        """Take over how many tokens each row holds where the device has said so to `held` itself."""
+        self.lengths = list(lengths)
+
     def begin(self) -> None:
         """Start a forward over `width` tokens per row.
 

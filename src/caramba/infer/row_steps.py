@@ -57,16 +57,17 @@ class RowSteps:
 
                 def trial(given: Tensor) -> Tensor:
                     ctx.held.copy_(start)  # at the same places each time
-                    return self._logits(given)
+                    return self.logits(given)
 
                 self.captures += 1
-                self._graphs[width] = captured(tokens, self._logits, trial)
+                self._graphs[width] = captured(tokens, self.logits, trial)
                 ctx.held.copy_(start)
             if self.is_captured:
                 return replayed(self._graphs[width], tokens)
-            return self._logits(tokens)
+            return self.logits(tokens)
 
-    def _logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Run one forward as a function of tensors alone, at the context's width. Shape: [B, T] to [B, T, V]."""
         if not self.is_compiled:
             return row_logits(self.model, tokens, self.ctx)
         form = form_of(self.model, self.ctx.ctx)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
-from caramba.ops import draw
+from caramba.ops import draw, drawn, has_kernel, likeliest
 
 
 def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = None) -> Tensor:
@@ -46,6 +46,23 @@ def next_token(logits: Tensor, config: GenerateConfig, seen: Tensor | None, unif
     if seen is None or config.repetition_penalty == 1.0:
         return logits.argmax(-1)
     return _penalised(logits.to(wide_dtype(logits.device)), config, seen).argmax(-1)
+
+
+def chosen_tokens(
+    logits: Tensor, config: GenerateConfig, seen: Tensor | None, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `next_token` of every row and log softmax(logits) there in float32, in as few passes as there are.
+
+    Shape: logits [N, V], seen [N, V] bool and uniform [N] to int64 [N] and float32 [N].
+    """
+    if config.temperature == 0 and seen is None:
+        chosen, logprob = likeliest(logits)
+        return chosen, logprob.float()
+    has_filters = config.top_k is not None or config.top_p < 1 or config.min_p > 0
+    if config.temperature > 0 and seen is None and not has_filters and has_kernel("drawn", logits):
+        return drawn(logits, torch.full_like(uniform, config.temperature), uniform)
+    chosen = next_token(logits, config, seen, uniform)
+    return chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 
 
 def _penalised(scores: Tensor, config: GenerateConfig, seen: Tensor | None) -> Tensor:

@@ -23,6 +23,8 @@ from caramba.infer.decode import decode_step
 from caramba.infer.device_steps import DecodeForm, captures_of, compilations, step_refusal
 from caramba.infer.drafting import Drafter, LookupDrafter, ModelDrafter
 from caramba.infer.generator import Generated, Generator, eval_mode
+from caramba.infer.lookup_loop import LookupLoop
+from caramba.infer.lookup_rounds import LookupRounds
 from caramba.infer.prompts import Prompt
 from caramba.infer.ragged import Network, device_of, prefill_rows
 from caramba.infer.row import OnText, Row
@@ -48,15 +50,18 @@ class Kept:
     key: tuple[Any, ...]
     ctx: Context
     steps: RowSteps | None = None
+    rounds: LookupRounds | None = None
 
 
 class SpeculativeGenerator(Generator):
     """A Generator whose steps verify drafts: of the row's own earlier text (`lookup`), of a smaller model (`draft`),
     or of the model's own first blocks (`early_exit`), which read and write the model's own first caches.
 
-    Lookup draws every token as the plain Generator does, from the same numbers, and keeps a draft that it equals: the
-    same seed gives the same text as without speculation. Tokens of the other two go through rejection sampling, which
-    accepts more of them; the text then follows the same distribution, and at temperature 0 is the same.
+    Lookup draws every token as the plain Generator does, from the same numbers, and keeps a draft that it equals:
+    the same seed gives the same text as without speculation. Where forwards run on the device by themselves its
+    rounds do too (`LookupRounds`), and the host chooses which of them verify drafts (`LookupPace`). Tokens of the
+    other two go through rejection sampling, which accepts more of them; the text then follows the same
+    distribution, and at temperature 0 is the same.
 
     The rows of a batch accept different numbers of drafts: every row stands at its own position in both caches, and
     what was rejected is taken back row by row, so a row's text is that of the row alone. Where a cache cannot hold
@@ -228,6 +233,17 @@ class SpeculativeGenerator(Generator):
             kept.steps = steps
         return steps
 
+    def _rounds(self, rows: Sequence[Row], steps: RowSteps) -> LookupRounds:
+        """Return rounds on rows whose prompts the steps' context has seen, with what the last call captured."""
+        kept = self._kept
+        rounds = None if kept is None or kept.steps is not steps else kept.rounds
+        if rounds is None or rounds.config != self.config:  # which graphs hold as constants
+            rounds = LookupRounds(steps, self.config, self.speculation)
+            if kept is not None and kept.steps is steps:
+                kept.rounds = rounds
+        rounds.refill(rows)
+        return rounds
+
     def _speculate(
         self,
         rows: Sequence[Row],
@@ -250,19 +266,26 @@ class SpeculativeGenerator(Generator):
         steps = None if form == "eager" else self._row_steps(ctx, lengths, form)
         rows_ctx = steps.ctx if steps is not None else RowsContext(ctx, lengths, last) if has_rows else ctx
         stats.decode = form
-        captures, compiled = captures_of(steps), compilations() if form.startswith("compiled") else 0
-        generators = [torch.Generator().manual_seed(row.seed ^ DRAFT_SEED) for row in rows]
-        drafter = self._drafter(rows, ctx, draft_ctx, last, generators, has_rows)
-        verifier = Verifier(
-            self.model, rows, rows_ctx, config, self.speculation, drafter, generators, stats, steps
-        )
-        verifier.take_first(self.model.logits(hidden), on_text)
-        with step_threads(self.model, len(rows)):
-            while not verifier.is_done:
-                verifier.round(on_text)
+        rounds = None if steps is None or draft_ctx is not None else self._rounds(rows, steps)
+        captures = captures_of(steps) + captures_of(rounds)
+        compiled = compilations() if form.startswith("compiled") else 0
+        if rounds is not None:
+            loop = LookupLoop(rows, rounds, self.speculation, stats)
+            with step_threads(self.model, len(rows)):
+                loop.run(self.model.logits(hidden), on_text)
+        else:
+            generators = [torch.Generator().manual_seed(row.seed ^ DRAFT_SEED) for row in rows]
+            drafter = self._drafter(rows, ctx, draft_ctx, last, generators, has_rows)
+            verifier = Verifier(
+                self.model, rows, rows_ctx, config, self.speculation, drafter, generators, stats, steps
+            )
+            verifier.take_first(self.model.logits(hidden), on_text)
+            with step_threads(self.model, len(rows)):
+                while not verifier.is_done:
+                    verifier.round(on_text)
         for row in rows:
             row.close(on_text)
-        stats.captures += captures_of(steps) - captures
+        stats.captures += captures_of(steps) + captures_of(rounds) - captures
         stats.compilations += compilations() - compiled if form.startswith("compiled") else 0
         stats.most_rows = max(stats.most_rows, len(rows))
         stats.prefill_s += prefilled - began

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
-from caramba.infer.sampling import next_token, uniforms, wide_dtype
-from caramba.ops import drawn, has_kernel, likeliest
+from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
 
 
 @dataclass
@@ -110,16 +109,9 @@ class StepState:
 
     def _next(self, logits: Tensor, config: GenerateConfig, slot: Tensor) -> tuple[Tensor, Tensor]:
         """Return every row's token and its log-probability, [B, 1] each, of the draw `slot` [B, 1] of each row."""
-        if config.temperature == 0 and self.seen is None:
-            chosen, logprob = likeliest(logits)
-            return chosen.unsqueeze(1), logprob.float().unsqueeze(1)
-        uniform = (self.uniform if config.temperature == 0 else self.uniform.gather(1, slot))[:, 0]
-        has_filters = config.top_k is not None or config.top_p < 1 or config.min_p > 0
-        if config.temperature > 0 and self.seen is None and not has_filters and has_kernel("drawn", logits):
-            chosen, logprob = drawn(logits, torch.full_like(uniform, config.temperature), uniform)
-            return chosen.unsqueeze(1), logprob.unsqueeze(1)
-        chosen = next_token(logits, config, self.seen, uniform)[:, None]
-        return chosen, logits.float().log_softmax(-1).gather(1, chosen)
+        uniform = self.uniform if config.temperature == 0 else self.uniform.gather(1, slot)
+        chosen, logprob = chosen_tokens(logits, config, self.seen, uniform[:, 0])
+        return chosen.unsqueeze(1), logprob.unsqueeze(1)
 
     def read(self, rows: Sequence[Row], position: int, on_text: OnText | None) -> bool:
         """Give every row what it has drawn by `position`, the one wait of these steps; return whether all ended."""

@@ -142,7 +142,7 @@ class Verifier:
         last = [text[-1] for text in self.texts]
         fed = padded([[a, *b] for a, b in zip(last, drafts, strict=True)], width, last, self.device)
         logits = self.model.logits(feed(self.model, fed, self.ctx)) if self.steps is None else self.steps(fed)
-        seen = self._seen_along(fed)
+        seen = None if self.seen is None else seen_along(self.seen, fed)
         if q is None:
             tokens, accepted = self._equal(logits, seen, drafts)
         else:
@@ -221,11 +221,11 @@ class Verifier:
         if self.seen is not None:
             self.seen[index, torch.tensor(list(tokens), device=self.device)] = True
 
-    def _seen_along(self, fed: Tensor) -> Tensor | None:
-        """Return what had been seen before each token that a round draws, [B, T, V]."""
-        if self.seen is None:
-            return None
-        seen = self.seen[:, None].repeat(1, fed.shape[1], 1)
-        for at in range(1, fed.shape[1]):
-            seen[:, at:].scatter_(2, fed[:, at, None, None].expand(-1, fed.shape[1] - at, 1), True)
-        return seen
+
+def seen_along(seen: Tensor, fed: Tensor) -> Tensor:
+    """Return what had been seen before each token that a round draws. Shape: seen [B, V] bool and fed [B, T] to
+    [B, T, V]."""
+    along = seen[:, None].repeat(1, fed.shape[1], 1)
+    for at in range(1, fed.shape[1]):
+        along[:, at:].scatter_(2, fed[:, at, None, None].expand(-1, fed.shape[1] - at, 1), True)
+    return along

@@ -29,6 +29,7 @@ from caramba.ops.likeliest import likeliest
 from caramba.ops.linear_cross_entropy import linear_cross_entropy
 from caramba.ops.lion import lion_step
 from caramba.ops.list_norms import list_norms
+from caramba.ops.lookup_round import lookup_round
 from caramba.ops.norm_dropout_activation import norm_dropout_activation
 from caramba.ops.quantize import quantize
 from caramba.ops.rms_norm import add_rms_norm, rms_norm
@@ -75,6 +76,7 @@ __all__ = [
     "linear_cross_entropy",
     "lion_step",
     "list_norms",
+    "lookup_round",
     "norm_dropout_activation",
     "quantize",
     "rms_norm",

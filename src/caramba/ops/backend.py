@@ -35,6 +35,7 @@ OPS = (
     "likeliest",
     "lion_step",
     "list_norms",
+    "lookup_round",
     "norm_dropout_activation",
     "norm_dropout_activation_backward",
     "quantize",

@@ -142,6 +142,32 @@ def test_verifying_forwards_are_captured_by_width_once(name: str, method: str) -
     assert captures[2] == 0
 
 
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.0, "repetition_penalty": 1.2}, VALUES],
+)
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_captured_rounds_of_lookup_write_the_text_of_plain_decode(
+    values: dict[str, Any], adaptive: bool
+) -> None:
+    model = build_model(transformer("gqa_scaled"), seed=0).cuda()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6)  # likeliest by more than rounding, and repeating itself
+    values = {**values, "max_new_tokens": 40}
+    plain = Generator(model, **values)
+    rounds = SpeculativeGenerator(model, compiled="graph", spec_k=7, spec_k_adaptive=adaptive, **values)
+    for prompts in (PROMPTS[1:2], PROMPTS, [[1, 2, 3, 4] * 3, [5], [6, 7] * 4], PROMPTS):
+        wanted = plain.generate(prompts)
+        found = rounds.generate(prompts)
+        assert [row.tokens for row in found] == [row.tokens for row in wanted]
+        for mine, theirs in zip(found, wanted, strict=True):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-2)
+        assert (rounds.stats.decode, rounds.stats.not_compiled) == ("graph", None)
+    assert rounds.stats.captures == 0
+    assert rounds.acceptance_rate > 0 or values != {"temperature": 0.0, "max_new_tokens": 40}
+
+
 @pytest.mark.parametrize("compiled", ["graph", True])
 @pytest.mark.parametrize("speculates", [False, True])
 def test_graphs_of_joined_layers_with_biases_serve_later_calls(speculates: bool, compiled: Any) -> None:

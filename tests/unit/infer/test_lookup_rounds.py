@@ -1,0 +1,151 @@
+"""Prompt lookup whose rounds run on the device by themselves: the text of plain decode, however wide rounds are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from caramba.config.generate import SpeculativeConfig
+from caramba.data import ByteTokenizer
+from caramba.infer import Generator, SpeculativeGenerator, row_steps
+from caramba.infer.lookup_pace import FIRST_WORTH, RATE, LookupPace, agreeing
+from caramba.infer.lookup_rounds import N_DRAFTS, LookupRounds
+from caramba.infer.verification import SpeculativeStats
+from caramba.model import Model, build_model
+from tests.unit.model.model_specs import transformer
+
+PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+PROMPTS = [PROMPT, [5], [7, 8] * 6]
+LONG: dict[str, Any] = {"max_new_tokens": 40, "cache_kind": "fp32"}
+SAMPLED = {"temperature": 0.9, "top_p": 0.9, "repetition_penalty": 1.2}
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards as they would be compiled, without the minutes that compilation takes."""
+    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+
+
+@pytest.fixture(scope="module", params=["gqa_scaled", "decoupled_tie", "latent_gate"])
+def target(request: pytest.FixtureRequest) -> Model:
+    return sharp(request.param)
+
+
+def sharp(name: str, by: float = 6.0) -> Model:
+    model = build_model(transformer(name), seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(by)
+    return model.eval()
+
+
+def stats_of(generator: SpeculativeGenerator) -> SpeculativeStats:
+    assert isinstance(generator.stats, SpeculativeStats)
+    return generator.stats
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.2}, {"temperature": 1.3}, SAMPLED],
+)
+@pytest.mark.parametrize("extra", [True, False])
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_the_text_is_that_of_plain_decode(
+    target: Model, values: dict[str, Any], extra: bool, adaptive: bool
+) -> None:
+    given = {"spec_k": 9, "spec_k_adaptive": adaptive, "spec_extra_token": extra, "compiled": True}
+    generator = SpeculativeGenerator(target, **given, **LONG, **values)
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS):  # on the context and buffers of the call before
+        plain = Generator(target, **LONG, **values).generate(prompts)
+        rows = generator.generate(prompts)
+        assert [row.tokens for row in rows] == [row.tokens for row in plain]
+        for mine, theirs in zip(rows, plain, strict=True):
+            assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+        stats = stats_of(generator)
+        assert (stats.decode, stats.not_batched) == ("compiled", None)
+        assert stats.accepted <= stats.judged <= stats.drafted
+        assert stats.accepted > 0 or values != {"temperature": 0.0}  # a likeliest text repeats itself
+        assert stats.drafted <= N_DRAFTS * stats.row_steps
+        # One token of each row comes from prefill, of others each is accepted or follows those; the last may be cut.
+        assert stats.row_steps + stats.accepted >= stats.new_tokens - len(prompts)
+
+
+def test_rounds_verify_several_tokens_only_where_drafts_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    launch = LookupRounds.launch
+    monkeypatch.setattr(LookupRounds, "launch", lambda rounds, n: widths.append(n) or launch(rounds, n))
+    model = sharp("gqa_scaled")
+    values: dict[str, Any] = {"temperature": 0.0, "compiled": True, "spec_k": 5, **LONG}
+    generator = SpeculativeGenerator(model, max_ngram=1, **values)
+    monkeypatch.setattr(LookupPace, "gain", lambda *_: 0.0)
+    generator.generate([PROMPT])
+    assert widths == [0] * 39
+    assert stats_of(generator).drafted == 0
+    monkeypatch.undo()
+    monkeypatch.setattr(row_steps, "compiled_logits", lambda *_, run: run)
+    monkeypatch.setattr(LookupRounds, "launch", lambda rounds, n: widths.append(n) or launch(rounds, n))
+    widths.clear()
+    generator.generate([[5]])  # and another token: there is no draft at first
+    assert (widths[0], 5 in widths, set(widths)) == (0, True, {0, 5})
+    assert stats_of(generator).steps == len(widths) < 39
+
+
+def test_rows_end_at_marks_and_stop_texts_and_stream_as_alone() -> None:
+    spec = transformer("gqa_scaled").model_dump()
+    spec["embedder"]["vocab_size"] = ByteTokenizer().vocab_size
+    model = build_model(type(transformer("gqa_scaled")).model_validate(spec), seed=0).eval()
+    options: dict[str, Any] = {"temperature": 1.0, "max_new_tokens": 48, "cache_kind": "fp32"}
+    prompts = ["abcabcabc", "x", "hello hello"]
+    free = Generator(model, ByteTokenizer(), **options).generate(prompts)
+    marks = [free[0].tokens[20], free[1].tokens[30]]
+    text = free[2].text or ""
+    options |= {"eos_token_id": tuple(marks), "stop": (text[12:15],)}
+    plain = Generator(model, ByteTokenizer(), **options).generate(prompts)
+    assert {row.finish for row in plain} == {"eos", "stop"}
+    heard = ["", "", ""]
+
+    def hear(index: int, piece: str) -> None:
+        heard[index] += piece
+
+    generator = SpeculativeGenerator(model, ByteTokenizer(), compiled=True, spec_k=7, **options)
+    for _ in range(2):
+        heard[:] = ["", "", ""]
+        rows = generator.generate(prompts, on_text=hear)
+        assert [(row.tokens, row.text, row.finish) for row in rows] == [
+            (row.tokens, row.text, row.finish) for row in plain
+        ]
+        assert heard == [row.text for row in rows]
+    alone = [generator.generate([prompt], seeds=[1337 + i])[0] for i, prompt in enumerate(prompts)]
+    assert [row.tokens for row in alone] == [row.tokens for row in rows]
+
+
+def test_a_draft_is_judged_by_the_text_whether_it_was_verified_or_not() -> None:
+    pace = LookupPace(SpeculativeConfig(max_ngram=6))
+    assert [pace.worth[size] for size in (1, 4, 6)] == [FIRST_WORTH[0], FIRST_WORTH[3], FIRST_WORTH[3]]
+    assert pace.learn(2, [1, 2, 3], [1, 2, 9], 3) == 2  # verified
+    assert pace.worth[2] == pytest.approx(FIRST_WORTH[1] + RATE * (2 - FIRST_WORTH[1]))
+    before = dict(pace.worth)
+    assert pace.learn(3, [4, 5, 6], [4], 0) == 0  # not verified, and not decided yet
+    assert pace.learn(0, [0, 0, 0], [5], 0) == 0
+    assert pace.worth == before
+    pace.learn(1, [7, 7, 7], [8], 0)  # of both: the older had 2 of 3, the newer none
+    assert pace.worth[3] == pytest.approx(before[3] + RATE * (2 - before[3]))
+    assert pace.worth[1] == pytest.approx(before[1] * (1 - RATE))
+    assert agreeing([1, 2], [1, 2, 3]) == agreeing([1, 2, 3], [1, 2]) == 2
+
+
+def test_drafts_gain_what_they_did_and_nothing_below_the_floor() -> None:
+    pace = LookupPace(SpeculativeConfig(window=8, retry_after=4, spec_disable_below_accept=0.4))
+    assert pace.gain(0, 9) == 0.0
+    assert pace.gain(4, 1) == 1.0
+    assert pace.gain(4, 0) == 0.0
+    first = pace.gain(4, 9)
+    for _ in range(8):
+        pace.learn(4, [1, 2, 3], [9], 3)
+    assert (pace.gain(4, 9), pace.length.fallbacks) == (0.0, 1)
+    pace.learn(4, [1, 2, 3], [1, 2, 3, 4], 0)
+    assert 0 < pace.gain(4, 9) < first
+    always = LookupPace(SpeculativeConfig(spec_k_adaptive=False))
+    assert (always.gain(1, 5), always.gain(0, 5)) == (5.0, 0.0)
