@@ -44,6 +44,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "adamw, bfloat16 weights": BFLOAT16,
     "adamw, bfloat16 weights, masters": {**BFLOAT16, "master_weights": True},
+    "adamw, bfloat16 weights, masters in the moments": {**BFLOAT16, "master_weights": "in_moments"},
     "adamw, bfloat16 weights, rounded at random": {**BFLOAT16, "stochastic_rounding": True},
     "adamw, on the host": {"optimizer_offload": True},
 }
