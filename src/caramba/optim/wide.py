@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from caramba.ops import has_kernel, round_at_random
 from caramba.ops.moment_bits import masters_of
-from caramba.ops.round_at_random import reference_round_at_random
+from caramba.ops.round_at_random import chunks, reference_round_at_random
 from caramba.optim.adamw import AdamW, is_capturing
 from caramba.optim.groups import Named
 from caramba.optim.shards import local, of_rank_0
@@ -155,10 +155,8 @@ class WideWeights(torch.optim.Optimizer):
     def restore(self) -> None:
         """Put the masters in place of the weights, which are float32 by now; without masters do nothing."""
         for weight, wide in zip(self.weights, self.wide, strict=True) if self.in_moments else ():
-            if state := self.inner.state[wide]:
-                held = local(weight)
-                moments = [local(state[name]).contiguous() for name in ("exp_avg", "exp_avg_sq")]
-                held.copy_(masters_of(held.contiguous(), *moments))
+            if state := self.inner.state.get(wide):
+                widen_in_place(local(weight), local(state["exp_avg"]), local(state["exp_avg_sq"]))
         if self.keeps:
             for weight, wide in zip(self.weights, self.wide, strict=True):
                 weight.copy_(wide)
@@ -207,6 +205,16 @@ def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
     for weight, out in zip(weights, outs, strict=True):
         if out is not weight:
             weight.copy_(out)
+
+
+def widen_in_place(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """Put the master that moments keep the rest of in the place of a float32 weight, a part of it at a time: whole
+    tensors on the way would take more memory than a step."""
+    flat, *moments = (x.detach().contiguous().view(-1) for x in (weight, exp_avg, exp_avg_sq))
+    for start, stop in chunks(flat.numel(), flat.device):
+        flat[start:stop] = masters_of(flat[start:stop], *(x[start:stop] for x in moments))
+    if not weight.is_contiguous():
+        weight.copy_(flat.view(weight.shape))
 
 
 def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from caramba.errors import ConfigError
 from caramba.ops import adamw_step, round_at_random
 from caramba.ops.adamw import reference_adamw_step
+from caramba.ops.moment_bits import parted
 from caramba.ops.round_at_random import CHUNK, reference_round_at_random
 from caramba.optim import AdamW, WideWeights, build_optimizer, wide
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
@@ -147,7 +148,7 @@ def test_no_update_is_lost_that_the_moments_hold() -> None:
     moved = 1.5 - float(exact.detach())
     for weight in held:
         assert weight.unique().numel() == 1
-        assert 1.5 - float(weight.flatten()[0]) == pytest.approx(moved, rel=1e-3)
+        assert 1.5 - float(weight.detach().flatten()[0]) == pytest.approx(moved, rel=1e-3)
 
 
 def stepped(weight: Tensor, grad: Tensor, seed: int, **options: Any) -> tuple[Tensor, WideWeights]:
@@ -227,6 +228,17 @@ def test_the_references_need_memory_for_a_part_of_a_tensor_alone() -> None:
         reference_adamw_step([weight], [first], [second], [step], [weight], [], *rest)
         reference_round_at_random(moments[:1], [weight], seed, 0)
     assert 4 * CHUNK <= seen.found <= 8 * CHUNK, "float32 values, and the random words of eight bytes"
+
+
+def test_masters_come_out_of_the_moments_a_part_at_a_time() -> None:
+    count = 3 * CHUNK + 5
+    x, m = torch.randn(2, count)
+    weight, first, second = parted(x, m, m.square())
+    held = weight.float()
+    with Largest() as seen:
+        wide.widen_in_place(held, first, second)
+    assert torch.equal(held, x)
+    assert 0 < seen.found <= 4 * CHUNK
 
 
 def test_what_has_no_place_in_the_moments_is_refused() -> None:
