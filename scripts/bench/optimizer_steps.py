@@ -3,8 +3,8 @@
 Usage on a GPU: python scripts/bench/optimizer_steps.py [--size 1b] [--out docs/benchmarks/optimizer_steps.json]
 `--adamw` measures AdamW's step alone, a quarter of a minute: our kernel beside torch's fused one, over weights of every
 kind, rounded to nearest, from masters, which may be in the moments, or at random, in device time, bytes a second and as
-a share of a copy of memory, with the peak of memory; `--sweep` also sizes of its blocks. The rest of what --out holds is
-kept.
+a share of a copy of memory, with the peak of memory; `--sweep` also sizes of its blocks. The rest of what --out holds
+is kept.
 `--size tiny --repeats 2` shows on a CPU that the script works.
 """
 
