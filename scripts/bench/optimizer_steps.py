@@ -164,6 +164,7 @@ def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> li
             del wide
         if kind in (AT_RANDOM, IN_MOMENTS):  # which torch has nothing for
             del weights, named
+            release_memory()
             continue
         if has_masters:
             theirs: Any = Masters(weights, 1e-4)
