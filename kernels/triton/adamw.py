@@ -15,6 +15,8 @@ import triton.language as tl
 COLUMNS = tl.constexpr(8)
 """Of the table: parameter, first moment, second moment, gradient, weight, step, size, number for random rounding."""
 COEFFICIENTS = tl.constexpr(4)
+FIRST_BITS, SECOND_BITS = tl.constexpr(11), tl.constexpr(5)  # as caramba.ops.moment_bits has them
+FIRST_HALF, SECOND_HALF, HALF = tl.constexpr(1 << 10), tl.constexpr(1 << 4), tl.constexpr(1 << 15)
 ROWS = 128  # tensors of one program of the first launch
 
 
@@ -89,6 +91,37 @@ def _held(p, seed, number, block, P: tl.constexpr, AT_RANDOM: tl.constexpr, BLOC
 
 
 @triton.jit
+def _joined(p, m, v):
+    """A bfloat16 parameter with the bits that its moments keep for it, in float32, and the moments without these."""
+    m_bits, v_bits = m.to(tl.uint32, bitcast=True), v.to(tl.uint32, bitcast=True)
+    m_kept, v_kept = (m_bits >> FIRST_BITS) << FIRST_BITS, (v_bits >> SECOND_BITS) << SECOND_BITS
+    rest = ((m_bits - m_kept) << SECOND_BITS) + (v_bits - v_kept)
+    # From half a unit on the parameter was rounded up, and the rest is below it.
+    bits = p.to(tl.float32).to(tl.uint32, bitcast=True) + rest - ((rest >> 15) << 16)
+    p = bits.to(tl.float32, bitcast=True)
+    return p, m_kept.to(tl.float32, bitcast=True), v_kept.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest_bits(x, BITS: tl.constexpr, HALF_UNIT: tl.constexpr):
+    """x to the nearest float32 whose last bits are zero, halves away from zero, as bits. NaN stays NaN."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return (tl.where(x == x, bits + HALF_UNIT, bits) >> BITS) << BITS
+
+
+@triton.jit
+def _parted(p, m, v):
+    """The nearest bfloat16 of a parameter, and the moments with the rest of it in their last bits."""
+    bits = p.to(tl.uint32, bitcast=True)
+    rest = bits & 0xFFFF
+    held = (_nearest_bits(p, 16, HALF) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    held = tl.where(p == p, held, p.to(tl.bfloat16))
+    m_bits = _nearest_bits(m, FIRST_BITS, FIRST_HALF) + (rest >> SECOND_BITS)
+    v_bits = _nearest_bits(v, SECOND_BITS, SECOND_HALF) + (rest - ((rest >> SECOND_BITS) << SECOND_BITS))
+    return held, m_bits.to(tl.float32, bitcast=True), v_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _adamw_step(
     table_ptr,
     place_ptr,
@@ -106,6 +139,7 @@ def _adamw_step(
     HAS_WEIGHT: tl.constexpr,
     HAS_FOUND: tl.constexpr,
     AT_RANDOM: tl.constexpr,
+    IN_MOMENTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     TOGETHER: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -137,8 +171,14 @@ def _adamw_step(
     seed, number = tl.load(seed_ptr), tl.load(entry + 7)
     if ALIGNED and (block + 1) * BLOCK_N <= length:
         p, m, v, g = tl.load(p_ptr + at), tl.load(m_ptr + at), tl.load(v_ptr + at), tl.load(g_ptr + at)
+        if IN_MOMENTS:
+            p, m, v = _joined(p, m, v)
         p, m, v = _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
-        tl.store(p_ptr + at, _held(p, seed, number, block, P, AT_RANDOM, BLOCK_N))
+        if IN_MOMENTS:
+            held, m, v = _parted(p, m, v)
+        else:
+            held = _held(p, seed, number, block, P, AT_RANDOM, BLOCK_N)
+        tl.store(p_ptr + at, held)
         tl.store(m_ptr + at, m.to(M))
         tl.store(v_ptr + at, v.to(V))
         if HAS_WEIGHT:
@@ -147,8 +187,14 @@ def _adamw_step(
         mask = at < length
         p, m = tl.load(p_ptr + at, mask=mask, other=0.0), tl.load(m_ptr + at, mask=mask, other=0.0)
         v, g = tl.load(v_ptr + at, mask=mask, other=0.0), tl.load(g_ptr + at, mask=mask, other=0.0)
+        if IN_MOMENTS:
+            p, m, v = _joined(p, m, v)
         p, m, v = _adamw(p, m, v, g, decay, size, root, factor, rest1, rest2, eps)
-        tl.store(p_ptr + at, _held(p, seed, number, block, P, AT_RANDOM, BLOCK_N), mask=mask)
+        if IN_MOMENTS:
+            held, m, v = _parted(p, m, v)
+        else:
+            held = _held(p, seed, number, block, P, AT_RANDOM, BLOCK_N)
+        tl.store(p_ptr + at, held, mask=mask)
         tl.store(m_ptr + at, m.to(M), mask=mask)
         tl.store(v_ptr + at, v.to(V), mask=mask)
         if HAS_WEIGHT:
@@ -174,6 +220,7 @@ def adamw_step(
     found_inf: Tensor | None,
     seed: Tensor | None,
     first: int,
+    in_moments: bool = False,
 ) -> None:
     kinds: dict[tuple[torch.dtype | None, ...], list[tuple[int, ...]]] = {}
     for index, (p, m, v, step, g) in enumerate(
@@ -212,6 +259,6 @@ def adamw_step(
                 _adamw_step[(len(places),)](
                     *(table, places, coefficients, pointers[3], table if seed is None else seed),
                     *(1 - beta1, 1 - beta2, eps, *types, dtypes[4] is not None, found_inf is not None),
-                    *(seed is not None, is_aligned, together, BLOCK),
+                    *(seed is not None, in_moments, is_aligned, together, BLOCK),
                     num_warps=WARPS,
                 )

@@ -2,8 +2,9 @@
 
 Usage on a GPU: python scripts/bench/optimizer_steps.py [--size 1b] [--out docs/benchmarks/optimizer_steps.json]
 `--adamw` measures AdamW's step alone, a quarter of a minute: our kernel beside torch's fused one, over weights of every
-kind, rounded to nearest, from masters or at random, in device time, bytes a second and as a share of a copy of memory,
-with the peak of memory; `--sweep` also sizes of its blocks. The rest of what --out holds is kept.
+kind, rounded to nearest, from masters, which may be in the moments, or at random, in device time, bytes a second and as
+a share of a copy of memory, with the peak of memory; `--sweep` also sizes of its blocks. The rest of what --out holds
+is kept.
 `--size tiny --repeats 2` shows on a CPU that the script works.
 """
 
@@ -36,6 +37,7 @@ SIZES = {"tiny": (64, 2, 32, 128, 128), "1b": (2048, 16, 512, 8192, 128256)}
 MADE_BY = "python scripts/bench/optimizer_steps.py"
 BFLOAT16 = {"dtype": "bfloat16", "use_amp": False}
 AT_RANDOM = "bfloat16 weights, rounded at random"
+IN_MOMENTS = "bfloat16 weights, masters in the moments"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {},
     "sgd": {"optimizer": "sgd"},
@@ -44,6 +46,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "muon": {"optimizer": "muon"},
     "adamw, bfloat16 weights": BFLOAT16,
     "adamw, bfloat16 weights, masters": {**BFLOAT16, "master_weights": True},
+    "adamw, bfloat16 weights, masters in the moments": {**BFLOAT16, "master_weights": "in_moments"},
     "adamw, bfloat16 weights, rounded at random": {**BFLOAT16, "stochastic_rounding": True},
     "adamw, on the host": {"optimizer_offload": True},
 }
@@ -137,25 +140,32 @@ def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> li
         ("bfloat16 weights", torch.bfloat16, False),
         ("bfloat16 weights, masters", torch.bfloat16, True),
         (AT_RANDOM, torch.bfloat16, False),
+        (IN_MOMENTS, torch.bfloat16, False),
     ):
         weights = [weight for _, weight in parameters_of(size, device, dtype)]
         named = [(f"topology.{place}", weight) for place, weight in enumerate(weights)]
         elements = sum(weight.numel() for weight in weights)
         # A step reads weight, moments and gradient, and writes all but the gradient; with masters the weight too.
-        moved = elements * (28 if has_masters else 22 if kind == AT_RANDOM else 7 * dtype.itemsize)
+        moved = elements * (
+            28 if has_masters else 22 if kind in (AT_RANDOM, IN_MOMENTS) else 7 * dtype.itemsize
+        )
         if not rows:
             source, target = (torch.empty(moved // 2, dtype=torch.uint8, device=device) for _ in range(2))
             add("copy", lambda a=target, b=source: a.copy_(b), moved // 2 * 2)
             del source, target
-        if has_masters or kind == AT_RANDOM:
+        if has_masters or kind in (AT_RANDOM, IN_MOMENTS):
             wide = WideWeights(
-                named, lambda copies: AdamW([p for _, p in copies], lr=1e-4), keeps=has_masters
+                named,
+                lambda copies: AdamW([p for _, p in copies], lr=1e-4),
+                keeps=has_masters,
+                in_moments=kind == IN_MOMENTS,
             )
             add(f"{kind}, ours", wide.step, moved)
             del wide
-        if kind == AT_RANDOM:  # which torch has nothing for
+        if kind in (AT_RANDOM, IN_MOMENTS):  # which torch has nothing for
             del weights, named
-            break
+            release_memory()
+            continue
         if has_masters:
             theirs: Any = Masters(weights, 1e-4)
         else:

@@ -30,8 +30,8 @@ def test_weights_of_the_kind_before_are_gone(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(bench, "parameters_of", watched)
     rows = bench.adamw_rows("tiny", torch.device("cpu"), 1, False)
-    assert alive == [0] * 4
-    assert sum(row["name"].endswith("ours") for row in rows) == 6
+    assert alive == [0] * 5
+    assert sum(row["name"].endswith("ours") for row in rows) == 7
     # Files of before have neither shares nor peaks.
     old = {key: value for key, value in rows[1].items() if key not in ("share_of_copy", "peak_bytes")}
     first, second = sections.optimizer_steps({"adamw": {"rows": [rows[1] | {"peak_bytes": 2e9}, old]}})[-2:]

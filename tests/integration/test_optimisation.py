@@ -71,6 +71,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "float16, adamw": {"dtype": "float16", "ema_decay": 0.9},
     "bfloat16 weights": BFLOAT16,
     "bfloat16 weights, masters": {**BFLOAT16, "master_weights": True},
+    "bfloat16 weights, masters in the moments": {**BFLOAT16, "master_weights": "in_moments"},
     "bfloat16 weights, rounded at random": {**BFLOAT16, "stochastic_rounding": True},
     "bfloat16 weights, muon, rounded at random": {
         **BFLOAT16,

@@ -183,12 +183,14 @@ def optimisers() -> Iterator[Case]:
         on: bool,
         seed: bool,
         size: int,
+        in_moments: bool = False,
     ) -> tuple[Any, ...]:
         tensors = [[one(size, dtype=dtype)] for dtype in (p, moment, moment)]
         given = [one(1, dtype=F32) if on else None for _ in range(4)]
         return (
             *(*tensors, [one(1, dtype=F32)], [one(size, dtype=g)], [] if w is None else [one(size, dtype=w)]),
             *(1e-3, 0.9, 0.95, 1e-8, 0.1, False, *given, one(1, dtype=torch.int64) if seed else None, 0),
+            in_moments,
         )
 
     kernels = ("_adamw_count", "_adamw_step")
@@ -199,6 +201,7 @@ def optimisers() -> Iterator[Case]:
         ("bf16 moments", (F32, BF16, BF16, BF16, False, False, 5000)),
         ("at random", (BF16, BF16, BF16, None, True, True, 5000)),
         ("at random, fp32 moments", (BF16, F32, BF16, None, False, True, 5000)),
+        ("masters in the moments", (BF16, F32, BF16, None, True, False, 5000, True)),
     ):
         yield Case("adamw_step", name, kernels, lambda a=call: adamw(*a))
     yield Case("adamw_step", "empty", kernels[:1], lambda: adamw(F32, F32, F32, None, False, False, 0))

@@ -90,5 +90,15 @@ def precision_conflicts(phase: PhaseConfig) -> Iterator[str]:
             "optimizer_offload keeps float32 weights on the host, which stochastic_rounding does without, and knows no "
             "scaled loss of float16; use bfloat16 or float32 without stochastic_rounding, or remove it"
         )
+    if phase.master_weights == "in_moments" and (phase.optimizer != "adamw" or not phase.fused_optimizer):
+        yield (
+            f"master_weights=in_moments is of the moments of fused AdamW, got optimizer={phase.optimizer}, "
+            f"fused_optimizer={str(phase.fused_optimizer).lower()}; use master_weights=true"
+        )
+    if phase.master_weights == "in_moments" and phase.optimizer_offload:
+        yield (
+            "master_weights=in_moments needs no float32 weights, which optimizer_offload keeps on the host; "
+            "remove one of the two"
+        )
     if phase.master_weights and phase.stochastic_rounding:
         yield "master_weights keeps what stochastic_rounding would spread over steps; remove one of the two"

@@ -190,8 +190,10 @@ class PhaseConfig(Config):
     amp_dtype: Literal["auto", "bfloat16", "float16"] = Field(
         default="auto", description="float16 scales the loss, and skips steps whose gradients overflow"
     )
-    master_weights: bool = Field(
-        default=False, description="bfloat16 weights are rounded from float32 ones that the optimiser steps"
+    master_weights: bool | Literal["in_moments"] = Field(
+        default=False,
+        description="bfloat16 weights are rounded from float32 ones that the optimiser steps; in_moments: whose other "
+        "16 bits are the last ones of AdamW's moments, so that they take no memory",
     )
     stochastic_rounding: bool = Field(
         default=False, description="bfloat16 weights are rounded up or down at random after each step"

@@ -167,7 +167,7 @@ def _optimizer_bytes(phase: PhaseConfig) -> int:
     is_wide = phase.master_weights or phase.stochastic_rounding or not phase.has_16_bit_weights
     is_stateless = phase.optimizer == "sgd" and phase.optimizer_momentum == 0
     states = 0 if is_stateless else OPTIMIZER_STATES[phase.optimizer]
-    return (4 if is_wide else 2) * states + (4 if phase.master_weights else 0)
+    return (4 if is_wide else 2) * states + (4 if phase.master_weights is True else 0)
 
 
 def _activation_bytes(phase: PhaseConfig) -> int:

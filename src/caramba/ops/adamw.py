@@ -1,5 +1,5 @@
-"""The op `caramba::adamw_step`: AdamW's update of many tensors, in place, of the 16-bit weights below them, or with
-bfloat16 rounded at random."""
+"""The op `caramba::adamw_step`: AdamW's update of many tensors, in place, of the 16-bit weights below them, or of
+bfloat16 rounded at random or with float32's other bits in the moments."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct, has_kernel
+from caramba.ops.moment_bits import masters_of, moments_of, parted
 from caramba.ops.round_at_random import check_seed, chunks, noise_in_turn, rounded
 from caramba.ops.widen import widened
 
@@ -21,7 +22,8 @@ torch.library.define(
     "caramba::adamw_step",
     "(Tensor(a!)[] parameters, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] steps, Tensor[] grads,"
     " Tensor(e!)[] weights, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
-    " Tensor? rate, Tensor? clip, Tensor? grad_scale, Tensor? found_inf, Tensor? seed, int first) -> ()",
+    " Tensor? rate, Tensor? clip, Tensor? grad_scale, Tensor? found_inf, Tensor? seed, int first,"
+    " bool in_moments=False) -> ()",
 )
 
 
@@ -44,6 +46,7 @@ def adamw_step(
     found_inf: Tensor | None = None,
     seed: Tensor | None = None,
     first: int = 0,
+    in_moments: bool = False,
 ) -> None:
     """Update parameters and moments in place, in at least fp32, each rounded to its own dtype once:
 
@@ -52,8 +55,10 @@ def adamw_step(
 
     `maximize` turns the gradient's sign. With `weights` the parameters are masters: each is rounded into its weight,
     whose gradient it takes. With `seed` parameters are bfloat16 and rounded at random, as `round_at_random` does with
-    the same `seed` and `first`. Nothing is updated, nor counted, where `found_inf` is not 0. Nothing waits for the
-    device, and gradients stay as they were.
+    the same `seed` and `first`. With `in_moments` they are bfloat16 and stand for float32 values, whose other bits are
+    in the moments (`caramba.ops.moment_bits`): these values are updated, as masters are but for the moments' last bits,
+    and rounded to nearest into the parameters. Nothing is updated, nor counted, where `found_inf` is not 0. Nothing
+    waits for the device, and gradients stay as they were.
 
     Shape: lists of one length, `weights` of that or empty; tensor i of each has one shape, is dense, and lies on one
     device. steps [] each, fp32; lr, clip, grad_scale and found_inf hold one fp32 where they are tensors, seed one
@@ -61,7 +66,8 @@ def adamw_step(
 
     Raises:
         ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device; with
-            `seed` parameters that are not bfloat16, or weights.
+            `seed` or `in_moments` parameters that are not bfloat16, or weights, or both of the two; with `in_moments`
+            moments that are not float32.
 
     Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101; Zamirai et al., 2020, arXiv:2010.06192 (`seed`).
     """
@@ -96,6 +102,17 @@ def adamw_step(
                 f"adamw_step: parameters of {', '.join(kinds)} with {len(weights)} weights, and a seed; expected "
                 "bfloat16 parameters that are weights themselves, for no other is rounded at random"
             )
+    if in_moments:
+        kinds = sorted(
+            {f"{p.dtype} with moments of {m.dtype}" for p, m in zip(parameters, exp_avgs, strict=True)}
+        )
+        narrow = [m.dtype for m in (*exp_avgs, *exp_avg_sqs) if m.dtype != torch.float32]
+        if weights or seed is not None or narrow or any(p.dtype != torch.bfloat16 for p in parameters):
+            raise ConfigError(
+                f"adamw_step: in_moments, and parameters of {', '.join(kinds)}, {len(weights)} weights and "
+                f"{'no' if seed is None else 'a'} seed; expected bfloat16 parameters with float32 moments, no weights "
+                "and no seed"
+            )
     run: Any = None if torch.is_grad_enabled() else direct("adamw_step", *parameters)
     # No kernel takes float64; and the dispatcher keeps a launcher that `without_kernels` has set aside.
     is_plain = is_wide or not (has_kernel("adamw_step", parameters[0]) or torch.compiler.is_compiling())
@@ -116,7 +133,7 @@ def adamw_step(
             float(weight_decay),
             maximize,
         ),
-        *(rate, clip, grad_scale, found_inf, seed, first),
+        *(rate, clip, grad_scale, found_inf, seed, first, in_moments),
     )
 
 
@@ -153,6 +170,7 @@ def reference_adamw_step(
     found_inf: Tensor | None,
     seed: Tensor | None = None,
     first: int = 0,
+    in_moments: bool = False,
 ) -> None:
     """Compute the op in plain PyTorch, so many elements at a time that a step needs little memory of its own."""
     noise = None if seed is None else noise_in_turn(seed, first, [p.numel() for p in parameters])
@@ -172,6 +190,8 @@ def reference_adamw_step(
         for start, stop in chunks(p.numel(), p.device):
             part = [x[start:stop] for x in flat]
             wide, moment, square, g = (widened(x) for x in part[:4])
+            if in_moments:
+                wide, (moment, square) = masters_of(*part[:3]), moments_of(moment, square)
             g = -g if maximize else g
             g = g if clip is None else g * clip.reshape(())
             g = g if grad_scale is None else g / grad_scale.reshape(())
@@ -179,6 +199,8 @@ def reference_adamw_step(
             square = square + (g * g - square) * (1 - beta2)
             wide = wide * (1 - r * weight_decay) - size * moment / (square.sqrt() / root + eps)
             wide = wide if noise is None else rounded(wide, next(noise))
+            if in_moments:
+                wide, moment, square = parted(wide, moment, square)
             updated = [(part[0], wide), (part[1], moment), (part[2], square), *((w, wide) for w in part[4:])]
             for held, value in updated:
                 held.copy_(value if found_inf is None else torch.where(is_taken, value, held.to(value.dtype)))
@@ -212,5 +234,6 @@ def _(
     found_inf: Tensor | None,
     seed: Tensor | None,
     first: int,
+    in_moments: bool = False,
 ) -> None:
     return None

@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw
 
 from caramba.errors import ConfigError
 from caramba.ops import adamw_step, has_kernel
+from caramba.ops.adamw import reference_adamw_step
 from caramba.optim.shards import PLAIN, is_sharded, local
 
 NARROW_ENOUGH = (torch.float32, torch.float16, torch.bfloat16)
@@ -119,6 +120,19 @@ class AdamW(torch.optim.AdamW):
             self._step(group, stepped, [weight.grad for weight in held], held, clip, seed, first)
             first += len(stepped)
 
+    @torch.no_grad()
+    def step_in_moments(self, weights: Masters) -> None:
+        """Update the float32 values that weights, bfloat16, stand for with what their moments keep of them.
+
+        Groups and states are the parameters', whose own values are not looked at. Where the op has no kernel, and while
+        a CUDA graph is captured, its reference takes the step.
+        """
+        clip, self.clip = self.clip, None
+        for group in self.param_groups:
+            stepped = [p for p in group["params"] if weights[p].grad is not None]
+            held = [weights[p] for p in stepped]
+            self._step(group, stepped, [weight.grad for weight in held], held, clip, in_moments=True)
+
     def _step(
         self,
         group: dict[str, Any],
@@ -128,11 +142,13 @@ class AdamW(torch.optim.AdamW):
         clip: Tensor | None,
         seed: Tensor | None = None,
         first: int = 0,
+        in_moments: bool = False,
     ) -> None:
-        """Step parameters, the masters of weights if there are any; with `seed` the weights instead of them."""
+        """Step parameters, the masters of weights if there are any; with `seed` or `in_moments` the weights instead of
+        them."""
         by_device: dict[torch.device, list[tuple[Tensor, ...]]] = {}
         for p, grad, weight in zip(stepped, grads, weights or stepped, strict=True):
-            target = p if seed is None else weight
+            target = p if seed is None and not in_moments else weight
             state = self._state_of(p, target)
             row = (target, state["exp_avg"], state["exp_avg_sq"], state["step"], grad, weight)
             if is_sharded(target):
@@ -142,7 +158,9 @@ class AdamW(torch.optim.AdamW):
             own = [list(column) for column in zip(*rows, strict=True)]
             own[4] = [grad if grad.is_contiguous() else grad.contiguous() for grad in own[4]]
             settings = self._values(group, device, clip)
-            if seed is None:
+            if in_moments:
+                _step_dense(own[:5], settings)
+            elif seed is None:
                 adamw_step(*own[:5], weights=own[5] if weights else [], **settings)
             else:
                 adamw_step(*own[:5], seed=seed.to(device), first=first, **settings)
@@ -199,6 +217,26 @@ class AdamW(torch.optim.AdamW):
             grad_scale=_given(self, "grad_scale"),
             found_inf=_given(self, "found_inf"),
         )
+
+
+def _step_dense(columns: list[list[Tensor]], settings: dict[str, Any]) -> None:
+    """Step bfloat16 weights with moments that keep the rest of them, through copies of what is not dense in order."""
+    held, rest = columns[:3], columns[3:]
+    dense = [[x.contiguous() for x in xs] for xs in held]
+    given: list[Any] = [*dense, *rest]
+    if any(map(is_capturing, held[0][:1])):
+        lr = settings["lr"]
+        rate = (lr, None) if not isinstance(lr, Tensor) else (0.0, lr)
+        numbers = [settings[name] for name in ("beta1", "beta2", "eps", "weight_decay", "maximize")]
+        scales = [settings[name] for name in ("clip", "grad_scale", "found_inf")]
+        given += [[], rate[0], *numbers, rate[1], *scales]
+        reference_adamw_step(*given, in_moments=True)
+    else:
+        adamw_step(*given, in_moments=True, **settings)
+    for xs, copies in zip(held, dense, strict=True):
+        for x, copy in zip(xs, copies, strict=True):
+            if copy is not x:
+                x.copy_(copy)
 
 
 def can_step(p: Tensor, grad: Any, state: Mapping[str, Any] | None = None) -> bool:

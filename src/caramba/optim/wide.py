@@ -1,5 +1,5 @@
 """An optimiser over float32 copies of the weights, kept here or on the host, or over bfloat16 weights that it rounds at
-random."""
+random, or whose other bits are in the moments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba.ops import has_kernel, round_at_random
-from caramba.ops.round_at_random import reference_round_at_random
+from caramba.ops.moment_bits import masters_of
+from caramba.ops.round_at_random import chunks, reference_round_at_random
 from caramba.optim.adamw import AdamW, is_capturing
 from caramba.optim.groups import Named
 from caramba.optim.shards import local, of_rank_0
@@ -30,6 +31,10 @@ class WideWeights(torch.optim.Optimizer):
     weights themselves. Without it, and for other optimisers, weights and gradients are copied for the step, some at a
     time, so that it needs little memory beside the states.
 
+    With `in_moments`, of AdamW alone, what bfloat16 does not hold of a master is in the last bits of the states
+    (`caramba.ops.moment_bits`): masters that take no memory, and a weight is its master rounded to nearest. What
+    float32 weights had beyond bfloat16 when the optimiser was made is not among it.
+
     With `on_host` masters and states are in the host's memory, and the step is taken there: gradients go down and
     weights come up once a step. `param_groups` are the inner optimiser's, over the copies. The randomness is one number
     a step of torch's global generator of the device, which a run seeds and saves; ranks all take rank 0's, so that
@@ -46,8 +51,9 @@ class WideWeights(torch.optim.Optimizer):
         *,
         keeps: bool,
         on_host: bool = False,
+        in_moments: bool = False,
     ) -> None:
-        self.keeps, self.on_host = keeps, on_host
+        self.keeps, self.on_host, self.in_moments = keeps, on_host, in_moments
         self.weights = [weight for _, weight in named]
         self.wide = [nn.Parameter(self._copy_of(weight)) for weight in self.weights]
         self.inner = build([(name, wide) for (name, _), wide in zip(named, self.wide, strict=True)])
@@ -63,6 +69,10 @@ class WideWeights(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.in_moments:
+            assert isinstance(self.inner, AdamW)
+            self.inner.step_in_moments(self._masters)
+            return loss
         seed = None if self.keeps else self._draw()
         if self._stepped_in_one_pass(seed):  # neither gradients nor weights are copied
             return loss
@@ -133,7 +143,7 @@ class WideWeights(torch.optim.Optimizer):
     @property
     def one_pass(self) -> AdamW | None:
         """The inner optimiser if it can step by the weights' own gradients: masters, which it rounds into the weights,
-        or the weights, rounded at random."""
+        or the weights, rounded at random or with the rest in their moments."""
         return self.inner if not self.on_host and isinstance(self.inner, AdamW) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -144,6 +154,9 @@ class WideWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def restore(self) -> None:
         """Put the masters in place of the weights, which are float32 by now; without masters do nothing."""
+        for weight, wide in zip(self.weights, self.wide, strict=True) if self.in_moments else ():
+            if state := self.inner.state.get(wide):
+                widen_in_place(local(weight), local(state["exp_avg"]), local(state["exp_avg_sq"]))
         if self.keeps:
             for weight, wide in zip(self.weights, self.wide, strict=True):
                 weight.copy_(wide)
@@ -192,6 +205,16 @@ def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
     for weight, out in zip(weights, outs, strict=True):
         if out is not weight:
             weight.copy_(out)
+
+
+def widen_in_place(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """Put the master that moments keep the rest of in the place of a float32 weight, a part of it at a time: whole
+    tensors on the way would take more memory than a step."""
+    flat, *moments = (x.detach().contiguous().view(-1) for x in (weight, exp_avg, exp_avg_sq))
+    for start, stop in chunks(flat.numel(), flat.device):
+        flat[start:stop] = masters_of(flat[start:stop], *(x[start:stop] for x in moments))
+    if not weight.is_contiguous():
+        weight.copy_(flat.view(weight.shape))
 
 
 def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:

@@ -25,6 +25,12 @@ def test_every_row_is_a_phase_and_so_is_the_top_without_any(count: int) -> None:
         assert (left.dtype, left.float8) == ("float32", "none")
 
 
+def test_without_fused_adamw_masters_are_copies() -> None:
+    assert row_keys(ALL)["master_weights"] == "in_moments"
+    assert without(ALL, "fused_adamw")["master_weights"] is True
+    assert "master_weights" not in without(["baseline", "fused_adamw"], "fused_adamw")
+
+
 def test_rows_keep_the_baseline_s_keys_where_it_could_not_be_measured() -> None:
     assert row_keys(["tf32"]) == row_keys(["baseline", "tf32"])
 

@@ -118,17 +118,18 @@ class TestStages:
         assert everything.memory.optimizer_bytes - maps.memory.optimizer_bytes == 8 * copied
         assert everything.flops_per_token - maps.flops_per_token == 2 * copied
 
-    def test_weights_in_bfloat16_take_half_and_masters_four_bytes_more(self):
+    def test_weights_in_bfloat16_take_half_and_masters_four_bytes_more_or_none(self):
         halved = {"dtype": "bfloat16", "use_amp": False}
-        ways = ({}, halved, {**halved, "stochastic_rounding": True}, {**halved, "master_weights": True})
+        masters = ({"stochastic_rounding": True}, {"master_weights": True}, {"master_weights": "in_moments"})
+        ways = ({}, halved, *({**halved, **way} for way in masters))
         made = [plan(manifest("tiny", phase("pretrain", **way))) for way in ways]
         params = made[0].student.params
         found = [one.stages[0].estimate.memory for one in made]
-        assert [one.weights_bytes // params for one in found] == [4, 2, 2, 2]
-        assert [one.gradients_bytes // params for one in found] == [4, 2, 2, 2]
-        assert [one.optimizer_bytes // params for one in found] == [8, 4, 8, 12]
+        assert [one.weights_bytes // params for one in found] == [4, 2, 2, 2, 2]
+        assert [one.gradients_bytes // params for one in found] == [4, 2, 2, 2, 2]
+        assert [one.optimizer_bytes // params for one in found] == [8, 4, 8, 12, 8]
         held = [one.total_bytes - one.activations_bytes for one in found]
-        assert held == [16 * params, 8 * params, 12 * params, 16 * params]
+        assert held == [16 * params, 8 * params, 12 * params, 16 * params, 12 * params]
         assert found[0].activations_bytes > found[1].activations_bytes
 
     def test_ranks_hold_their_part(self):

@@ -104,6 +104,7 @@ def test_backwards_and_steps_hold_under_opcheck() -> None:
         (OPS.round_at_random, (wide, narrow, seed, 0)),
         (OPS.adamw_step, (wide, *moments, t, [x.clone() for x in narrow], narrow, *rest[:-2], None, 0)),
         (OPS.adamw_step, ([x.clone() for x in narrow], *moments, t, wide, [], *rest)),
+        (OPS.adamw_step, ([x.clone() for x in narrow], *moments, t, wide, [], *rest[:-2], None, 0, True)),
     ):
         torch.library.opcheck(op.default, arguments, test_utils=tests)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from caramba.ops import adamw_step, lion_step, list_norms, round_at_random
 from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.lion import reference_lion_step
+from caramba.ops.moment_bits import masters_of, moments_of, parted
 from caramba.ops.round_at_random import reference_round_at_random
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
@@ -149,6 +150,47 @@ def test_adamw_rounds_the_float32_update_to_a_neighbour(left_out: bool) -> None:
             torch.testing.assert_close(x.double(), y, rtol=2e-6, atol=4e-6)
     for x, y in zip(w, wide[0], strict=True):
         assert ((x.double() - y).abs() <= 2.0**-7 * y.abs() + 4e-6).all()
+
+
+@pytest.mark.parametrize("is_aligned", [True, False])
+def test_adamw_steps_masters_in_the_moments_as_its_reference(is_aligned: bool) -> None:
+    wide, m, v, g, t, _ = (xs[: -1 if is_aligned else None] for xs in states_of(torch.bfloat16, masters=True))
+    made = [parted(*one) for one in zip(wide, m, v, strict=True)]
+    ours, theirs = ([[x.clone() for x in xs] for xs in zip(*made, strict=True)] for _ in range(2))
+    counts = [x.clone() for x in t]
+    given = [torch.tensor(value, device=DEVICE) for value in (0.01, 0.5, 4.0)]
+    for step in range(3):
+        found = torch.tensor(float(step == 1), device=DEVICE)
+        named = dict(zip(("lr", "clip", "grad_scale"), given, strict=True), found_inf=found)
+        before = [[x.clone() for x in xs] for xs in ours]
+        adamw_step(*ours, t, g, weight_decay=0.1, in_moments=True, **named)
+        rest = (0.0, 0.9, 0.999, 1e-8, 0.1, False, *given, found)
+        reference_adamw_step(*theirs, counts, g, [], *rest, in_moments=True)
+        assert all(torch.equal(x, y) for x, y in zip(t, counts, strict=True))
+        if step == 1:  # left out, with all that stands in the last bits
+            for xs, ys in zip(ours, before, strict=True):
+                assert all(torch.equal(bits_of(x), bits_of(y)) for x, y in zip(xs, ys, strict=True))
+        pairs = zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)
+        for mine, its in pairs:
+            # A moment may round to the other side of what it keeps: 2^-12 of the first, 2^-18 of the second.
+            torch.testing.assert_close(masters_of(*mine), masters_of(*its), rtol=1e-5, atol=1e-5)
+            for x, y, unit in zip(moments_of(*mine[1:]), moments_of(*its[1:]), (-11, -17), strict=True):
+                torch.testing.assert_close(x, y, rtol=2.0**unit, atol=1e-6)
+            nearest = masters_of(*mine).bfloat16()
+            assert int((nearest != mine[0]).sum()) == 0
+    assert any(not torch.equal(x, y[0]) for x, y in zip(ours[0], made, strict=True))
+    nothing = [torch.zeros_like(x) for x in g]
+    kept = [masters_of(*one) for one in zip(*ours, strict=True)]
+    adamw_step(*ours, t, nothing, lr=0.0, in_moments=True)
+    assert all(torch.equal(masters_of(*one), x) for one, x in zip(zip(*ours, strict=True), kept, strict=True))
+    ours[1][1][0] = torch.nan
+    adamw_step(*ours, t, nothing, lr=0.1, in_moments=True)
+    for xs in (ours[0], ours[1]):
+        assert xs[1].isnan().nonzero().tolist() == [[0]]
+
+
+def bits_of(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -222,6 +222,52 @@ def test_weights_rounded_at_random_are_those_of_copies_and_take_a_clip(taken: li
     assert taken == [4] * 3
 
 
+@pytest.mark.parametrize("way", ["kernel", "reference", "captured"])
+def test_masters_in_the_moments_are_masters_and_take_a_clip(
+    way: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "captured":  # into a CUDA graph, whose kernels may not look addresses up
+        monkeypatch.setattr(importlib.import_module("caramba.optim.adamw"), "is_capturing", lambda p: True)
+
+    def run(in_moments: bool) -> list[torch.nn.Parameter]:
+        held = weights()
+        for w in held:  # what bfloat16 has, so that both begin alike
+            w.data = w.data.bfloat16().float()
+        named = [(f"topology.{index}", w) for index, w in enumerate(held)]
+        wide = WideWeights(
+            named,
+            lambda copies: AdamW([w for _, w in copies], **OPTIONS),
+            keeps=not in_moments,
+            in_moments=in_moments,
+        )
+        for w in held:
+            w.data = w.data.bfloat16()
+        for step in range(4):
+            give_gradients(held, step)
+            if in_moments and way == "kernel":
+                taker = clipping_step(wide)
+                assert taker is wide.inner
+                taker.take_clip(torch.tensor(0.25, device=DEVICE))
+            else:
+                torch._foreach_mul_([w.grad for w in held if w.grad is not None], 0.25)
+            wide.step()
+            assert wide.inner.clip is None  # pyright: ignore[reportAttributeAccessIssue]
+        for w in held:
+            w.data = w.data.float()
+        wide.restore()
+        return held
+
+    with without_kernels("adamw_step"):
+        exact = run(False)
+    assert not taken
+    with without_kernels("adamw_step") if way == "reference" else nullcontext():
+        found = run(True)
+    assert taken == ([] if way == "captured" else [4] * 4)
+    for x, y in zip(found, exact, strict=True):
+        # Of 4 steps of 0.01: the first moment is right to 2^-13 each time.
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=4 * 0.01 * 2.0**-11)
+
+
 def test_without_kernels_what_is_rounded_at_random_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ("adamw_step", "round_at_random")
     if not HAS_GPU and backend.implementation(ops[1], DEVICE) != "triton":

@@ -1,4 +1,4 @@
-"""bfloat16 weights under float32 masters, and rounded at random."""
+"""bfloat16 weights under float32 masters, of their own or in the moments, and rounded at random."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from torch.utils._pytree import tree_leaves
 from caramba.errors import ConfigError
 from caramba.ops import adamw_step, round_at_random
 from caramba.ops.adamw import reference_adamw_step
+from caramba.ops.moment_bits import parted
 from caramba.ops.round_at_random import CHUNK, reference_round_at_random
 from caramba.optim import AdamW, WideWeights, build_optimizer, wide
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
 
 MASTERS, RANDOM = {"master_weights": True}, {"stochastic_rounding": True}
+IN_MOMENTS = {"master_weights": "in_moments"}
 WEIGHTS = {"dtype": "bfloat16", "use_amp": False}
 
 
@@ -66,7 +68,7 @@ def test_masters_are_the_weights_of_a_run_in_float32(optimizer: str) -> None:
     assert all(torch.equal(weight, value) for weight, value in zip(wide.weights, plain.values(), strict=True))
 
 
-@pytest.mark.parametrize("settings", [MASTERS, RANDOM], ids=["masters", "random"])
+@pytest.mark.parametrize("settings", [MASTERS, IN_MOMENTS, RANDOM], ids=["masters", "moments", "random"])
 def test_a_saved_state_goes_on_bit_equal(settings: dict[str, object]) -> None:
     found = []
     for stop in (None, 2):
@@ -106,6 +108,47 @@ def test_updates_below_a_step_of_bfloat16_are_not_lost() -> None:
         moved[name] = 1.0 - float(weight.detach().double().mean())
     assert moved["nearest"] == 0.0
     assert moved["random"] == pytest.approx(32 * 2.0**-11, rel=0.05)
+
+
+def test_masters_in_the_moments_are_those_of_a_run_in_float32() -> None:
+    wide, weights = run(12, optimizer="adamw", **IN_MOMENTS)
+    assert not any(master.numel() for master in wide.wide), "no copies stay"
+    exact, beside = run(12, optimizer="adamw", **MASTERS)
+    for weight in wide.weights:
+        weight.data = weight.data.float()
+    for _ in range(2):  # what is a master by now stays one
+        wide.restore()
+    for index, (weight, master) in enumerate(zip(wide.weights, exact.state_dict()["masters"], strict=True)):
+        # They begin with weights in bfloat16, masters with float32: 2^-9 apart. Moments are right to 2^-13 a step.
+        torch.testing.assert_close(weight.detach(), master, rtol=2.0**-8, atol=1e-4)
+        assert torch.equal(weight.detach().bfloat16(), weights[list(beside)[index]])
+        assert not torch.equal(weight.detach(), weight.detach().bfloat16().float())
+
+
+def test_no_update_is_lost_that_the_moments_hold() -> None:
+    options: dict[str, Any] = {"lr": 2.0**-14, "weight_decay": 0.0}
+    turned = torch.full((40, 3), 1.5).t()  # stepped by way of a copy
+    held = [torch.nn.Parameter(x.bfloat16()) for x in (torch.full((1000,), 1.5), turned)]
+    exact = torch.nn.Parameter(torch.full((), 1.5))
+    named = [(f"w{index}", weight) for index, weight in enumerate(held)]
+    wide = WideWeights(
+        named, lambda copies: AdamW([w for _, w in copies], **options), keeps=False, in_moments=True
+    )
+    plain = torch.optim.AdamW([exact], **options)
+    for step in range(60):  # of 1/128 of a unit of bfloat16 each
+        for weight in held:
+            weight.grad = torch.full_like(weight, 1.0 + step % 3)
+        exact.grad = torch.tensor(1.0 + step % 3)
+        wide.step()
+        plain.step()
+    assert all((weight == 1.5).all() for weight in held), "less than half a unit away"
+    for weight in held:
+        weight.data = weight.data.float()
+    wide.restore()
+    moved = 1.5 - float(exact.detach())
+    for weight in held:
+        assert weight.unique().numel() == 1
+        assert 1.5 - float(weight.detach().flatten()[0]) == pytest.approx(moved, rel=1e-3)
 
 
 def stepped(weight: Tensor, grad: Tensor, seed: int, **options: Any) -> tuple[Tensor, WideWeights]:
@@ -185,6 +228,27 @@ def test_the_references_need_memory_for_a_part_of_a_tensor_alone() -> None:
         reference_adamw_step([weight], [first], [second], [step], [weight], [], *rest)
         reference_round_at_random(moments[:1], [weight], seed, 0)
     assert 4 * CHUNK <= seen.found <= 8 * CHUNK, "float32 values, and the random words of eight bytes"
+
+
+def test_masters_come_out_of_the_moments_a_part_at_a_time() -> None:
+    count = 3 * CHUNK + 5
+    x, m = torch.randn(2, count)
+    weight, first, second = parted(x, m, m.square())
+    held = weight.float()
+    with Largest() as seen:
+        wide.widen_in_place(held, first, second)
+    assert torch.equal(held, x)
+    assert 0 < seen.found <= 4 * CHUNK
+
+
+def test_what_has_no_place_in_the_moments_is_refused() -> None:
+    x, narrow, t = torch.zeros(3), torch.zeros(3, dtype=torch.bfloat16), torch.zeros(())
+    text = r"expected bfloat16 parameters with float32 moments"
+    for given in ([x], [x], [x]), ([narrow], [narrow], [narrow]):
+        with pytest.raises(ConfigError, match=text):
+            adamw_step(*given, [t], [narrow], lr=0.1, in_moments=True)
+    with pytest.raises(ConfigError, match=rf"0 weights and a seed; {text}"):
+        adamw_step([narrow], [x], [x], [t], [narrow], lr=0.1, in_moments=True, seed=torch.tensor(1))
 
 
 def test_what_is_not_rounded_at_random_is_refused() -> None:

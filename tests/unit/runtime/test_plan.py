@@ -190,6 +190,27 @@ def test_an_automatic_learning_rate_falls_with_the_width() -> None:
             },
             "keeps what stochastic_rounding would spread",
         ),
+        (
+            {
+                **{"phase": "pretrain", "dtype": "bfloat16", "use_amp": False},
+                **{"master_weights": "in_moments", "optimizer": "lion", "lr": 1e-4},
+            },
+            "master_weights=in_moments is of the moments of fused AdamW, got optimizer=lion",
+        ),
+        (
+            {
+                **{"phase": "pretrain", "dtype": "bfloat16", "use_amp": False},
+                **{"master_weights": "in_moments", "fused_optimizer": False},
+            },
+            "got optimizer=adamw, fused_optimizer=false; use master_weights=true",
+        ),
+        (
+            {
+                **{"phase": "pretrain", "dtype": "bfloat16", "use_amp": False},
+                **{"master_weights": "in_moments", "optimizer_offload": True},
+            },
+            "needs no float32 weights, which optimizer_offload keeps on the host",
+        ),
         ({"lora": {"rank": 4}}, "lora belongs to phase=global, got phase=blockwise"),
         (
             {"phase": "global", "attention_kl": 0.1},
