@@ -39,7 +39,8 @@ class Plan:
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
-_plans: dict[tuple[Any, ...], Plan | Op] = {}
+_plans: dict[tuple[Any, ...], Any] = {}
+"""What calls of a form run: a `Plan`, what another op makes of one, or an op in its place."""
 
 
 def dba_decode(
@@ -80,19 +81,25 @@ def dba_decode(
         given = (q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits)
         found = None if admit is None else admit(*given)
         if found is None:
-            config = choose(
-                decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint), _processors(q_sem.device)
-            )
-            config = replace(config, n_splits=n_splits) if n_splits else config
-            found = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[key] = found
+            found = chosen(q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window, hint, n_splits)
+        remember(key, found)
     if not isinstance(found, Plan):
         return found(
             q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
         )
     return run(found, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
+
+
+def remembered(key: tuple[Any, ...]) -> Any:
+    """Return what was remembered of calls of a form, None without."""
+    return _plans.get(key)
+
+
+def remember(key: tuple[Any, ...], found: Any) -> None:
+    """Remember what calls of a form run, until the table changes."""
+    if len(_plans) >= MOST_PLANS:
+        _plans.clear()
+    _plans[key] = found
 
 
 def forget_plans() -> None:
@@ -122,6 +129,25 @@ def decode_shape(
         tokens=min(max_seqlen or most, most),
         in_fp32=q_sem.dtype == torch.float32,
     )
+
+
+def chosen(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    n_packed: Tensor | None,
+    null: list[Tensor],
+    window: int,
+    hint: int,
+    n_splits: int,
+) -> Plan:
+    """Lay out what the table says for calls of this form."""
+    config = choose(decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint), _processors(q_sem.device))
+    config = replace(config, n_splits=n_splits) if n_splits else config
+    return plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
 
 
 def launch(
@@ -154,7 +180,7 @@ def run(
     null: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Run the op as planned for arguments of this form."""
-    q_sem, q_geo = _with_unit_stride(q_sem), _with_unit_stride(q_geo)
+    q_sem, q_geo = with_unit_stride(q_sem), with_unit_stride(q_geo)
     out = q_sem.new_empty(plan.out)
     sums = seqlens.new_empty(plan.sums, dtype=torch.float32)
     if not out.numel():
@@ -165,6 +191,27 @@ def run(
         # As the output: of what is attention to some of the tokens it can hold as much, and rounds as finely.
         parts = q_sem.new_empty(plan.parts)
         part_sums = seqlens.new_empty(plan.parts[:-1], dtype=torch.float32)
+    run_splits(plan, q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, parts, part_sums)
+    if plan.join is not None:
+        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
+        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
+    return out, sums
+
+
+def run_splits(
+    plan: Plan,
+    q_sem: Tensor,
+    q_geo: Tensor,
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    parts: Tensor,
+    part_sums: Tensor,
+) -> None:
+    """Let every split write what it reads, `plan.parts`, and the logarithms to base 2 of its sums, fp32."""
+    q_sem, q_geo = with_unit_stride(q_sem), with_unit_stride(q_geo)
     values = v or k_sem
     plan.split(
         q_sem,
@@ -184,10 +231,6 @@ def run(
         parts,
         part_sums,
     )
-    if plan.join is not None:
-        nulls = [row.contiguous() for row in null] or [q_sem, q_geo, q_sem]
-        plan.join(parts, part_sums, q_sem, q_geo, nulls[0], nulls[1], nulls[2 if v else 0], out, sums)
-    return out, sums
 
 
 def plan(
@@ -231,7 +274,7 @@ def plan(
         s % 2 for parts in quantised for s in parts[0].stride()[:3]
     ):
         n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
-    queries = [_with_unit_stride(q) for q in (q_sem, q_geo)]
+    queries = [with_unit_stride(q) for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
     strides = [
         *q_strides,
@@ -324,7 +367,8 @@ def plan(
     )
 
 
-def _with_unit_stride(q: Tensor) -> Tensor:
+def with_unit_stride(q: Tensor) -> Tensor:
+    """Return queries whose features lie side by side."""
     return q if q.stride(-1) == 1 else q.contiguous()
 
 

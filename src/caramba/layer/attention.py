@@ -21,7 +21,7 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.standard import StandardProjection
 from caramba.layer.stored import StoredKeys
-from caramba.ops import MAX_QUERIES, dba_append, fused_decode_available, kernel_takes
+from caramba.ops import MAX_QUERIES, fused_decode_available, kernel_takes
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:
@@ -156,10 +156,7 @@ class AttentionLayer(nn.Module):
             angles = projection.angles(ctx.offset, x.shape[1], x.device)
             if key is not None and angles is not None:
                 ctx.angles[key] = angles
-        q, streams = projection.step(x, ctx.offset, angles, norm)
-        rotated = -1 if angles is None else cache.names.index(projection.turned)
-        cos, sin = (None, None) if angles is None else angles
-        dba_append([streams[name] for name in cache.names], cache.allocations, ctx.places, cos, sin, rotated)
+        q = projection.step(x, ctx.offset, angles, norm, cache, ctx.places)
         stored = StoredKeys(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
         heads = projection.attend_stored(q, stored, self.score.window, self.null())
         return heads.transpose(1, 2).flatten(2)

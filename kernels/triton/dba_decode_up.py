@@ -1,0 +1,233 @@
+"""Kernels and launcher of `caramba::dba_decode_up`: splits are joined and mapped to a head's values in one launch.
+
+A program makes some columns of one head. It joins all that the head read of the latent itself, as others of that head
+do: what the splits left lies in L2, and to read it again costs less than another launch and its wait. All reads of a
+program are under way at once, the map's among them; one split after the other took longer than two launches do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import caramba.kernels.triton.dba_decode as decode
+import torch
+from caramba.kernels.triton.dba_decode import Op, Plan
+from caramba.kernels.triton.dba_decode_modes import power_of_2
+from caramba.kernels.triton.head_products import head_values
+from caramba.kernels.triton.launch import Launch, form
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+COLUMNS = 16, 32
+"""Columns of a program of one row, and of one of several: of 32 heads of 64 features these make 128 and, of 32 rows,
+128 programs."""
+BLOCK_T = 16
+MOST_SPLITS_OF_ROWS = 16
+"""Splits that programs of several rows read at once: beyond, they would wait for registers."""
+MOST_LANES = 512
+"""Heads of all rows up to which programs of one row each read the map anew; with more, two launches take less."""
+MOST_ELEMENTS = 65536
+"""Numbers of a first block of splits that the registers of a program hold."""
+
+
+@triton.jit
+def _up_row(
+    parts,
+    part_sums,
+    up,
+    y,
+    n_splits,
+    n_queries,
+    n_heads,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One row of one head. Splits come in blocks of FIRST and REST, as their number is seldom a power of two."""
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
+    row = tl.program_id(1).to(tl.int64)
+    lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries) * n_splits
+    feature, column = tl.arange(0, BLOCK_R), part * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rank, in_width = feature < R, column < D
+    split = tl.arange(0, FIRST)
+    # All reads before anything that waits for one of them.
+    l = tl.load(part_sums + lane + split)
+    read = tl.load(parts + (lane + split)[:, None] * R + feature[None, :], in_rank[None, :], other=0.0)
+    if REST:
+        later = FIRST + tl.arange(0, REST)
+        is_split = later < n_splits
+        l_rest = tl.load(part_sums + lane + later, is_split, other=-float("inf"))
+        mask = is_split[:, None] & in_rank[None, :]
+        read_rest = tl.load(parts + (lane + later)[:, None] * R + feature[None, :], mask, other=0.0)
+    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
+    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
+    top = tl.max(l, 0)
+    if REST:
+        top = tl.maximum(top, tl.max(l_rest, 0))
+    finite = tl.where(top == -float("inf"), 0.0, top)
+    share = tl.exp2(l - finite)
+    total = tl.sum(share, 0)
+    x = tl.sum(read.to(tl.float32) * share[:, None], 0)
+    if REST:
+        share_rest = tl.exp2(l_rest - finite)
+        total += tl.sum(share_rest, 0)
+        x += tl.sum(read_rest.to(tl.float32) * share_rest[:, None], 0)
+    # Rounded as where what is read goes through memory, maps to the dtype of what they meet.
+    x = (x / tl.where(total > 0, total, 1.0)).to(DTYPE).to(tl.float32)
+    out = tl.sum(x[:, None] * weight.to(DTYPE).to(tl.float32), 0)
+    tl.store(y + (row * n_heads + head) * D + column, out.to(DTYPE), in_width)
+
+
+@triton.jit
+def _up_rows(
+    parts,
+    part_sums,
+    up,
+    y,
+    n_rows,
+    n_queries,
+    n_heads,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Several rows of one head, with a product on tensor cores."""
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
+    row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    inside = row < n_rows
+    lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries) * N_SPLITS
+    feature, column = tl.arange(0, BLOCK_R), part * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rank, in_width = feature < R, column < D
+    split = tl.arange(0, SPLITS)
+    l_mask = inside[:, None] & (split < N_SPLITS)[None, :]
+    l = tl.load(part_sums + lane[:, None] + split[None, :], l_mask, other=-float("inf"))
+    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
+    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
+    top = tl.max(l, 1)
+    finite = tl.where(top == -float("inf"), 0.0, top)
+    mask = inside[:, None] & in_rank[None, :]
+    x = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
+    total = tl.zeros((BLOCK_T,), tl.float32)
+    for s in tl.static_range(0, N_SPLITS):
+        read = tl.load(parts + (lane + s)[:, None] * R + feature[None, :], mask, other=0.0)
+        share = tl.exp2(tl.load(part_sums + lane + s, inside, other=-float("inf")) - finite)
+        x += read.to(tl.float32) * share[:, None]
+        total += share
+    x = (x / tl.where(total > 0, total, 1.0)[:, None]).to(DTYPE)
+    out = tl.dot(x, weight.to(DTYPE))
+    y_at = (row * n_heads + head) * D
+    tl.store(y + y_at[:, None] + column[None, :], out.to(DTYPE), inside[:, None] & in_width[None, :])
+
+
+@dataclass(frozen=True)
+class UpPlan:
+    """What calls of one form launch: splits, and what joins and maps them, None where two launches take less."""
+
+    plan: Plan
+    finish: Launch | None
+
+
+def dba_decode_up(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    c: list[Tensor],
+    k_geo: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    up: Tensor,
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+    admit: Op | None = None,
+) -> Tensor:
+    """Run the op; `admit` as in `dba_decode`, but that what it returns takes this op's arguments."""
+    hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
+    key = (
+        ("up", *kinds, window, hint, n_splits),
+        form(q_sem),
+        form(q_geo),
+        form(seqlens),
+        None if n_packed is None else form(n_packed),
+        *[form(x) for x in c],
+        *[form(x) for x in k_geo],
+        form(up),
+    )
+    found = decode.remembered(key)
+    if found is None:
+        if admit is not None:
+            found = admit(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
+        if found is None:
+            given = (q_sem, q_geo, kinds, c, k_geo, [], n_packed, [], window, hint, n_splits)
+            found = planned(decode.chosen(*given), q_sem, up)
+        decode.remember(key, found)
+    if not isinstance(found, UpPlan):
+        return found(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
+    if found.finish is None:
+        read, _ = decode.run(found.plan, q_sem, q_geo, c, k_geo, [], seqlens, n_packed, [])
+        return head_values(read.transpose(1, 2), up)
+    batch, heads, n_queries, _ = q_sem.shape
+    y = q_sem.new_empty((batch, n_queries, heads, up.shape[-1]))
+    parts = q_sem.new_empty(found.plan.parts)
+    part_sums = seqlens.new_empty(found.plan.parts[:-1], dtype=torch.float32)
+    decode.run_splits(found.plan, q_sem, q_geo, c, k_geo, [], seqlens, n_packed, parts, part_sums)
+    found.finish(parts, part_sums, up.contiguous(), y)
+    return y
+
+
+def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
+    """Lay out calls of the form of these queries and maps behind splits that are laid out."""
+    batch, heads, n_queries, rank = q.shape
+    width, rows = up.shape[-1], batch * n_queries
+    n_splits, block_r = plan.parts[1], max(16, power_of_2(rank))
+    first = 1 << (n_splits.bit_length() - 1)
+    if plan.join is None or not batch * heads * width:
+        return UpPlan(plan, None)
+    if rows >= BLOCK_T and n_splits <= MOST_SPLITS_OF_ROWS and q.dtype != torch.float32:
+        block_n = min(COLUMNS[1], max(16, power_of_2(width)))
+        finish = Launch(
+            _up_rows,
+            (heads * -(-width // block_n), -(-rows // BLOCK_T)),
+            (rows, n_queries, heads),
+            {
+                "R": rank,
+                "D": width,
+                "N_SPLITS": n_splits,
+                "SPLITS": power_of_2(n_splits),
+                "BLOCK_T": BLOCK_T,
+                "BLOCK_R": block_r,
+                "BLOCK_N": block_n,
+            },
+            num_warps=4,
+        )
+        return UpPlan(plan, finish)
+    if rows * heads > MOST_LANES or first * block_r > MOST_ELEMENTS:
+        return UpPlan(plan, None)
+    block_n = min(COLUMNS[0], power_of_2(width))
+    finish = Launch(
+        _up_row,
+        (heads * -(-width // block_n), rows),
+        (n_splits, n_queries, heads),
+        {
+            "R": rank,
+            "D": width,
+            "FIRST": first,
+            "REST": power_of_2(n_splits - first) if n_splits > first else 0,
+            "BLOCK_R": block_r,
+            "BLOCK_N": block_n,
+        },
+        # 64 numbers a thread: that many are under way together, and few have to be summed across threads.
+        num_warps=min(16, max(4, first * block_r // 2048)),
+    )
+    return UpPlan(plan, finish)
