@@ -11,7 +11,7 @@ from torch._inductor.fx_passes import post_grad
 
 from caramba.cache import KVCacheKind, StepContext
 from caramba.errors import ConfigError
-from caramba.infer.device_steps import next_logits
+from caramba.infer.device_steps import find_angles, next_logits
 from caramba.layer import latent
 from caramba.layer.joined import joined_weights
 from caramba.model import Model, build_model
@@ -124,21 +124,12 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.fixture
-def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Steps of float64 models on a CPU take the ops as if they had kernels: names of those called in turn."""
-    seen: list[str] = []
-
-    def spied(place: Any, name: str) -> None:
-        plain = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *a, **k: (seen.append(name), plain(*a, **k))[1])
-
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps on a CPU, of any dtype, take the ops as if they had kernels."""
     for op in ("absorbed_queries", "absorbed_step", "head_values", "dba_decode_up"):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "reference")
-    spied(latent, "absorbed_step")
-    spied(latent.StoredKeys, "attend_up")
     monkeypatch.setattr(latent, "has_narrow_queries", lambda *_: True)
-    monkeypatch.setattr(latent, "HALF_PRECISION", (torch.float64, torch.float32))
-    return seen
+    monkeypatch.setattr(latent, "HALF_PRECISION", (torch.float64, torch.float16))
 
 
 def stepped(model: Model, kind: KVCacheKind) -> Tensor:
@@ -153,8 +144,17 @@ def stepped(model: Model, kind: KVCacheKind) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", [KVCacheKind.FP32, KVCacheKind.MIXED])
+@pytest.mark.usefixtures("with_kernels")
 @torch.no_grad()
-def test_steps_with_the_ops_are_those_without(kind: KVCacheKind, called: list[str]) -> None:
+def test_steps_with_the_ops_are_those_without(kind: KVCacheKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def spied(place: Any, name: str) -> None:
+        plain = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *a, **k: (called.append(name), plain(*a, **k))[1])
+
+    spied(latent, "absorbed_step")
+    spied(latent.StoredKeys, "attend_up")
     model = build_model(transformer("latent"), seed=0).eval().double()
     with backend.without_kernels():
         wanted = stepped(model, kind)
@@ -169,10 +169,11 @@ class _SeenError(Exception):
     """Ends a compilation once its graph is known: no code is made."""
 
 
-@pytest.mark.parametrize("kind", [KVCacheKind.FP32, KVCacheKind.MIXED])
+@pytest.mark.parametrize("kind", [KVCacheKind.FP16, KVCacheKind.MIXED])
+@pytest.mark.usefixtures("with_kernels")
 @torch.no_grad()
 def test_the_compiler_writes_into_the_cache_without_a_copy(
-    kind: KVCacheKind, called: list[str], monkeypatch: pytest.MonkeyPatch
+    kind: KVCacheKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs: list[Any] = []
     decompose = post_grad.decompose_auto_functionalized
@@ -184,12 +185,13 @@ def test_the_compiler_writes_into_the_cache_without_a_copy(
 
     monkeypatch.setattr(post_grad, "decompose_auto_functionalized", seen)
     torch._dynamo.reset()
-    model = build_model(transformer("latent"), seed=0).eval()
+    model = build_model(transformer("latent"), seed=0).eval().half()
     ctx = model.new_context(2, 16, kind, static=True, tail_tokens=4)
     model(torch.ones(2, 5, dtype=torch.int64), ctx)
-    token = torch.ones(2, dtype=torch.int64)
+    token, step = torch.ones(2, dtype=torch.int64), StepContext(ctx)
+    find_angles(model, step)
     with pytest.raises(Exception, match="_SeenError"):
-        torch.compile(next_logits, fullgraph=True)(model, token, StepContext(ctx))
+        torch.compile(next_logits, fullgraph=True)(model, token, step)
     torch._dynamo.reset()
     nodes = list(graphs[0].nodes)
     counts = {
