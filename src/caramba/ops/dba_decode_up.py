@@ -105,11 +105,11 @@ def _apart(
     n_splits: int,
 ) -> Tensor:
     """Compute the op by the two that it joins, each of which knows what its kernels take."""
-    streams = (StoredStream(kind, *parts) for kind, parts in zip(kinds, (c, k_geo), strict=True))
     read, _ = dba_decode(
         q_sem,
         q_geo,
-        *streams,
+        StoredStream(kinds[0], *c),
+        StoredStream(kinds[1], *k_geo),
         None,
         seqlens,
         n_packed=n_packed,

@@ -83,8 +83,9 @@ def decode_arguments() -> dict[str, Any]:
 
 def test_what_is_read_is_mapped_by_head() -> None:
     given = decode_arguments()
-    asked = (given[name] for name in ("q_sem", "q_geo", "c", "k_geo"))
-    read, _ = dba_decode(*asked, None, given["seqlens"], window=3)
+    read, _ = dba_decode(
+        given["q_sem"], given["q_geo"], given["c"], given["k_geo"], None, given["seqlens"], window=3
+    )
     found = dba_decode_up(**given, window=3)
     assert torch.equal(found, head_values(read.transpose(1, 2), given["up"]))
     wanted = torch.stack([read[:, h] @ given["up"][h] for h in range(H)], dim=2)

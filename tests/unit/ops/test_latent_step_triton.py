@@ -115,8 +115,7 @@ def test_a_read_is_joined_and_mapped(
     monkeypatch.setattr(launcher.Launch, "__call__", _noted(launcher.Launch.__call__, ran))
     decode.forget_plans()
     found = launcher.dba_decode_up(q_sem, q_geo, kinds, [c], [k_geo], seqlens, None, up, 0, 0, n_splits)
-    wide = [x.double() for x in (q_sem, q_geo, c, k_geo)]
-    read = _read(*wide, seqlens).to(dtype)
+    read = _read(q_sem.double(), q_geo.double(), c.double(), k_geo.double(), seqlens).to(dtype)
     wanted = reference_head_values(read.transpose(1, 2).double(), up.double())
     expected = (
         "_up_rows" if dtype != torch.float32 and batch * n_queries >= 16 and 1 < n_splits <= 16 else "_up_row"
