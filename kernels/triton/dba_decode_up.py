@@ -28,8 +28,10 @@ MOST_SPLITS_OF_ROWS = 16
 """Splits that programs of several rows read at once: beyond, they would wait for registers."""
 MOST_LANES = 512
 """Heads of all rows up to which programs of one row each read the map anew; with more, two launches take less."""
-MOST_ELEMENTS = 65536
-"""Numbers of a first block of splits that the registers of a program hold."""
+BLOCK_S = 32
+"""Splits of a block in a program of one row."""
+MOST_ELEMENTS = 131072
+"""Numbers of all blocks of a row, up to which they are under way in the registers of a program."""
 
 
 @triton.jit
@@ -43,43 +45,42 @@ def _up_row(
     n_heads,
     R: tl.constexpr,
     D: tl.constexpr,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
+    N_BLOCKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One row of one head. Splits come in blocks of FIRST and REST, as their number is seldom a power of two."""
+    """One row of one head. Threads weigh what they read of all blocks of splits before any waits for another."""
     DTYPE: tl.constexpr = y.dtype.element_ty
     head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
     row = tl.program_id(1).to(tl.int64)
     lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries) * n_splits
     feature, column = tl.arange(0, BLOCK_R), part * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rank, in_width = feature < R, column < D
-    split = tl.arange(0, FIRST)
-    # All reads before anything that waits for one of them.
-    l = tl.load(part_sums + lane + split)
-    read = tl.load(parts + (lane + split)[:, None] * R + feature[None, :], in_rank[None, :], other=0.0)
-    if REST:
-        later = FIRST + tl.arange(0, REST)
-        is_split = later < n_splits
-        l_rest = tl.load(part_sums + lane + later, is_split, other=-float("inf"))
-        mask = is_split[:, None] & in_rank[None, :]
-        read_rest = tl.load(parts + (lane + later)[:, None] * R + feature[None, :], mask, other=0.0)
     up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
     weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
-    top = tl.max(l, 0)
-    if REST:
-        top = tl.maximum(top, tl.max(l_rest, 0))
+    top = tl.full((BLOCK_S,), -float("inf"), tl.float32)
+    for block in tl.static_range(N_BLOCKS):
+        split = block * BLOCK_S + tl.arange(0, BLOCK_S)
+        top = tl.maximum(top, tl.load(part_sums + lane + split, split < n_splits, other=-float("inf")))
     finite = tl.where(top == -float("inf"), 0.0, top)
-    share = tl.exp2(l - finite)
-    total = tl.sum(share, 0)
-    x = tl.sum(read.to(tl.float32) * share[:, None], 0)
-    if REST:
-        share_rest = tl.exp2(l_rest - finite)
-        total += tl.sum(share_rest, 0)
-        x += tl.sum(read_rest.to(tl.float32) * share_rest[:, None], 0)
+    total = tl.zeros((BLOCK_S,), tl.float32)
+    read = tl.zeros((BLOCK_S, BLOCK_R), tl.float32)
+    for block in tl.static_range(N_BLOCKS):
+        split = block * BLOCK_S + tl.arange(0, BLOCK_S)
+        is_split = split < n_splits
+        share = tl.exp2(tl.load(part_sums + lane + split, is_split, other=-float("inf")) - finite)
+        at = parts + (lane + split)[:, None] * R + feature[None, :]
+        one = tl.load(at, is_split[:, None] & in_rank[None, :], other=0.0)
+        read += one.to(tl.float32) * share[:, None]
+        total += share
+    # Sums of the same splits of every block, by the greatest of them all.
+    most = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(most == -float("inf"), 0.0, most))
+    total_of_all = tl.sum(total * share, 0)
+    x = tl.sum(read * share[:, None], 0) / tl.where(total_of_all > 0, total_of_all, 1.0)
     # Rounded as where what is read goes through memory, maps to the dtype of what they meet.
-    x = (x / tl.where(total > 0, total, 1.0)).to(DTYPE).to(tl.float32)
+    x = x.to(DTYPE).to(tl.float32)
     out = tl.sum(x[:, None] * weight.to(DTYPE).to(tl.float32), 0)
     tl.store(y + (row * n_heads + head) * D + column, out.to(DTYPE), in_width)
 
@@ -96,7 +97,6 @@ def _up_rows(
     R: tl.constexpr,
     D: tl.constexpr,
     N_SPLITS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -109,19 +109,18 @@ def _up_rows(
     lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries) * N_SPLITS
     feature, column = tl.arange(0, BLOCK_R), part * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rank, in_width = feature < R, column < D
-    split = tl.arange(0, SPLITS)
-    l_mask = inside[:, None] & (split < N_SPLITS)[None, :]
-    l = tl.load(part_sums + lane[:, None] + split[None, :], l_mask, other=-float("inf"))
     up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
     weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
-    top = tl.max(l, 1)
+    top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
+    for s in tl.static_range(N_SPLITS):
+        top = tl.maximum(top, tl.load(part_sums + lane + s, inside, other=-float("inf")))
     finite = tl.where(top == -float("inf"), 0.0, top)
     mask = inside[:, None] & in_rank[None, :]
     x = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
-    for s in tl.static_range(0, N_SPLITS):
-        read = tl.load(parts + (lane + s)[:, None] * R + feature[None, :], mask, other=0.0)
+    for s in tl.static_range(N_SPLITS):
         share = tl.exp2(tl.load(part_sums + lane + s, inside, other=-float("inf")) - finite)
+        read = tl.load(parts + (lane + s)[:, None] * R + feature[None, :], mask, other=0.0)
         x += read.to(tl.float32) * share[:, None]
         total += share
     x = (x / tl.where(total > 0, total, 1.0)[:, None]).to(DTYPE)
@@ -191,7 +190,8 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
     batch, heads, n_queries, rank = q.shape
     width, rows = up.shape[-1], batch * n_queries
     n_splits, block_r = plan.parts[1], max(16, power_of_2(rank))
-    first = 1 << (n_splits.bit_length() - 1)
+    block_s = min(BLOCK_S, power_of_2(n_splits))
+    elements = -(-n_splits // block_s) * block_s * block_r
     if plan.join is None or not batch * heads * width:
         return UpPlan(plan, None)
     if rows >= BLOCK_T and n_splits <= MOST_SPLITS_OF_ROWS and q.dtype != torch.float32:
@@ -204,7 +204,6 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
                 "R": rank,
                 "D": width,
                 "N_SPLITS": n_splits,
-                "SPLITS": power_of_2(n_splits),
                 "BLOCK_T": BLOCK_T,
                 "BLOCK_R": block_r,
                 "BLOCK_N": block_n,
@@ -212,7 +211,7 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
             num_warps=4,
         )
         return UpPlan(plan, finish)
-    if rows * heads > MOST_LANES or first * block_r > MOST_ELEMENTS:
+    if rows * heads > MOST_LANES or elements > MOST_ELEMENTS:
         return UpPlan(plan, None)
     block_n = min(COLUMNS[0], power_of_2(width))
     finish = Launch(
@@ -222,12 +221,12 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
         {
             "R": rank,
             "D": width,
-            "FIRST": first,
-            "REST": power_of_2(n_splits - first) if n_splits > first else 0,
+            "N_BLOCKS": -(-n_splits // block_s),
+            "BLOCK_S": block_s,
             "BLOCK_R": block_r,
             "BLOCK_N": block_n,
         },
-        # 64 numbers a thread: that many are under way together, and few have to be summed across threads.
-        num_warps=min(16, max(4, first * block_r // 2048)),
+        # Some 80 numbers a thread: that many are under way together, and few have to be summed across threads.
+        num_warps=4 if elements <= 12288 else 8 if elements <= 32768 else 16,
     )
     return UpPlan(plan, finish)
