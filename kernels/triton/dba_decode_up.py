@@ -24,8 +24,8 @@ COLUMNS = 16, 32
 """Columns of a program of one row, and of one of several: of 32 heads of 64 features these make 128 and, of 32 rows,
 128 programs."""
 BLOCK_T = 16
-MOST_SPLITS_OF_ROWS = 16
-"""Splits that programs of several rows read at once: beyond, they would wait for registers."""
+MOST_OF_ROWS = 32768
+"""Numbers that the registers of a program of several rows hold."""
 MOST_LANES = 512
 """Heads of all rows up to which programs of one row each read the map anew; with more, two launches take less."""
 BLOCK_S = 32
@@ -97,6 +97,7 @@ def _up_rows(
     R: tl.constexpr,
     D: tl.constexpr,
     N_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -104,28 +105,27 @@ def _up_rows(
     """Several rows of one head, with a product on tensor cores."""
     DTYPE: tl.constexpr = y.dtype.element_ty
     head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
-    row = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = row < n_rows
-    lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries) * N_SPLITS
-    feature, column = tl.arange(0, BLOCK_R), part * BLOCK_N + tl.arange(0, BLOCK_N)
+    lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries).to(tl.int64) * N_SPLITS
+    split, feature = tl.arange(0, SPLITS), tl.arange(0, BLOCK_R)
+    column = part * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rank, in_width = feature < R, column < D
+    at = lane[:, None] + split[None, :]
+    is_part = inside[:, None] & (split < N_SPLITS)[None, :]
+    # All reads before anything that waits for one of them.
+    read_at = parts + at[:, :, None] * R + feature[None, None, :]
+    read = tl.load(read_at, is_part[:, :, None] & in_rank[None, None, :], other=0.0)
+    l = tl.load(part_sums + at, is_part, other=-float("inf"))
     up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
     weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
-    top = tl.full((BLOCK_T,), -float("inf"), tl.float32)
-    for s in tl.static_range(N_SPLITS):
-        top = tl.maximum(top, tl.load(part_sums + lane + s, inside, other=-float("inf")))
-    finite = tl.where(top == -float("inf"), 0.0, top)
-    mask = inside[:, None] & in_rank[None, :]
-    x = tl.zeros((BLOCK_T, BLOCK_R), tl.float32)
-    total = tl.zeros((BLOCK_T,), tl.float32)
-    for s in tl.static_range(N_SPLITS):
-        share = tl.exp2(tl.load(part_sums + lane + s, inside, other=-float("inf")) - finite)
-        read = tl.load(parts + (lane + s)[:, None] * R + feature[None, :], mask, other=0.0)
-        x += read.to(tl.float32) * share[:, None]
-        total += share
-    x = (x / tl.where(total > 0, total, 1.0)[:, None]).to(DTYPE)
+    top = tl.max(l, 1)
+    share = tl.exp2(l - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    total = tl.sum(share, 1)
+    share = share / tl.where(total > 0, total, 1.0)[:, None]
+    x = tl.sum(read.to(tl.float32) * share[:, :, None], 1).to(DTYPE)
     out = tl.dot(x, weight.to(DTYPE))
-    y_at = (row * n_heads + head) * D
+    y_at = (row.to(tl.int64) * n_heads + head) * D
     tl.store(y + y_at[:, None] + column[None, :], out.to(DTYPE), inside[:, None] & in_width[None, :])
 
 
@@ -194,7 +194,8 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
     elements = -(-n_splits // block_s) * block_s * block_r
     if plan.join is None or not batch * heads * width:
         return UpPlan(plan, None)
-    if rows >= BLOCK_T and n_splits <= MOST_SPLITS_OF_ROWS and q.dtype != torch.float32:
+    of_rows = BLOCK_T * power_of_2(n_splits) * block_r
+    if rows >= BLOCK_T and of_rows <= MOST_OF_ROWS and q.dtype != torch.float32:
         block_n = min(COLUMNS[1], max(16, power_of_2(width)))
         finish = Launch(
             _up_rows,
@@ -204,11 +205,12 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
                 "R": rank,
                 "D": width,
                 "N_SPLITS": n_splits,
+                "SPLITS": power_of_2(n_splits),
                 "BLOCK_T": BLOCK_T,
                 "BLOCK_R": block_r,
                 "BLOCK_N": block_n,
             },
-            num_warps=4,
+            num_warps=8,
         )
         return UpPlan(plan, finish)
     if rows * heads > MOST_LANES or elements > MOST_ELEMENTS:
