@@ -7,11 +7,12 @@ program are under way at once, the map's among them; one split after the other t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import caramba.kernels.triton.dba_decode as decode
 import torch
-from caramba.kernels.triton.dba_decode import Op, Plan
+from caramba.kernels.triton.dba_decode import Plan
 from caramba.kernels.triton.dba_decode_modes import power_of_2
 from caramba.kernels.triton.head_products import head_values
 from caramba.kernels.triton.launch import Launch, form
@@ -149,7 +150,7 @@ def dba_decode_up(
     window: int,
     max_seqlen: int,
     n_splits: int,
-    admit: Op | None = None,
+    admit: Callable[..., Callable[..., Tensor] | None] | None = None,
 ) -> Tensor:
     """Run the op; `admit` as in `dba_decode`, but that what it returns takes this op's arguments."""
     hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
