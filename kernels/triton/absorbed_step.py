@@ -115,15 +115,15 @@ def _step_kernel(
     head, part = tl.program_id(0) % (n_heads + 1), tl.program_id(0) // (n_heads + 1)
     if head == n_heads:
         _append_part(
-            *(c_ptr, k_geo_ptr, cos_ptr, sin_ptr, into_c, into_geo, lengths, c_batch, c_token, geo_batch),
-            *(geo_token, into_c_batch, into_c_place, into_geo_batch, into_geo_place, table_batch, n_rows),
-            *(n_tokens, capacity, part, R, P, COLUMN, SEM_BLOCKS, BLOCK_T, BLOCK_N),
-        )
+            c_ptr, k_geo_ptr, cos_ptr, sin_ptr, into_c, into_geo, lengths, c_batch, c_token, geo_batch, geo_token,
+            into_c_batch, into_c_place, into_geo_batch, into_geo_place, table_batch, n_rows, n_tokens, capacity,
+            part, R, P, COLUMN, SEM_BLOCKS, BLOCK_T, BLOCK_N,
+        )  # fmt: skip
     else:
         query_part(
-            *(q_ptr, sem_ptr, geo_ptr, cos_ptr, sin_ptr, y_ptr, q_batch, q_token, q_head, table_batch),
-            *(n_rows, n_tokens, n_heads, scale, head, part, D, R, P, SEM_BLOCKS, BLOCK_T, BLOCK_D, BLOCK_N),
-        )
+            q_ptr, sem_ptr, geo_ptr, cos_ptr, sin_ptr, y_ptr, q_batch, q_token, q_head, table_batch, n_rows,
+            n_tokens, n_heads, scale, head, part, D, R, P, SEM_BLOCKS, BLOCK_T, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
 
 
 _steps = Launches(_step_kernel)

@@ -110,9 +110,9 @@ def _queries_kernel(
 ):
     head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
     query_part(
-        *(q_ptr, sem_ptr, geo_ptr, cos_ptr, sin_ptr, y_ptr, q_batch, q_token, q_head, table_batch),
-        *(n_rows, n_tokens, n_heads, scale, head, part, D, R, P, SEM_BLOCKS, BLOCK_T, BLOCK_D, BLOCK_N),
-    )
+        q_ptr, sem_ptr, geo_ptr, cos_ptr, sin_ptr, y_ptr, q_batch, q_token, q_head, table_batch, n_rows, n_tokens,
+        n_heads, scale, head, part, D, R, P, SEM_BLOCKS, BLOCK_T, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit
