@@ -2,10 +2,12 @@
 
 LAUNCHERS: dict[str, str] = {
     "absorbed_queries": "caramba.kernels.triton.head_products:absorbed_queries",
+    "absorbed_step": "caramba.kernels.triton.absorbed_step:absorbed_step",
     "adamw_step": "caramba.kernels.triton.adamw:adamw_step",
     "cross_entropy_rows": "caramba.kernels.triton.cross_entropy_rows:cross_entropy_rows",
     "dba_append": "caramba.kernels.triton.dba_append:dba_append",
     "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",
+    "dba_decode_up": "caramba.kernels.triton.dba_decode_up:dba_decode_up",
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
     "drawn": "caramba.kernels.triton.drawn:drawn",

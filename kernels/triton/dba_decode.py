@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from caramba.kernels.triton.dba_decode_heads import decode_heads
@@ -51,6 +52,7 @@ class Plan:
     sum_strides: Shape
     sums_from: int
     part_bytes: int
+    n_splits: int
     split: Launch
     join: Launch | None
     is_empty: bool
@@ -58,7 +60,8 @@ class Plan:
 
 
 Op = Callable[..., tuple[Tensor, Tensor]]
-_plans: Plans[Plan | Op] = Plans()
+plans: Plans[Any] = Plans()
+"""What calls of a form run: a `Plan`, what another op makes of one, or an op in its place."""
 
 
 def dba_decode(
@@ -85,17 +88,13 @@ def dba_decode(
     hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
     tensors = arguments(q_sem, q_geo, k_sem, k_geo, v, seqlens, n_packed, null)
     rest = (*kinds, len(k_sem), len(k_geo), len(v), n_packed is None, len(null), window, hint, n_splits)
-    found = _plans.get(rest, tensors)
+    found = plans.get(rest, tensors)
     if found is None:
         given = (q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits)
         found = None if admit is None else admit(*given)
         if found is None:
-            config = choose(
-                decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint), _processors(q_sem.device)
-            )
-            config = replace(config, n_splits=n_splits) if n_splits else config
-            found = plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
-        _plans.add(rest, tensors, found)
+            found = chosen(q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window, hint, n_splits)
+        plans.add(rest, tensors, found)
     if not isinstance(found, Plan):
         return found(
             q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
@@ -105,7 +104,7 @@ def dba_decode(
 
 def forget_plans() -> None:
     """Plan every form anew, as after the table has changed."""
-    _plans.clear()
+    plans.clear()
 
 
 def decode_shape(
@@ -130,6 +129,25 @@ def decode_shape(
         tokens=min(max_seqlen or most, most),
         in_fp32=q_sem.dtype == torch.float32,
     )
+
+
+def chosen(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    k_sem: list[Tensor],
+    k_geo: list[Tensor],
+    v: list[Tensor],
+    n_packed: Tensor | None,
+    null: list[Tensor],
+    window: int,
+    hint: int,
+    n_splits: int,
+) -> Plan:
+    """Lay out what the table says for calls of this form."""
+    config = choose(decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint), _processors(q_sem.device))
+    config = replace(config, n_splits=n_splits) if n_splits else config
+    return plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
 
 
 def launch(
@@ -173,8 +191,7 @@ def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     sums = empty(q_sem, stream, plan.out[:-1], plan.sum_strides, torch.float32)
     if plan.is_empty:
         return out, sums
-    if plan.copied:
-        tensors = [x.contiguous() if i in plan.copied else x for i, x in enumerate(tensors)]
+    tensors = _laid_out(plan, tensors)
     places = [x.data_ptr() for x in tensors]
     together = 0
     for place in places:
@@ -199,6 +216,27 @@ def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         views = _views(plan, parts, q_sem.dtype)
         plan.join(*views, *(tensors[i] for i in plan.joined), out, sums)
     return out, sums
+
+
+def run_splits(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Let every split of a plan with a join attend, as `run` does.
+
+    Return what they attended, and the logarithms to base 2 of their sums of exponentials, fp32, each row's splits side
+    by side.
+    """
+    tensors = _laid_out(plan, tensors)
+    q_sem = tensors[0]
+    parts = empty(q_sem, stream_of(q_sem), (plan.part_bytes,), (1,), torch.uint8)
+    views = _views(plan, parts, q_sem.dtype)
+    plan.split(*(tensors[i] for i in plan.read), *views)
+    return views
+
+
+def _laid_out(plan: Plan, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the tensors as a plan's kernels read them."""
+    if not plan.copied:
+        return tensors
+    return [x.contiguous() if i in plan.copied else x for i, x in enumerate(tensors)]
 
 
 def _views(plan: Plan, parts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -348,6 +386,7 @@ def plan(
         sum_strides=contiguous_strides((batch, heads, n_queries)),
         sums_from=sums_from,
         part_bytes=sums_from + rows * config.n_splits * 4,
+        n_splits=config.n_splits,
         split=split,
         join=None if final else join,
         is_empty=not rows * v_width,

@@ -22,10 +22,67 @@ INNER = 128
 
 
 @triton.jit
-def _loaded(ptr, row_at, row_mask, column, WIDTH: tl.constexpr):
+def loaded(ptr, row_at, row_mask, column, WIDTH: tl.constexpr):
     """Load a tile of rows at offsets, zeros where there is none."""
     mask = row_mask[:, None] & (column < WIDTH)[None, :]
     return tl.load(ptr + row_at[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def query_part(
+    q_ptr,
+    sem_ptr,
+    geo_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    q_batch,
+    q_token,
+    q_head,
+    table_batch,
+    n_rows,
+    n_tokens,
+    n_heads,
+    scale,
+    head,
+    part,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    SEM_BLOCKS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Make part of a head's queries, of the latent first, then turned pairs, of a block of rows."""
+    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
+    row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = row < n_rows
+    batch, token = row // n_tokens, row % n_tokens
+    feature = tl.arange(0, BLOCK_D)
+    in_width = feature < D
+    q_at = batch.to(tl.int64) * q_batch + token.to(tl.int64) * q_token + head.to(tl.int64) * q_head
+    q = loaded(q_ptr, q_at, inside, feature, D)
+    y_at = (row.to(tl.int64) * n_heads + head) * (R + 2 * P)
+    if part < SEM_BLOCKS:
+        column = part * BLOCK_N + tl.arange(0, BLOCK_N)
+        sem = loaded(sem_ptr + head * (D * R), feature * R, in_width, column, R).to(DTYPE)
+        mapped = tl.dot((q.to(tl.float32) * scale).to(DTYPE), sem)
+        mask = inside[:, None] & (column < R)[None, :]
+        tl.store(y_ptr + y_at[:, None] + column[None, :], mapped.to(DTYPE), mask=mask)
+    else:
+        pair = (part - SEM_BLOCKS) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        geo_at = geo_ptr + head * (D * 2 * P)
+        first_map = loaded(geo_at, feature * (2 * P), in_width, pair, P).to(DTYPE)
+        second_map = loaded(geo_at + P, feature * (2 * P), in_width, pair, P).to(DTYPE)
+        table = batch * table_batch + token * P
+        cos = loaded(cos_ptr, table, inside, pair, P)
+        sin = loaded(sin_ptr, table, inside, pair, P)
+        first, second = tl.dot(q, first_map), tl.dot(q, second_map)
+        is_pair = inside[:, None] & (pair < P)[None, :]
+        into = y_ptr + y_at[:, None] + R + pair[None, :]
+        tl.store(into, ((first * cos - second * sin) * scale).to(DTYPE), mask=is_pair)
+        tl.store(into + P, ((second * cos + first * sin) * scale).to(DTYPE), mask=is_pair)
 
 
 @triton.jit
@@ -52,35 +109,11 @@ def _queries_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
-    row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    inside = row < n_rows
-    batch, token = row // n_tokens, row % n_tokens
-    feature = tl.arange(0, BLOCK_D)
-    in_width = feature < D
-    q_at = batch.to(tl.int64) * q_batch + token.to(tl.int64) * q_token + head.to(tl.int64) * q_head
-    q = _loaded(q_ptr, q_at, inside, feature, D)
-    y_at = (row.to(tl.int64) * n_heads + head) * (R + 2 * P)
-    if part < SEM_BLOCKS:
-        column = part * BLOCK_N + tl.arange(0, BLOCK_N)
-        sem = _loaded(sem_ptr + head * (D * R), feature * R, in_width, column, R).to(DTYPE)
-        mapped = tl.dot((q.to(tl.float32) * scale).to(DTYPE), sem)
-        mask = inside[:, None] & (column < R)[None, :]
-        tl.store(y_ptr + y_at[:, None] + column[None, :], mapped.to(DTYPE), mask=mask)
-    else:
-        pair = (part - SEM_BLOCKS) * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        geo_at = geo_ptr + head * (D * 2 * P)
-        first_map = _loaded(geo_at, feature * (2 * P), in_width, pair, P).to(DTYPE)
-        second_map = _loaded(geo_at + P, feature * (2 * P), in_width, pair, P).to(DTYPE)
-        table = batch * table_batch + token * P
-        cos = _loaded(cos_ptr, table, inside, pair, P)
-        sin = _loaded(sin_ptr, table, inside, pair, P)
-        first, second = tl.dot(q, first_map), tl.dot(q, second_map)
-        is_pair = inside[:, None] & (pair < P)[None, :]
-        into = y_ptr + y_at[:, None] + R + pair[None, :]
-        tl.store(into, ((first * cos - second * sin) * scale).to(DTYPE), mask=is_pair)
-        tl.store(into + P, ((second * cos + first * sin) * scale).to(DTYPE), mask=is_pair)
+    query_part(
+        q_ptr, sem_ptr, geo_ptr, cos_ptr, sin_ptr, y_ptr, q_batch, q_token, q_head, table_batch, n_rows, n_tokens,
+        n_heads, scale, head, part, D, R, P, SEM_BLOCKS, BLOCK_T, BLOCK_D, BLOCK_N,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -110,8 +143,8 @@ def _values_kernel(
     out = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for start in tl.static_range(0, R, BLOCK_R):
         feature = start + tl.arange(0, BLOCK_R)
-        x = _loaded(x_ptr, x_at, inside, feature, R)
-        weight = _loaded(weight_ptr + head * (R * D), feature * D, feature < R, column, D)
+        x = loaded(x_ptr, x_at, inside, feature, R)
+        weight = loaded(weight_ptr + head * (R * D), feature * D, feature < R, column, D)
         out = tl.dot(x, weight.to(DTYPE), out)
     y_at = (row.to(tl.int64) * n_heads + head) * D
     mask = inside[:, None] & (column < D)[None, :]
@@ -135,7 +168,7 @@ def absorbed_queries(
     key = (form(q), sem_map.dtype, geo_map.dtype, latent, pairs, cos.shape, scale)
     launch = _queries.get(key)
     if launch is None:
-        rows, block_t = batch * n_tokens, _rows_of(batch * n_tokens)
+        rows, block_t = batch * n_tokens, rows_of(batch * n_tokens)
         sem_blocks = -(-latent // QUERY_COLUMNS)
         blocks = sem_blocks + -(-pairs // (QUERY_COLUMNS // 2))
         table_batch = n_tokens * pairs if cos.dim() == 4 and cos.shape[0] > 1 else 0
@@ -143,7 +176,7 @@ def absorbed_queries(
             key,
             (heads * blocks, -(-rows // block_t)),
             (*q.stride()[:3], table_batch, rows, n_tokens, heads, scale),
-            *(width, latent, pairs, sem_blocks, block_t, _power_of_2(width), QUERY_COLUMNS),
+            *(width, latent, pairs, sem_blocks, block_t, power_of_2(width), QUERY_COLUMNS),
             num_warps=4,
         )
     launch(q, sem_map, geo_map, cos, sin, y)
@@ -160,22 +193,22 @@ def head_values(x: Tensor, weight: Tensor) -> Tensor:
     key = (form(x), weight.dtype, width)
     launch = _values.get(key)
     if launch is None:
-        rows, block_t = batch * n_tokens, _rows_of(batch * n_tokens)
+        rows, block_t = batch * n_tokens, rows_of(batch * n_tokens)
         launch = _values.add(
             key,
             (heads * -(-width // VALUE_COLUMNS), -(-rows // block_t)),
             (*x.stride()[:3], rows, n_tokens, heads),
-            *(latent, width, block_t, min(_power_of_2(latent), INNER), VALUE_COLUMNS),
+            *(latent, width, block_t, min(power_of_2(latent), INNER), VALUE_COLUMNS),
             num_warps=4,
         )
     launch(x, weight, y)
     return y
 
 
-def _rows_of(rows: int) -> int:
-    return min(_power_of_2(rows), MOST_ROWS)
+def rows_of(rows: int) -> int:
+    return min(power_of_2(rows), MOST_ROWS)
 
 
-def _power_of_2(n: int) -> int:
+def power_of_2(n: int) -> int:
     """Return the next power of two that a product takes."""
     return max(16, 1 << (n - 1).bit_length())

@@ -154,6 +154,14 @@ def latent() -> Iterator[Case]:
         call = (q, *maps, table, table, 0.125)
         if dtype != F32:  # whose queries plain PyTorch makes
             yield Case("absorbed_queries", name, ("_queries_kernel",), lambda a=call: a)
+            together = one(batch, n_tokens, 1, rank + geo, dtype=dtype).transpose(1, 2)
+            added = together.split((rank, geo), dim=-1)
+            lengths = one(batch, dtype=torch.int32)
+            for into in ([rank + geo], [rank, geo]):
+                buffers = [one(batch, 1, 512, d, dtype=dtype) for d in into]
+                step = (*call, *added, buffers, lengths)
+                where = f"{name}, {len(into)} buffers"
+                yield Case("absorbed_step", where, ("_step_kernel",), lambda a=step: a)
         values = one(batch, n_tokens, 4, rank, dtype=dtype), one(4, rank, width, dtype=dtype)
         yield Case("head_values", name, ("_values_kernel",), lambda a=values: a)
 
@@ -344,6 +352,30 @@ def decoding() -> Iterator[Case]:
         # Of many sequences programs are enough without splits, which have to be joined.
         kernels = ("decode_split", "decode_join")[: 1 if batch == 64 else 2]
         yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)
+    split, wide = ("decode_split",), (128, 256)
+    for name, kinds, dims, batch, queries, n_splits, kernels in (
+        ("bf16, one row", ("bf16",) * 2, wide, 1, 1, 132, (*split, "_up_row")),
+        ("mixed, one row", ("q4_0", "q8_0"), wide, 1, 1, 264, (*split, "_up_row")),
+        ("bf16, questions", ("bf16",) * 2, (128, 64), 2, 8, 33, (*split, "_up_row")),
+        ("bf16, rows", ("bf16",) * 2, (128, 64), 32, 1, 8, (*split, "_up_rows")),
+        ("bf16, odd rows", ("bf16",) * 2, (130, 80), 33, 1, 6, (*split, "_up_rows")),
+        ("bf16, widest", ("bf16",) * 2, (512, 64), 16, 1, 4, (*split, "_up_rows")),
+        ("bf16, no splits", ("bf16",) * 2, (128, 64), 64, 1, 1, (*split, "_values_kernel")),
+        (
+            "bf16, many rows",
+            ("bf16",) * 2,
+            (128, 64),
+            64,
+            1,
+            32,
+            (*split, "decode_join", "_values_kernel"),
+        ),
+    ):
+        q = [one(batch, 32, queries, d) for d in dims]
+        streams = [stream(kind, d, batch, 1, 32768 // batch, 96) for kind, d in zip(kinds, dims, strict=True)]
+        packed = one(1, dtype=torch.int32) if any(kind in BLOCKS for kind in kinds) else None
+        call = (*q, list(kinds), *streams, one(batch, dtype=torch.int32), packed, one(32, dims[0], 64))
+        yield Case("dba_decode_up", name, kernels, lambda a=(*call, 0, 4096, n_splits): a)
 
 
 FAMILIES = (

@@ -41,9 +41,11 @@ EXACT_STORE = '''def open_store(config, batch_size, n_heads, width, max_tokens, 
 ASKED = {"has_kernel": "op, x", "is_fused": "op, x", "fused_decode_available": "cache, device"}
 NEVER_CALLED = (
     "absorbed_queries",
+    "absorbed_step",
     "cos_sin",
     "dba_append",
     "dba_decode",
+    "dba_decode_up",
     "head_values",
     "latent_queries",
     "layer_norm",

@@ -35,7 +35,8 @@ Captured = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 class Steps(Protocol):
     """A draw and a forward, one after the other; what each returns may be overwritten by its next call.
 
-    `resume` comes after anything else has changed the context.
+    What a forward returns is drawn from next, once: a captured one has done it. `resume` comes after anything else has
+    changed the context.
     """
 
     def resume(self) -> None: ...
@@ -69,8 +70,9 @@ class HostSteps:
 class DeviceSteps:
     """Steps on a cache whose length the device counts.
 
-    Compiled, a forward is one graph of fused kernels. Captured, draw and forward are a CUDA graph each, made in the
-    first call: the host then launches two things per token and nothing is allocated. `captures` counts graphs.
+    Compiled, a forward is one graph of fused kernels. Captured, a forward and the draw behind it are one CUDA graph,
+    made in the first call, which feeds itself: the host launches one thing per token and nothing is allocated. A replay
+    waits some 10 us before its first kernel, so that two a token took longer. `captures` counts graphs.
     """
 
     def __init__(self, host: HostSteps, *, is_compiled: bool, is_captured: bool) -> None:
@@ -83,26 +85,17 @@ class DeviceSteps:
             for buffer in (one for cache in host.ctx.caches for one in cache.memory):
                 torch._dynamo.maybe_mark_dynamic(buffer, 2)  # one graph serves every length bucket
         self.captures = 0
-        self._draw: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
-        self._next: tuple[torch.cuda.CUDAGraph, Tensor, Tensor] | None = None
+        self._graphs: dict[bool, Captured] = {}
+        """By whether all rows begin at one place, where a draw takes fewer kernels."""
 
     def resume(self) -> None:
         """Go on from where the context is: the device counts from there."""
         self.step.follow()
 
     def choose(self, logits: Tensor) -> Tensor:
-        """Draw every row's token. Shape: [B, V] to [B]."""
-        if not self.is_captured:
-            return self.host.choose(logits)
-        if self._draw is None:
-            self.captures += 1
-            trial = replace(self.host.state, **_copies(self.host.state))
-            self._draw = captured(
-                logits,
-                lambda given: self.host.state.choose(given, self.host.config),
-                lambda given: trial.choose(given, self.host.config),
-            )
-        return replayed(self._draw, logits)
+        """Draw every row's token, or return what a captured forward has drawn. Shape: [B, V] to [B]."""
+        graph = self._graphs.get(self.host.state.is_level)
+        return self.host.choose(logits) if graph is None or logits is not graph[2] else graph[1]
 
     def forward(self, token: Tensor) -> Tensor:
         """Return the logits after a token. Shape: [B] to [B, V].
@@ -112,17 +105,32 @@ class DeviceSteps:
         """
         position = self.host.ctx.position
         self.step.advance()
-        if self.is_captured and self._next is None:
+        if not self.is_captured:
+            return self._forward(token)
+        graph = self._graphs.get(self.host.state.is_level)
+        if graph is None:
+            graph = self._graphs[self.host.state.is_level] = self._captured(token, position)
+        return replayed(graph, token)
 
-            def trial(given: Tensor) -> Tensor:
-                # At this token's own place each time: the one behind it may be beyond what the model has positions for.
-                self.step.held.fill_(position)
-                return self._forward(given)
+    def _captured(self, token: Tensor, position: int) -> Captured:
+        host, tried = self.host, replace(self.host.state, **_copies(self.host.state))
 
-            self.captures += 1
-            self._next = captured(token, self._forward, trial)
+        def trial(given: Tensor) -> Tensor:
+            # At this token's own place each time: the one behind it may be beyond what the model has positions for.
             self.step.held.fill_(position)
-        return self._forward(token) if self._next is None else replayed(self._next, token)
+            logits = self._forward(given)
+            tried.choose(logits, host.config)
+            return logits
+
+        def run(given: Tensor) -> Tensor:
+            logits = self._forward(given)
+            given.copy_(host.choose(logits))
+            return logits
+
+        self.captures += 1
+        graph = captured(token, run, trial)
+        self.step.held.fill_(position)
+        return graph
 
     def _forward(self, token: Tensor) -> Tensor:
         return self.run(self.host.model, token, self.step)
@@ -227,7 +235,7 @@ def captured(
 
 
 def replayed(graph: Captured, given: Tensor) -> Tensor:
-    """Replay a graph on an input and return its output, which the next replay overwrites.
+    """Replay a graph on an input, which may be its own, and return its output, which the next replay overwrites.
 
     An input in pinned memory is copied without a wait.
     """

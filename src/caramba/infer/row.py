@@ -70,6 +70,15 @@ class Row:
         Raises:
             CheckpointError: a log-probability that is not a number.
         """
+        if self.stream is None and self.finish is None:
+            # As a rule none of them ends the row: many rows would otherwise wait for a loop over all tokens.
+            room = self.max_new_tokens - len(self.tokens)
+            new, sure = tokens[:room], logprobs[:room]
+            if all(map(math.isfinite, sure)) and not any(eos in new for eos in self.eos_ids):
+                self.tokens += new
+                self.logprobs += sure
+                self.finish = "length" if len(self.tokens) == self.max_new_tokens else None
+                return
         for token, logprob in zip(tokens, logprobs, strict=True):
             if self.finish is not None:
                 return

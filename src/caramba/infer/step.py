@@ -17,7 +17,8 @@ from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
 class StepState:
     """What a step reads and writes on the device: tensors of fixed shapes, so that it can be compiled and captured.
 
-    Row b has drawn `step - delay[b]` tokens; while that is below 0 it is still fed its own prompt.
+    Row b has drawn `step - delay[b]` tokens; while that is below 0 it is still fed its own prompt. `is_level` says on
+    the host that no row waits: a draw then takes a third of the kernels, and what is captured is another graph.
     """
 
     prompts: Tensor  # [B, longest] int64
@@ -28,6 +29,7 @@ class StepState:
     seen: Tensor | None  # [B, V] bool
     step: Tensor  # [] int64
     start: Tensor  # [] int64
+    is_level: bool = True
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class StepState:
         for counted in (self.tokens, self.logprobs, self.step):
             counted.zero_()
         self.start.fill_(min(lengths))
+        self.is_level = min(lengths) == max(lengths)
         if self.seen is not None:
             seen = torch.zeros(self.seen.shape, dtype=torch.bool)
             for index, row in enumerate(rows):
@@ -82,8 +85,8 @@ class StepState:
         Shape: logits [B, V] to [B].
         """
         last = self.tokens.shape[1] - 1
-        if len(self.delay) == 1:  # no other row to wait for, so every draw counts: a third of the launches
-            return self._choose_alone(logits, config, last)
+        if self.is_level:  # no row waits for another, so every draw counts
+            return self._choose_level(logits, config, last)
         own = self.step - self.delay
         slot = own.clamp(0, last)[:, None]
         chosen, logprob = self._next(logits, config, slot)
@@ -97,9 +100,9 @@ class StepState:
         self.step += 1
         return fed[:, 0]
 
-    def _choose_alone(self, logits: Tensor, config: GenerateConfig, last: int) -> Tensor:
+    def _choose_level(self, logits: Tensor, config: GenerateConfig, last: int) -> Tensor:
         slot = self.step.clamp(max=last).view(1)
-        chosen, logprob = self._next(logits, config, slot.unsqueeze(0))
+        chosen, logprob = self._next(logits, config, slot.expand(len(self.delay), 1))
         self.tokens.index_copy_(1, slot, chosen)
         self.logprobs.index_copy_(1, slot, logprob)
         if self.seen is not None:

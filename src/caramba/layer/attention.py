@@ -21,7 +21,7 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.standard import StandardProjection
 from caramba.layer.stored import StoredKeys
-from caramba.ops import MAX_QUERIES, dba_append, fused_decode_available, kernel_takes
+from caramba.ops import MAX_QUERIES, fused_decode_available, kernel_takes
 
 
 def build_projection(config: AttentionLayerConfig) -> Projection:
@@ -158,10 +158,7 @@ class AttentionLayer(nn.Module):
             angles = projection.angles(ctx.offset, x.shape[1], x.device)
             if key is not None and angles is not None:
                 ctx.angles[key] = angles
-        q, streams = projection.step(x, ctx.offset, angles, norm)
-        rotated = -1 if angles is None else cache.names.index(projection.turned)
-        cos, sin = (None, None) if angles is None else angles
-        dba_append([streams[name] for name in cache.names], cache.allocations, ctx.places, cos, sin, rotated)
+        q = projection.step(x, ctx.offset, angles, norm, cache, ctx.places)
         stored = StoredKeys(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
         heads = projection.attend_stored(q, stored, self.score.window, self.null())
         return heads.transpose(1, 2).flatten(2)
@@ -172,8 +169,8 @@ class AttentionLayer(nn.Module):
         cache, n_rows = step.next_cache(), len(step.held)
         q, streams = projection(x, ctx.positions)
         # [1, N, B, D] to [B, N, 1, D]: a sequence of one token each. They are turned already.
-        first = [streams[name][:, :, :n_rows].transpose(0, 2) for name in cache.names]
-        dba_append(first, cache.allocations, step.places)
+        first = {name: stream[:, :, :n_rows].transpose(0, 2) for name, stream in streams.items()}
+        projection.store(first, None, cache, step.places)
         stored = StoredKeys(step.stored(cache), step.seqlens, step.packed, 0)
         queries = projection.stored_queries(q[:, :, :n_rows].transpose(0, 2))
         stepped = projection.attend_stored(queries, stored, self.score.window, self.null())

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.few_rows import has_hooks, normed
 from caramba.layer.first_tokens import FirstTokens, attend_beside
@@ -19,7 +20,14 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
-from caramba.ops import absorbed_queries, has_kernel, has_narrow_queries, head_values, latent_queries
+from caramba.ops import (
+    absorbed_queries,
+    absorbed_step,
+    has_kernel,
+    has_narrow_queries,
+    head_values,
+    latent_queries,
+)
 
 
 def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
@@ -265,15 +273,26 @@ class LatentProjection(GatedProjection):
         return q, *rows.read(q_first, q_sem, streams["k_first"], streams["v_first"], n_keys, first)
 
     def step(
-        self, x: Tensor, offset: Tensor, angles: Angles, norm: RMSNorm | None
-    ) -> tuple[Queries, dict[str, Tensor]]:
+        self,
+        x: Tensor,
+        offset: Tensor,
+        angles: Angles,
+        norm: RMSNorm | None,
+        cache: LayerCache,
+        places: Tensor,
+    ) -> Queries:
         if angles is None or not self._is_absorbed(x):
-            return super().step(x, offset, angles, norm)
+            return super().step(x, offset, angles, norm, cache, places)
         q, c, k_geo = self._products(x, x, norm, takes_parts=True)
-        q = q.unflatten(-1, (self.dims.n_heads, -1))
-        q = absorbed_queries(q, self.q_sem_map, self.q_geo_map, *angles, self.scale).transpose(1, 2)
-        q_sem, q_geo = q.split((self.dims.v, self.dims.rope), dim=-1)
-        return (q_sem, q_geo), {"c": c[:, None], "k_geo": k_geo[:, None]}
+        q, c, k_geo = q.unflatten(-1, (self.dims.n_heads, -1)), c[:, None], k_geo[:, None]
+        maps = self.q_sem_map, self.q_geo_map
+        if has_kernel("absorbed_step", x):
+            q = absorbed_step(q, *maps, *angles, self.scale, c, k_geo, cache.allocations, places)
+        else:
+            self.store({"c": c, "k_geo": k_geo}, angles, cache, places)
+            q = absorbed_queries(q, *maps, *angles, self.scale)
+        q_sem, q_geo = q.transpose(1, 2).split((self.dims.v, self.dims.rope), dim=-1)
+        return q_sem, q_geo
 
     def _is_absorbed(self, x: Tensor) -> bool:
         """Whether one kernel makes the queries of a decode step out of those of the heads: it spares the products of
@@ -297,6 +316,8 @@ class LatentProjection(GatedProjection):
 
     def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
         """Attend in the absorbed form."""
+        if self.null_c is None and self._is_fused_up(q[0], "dba_decode_up"):
+            return keys.attend_up(*q, ("c", "k_geo"), self.v_up, window=window)
         rows = None
         if self.null_c is not None and self.null_geo is not None:
             rows = self.null_c[None], self.null_geo[None]
@@ -305,10 +326,14 @@ class LatentProjection(GatedProjection):
 
     def _up(self, read: Tensor) -> Tensor:
         """Return what heads read of the latent as their values, [B, H, T, R] to [B, H, T, D]."""
-        is_plain = type(self.v_up) is nn.Parameter and read.dtype in HALF_PRECISION
-        if is_plain and not torch.is_grad_enabled() and has_kernel("head_values", read):
+        if self._is_fused_up(read, "head_values"):
             return head_values(read.transpose(1, 2), self.v_up).transpose(1, 2)
         return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
+
+    def _is_fused_up(self, x: Tensor, op: str) -> bool:
+        """Whether an op without gradients, which has a kernel of 16 bits, takes the map of values."""
+        is_plain = type(self.v_up) is nn.Parameter and x.dtype in HALF_PRECISION
+        return is_plain and not torch.is_grad_enabled() and has_kernel(op, x)
 
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return every head's keys and values, [B, H, S, D + Dgeo] and [B, H, S, D], those of the expanded form.

@@ -9,11 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
+from caramba.ops import dba_append
 from caramba.ops.widen import widened
 
 Angles = tuple[Tensor, Tensor] | None
@@ -113,11 +115,27 @@ class Projection(nn.Module):
         return score(q, *self.keys_values(streams), null, first, starts)
 
     def step(
-        self, x: Tensor, offset: Tensor, angles: Angles, norm: RMSNorm | None
-    ) -> tuple[Queries, dict[str, Tensor]]:
-        """Return `stored_queries` and streams of a decode step's tokens; arguments are those of `forward`."""
+        self,
+        x: Tensor,
+        offset: Tensor,
+        angles: Angles,
+        norm: RMSNorm | None,
+        cache: LayerCache,
+        places: Tensor,
+    ) -> Queries:
+        """Store a decode step's tokens at `places`, int32 [B], of what a cache allocates; return `stored_queries`.
+
+        Other arguments are those of `forward`.
+        """
         q, streams = self(x, offset, angles=angles, norm=norm)
-        return self.stored_queries(q), streams
+        self.store(streams, angles, cache, places)
+        return self.stored_queries(q)
+
+    def store(self, streams: Mapping[str, Tensor], angles: Angles, cache: LayerCache, places: Tensor) -> None:
+        """Write a step's streams, the one called `turned` by these angles, if any."""
+        rotated = -1 if angles is None else cache.names.index(self.turned)
+        cos, sin = (None, None) if angles is None else angles
+        dba_append([streams[name] for name in cache.names], cache.allocations, places, cos, sin, rotated)
 
     def stored_queries(self, q: Tensor) -> Queries:
         """Return the queries that `forward` gives as `attend_stored` takes them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from caramba.ops import StoredStream, dba_decode
+from caramba.ops import StoredStream, dba_decode, dba_decode_up
 
 
 @dataclass(frozen=True)
@@ -50,3 +50,16 @@ class StoredKeys:
             max_seqlen=self.longest,
         )
         return read
+
+    def attend_up(
+        self, q_sem: Tensor, q_geo: Tensor, names: tuple[str, str], up: Tensor, *, window: int | None
+    ) -> Tensor:
+        """Return what scaled queries read of a latent, mapped by each head's `up`: [H, R, D] to [B, H, T, D]."""
+        c, k_geo = (self.streams[name] for name in names)
+        read = dba_decode_up(
+            *(q_sem, q_geo, c, k_geo, up, self.lengths),
+            n_packed=self.n_packed,
+            window=window,
+            max_seqlen=self.longest,
+        )
+        return read.transpose(1, 2)

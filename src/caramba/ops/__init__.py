@@ -1,6 +1,7 @@
 """Op contracts under `torch.ops.caramba`: schema, reference, fake and a public function each, one file per op."""
 
 from caramba.ops.absorbed_queries import absorbed_queries
+from caramba.ops.absorbed_step import absorbed_step
 from caramba.ops.adamw import adamw_step
 from caramba.ops.backend import (
     METAL_AVAILABLE,
@@ -15,6 +16,7 @@ from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
+from caramba.ops.dba_decode_up import dba_decode_up
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.dequantize import dequantize
 from caramba.ops.drawn import draw, drawn
@@ -48,6 +50,7 @@ __all__ = [
     "StoredFormat",
     "StoredStream",
     "absorbed_queries",
+    "absorbed_step",
     "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
@@ -55,6 +58,7 @@ __all__ = [
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",
+    "dba_decode_up",
     "dequantize",
     "draw",
     "drawn",

@@ -16,12 +16,14 @@ from caramba.errors import KernelUnavailable
 REFERENCE = "reference"
 OPS = (
     "absorbed_queries",
+    "absorbed_step",
     "adamw_step",
     "add_layer_norm",
     "add_rms_norm",
     "cross_entropy_rows",
     "dba_append",
     "dba_decode",
+    "dba_decode_up",
     "dequantize",
     "drawn",
     "float8_cast",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from caramba.config.cache_policy import Q_CHUNK_BUCKETS, step_capacity
 from caramba.config.kvcache import KVCacheKind
-from caramba.infer import Generator, device_steps
+from caramba.infer import Generator, device_steps, step_pool
+from caramba.infer.device_steps import DeviceSteps
+from caramba.infer.step import StepState
 from caramba.model import build_model
 from tests.unit.model.model_specs import transformer
 
@@ -80,3 +84,53 @@ def test_a_quantised_cache_is_used_again_from_the_place_where_its_blocks_began(
     assert places[: len(places) // 2] == places[len(places) // 2 :]
     stepped.generate([[1] * 20])  # so few tokens stay in 16 bits, which those of a bucket would not
     assert made == [26]
+
+
+class _Graph:
+    """A captured step that is run anew at every replay."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], fixed: Tensor, out: Tensor) -> None:
+        self.run, self.fixed, self.out = run, fixed, out
+
+    def replay(self) -> None:
+        self.out.copy_(self.run(self.fixed))
+
+
+@pytest.mark.parametrize("read_every", [1, 5])
+def test_a_captured_step_draws_and_feeds_itself(monkeypatch: pytest.MonkeyPatch, read_every: int) -> None:
+    """As on a CUDA device, here without a graph: rows that wait for others have a graph of their own."""
+    drawn: list[bool] = []
+    choose = StepState.choose
+
+    def captured(given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor]) -> Any:
+        fixed = given.clone()
+        out = [trial(fixed) for _ in range(device_steps.WARM_UPS)][-1].clone()
+        return _Graph(run, fixed, out), fixed, out
+
+    def counted(self: StepState, *given: Any) -> Tensor:
+        drawn.append(self.is_level)
+        return choose(self, *given)
+
+    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(
+        step_pool,
+        "choose_steps",
+        lambda host: (DeviceSteps(host, is_compiled=False, is_captured=True), "graph", None),
+    )
+    model = build_model(transformer("latent"), seed=0).double()
+    options: dict[str, Any] = {"max_new_tokens": 7, "temperature": 1.2, "repetition_penalty": 1.3}
+    options |= {"read_every": read_every, "eos_token_id": 3}
+    level, ragged = [[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    stepped = Generator(model, compiled=True, **options)
+    for prompts, n_graphs in ((level, 1), (level[::-1], 0), (ragged[:2], 1), (ragged[:0:-1], 0), (level, 0)):
+        wanted = Generator(model, **options).generate(prompts)
+        with monkeypatch.context() as patched:
+            patched.setattr(StepState, "choose", counted)
+            found = stepped.generate(prompts)
+        assert [(row.tokens, row.finish) for row in found] == [(row.tokens, row.finish) for row in wanted]
+        assert [row.logprobs for row in found] == [pytest.approx(row.logprobs) for row in wanted]
+        assert stepped.stats.captures == n_graphs
+        # One draw a forward and that of the prompt, none by the host besides.
+        assert len(drawn) == stepped.stats.steps + 1 + device_steps.WARM_UPS * n_graphs
+        assert set(drawn) == {len({len(prompt) for prompt in prompts}) == 1}
+        drawn.clear()

@@ -1,0 +1,224 @@
+"""Kernels and launcher of `caramba::dba_decode_up`: splits are joined and mapped to a head's values in one launch.
+
+A program makes some columns of one head. It joins all that the head read of the latent itself, as others of that head
+do: what the splits left lies in L2, and to read it again costs less than another launch and its wait. All reads of a
+program are under way at once, the map's among them; one split after the other took longer than two launches do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import caramba.kernels.triton.dba_decode as decode
+import torch
+from caramba.kernels.triton.dba_decode import Plan
+from caramba.kernels.triton.dba_decode_modes import power_of_2
+from caramba.kernels.triton.head_products import head_values
+from caramba.kernels.triton.launch import Launch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+COLUMNS = 16, 32
+"""Columns of a program of one row, and of one of several: of 32 heads of 64 features these make 128 and, of 32 rows,
+128 programs."""
+BLOCK_T = 16
+MOST_OF_ROWS = 32768
+"""Numbers that the registers of a program of several rows hold."""
+MOST_LANES = 512
+"""Heads of all rows up to which programs of one row each read the map anew; with more, two launches take less."""
+BLOCK_S = 32
+"""Splits of a block in a program of one row."""
+MOST_ELEMENTS = 131072
+"""Numbers of all blocks of a row, up to which they are under way in the registers of a program."""
+
+
+@triton.jit
+def _up_row(
+    parts,
+    part_sums,
+    up,
+    y,
+    n_splits,
+    n_queries,
+    n_heads,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    N_BLOCKS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One row of one head. Threads weigh what they read of all blocks of splits before any waits for another."""
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
+    row = tl.program_id(1).to(tl.int64)
+    lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries) * n_splits
+    feature, column = tl.arange(0, BLOCK_R), part * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rank, in_width = feature < R, column < D
+    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
+    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
+    top = tl.full((BLOCK_S,), -float("inf"), tl.float32)
+    for block in tl.static_range(N_BLOCKS):
+        split = block * BLOCK_S + tl.arange(0, BLOCK_S)
+        top = tl.maximum(top, tl.load(part_sums + lane + split, split < n_splits, other=-float("inf")))
+    finite = tl.where(top == -float("inf"), 0.0, top)
+    total = tl.zeros((BLOCK_S,), tl.float32)
+    read = tl.zeros((BLOCK_S, BLOCK_R), tl.float32)
+    for block in tl.static_range(N_BLOCKS):
+        split = block * BLOCK_S + tl.arange(0, BLOCK_S)
+        is_split = split < n_splits
+        share = tl.exp2(tl.load(part_sums + lane + split, is_split, other=-float("inf")) - finite)
+        at = parts + (lane + split)[:, None] * R + feature[None, :]
+        one = tl.load(at, is_split[:, None] & in_rank[None, :], other=0.0)
+        read += one.to(tl.float32) * share[:, None]
+        total += share
+    # Sums of the same splits of every block, by the greatest of them all.
+    most = tl.max(top, 0)
+    share = tl.exp2(top - tl.where(most == -float("inf"), 0.0, most))
+    total_of_all = tl.sum(total * share, 0)
+    x = tl.sum(read * share[:, None], 0) / tl.where(total_of_all > 0, total_of_all, 1.0)
+    # Rounded as where what is read goes through memory, maps to the dtype of what they meet.
+    x = x.to(DTYPE).to(tl.float32)
+    out = tl.sum(x[:, None] * weight.to(DTYPE).to(tl.float32), 0)
+    tl.store(y + (row * n_heads + head) * D + column, out.to(DTYPE), in_width)
+
+
+@triton.jit
+def _up_rows(
+    parts,
+    part_sums,
+    up,
+    y,
+    n_rows,
+    n_queries,
+    n_heads,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    N_SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Several rows of one head, with a product on tensor cores."""
+    DTYPE: tl.constexpr = y.dtype.element_ty
+    head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
+    row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    inside = row < n_rows
+    lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries).to(tl.int64) * N_SPLITS
+    split, feature = tl.arange(0, SPLITS), tl.arange(0, BLOCK_R)
+    column = part * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_rank, in_width = feature < R, column < D
+    at = lane[:, None] + split[None, :]
+    is_part = inside[:, None] & (split < N_SPLITS)[None, :]
+    # All reads before anything that waits for one of them.
+    read_at = parts + at[:, :, None] * R + feature[None, None, :]
+    read = tl.load(read_at, is_part[:, :, None] & in_rank[None, None, :], other=0.0)
+    l = tl.load(part_sums + at, is_part, other=-float("inf"))
+    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
+    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
+    top = tl.max(l, 1)
+    share = tl.exp2(l - tl.where(top == -float("inf"), 0.0, top)[:, None])
+    total = tl.sum(share, 1)
+    share = share / tl.where(total > 0, total, 1.0)[:, None]
+    x = tl.sum(read.to(tl.float32) * share[:, :, None], 1).to(DTYPE)
+    out = tl.dot(x, weight.to(DTYPE))
+    y_at = (row.to(tl.int64) * n_heads + head) * D
+    tl.store(y + y_at[:, None] + column[None, :], out.to(DTYPE), inside[:, None] & in_width[None, :])
+
+
+@dataclass(frozen=True)
+class UpPlan:
+    """What calls of one form launch: splits, and what joins and maps them, None where two launches take less."""
+
+    plan: Plan
+    finish: Launch | None
+
+
+def dba_decode_up(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    c: list[Tensor],
+    k_geo: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    up: Tensor,
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+    admit: Callable[..., Callable[..., Tensor] | None] | None = None,
+) -> Tensor:
+    """Run the op; `admit` as in `dba_decode`, but that what it returns takes this op's arguments."""
+    hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
+    tensors = decode.arguments(q_sem, q_geo, c, k_geo, [], seqlens, n_packed, [])
+    rest = ("up", *kinds, len(c), len(k_geo), n_packed is None, window, hint, n_splits)
+    found = decode.plans.get(rest, (*tensors, up))
+    if found is None:
+        if admit is not None:
+            found = admit(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
+        if found is None:
+            given = (q_sem, q_geo, kinds, c, k_geo, [], n_packed, [], window, hint, n_splits)
+            found = planned(decode.chosen(*given), q_sem, up)
+        decode.plans.add(rest, (*tensors, up), found)
+    if not isinstance(found, UpPlan):
+        return found(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
+    if found.finish is None:
+        read, _ = decode.run(found.plan, tensors)
+        return head_values(read.transpose(1, 2), up)
+    batch, heads, n_queries, _ = q_sem.shape
+    y = q_sem.new_empty((batch, n_queries, heads, up.shape[-1]))
+    found.finish(*decode.run_splits(found.plan, tensors), up.contiguous(), y)
+    return y
+
+
+def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
+    """Lay out calls of the form of these queries and maps behind splits that are laid out."""
+    batch, heads, n_queries, rank = q.shape
+    width, rows = up.shape[-1], batch * n_queries
+    n_splits, block_r = plan.n_splits, max(16, power_of_2(rank))
+    block_s = min(BLOCK_S, power_of_2(n_splits))
+    elements = -(-n_splits // block_s) * block_s * block_r
+    if plan.join is None or not batch * heads * width:
+        return UpPlan(plan, None)
+    of_rows = BLOCK_T * power_of_2(n_splits) * block_r
+    if rows >= BLOCK_T and of_rows <= MOST_OF_ROWS and q.dtype != torch.float32:
+        block_n = min(COLUMNS[1], max(16, power_of_2(width)))
+        finish = Launch(
+            _up_rows,
+            (heads * -(-width // block_n), -(-rows // BLOCK_T)),
+            (rows, n_queries, heads),
+            {
+                "R": rank,
+                "D": width,
+                "N_SPLITS": n_splits,
+                "SPLITS": power_of_2(n_splits),
+                "BLOCK_T": BLOCK_T,
+                "BLOCK_R": block_r,
+                "BLOCK_N": block_n,
+            },
+            num_warps=8,
+        )
+        return UpPlan(plan, finish)
+    if rows * heads > MOST_LANES or elements > MOST_ELEMENTS:
+        return UpPlan(plan, None)
+    block_n = min(COLUMNS[0], power_of_2(width))
+    finish = Launch(
+        _up_row,
+        (heads * -(-width // block_n), rows),
+        (n_splits, n_queries, heads),
+        {
+            "R": rank,
+            "D": width,
+            "N_BLOCKS": -(-n_splits // block_s),
+            "BLOCK_S": block_s,
+            "BLOCK_R": block_r,
+            "BLOCK_N": block_n,
+        },
+        # Some 80 numbers a thread: that many are under way together, and few have to be summed across threads.
+        num_warps=4 if elements <= 12288 else 8 if elements <= 32768 else 16,
+    )
+    return UpPlan(plan, finish)

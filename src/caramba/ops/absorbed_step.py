@@ -1,0 +1,129 @@
+"""The op `caramba::absorbed_step`: queries of a decode step, and what it adds to the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.absorbed_queries import absorbed_queries
+from caramba.ops.backend import call_op, has_kernel
+from caramba.ops.dba_append import check_dba_append, dba_append
+from caramba.ops.head_values import refuse_gradients
+from caramba.ops.latent_queries import HALF, check_queries, has_narrow_queries
+
+torch.library.define(
+    "caramba::absorbed_step",
+    "(Tensor q, Tensor sem_map, Tensor geo_map, Tensor cos, Tensor sin, float scale, Tensor c, Tensor k_geo, "
+    "Tensor(a!)[] buffers, Tensor lengths) -> Tensor",
+)
+
+
+def absorbed_step(
+    q: Tensor,
+    sem_map: Tensor,
+    geo_map: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    c: Tensor,
+    k_geo: Tensor,
+    buffers: Sequence[Tensor],
+    lengths: Tensor,
+) -> Tensor:
+    """Return `absorbed_queries`, and write c and the turned k_geo behind `lengths` as `dba_append` does.
+
+    There are no gradients.
+
+    Shape: q [B, T, H, D], sem_map [H, D, R], geo_map [H, D, G], cos and sin [1, T, G/2] or [B, 1, T, G/2],
+    c [B, 1, T, R], k_geo [B, 1, T, G], buffers [B, 1, S, R + G] alone or [B, 1, S, R] and [B, 1, S, G], lengths
+    int32 [B]; returns [B, T, H, R + G], contiguous, in q's dtype.
+
+    Raises:
+        ConfigError: shapes, dtypes, strides or devices that do not fit, or gradients that are wanted.
+    """
+    given = (q, sem_map, geo_map, cos, sin, scale, c, k_geo, list(buffers), lengths)
+    _check(*given)
+    refuse_gradients("absorbed_step", q, sem_map, geo_map, c, k_geo)
+    if has_kernel("absorbed_step", q) and not _has_narrow(q, c, k_geo, geo_map, buffers):
+        return _apart(*given)
+    return call_op("absorbed_step", *given)
+
+
+def _has_narrow(q: Tensor, c: Tensor, k_geo: Tensor, geo_map: Tensor, buffers: Sequence[Tensor]) -> bool:
+    """Whether kernels of the op take it."""
+    narrow = (*HALF, torch.float32)
+    return (
+        has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1])
+        and c.dtype == k_geo.dtype == q.dtype
+        and all(x.dtype in narrow for x in buffers)
+    )
+
+
+def _check(
+    q: Tensor,
+    sem_map: Tensor,
+    geo_map: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    c: Tensor,
+    k_geo: Tensor,
+    buffers: list[Tensor],
+    lengths: Tensor,
+) -> None:
+    """Refuse what the op does not take, by shapes and dtypes alone."""
+    check_queries("absorbed_step", q, geo_map, cos, sin)
+    heads, width, geo = geo_map.shape
+    if sem_map.dim() != 3 or sem_map.shape[:2] != (heads, width) or sem_map.device != q.device:
+        raise ConfigError(
+            f"absorbed_step: sem_map is {tuple(sem_map.shape)} on {sem_map.device}, expected "
+            f"[{heads}, {width}, R] on {q.device}"
+        )
+    rows = q.shape[0], 1, q.shape[1]
+    shapes = (*rows, sem_map.shape[2]), (*rows, geo)
+    if (tuple(c.shape), tuple(k_geo.shape)) != shapes or not c.device == k_geo.device == q.device:
+        raise ConfigError(
+            f"absorbed_step: c is {tuple(c.shape)} on {c.device} and k_geo {tuple(k_geo.shape)} on {k_geo.device}, "
+            f"expected {shapes[0]} and {shapes[1]} on {q.device}"
+        )
+    check_dba_append([c, k_geo], buffers, lengths, cos, sin, 1)
+
+
+def _apart(
+    q: Tensor,
+    sem_map: Tensor,
+    geo_map: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    c: Tensor,
+    k_geo: Tensor,
+    buffers: list[Tensor],
+    lengths: Tensor,
+) -> Tensor:
+    """Compute the op by the two that it joins, each of which knows what its kernels take."""
+    dba_append([c, k_geo], buffers, lengths, cos, sin, 1)
+    return absorbed_queries(q, sem_map, geo_map, cos, sin, scale)
+
+
+torch.library.impl("caramba::absorbed_step", "CompositeExplicitAutograd", _apart)
+
+
+@torch.library.register_fake("caramba::absorbed_step")
+def _(
+    q: Tensor,
+    sem_map: Tensor,
+    geo_map: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: float,
+    c: Tensor,
+    k_geo: Tensor,
+    buffers: list[Tensor],
+    lengths: Tensor,
+) -> Tensor:
+    _check(q, sem_map, geo_map, cos, sin, scale, c, k_geo, buffers, lengths)
+    return q.new_empty((*q.shape[:-1], sem_map.shape[-1] + geo_map.shape[-1]))

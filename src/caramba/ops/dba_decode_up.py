@@ -1,0 +1,162 @@
+"""The op `caramba::dba_decode_up`: what heads read of a latent, mapped to their values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from caramba.console import logger
+from caramba.errors import ConfigError
+from caramba.ops.backend import REFERENCE, direct, implementation
+from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
+from caramba.ops.decode_arguments import check_dba_decode, check_lengths
+from caramba.ops.decode_on_host import host_dba_decode
+from caramba.ops.head_values import head_values, reference_head_values, refuse_gradients
+from caramba.ops.latent_queries import HALF
+
+torch.library.define(
+    "caramba::dba_decode_up",
+    "(Tensor q_sem, Tensor q_geo, str[] kinds, Tensor[] c, Tensor[] k_geo, Tensor seqlens, Tensor? n_packed, "
+    "Tensor up, int window, int max_seqlen, int n_splits) -> Tensor",
+)
+
+
+def dba_decode_up(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    c: StoredStream,
+    k_geo: StoredStream,
+    up: Tensor,
+    seqlens: Tensor,
+    *,
+    n_packed: Tensor | None = None,
+    window: int | None = None,
+    max_seqlen: int = 0,
+    n_splits: int = 0,
+) -> Tensor:
+    """Return o_h U_h for every head h, o_h what `dba_decode` reads of the latent c, rounded to q's dtype in between.
+
+    Arguments are those of `dba_decode` in its `latent` layout, without a null key. There are no gradients.
+
+    Shape: q_sem [B, H, T, R], q_geo [B, H, T, Dgeo], up [H, R, D]; returns [B, T, H, D], contiguous, in q's dtype.
+
+    Raises:
+        ConfigError: an argument of another shape, dtype, device or stride, or gradients that are wanted.
+    """
+    kinds, span = [str(c.kind), str(k_geo.kind)], 0 if window is None else window
+    sem, geo = c.tensors, k_geo.tensors
+    given = (q_sem, q_geo, kinds, sem, geo, seqlens, n_packed, up, span, max_seqlen, n_splits)
+    refuse_gradients("dba_decode_up", q_sem, q_geo, up)
+    if not torch.compiler.is_compiling() and logger.is_debug:
+        check_lengths([sem, geo], seqlens, n_packed)
+    run = direct("dba_decode_up", q_sem, q_geo, sem[0], seqlens, up)
+    if run is not None:
+        return run(*given, admit=_admit)
+    instead = _admit(*given)
+    if instead is None or implementation("dba_decode_up", q_sem.device) == REFERENCE:
+        return torch.ops.caramba.dba_decode_up.default(*given)
+    return instead(*given)
+
+
+def check_dba_decode_up(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    c: list[Tensor],
+    k_geo: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    up: Tensor,
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+) -> None:
+    """Refuse what the op does not take, by shapes and dtypes alone."""
+    check_dba_decode(q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], window, max_seqlen, n_splits)
+    heads, rank = q_sem.shape[1], q_sem.shape[3]
+    if up.dim() != 3 or up.shape[:2] != (heads, rank) or up.device != q_sem.device:
+        raise ConfigError(
+            f"dba_decode_up: up is {tuple(up.shape)} on {up.device}, expected [{heads}, {rank}, D] on {q_sem.device}"
+        )
+
+
+def _admit(*given: Any) -> Callable[..., Tensor] | None:
+    """Refuse what the op does not take; return what runs in the place of kernels, where they do not take it."""
+    check_dba_decode_up(*given)
+    q_sem, _, _, c, k_geo = given[:5]
+    widths = [parts[-1].shape[-1] for parts in (c, k_geo)]
+    return None if q_sem.dtype in HALF and kernel_takes(q_sem.dtype, widths) else _apart
+
+
+def _apart(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    c: list[Tensor],
+    k_geo: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    up: Tensor,
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+) -> Tensor:
+    """Compute the op by the two that it joins, each of which knows what its kernels take."""
+    read, _ = dba_decode(
+        q_sem,
+        q_geo,
+        StoredStream(kinds[0], *c),
+        StoredStream(kinds[1], *k_geo),
+        None,
+        seqlens,
+        n_packed=n_packed,
+        window=window or None,
+        max_seqlen=max_seqlen,
+        n_splits=n_splits,
+    )
+    return head_values(read.transpose(1, 2), up)
+
+
+def host_dba_decode_up(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    c: list[Tensor],
+    k_geo: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    up: Tensor,
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+) -> Tensor:
+    """Compute the op in plain PyTorch."""
+    read, _ = host_dba_decode(
+        q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], window, max_seqlen, n_splits
+    )
+    return reference_head_values(read.transpose(1, 2), up)
+
+
+torch.library.impl("caramba::dba_decode_up", "CompositeExplicitAutograd", host_dba_decode_up)
+
+
+@torch.library.register_fake("caramba::dba_decode_up")
+def _(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    kinds: list[str],
+    c: list[Tensor],
+    k_geo: list[Tensor],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    up: Tensor,
+    window: int,
+    max_seqlen: int,
+    n_splits: int,
+) -> Tensor:
+    check_dba_decode_up(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
+    batch, heads, n_queries, _ = q_sem.shape
+    return q_sem.new_empty((batch, n_queries, heads, up.shape[-1]))

@@ -1,0 +1,148 @@
+"""The Triton kernels of a latent layer's decode step that do the work of two ops, against these ops' references: on a GPU
+in both dtypes and at the widths of the presets, without one in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.ops import absorbed_queries, absorbed_step, backend
+from caramba.ops.absorbed_queries import reference_absorbed_queries
+from caramba.ops.dba_append import reference_dba_append
+from caramba.ops.head_values import reference_head_values
+from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
+
+pytestmark = RUNS_KERNELS
+DTYPES = [torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
+# Sequences, tokens, heads, features of a head, of the latent, of the geometric part.
+STEPS = [(1, 1, 3, 6, 10, 4), (33, 1, 2, 16, 70, 70), (3, 7, 2, 24, 130, 80)]
+STEPS += [(32, 1, 32, 64, 128, 64), (1, 1, 32, 64, 128, 256), (130, 1, 16, 128, 512, 64)] if HAS_GPU else []
+# Sequences, queries, heads, of the latent, of a head, splits.
+UPS = [(1, 1, 3, 10, 6, 1), (1, 1, 2, 48, 40, 7), (2, 3, 2, 16, 20, 5), (1, 1, 2, 32, 16, 16)]
+ROWS = [(17, 1, 2, 24, 40, 3), (5, 7, 2, 48, 8, 8), (16, 1, 3, 33, 64, 16)]
+LARGE = [(1, 1, 32, 128, 64, 132), (1, 1, 32, 128, 64, 264), (1, 8, 32, 128, 64, 33), (2, 1, 32, 512, 64, 66)]
+LARGE += [(32, 1, 32, 128, 64, 8), (64, 1, 32, 512, 128, 2)]
+UPS += [*ROWS, *(LARGE if HAS_GPU else [])]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def attached() -> Iterator[None]:
+    yield from attached_kernels("head_products", "absorbed_step", "dba_decode_up")
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("into", [torch.float32, None])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", STEPS)
+def test_a_step_writes_what_its_two_ops_do(
+    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, into: torch.dtype | None
+) -> None:
+    batch, n_tokens, heads, width, latent, geo = shape
+    together = drawn(batch, n_tokens, 5 + heads * width + latent + geo, dtype=dtype)
+    _, q, c, k_geo = together.split((5, heads * width, latent, geo), dim=-1)
+    q, c, k_geo = q.unflatten(-1, (heads, width)), c[:, None], k_geo[:, None]
+    sem_map = drawn(heads, width, latent, seed=1, dtype=dtype) * width**-0.5
+    geo_map = drawn(heads, width, geo, seed=2, dtype=dtype) * width**-0.5
+    capacity = n_tokens + 3
+    # Before the start, at it, at the end, in part beyond it, and far beyond.
+    places = torch.tensor([-1, 0, 3, 4, 2**30], dtype=torch.int32)
+    lengths = places[(torch.arange(batch) + 1) % 5].to(DEVICE)
+    for widths in ([latent + geo], [latent, geo]):
+        for rows in {1, batch}:
+            angles = drawn(*((rows, 1) if rows > 1 else (1,)), n_tokens, geo // 2, seed=4) * 3
+            cos, sin = angles.cos(), angles.sin()
+            buffers, wanted = (
+                [drawn(batch, 1, capacity, d, seed=6, dtype=into or dtype) for d in widths] for _ in range(2)
+            )
+            found = absorbed_step(q, sem_map, geo_map, cos, sin, 0.3, c, k_geo, buffers, lengths)
+            assert torch.equal(found, absorbed_queries(q, sem_map, geo_map, cos, sin, 0.3))
+            reference_dba_append([c, k_geo], wanted, lengths, cos, sin, 1)
+            for got, want in zip(buffers, wanted, strict=True):
+                # A product and a sum rounded at once may give the other neighbour in 16 bits.
+                bound = torch.finfo(dtype).eps
+                torch.testing.assert_close(got, want, rtol=bound, atol=bound)
+                assert torch.equal(got[..., :latent], want[..., :latent]) or len(widths) == 2
+
+
+def test_wide_dtypes_and_no_rows_launch_nothing() -> None:
+    q, maps = drawn(2, 1, 2, 4), drawn(2, 4, 6)
+    table, lengths = drawn(1, 1, 3), torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    c, buffers = drawn(2, 1, 1, 6), [drawn(2, 1, 3, 12)]
+
+    def launched(*_: object) -> Tensor:
+        raise AssertionError("a kernel was launched")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(backend._launchers, ("absorbed_step", DEVICE), launched)
+        found = absorbed_step(q, maps, maps, table, table, 1.0, c, c, buffers, lengths)
+    torch.testing.assert_close(found, reference_absorbed_queries(q, maps, maps, table, table, 1.0))
+    none = [x[:0].half() for x in (q, c, *buffers)]
+    found = absorbed_step(
+        none[0], maps.half(), maps.half(), table, table, 1.0, none[1], none[1], [none[2]], lengths[:0]
+    )
+    assert found.shape == (0, 1, 2, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
+@pytest.mark.parametrize("shape", UPS)
+def test_a_read_is_joined_and_mapped(
+    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever way the launcher takes: the cache is short of some splits, which then hold nothing."""
+    launcher = importlib.import_module("caramba.kernels.triton.dba_decode_up")
+    decode = importlib.import_module("caramba.kernels.triton.dba_decode")
+    batch, n_queries, heads, rank, width, n_splits = shape
+    if dtype == torch.float32 and rank > 128:
+        pytest.skip("no kernel takes these")
+    geo, tokens = 16, 40 if HAS_GPU else 20
+    q_sem = drawn(batch, heads, n_queries, rank, dtype=dtype) * rank**-0.5
+    q_geo = drawn(batch, heads, n_queries, geo, seed=1, dtype=dtype) * 0.2
+    c, k_geo = (
+        drawn(batch, 1, tokens, rank, seed=2, dtype=dtype),
+        drawn(batch, 1, tokens, geo, seed=3, dtype=dtype),
+    )
+    up = drawn(heads, rank, width, seed=4, dtype=dtype) * rank**-0.5
+    seqlens = torch.tensor([tokens, 5, 0, 1], dtype=torch.int32)[torch.arange(batch) % 4].to(DEVICE)
+    kinds = [{torch.float32: "fp32", torch.float16: "fp16"}.get(dtype, "bf16")] * 2
+    ran: list[str] = []
+    monkeypatch.setattr(launcher.Launch, "__call__", _noted(launcher.Launch.__call__, ran))
+    decode.forget_plans()
+    found = launcher.dba_decode_up(q_sem, q_geo, kinds, [c], [k_geo], seqlens, None, up, 0, 0, n_splits)
+    read = _read(q_sem.double(), q_geo.double(), c.double(), k_geo.double(), seqlens).to(dtype)
+    wanted = reference_head_values(read.transpose(1, 2).double(), up.double())
+    expected = (
+        "_up_rows" if dtype != torch.float32 and batch * n_queries >= 16 and 1 < n_splits <= 16 else "_up_row"
+    )
+    if n_splits == 1:
+        expected = "_values_kernel"
+    assert ran[-1] == expected
+    assert len(ran) == 2
+    assert found.shape == (batch, n_queries, heads, width)
+    assert found.is_contiguous()
+    bound = {torch.float32: 1e-5, torch.float16: 3e-3}.get(dtype, 2e-2)
+    torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
+
+
+def _noted(call: object, ran: list[str]) -> object:
+    def noted(self: object, *tensors: object, **options: object) -> None:
+        ran.append(self.kernel.fn.__name__)  # type: ignore[attr-defined]
+        call(self, *tensors, **options)  # type: ignore[operator]
+
+    return noted
+
+
+def _read(q_sem: Tensor, q_geo: Tensor, c: Tensor, k_geo: Tensor, seqlens: Tensor) -> Tensor:
+    """Attention by a whole softmax, in float64: query t of n sees all but the last n - 1 - t tokens."""
+    n_queries, n_keys = q_sem.shape[2], c.shape[2]
+    scores = q_sem @ c.mT + q_geo @ k_geo.mT
+    ends = seqlens[:, None] - (n_queries - 1) + torch.arange(n_queries, device=seqlens.device)
+    seen = (torch.arange(n_keys, device=seqlens.device) < ends[..., None])[:, None]
+    shares = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return shares @ c
