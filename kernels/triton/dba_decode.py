@@ -295,7 +295,7 @@ def plan(
                 "ROW_BLOCKS": row_blocks,
                 "SEM": sem,
                 "GEO": geo,
-                "TAIL_TOKENS": min(TAIL_TOKENS, config.block_tokens),
+                "TAIL_TOKENS": min(2 * TAIL_TOKENS, config.block_tokens),
                 "ANNOUNCED": announced,
             },
             **options,

@@ -27,7 +27,10 @@ ROW_TILE = tl.constexpr(16)
 
 @triton.jit
 def query_tiles(q, row, ok, STREAM: tl.constexpr):
-    """Load the queries at offsets `row` as words' fields are laid out, a tile for each field."""
+    """Load the queries at offsets `row` as words' fields are laid out, a tile for each field.
+
+    Taken apart in registers, out of whole rows, they would stay there, which has no place for them.
+    """
     WORDS: tl.constexpr = STREAM[2]
     FIELDS: tl.constexpr = STREAM[7]
     c = tl.arange(0, WORDS)
@@ -41,10 +44,10 @@ def query_tiles(q, row, ok, STREAM: tl.constexpr):
 @triton.jit
 def largest(tiles, FIELDS: tl.constexpr):
     """Return each row's largest number of all tiles, its sign aside, in float32."""
-    top = tl.max(tl.abs(tiles[0].to(tl.float32)), 1)
+    top = tl.abs(tiles[0].to(tl.float32))
     for field in tl.static_range(1, FIELDS):
-        top = tl.maximum(top, tl.max(tl.abs(tiles[field].to(tl.float32)), 1))
-    return top
+        top = tl.maximum(top, tl.abs(tiles[field].to(tl.float32)))
+    return tl.max(top, 1)
 
 
 @triton.jit
@@ -54,6 +57,15 @@ def lifted(tiles, by, FIELDS: tl.constexpr, DTYPE: tl.constexpr):
     for field in tl.static_range(FIELDS):
         found = found + ((tiles[field].to(tl.float32) * by[:, None]).to(DTYPE),)
     return found
+
+
+@triton.jit
+def store_pairs(out, at, c, low, high, kept):
+    """Store tiles of two fields side by side, at twice c of the rows at `at`."""
+    pair = tl.arange(0, 2)
+    to = out + at[:, None, None] + c[None, :, None] + pair[None, None, :]
+    both = tl.join(low, high).to(out.dtype.element_ty)
+    tl.store(to, both, kept[:, None, None] & (c >= 0)[None, :, None] & (pair >= 0)[None, None, :])
 
 
 @triton.jit
@@ -89,7 +101,7 @@ def block_tiles(
     i = tl.full([], i, tl.int64)
     word = load_words(x + i * s_n, s_plane, s_n, n, ok, STREAM, KEYS, MASKED)
     wide = load_scales(scale + i * z_n, z_plane, z_n, n, ok, STREAM, KEYS, DTYPE, MASKED)
-    return scaled_fields(word, wide, nothing, STREAM[0], DTYPE, PACKED_MATH)
+    return scaled_fields(word, wide, nothing, STREAM, DTYPE, PACKED_MATH)
 
 
 @triton.jit
@@ -284,13 +296,17 @@ def decode_latent(
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     for i in tl.range(low, middle, BLOCK_TOKENS):
         ok = n >= 0
-        keys = block_tiles(sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, True, S_DTYPE, PACKED_MATH, False)  # fmt: skip
+        far = tl.full([], i, tl.int64)
+        word = load_words(sem + far * (sem_n // 2), sem_k // 2, sem_n // 2, n, ok, SEM, False, False)
+        wide = load_scales(sem_scale + far * sem_zn, sem_zk, sem_zn, n, ok, SEM, True, S_DTYPE, False)
+        keys = scaled_fields(tl.trans(word), wide, nothing, SEM, S_DTYPE, PACKED_MATH)
         s = add_products(nothings(TILES, BLOCK_TOKENS), qs, keys, FIELDS, TILES)
         keys = block_tiles(geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, True, G_DTYPE, PACKED_MATH, False)  # fmt: skip
         s = add_products(s, qg, keys, GEO_FIELDS, TILES)
         p, m, a = weigh(s, by, i, n, ok, end, m, window, CUT, HAS_WINDOW, TILES, PUSH)
         l = add_weights(l, p, a, TILES)
-        values = block_tiles(sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, False, S_DTYPE, PACKED_MATH, False)  # fmt: skip
+        wide = load_scales(sem_scale + far * sem_zn, sem_zk, sem_zn, n, ok, SEM, False, S_DTYPE, False)
+        values = scaled_fields(word, wide, nothing, SEM, S_DTYPE, PACKED_MATH)
         acc = add_weighed(acc, p, a, values, FIELDS, TILES, S_DTYPE)
     for i in tl.range(middle, until, BLOCK_TOKENS, num_stages=1):
         ok = i + n < until
@@ -341,7 +357,7 @@ def decode_latent(
         else:
             row = row * n_splits + split
             tl.store(sums + row, tl.where(some, top, -float("inf")), is_row)
-        for field in tl.static_range(FIELDS):
-            at = out + (row * WIDTH)[:, None] + feature(c, 0, field, SEM)[None, :]
-            part = (acc[tile * FIELDS + field] * inverse).to(out.dtype.element_ty)
-            tl.store(at, part, is_row[:, None])
+        for half in tl.static_range(FIELDS // 2):
+            low = acc[tile * FIELDS + half] * inverse
+            high = acc[tile * FIELDS + FIELDS // 2 + half] * inverse
+            store_pairs(out, row * WIDTH, feature(c, 0, half, SEM), low, high, is_row)

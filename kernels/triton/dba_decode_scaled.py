@@ -135,7 +135,15 @@ def load_words(codes, s_plane, s_n, n, ok, STREAM: tl.constexpr, KEYS: tl.conste
 
 @triton.jit
 def load_scales(
-    x, s_plane, s_n, n, ok, STREAM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, MASKED: tl.constexpr
+    x,
+    s_plane,
+    s_n,
+    n,
+    ok,
+    STREAM: tl.constexpr,
+    KEYS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
     """Load the scale of each word of tokens n, as `load_words` lays words out."""
     WORDS: tl.constexpr = STREAM[2]
@@ -162,10 +170,9 @@ def load_scales(
 
 
 @triton.jit
-def scaled_fields(
-    word, scale, nothing, KIND: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr
-):
+def scaled_fields(word, scale, nothing, STREAM: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
     """Return the fields' numbers times scales, a tile each. `nothing` is 0, which the compiler must not know."""
+    KIND: tl.constexpr = STREAM[0]
     if PACKED_MATH:
         asm: tl.constexpr = scaled_asm(KIND)
         if KIND == "q8_0":

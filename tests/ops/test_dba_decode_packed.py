@@ -169,7 +169,9 @@ def test_words_become_their_fields_numbers_times_scales(kind: str) -> None:
             fields = execute(scaled.SCALED[kind], given, n_fields)
             for i, field in enumerate(fields):
                 codes = [packed >> 16 * token + bits * i & (1 << bits) - 1 for token in range(2)]
-                signed = [code - 256 * (code > 127) if kind == "q8_0" else meant(kind, code) for code in codes]
+                signed = [
+                    code - 256 * (code > 127) if kind == "q8_0" else meant(kind, code) for code in codes
+                ]
                 levels = torch.tensor(signed, dtype=torch.float64)
                 if kind == "nf4":
                     levels = levels.to(dtype).double()

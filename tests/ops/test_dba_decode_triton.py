@@ -325,9 +325,7 @@ def test_long_sequences_by_heads_together_on_a_gpu(kinds: tuple[str, ...], dtype
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("nf4", "nf4")], ids="+".join)
 def test_long_sequences_by_words_of_a_latent_on_a_gpu(kinds: tuple[str, str], dtype: torch.dtype) -> None:
-    case = Case(
-        kinds, (2100, 1999), heads=(32, 1), dims=(128, 64, 128), packed=1984, tail=128, capacity=2112
-    )
+    case = Case(kinds, (2100, 1999), heads=(32, 1), dims=(128, 64, 128), packed=1984, tail=128, capacity=2112)
     more = replace(case, heads=(20, 1), queries=2, window=700, null=True)
     assert kernel_of(case, dtype, n_heads=1) == "decode_latent"
     check(case, dtype, 5, block_tokens=128, block_rows=32, n_heads=1, n_registers=168)
