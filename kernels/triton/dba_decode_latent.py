@@ -94,13 +94,15 @@ def add_weighed(acc, p, a, tiles, FIELDS: tl.constexpr, TILES: tl.constexpr, DTY
 
 @triton.jit
 def block_tiles(
-    x, s_plane, s_n, scale, z_plane, z_n, i, n, ok, nothing,
+    word, scale, z_plane, z_n, i, n, ok, nothing,
     STREAM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load tokens i + n of a stream's blocks as numbers, a tile for each field."""
+    """Make the words of tokens i + n to scaled numbers, a tile for each field: [features, tokens] of keys, [tokens, features]
+    of values."""
     i = tl.full([], i, tl.int64)
-    word = load_words(x + i * s_n, s_plane, s_n, n, ok, STREAM, KEYS, MASKED)
     wide = load_scales(scale + i * z_n, z_plane, z_n, n, ok, STREAM, KEYS, DTYPE, MASKED)
+    if KEYS:
+        word = tl.trans(word)
     return scaled_fields(word, wide, nothing, STREAM, DTYPE, PACKED_MATH)
 
 
@@ -294,29 +296,30 @@ def decode_latent(
     n = tl.arange(0, BLOCK_TOKENS)
     until = tl.minimum(high, held)
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+    # Whole tiles first, without masks on the loads.
     for i in tl.range(low, middle, BLOCK_TOKENS):
         ok = n >= 0
-        far = tl.full([], i, tl.int64)
-        word = load_words(sem + far * (sem_n // 2), sem_k // 2, sem_n // 2, n, ok, SEM, False, False)
-        wide = load_scales(sem_scale + far * sem_zn, sem_zk, sem_zn, n, ok, SEM, True, S_DTYPE, False)
-        keys = scaled_fields(tl.trans(word), wide, nothing, SEM, S_DTYPE, PACKED_MATH)
+        word = load_words(sem, sem_k // 2, sem_n // 2, i, n, ok, SEM, False)  # for keys and values
+        keys = block_tiles(word, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, True, S_DTYPE, PACKED_MATH, False)  # fmt: skip
         s = add_products(nothings(TILES, BLOCK_TOKENS), qs, keys, FIELDS, TILES)
-        keys = block_tiles(geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, True, G_DTYPE, PACKED_MATH, False)  # fmt: skip
+        far = load_words(geo, geo_k // 2, geo_n // 2, i, n, ok, GEO, False)
+        keys = block_tiles(far, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, True, G_DTYPE, PACKED_MATH, False)  # fmt: skip
         s = add_products(s, qg, keys, GEO_FIELDS, TILES)
         p, m, a = weigh(s, by, i, n, ok, end, m, window, CUT, HAS_WINDOW, TILES, PUSH)
         l = add_weights(l, p, a, TILES)
-        wide = load_scales(sem_scale + far * sem_zn, sem_zk, sem_zn, n, ok, SEM, False, S_DTYPE, False)
-        values = scaled_fields(word, wide, nothing, SEM, S_DTYPE, PACKED_MATH)
+        values = block_tiles(word, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, False, S_DTYPE, PACKED_MATH, False)  # fmt: skip
         acc = add_weighed(acc, p, a, values, FIELDS, TILES, S_DTYPE)
     for i in tl.range(middle, until, BLOCK_TOKENS, num_stages=1):
         ok = i + n < until
-        keys = block_tiles(sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, True, S_DTYPE, PACKED_MATH, True)  # fmt: skip
+        word = load_words(sem, sem_k // 2, sem_n // 2, i, n, ok, SEM, True)  # for keys and values
+        keys = block_tiles(word, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, True, S_DTYPE, PACKED_MATH, True)  # fmt: skip
         s = add_products(nothings(TILES, BLOCK_TOKENS), qs, keys, FIELDS, TILES)
-        keys = block_tiles(geo, geo_k // 2, geo_n // 2, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, True, G_DTYPE, PACKED_MATH, True)  # fmt: skip
+        far = load_words(geo, geo_k // 2, geo_n // 2, i, n, ok, GEO, True)
+        keys = block_tiles(far, geo_scale, geo_zk, geo_zn, i, n, ok, nothing, GEO, True, G_DTYPE, PACKED_MATH, True)  # fmt: skip
         s = add_products(s, qg, keys, GEO_FIELDS, TILES)
         p, m, a = weigh(s, by, i, n, ok, end, m, window, True, HAS_WINDOW, TILES, PUSH)
         l = add_weights(l, p, a, TILES)
-        values = block_tiles(sem, sem_k // 2, sem_n // 2, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, False, S_DTYPE, PACKED_MATH, True)  # fmt: skip
+        values = block_tiles(word, sem_scale, sem_zk, sem_zn, i, n, ok, nothing, SEM, False, S_DTYPE, PACKED_MATH, True)  # fmt: skip
         acc = add_weighed(acc, p, a, values, FIELDS, TILES, S_DTYPE)
     sums_of_rows = ()
     for tile in tl.static_range(TILES):

@@ -114,20 +114,15 @@ def over(kind, packed_math):
 
 
 @triton.jit
-def load_words(codes, s_plane, s_n, n, ok, STREAM: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr):
-    """Load the words of tokens n: [words, tokens] of keys, [tokens, words] of values."""
+def load_words(codes, s_plane, s_n, i, n, ok, STREAM: tl.constexpr, MASKED: tl.constexpr):
+    """Load the words of tokens i + n, [tokens, words]. Strides are in words."""
     WORDS: tl.constexpr = STREAM[2]
     PER_BLOCK: tl.constexpr = STREAM[5]
     c = tl.arange(0, WORDS)
-    across = c // PER_BLOCK * s_plane + c % PER_BLOCK
-    if KEYS:
-        at = codes + across[:, None] + (n * s_n)[None, :]
-        allowed = ok[None, :]
-    else:
-        at = codes + (n * s_n)[:, None] + across[None, :]
-        allowed = ok[:, None]
+    codes += tl.full([], i, tl.int64) * s_n
+    at = codes + (n * s_n)[:, None] + (c // PER_BLOCK * s_plane + c % PER_BLOCK)[None, :]
     if MASKED:
-        word = tl.load(at, allowed, other=0)
+        word = tl.load(at, ok[:, None], other=0)
     else:
         word = tl.load(at)
     return word
@@ -145,7 +140,7 @@ def load_scales(
     DTYPE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load the scale of each word of tokens n, as `load_words` lays words out."""
+    """Load the scale of each word of tokens n: [words, tokens] of keys, [tokens, words] of values."""
     WORDS: tl.constexpr = STREAM[2]
     PER_BLOCK: tl.constexpr = STREAM[5]
     BLOCKS: tl.constexpr = WORDS // PER_BLOCK
