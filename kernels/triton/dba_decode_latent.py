@@ -22,6 +22,8 @@ LIFT = tl.constexpr(8.0)
 """Powers of two that weights are multiplied by: float16 then holds those down to 2^-32 of the largest."""
 LARGEST = tl.constexpr(128.0)
 """What the largest number of a row's queries is made to, or up to twice it, before the shift of its stream."""
+SMALLEST = tl.constexpr(2.0**-64)
+"""What a row's largest number counts as at least, so that one over it is finite."""
 ROW_TILE = tl.constexpr(16)
 
 
@@ -107,12 +109,11 @@ def block_tiles(
 
 
 @triton.jit
-def tail_tiles(
-    x, s_n, i, n, ok, STREAM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr
-):
+def tail_tiles(x, s_n, i, n, ok, STREAM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr):
     """Load tokens i + n of a tail, which are numbers, as `block_tiles` does blocks."""
     FIELDS: tl.constexpr = STREAM[7]
-    LESS: tl.constexpr = over(STREAM[0], PACKED_MATH)
+    KIND: tl.constexpr = STREAM[0]
+    LESS: tl.constexpr = over(KIND, DTYPE)
     c = tl.arange(0, STREAM[2])
     tiles = ()
     for field in tl.static_range(FIELDS):
@@ -243,9 +244,10 @@ def decode_latent(
     TILES: tl.constexpr = BLOCK_ROWS // ROW_TILE
     S_DTYPE: tl.constexpr = number_dtype(SEM[0], q_sem.dtype.element_ty, PACKED_MATH)
     G_DTYPE: tl.constexpr = number_dtype(GEO[0], q_sem.dtype.element_ty, PACKED_MATH)
-    S_LESS: tl.constexpr = over(SEM[0], PACKED_MATH)
-    G_LESS: tl.constexpr = over(GEO[0], PACKED_MATH)
-    PUSH: tl.constexpr = LIFT if PACKED_MATH else 0.0
+    S_LESS: tl.constexpr = over(SEM[0], S_DTYPE)
+    G_LESS: tl.constexpr = over(GEO[0], G_DTYPE)
+    IN_16_BITS: tl.constexpr = S_DTYPE != tl.float32
+    PUSH: tl.constexpr = LIFT if IN_16_BITS else 0.0
     CUT: tl.constexpr = HAS_WINDOW or QUERIES > 1
     pid = tl.program_id(0)
     first = pid % ROW_BLOCKS * BLOCK_ROWS
@@ -271,14 +273,15 @@ def decode_latent(
         h, t = rows // QUERIES, rows % QUERIES
         own_s = query_tiles(q_sem, b * qs_b + h * qs_h + t * qs_t, is_row, SEM)
         own_g = query_tiles(q_geo, b * qg_b + h * qg_h + t * qg_t, is_row, GEO)
-        if PACKED_MATH:
+        if IN_16_BITS:
             # By a power of two, which changes no digit: float16 reaches less far than queries may.
             top = tl.maximum(largest(own_s, FIELDS), largest(own_g, GEO_FIELDS))
             unit = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-            unit = tl.where(unit == 0.0, 1.0, unit)
-            own_s = lifted(own_s, LARGEST / S_LESS / unit, FIELDS, S_DTYPE)
-            own_g = lifted(own_g, LARGEST / G_LESS / unit, GEO_FIELDS, G_DTYPE)
-            by = by + (unit * (LOG2_E / LARGEST),)
+            unit = tl.maximum(unit, SMALLEST)
+            scale = 1.0 / unit * LARGEST
+            own_s = lifted(own_s, scale / S_LESS, FIELDS, S_DTYPE)
+            own_g = lifted(own_g, scale / G_LESS, GEO_FIELDS, G_DTYPE)
+            by = by + (unit / LARGEST * LOG2_E,)
         else:
             by = by + (tl.full([ROW_TILE], 1.0, tl.float32) * LOG2_E,)
         qs, qg = qs + own_s, qg + own_g
@@ -331,16 +334,16 @@ def decode_latent(
     n = tl.arange(0, TAIL_TOKENS)
     for i in tl.range(tl.maximum(low, held), high, TAIL_TOKENS, num_stages=1):
         ok = i + n < high
-        keys = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, True, S_DTYPE, PACKED_MATH)
+        keys = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, True, S_DTYPE)
         s = add_products(nothings(TILES, TAIL_TOKENS), qs, keys, FIELDS, TILES)
-        keys = tail_tiles(geo_tail, geo_tn, i - held, n, ok, GEO, True, G_DTYPE, PACKED_MATH)
+        keys = tail_tiles(geo_tail, geo_tn, i - held, n, ok, GEO, True, G_DTYPE)
         s = add_products(s, qg, keys, GEO_FIELDS, TILES)
         p, m, a = weigh(s, by, i, n, ok, end, m, window, True, HAS_WINDOW, TILES, PUSH)
         new = ()
         for tile in tl.static_range(TILES):
             new = new + (l[tile] * a[tile] + tl.sum(p[tile], 1),)
         l = new
-        values = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, False, S_DTYPE, PACKED_MATH)
+        values = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, False, S_DTYPE)
         acc = add_weighed(acc, p, a, values, FIELDS, TILES, S_DTYPE)
 
     if ANNOUNCED:

@@ -101,16 +101,16 @@ def scaled_asm(kind):
 
 @triton.constexpr_function
 def number_dtype(kind, dtype, packed_math):
-    """Return what numbers of a format are made to, for queries of a type."""
-    if not packed_math:
+    """Return what numbers of a format are made to, for queries of a type. The interpreter has no products of bfloat16."""
+    if dtype == tl.float32:
         return dtype
-    return tl.bfloat16 if kind == "nf4" else tl.float16
+    return tl.bfloat16 if kind == "nf4" and packed_math else tl.float16
 
 
 @triton.constexpr_function
-def over(kind, packed_math):
-    """Return what numbers of a format are less by."""
-    return 2.0 ** -SHIFTS[kind] if packed_math else 1.0
+def over(kind, dtype):
+    """Return what numbers of a format are less by, for queries of a type."""
+    return 1.0 if dtype == tl.float32 else 2.0 ** -SHIFTS[kind]
 
 
 @triton.jit
@@ -168,6 +168,7 @@ def load_scales(
 def scaled_fields(word, scale, nothing, STREAM: tl.constexpr, DTYPE: tl.constexpr, PACKED_MATH: tl.constexpr):
     """Return the fields' numbers times scales, a tile each. `nothing` is 0, which the compiler must not know."""
     KIND: tl.constexpr = STREAM[0]
+    LESS: tl.constexpr = over(KIND, DTYPE)
     if PACKED_MATH:
         asm: tl.constexpr = scaled_asm(KIND)
         if KIND == "q8_0":
@@ -186,9 +187,10 @@ def scaled_fields(word, scale, nothing, STREAM: tl.constexpr, DTYPE: tl.constexp
             tiles = tl.inline_asm_elementwise(asm, held, args, (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), True, 2)  # fmt: skip
     elif KIND == "q8_0":
         low, high = word.to(tl.int8).to(tl.float32), (word >> 8).to(tl.int8).to(tl.float32)
-        tiles = (low * scale.to(tl.float32)).to(DTYPE), (high * scale.to(tl.float32)).to(DTYPE)
+        scale = scale.to(tl.float32) * LESS
+        tiles = (low * scale).to(DTYPE), (high * scale).to(DTYPE)
     else:
-        code, scale = word.to(tl.int32), scale.to(tl.float32)
+        code, scale = word.to(tl.int32), scale.to(tl.float32) * LESS
         tiles = (
             (number(code & 15, KIND, tl.float32) * scale).to(DTYPE),
             (number((code >> 4) & 15, KIND, tl.float32) * scale).to(DTYPE),

@@ -130,8 +130,6 @@ LATENTS = {
 @pytest.mark.parametrize("name", LATENTS)
 def test_a_latent_is_read_by_words(name: str, dtype: torch.dtype) -> None:
     case, reading = LATENTS[name]
-    if DEVICE == "cpu" and dtype == torch.float16 and not name.startswith("mixed"):
-        pytest.skip("the interpreter takes seconds")
     on_plain = dtype == torch.float32 and DEVICE == "cuda"
     assert kernel_of(case, dtype, n_heads=1, **reading) == ("decode_split" if on_plain else "decode_latent")
     check(case, dtype, 2, n_heads=1, **reading)
