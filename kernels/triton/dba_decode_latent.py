@@ -131,7 +131,7 @@ def tail_tiles(x, s_n, i, n, ok, STREAM: tl.constexpr, KEYS: tl.constexpr, DTYPE
 @triton.jit
 def weigh(s, by, i, n, ok, end, m, window, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, TILES: tl.constexpr, PUSH: tl.constexpr):  # fmt: skip
     """Return what scores weigh, the new maxima in base 2, and what is left of weights before."""
-    weights, tops, left = (), (), ()
+    scores = ()
     for tile in tl.static_range(TILES):
         part = s[tile]
         if MASKED:
@@ -139,9 +139,18 @@ def weigh(s, by, i, n, ok, end, m, window, MASKED: tl.constexpr, HAS_WINDOW: tl.
             if HAS_WINDOW:
                 seen = seen & ((i + n)[None, :] >= end[tile][:, None] - window)
             part = tl.where(seen, part, -float("inf"))
-        top = tl.maximum(m[tile], tl.max(part, 1) * by[tile])
+        scores = scores + (part,)
+    if TILES == 2:  # warps meet once for both
+        largest_of = tl.split(tl.max(tl.join(scores[0], scores[1]), 1))
+    else:
+        largest_of = ()
+        for tile in tl.static_range(TILES):
+            largest_of = largest_of + (tl.max(scores[tile], 1),)
+    weights, tops, left = (), (), ()
+    for tile in tl.static_range(TILES):
+        top = tl.maximum(m[tile], largest_of[tile] * by[tile])
         finite = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been seen
-        weights = weights + (tl.exp2(part * by[tile][:, None] - (finite - PUSH)[:, None]),)
+        weights = weights + (tl.exp2(scores[tile] * by[tile][:, None] - (finite - PUSH)[:, None]),)
         tops = tops + (top,)
         left = left + (tl.exp2(m[tile] - finite),)
     return weights, tops, left
