@@ -109,23 +109,40 @@ def block_tiles(
 
 
 @triton.jit
-def tail_tiles(x, s_n, i, n, ok, STREAM: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr):
-    """Load tokens i + n of a tail, which are numbers, as `block_tiles` does blocks."""
-    FIELDS: tl.constexpr = STREAM[7]
+def tail_tiles(x, s_n, i, n, ok, STREAM: tl.constexpr, DTYPE: tl.constexpr):
+    """Load tokens i + n of a tail, which are numbers, and take them apart as words' fields are laid out, a tile
+    [tokens, features] for each."""
     KIND: tl.constexpr = STREAM[0]
+    D: tl.constexpr = STREAM[1]
+    WORDS: tl.constexpr = STREAM[2]
+    PER_BLOCK: tl.constexpr = STREAM[5]
+    FIELDS: tl.constexpr = STREAM[7]
+    TOKENS: tl.constexpr = n.shape[0]
     LESS: tl.constexpr = over(KIND, DTYPE)
-    c = tl.arange(0, STREAM[2])
-    tiles = ()
-    for field in tl.static_range(FIELDS):
-        d = feature(c, 0, field, STREAM)
-        if KEYS:
-            at = x + d[:, None] + ((i + n) * s_n)[None, :]
-            allowed = ok[None, :] & (d >= 0)[:, None]
-        else:
-            at = x + ((i + n) * s_n)[:, None] + d[None, :]
-            allowed = ok[:, None] & (d >= 0)[None, :]
-        tiles = tiles + ((tl.load(at, allowed, other=0.0).to(tl.float32) * LESS).to(DTYPE),)
+    d = tl.arange(0, D)
+    at = x + ((i + n) * s_n)[:, None] + d[None, :]
+    whole = (tl.load(at, ok[:, None] & (d >= 0)[None, :], other=0.0).to(tl.float32) * LESS).to(DTYPE)
+    if FIELDS == 2:
+        even, odd = tl.split(tl.reshape(whole, (TOKENS, WORDS, 2)))
+        tiles = (even, odd)
+    else:
+        # Block, half of its bytes' bits, byte pair, byte of the pair: the second goes last, where `split` takes it.
+        whole = tl.reshape(whole, (TOKENS, WORDS // PER_BLOCK, 2, PER_BLOCK, 2))
+        whole = tl.reshape(tl.permute(whole, (0, 1, 3, 4, 2)), (TOKENS, WORDS, 2, 2))
+        low, high = tl.split(whole)
+        first, third = tl.split(low)
+        second, fourth = tl.split(high)
+        tiles = (first, second, third, fourth)
     return tiles
+
+
+@triton.jit
+def turned(tiles, FIELDS: tl.constexpr):
+    """Return tiles [tokens, features] as keys are, [features, tokens]."""
+    found = ()
+    for field in tl.static_range(FIELDS):
+        found = found + (tl.trans(tiles[field]),)
+    return found
 
 
 @triton.jit
@@ -343,16 +360,15 @@ def decode_latent(
     n = tl.arange(0, TAIL_TOKENS)
     for i in tl.range(tl.maximum(low, held), high, TAIL_TOKENS, num_stages=1):
         ok = i + n < high
-        keys = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, True, S_DTYPE)
-        s = add_products(nothings(TILES, TAIL_TOKENS), qs, keys, FIELDS, TILES)
-        keys = tail_tiles(geo_tail, geo_tn, i - held, n, ok, GEO, True, G_DTYPE)
-        s = add_products(s, qg, keys, GEO_FIELDS, TILES)
+        values = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, S_DTYPE)
+        s = add_products(nothings(TILES, TAIL_TOKENS), qs, turned(values, FIELDS), FIELDS, TILES)
+        far = tail_tiles(geo_tail, geo_tn, i - held, n, ok, GEO, G_DTYPE)
+        s = add_products(s, qg, turned(far, GEO_FIELDS), GEO_FIELDS, TILES)
         p, m, a = weigh(s, by, i, n, ok, end, m, window, True, HAS_WINDOW, TILES, PUSH)
         new = ()
         for tile in tl.static_range(TILES):
             new = new + (l[tile] * a[tile] + tl.sum(p[tile], 1),)
         l = new
-        values = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, False, S_DTYPE)
         acc = add_weighed(acc, p, a, values, FIELDS, TILES, S_DTYPE)
 
     if ANNOUNCED:
