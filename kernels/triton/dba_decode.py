@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from caramba.kernels.triton.dba_decode_heads import decode_heads
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
-from caramba.kernels.triton.dba_decode_modes import heads_together, mode, power_of_2, word_mode
+from caramba.kernels.triton.dba_decode_latent import decode_latent
+from caramba.kernels.triton.dba_decode_modes import (
+    heads_together,
+    is_latent_by_words,
+    latent_mode,
+    mode,
+    power_of_2,
+    word_mode,
+)
 from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape, choose
 from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import (
@@ -280,11 +288,12 @@ def plan(
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     dims = width, q_geo.shape[-1], v_width
     is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
-    n_heads = 0
+    n_heads, by_latent = 0, False
     if (is_packed_math or INTERPRETED) and not any(
         s % 2 for parts in quantised for s in parts[0].stride()[:3]
     ):
         n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
+        by_latent = is_latent_by_words(config, kinds, dims, kv_heads)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
     strides = [
@@ -325,6 +334,22 @@ def plan(
                 "GEO": by_words[1],
                 "V": by_words[2],
                 "TAIL_TOKENS": min(TAIL_TOKENS, config.block_tokens),
+                "ANNOUNCED": announced,
+            },
+            **options,
+        )
+    elif by_latent:
+        sem, geo = (latent_mode(kind, d) for kind, d in zip(kinds, dims, strict=False))
+        split = Launch(
+            decode_latent,
+            (batch * row_blocks, config.n_splits),
+            [*strides, *capacities],
+            {
+                **{name: value for name, value in constants.items() if name != "KV_HEADS"},
+                "ROW_BLOCKS": row_blocks,
+                "SEM": sem,
+                "GEO": geo,
+                "TAIL_TOKENS": min(2 * TAIL_TOKENS, config.block_tokens),
                 "ANNOUNCED": announced,
             },
             **options,

@@ -71,6 +71,32 @@ def word_mode(kind: str, width: int, n_heads: int) -> WordMode:
     return kind, width, blocks * per_block, elements, phases, per_block, n_heads, FIELDS[kind]
 
 
+def is_latent_by_words(
+    config: DecodeConfig, kinds: list[str], dims: tuple[int, int, int], kv_heads: int
+) -> bool:
+    """Whether a choice reads a latent by words, and it can be: two quantised streams of whole blocks, of powers of two that
+    leave each product words enough."""
+    return (
+        config.n_heads > 0
+        and len(kinds) == 2
+        and kv_heads == 1
+        and all(
+            kind in FIELDS
+            and d == power_of_2(d)
+            and d % BLOCK_ELEMENTS[kind] == 0
+            and d // FIELDS[kind] >= LEAST_WORDS
+            for kind, d in zip(kinds, dims, strict=False)
+        )
+    )
+
+
+@functools.cache
+def latent_mode(kind: str, width: int) -> WordMode:
+    """Return how a latent's stream is read by words of 16 bits, all of its blocks at once, see `dba_decode_latent`."""
+    elements, fields = BLOCK_ELEMENTS[kind], FIELDS[kind]
+    return kind, width, width // fields, elements, 1, elements // fields, 1, fields
+
+
 def power_of_2(n: int) -> int:
     """Return the next power of two; Triton's own is one for its compiler too, at several microseconds a call."""
     return 1 << (n - 1).bit_length()

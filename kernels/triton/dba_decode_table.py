@@ -61,11 +61,22 @@ TOGETHER = (
     *((128, 4, n_stages, n_registers) for n_stages in (3, 2) for n_registers in (168, 0)),
     *((64, 4, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (128, 168, 0)),
     *((64, 2, n_stages, 0) for n_stages in (2, 3)),
+    *((32, n_warps, n_stages, 168) for n_warps in (2, 1) for n_stages in (3, 4)),
     (128, 4, 2, 128),
 )
 """The same for heads of quantised streams that are read together."""
+BY_WORDS = (
+    *((64, 4, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (168, 0)),
+    *((64, 2, n_stages, 0) for n_stages in (3, 4)),
+    *((128, 4, n_stages, n_registers) for n_stages in (3, 2) for n_registers in (168, 0)),
+    *((32, 2, n_stages, n_registers) for n_stages in (3, 4) for n_registers in (168, 0)),
+    (32, 1, 3, 0),
+)
+"""The same for a quantised latent whose codes go to products by words."""
 TOGETHER_ROWS = 16
 """Rows of a product, which heads that are read together fill."""
+MOST_ROWS_OF_WORDS = 32
+"""Rows of a program that reads a latent by words: the sums of more take too many registers."""
 MOST_TOGETHER = 4
 """Heads that are read together at most: the sums of more take too many registers."""
 GROUP_ROWS = 64
@@ -113,8 +124,9 @@ class DecodeConfig:
     take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `n_registers` is the most that a thread
     may take (0: as many as the compiler wants): what it wants is decided by the rare masked tiles at the end.
     `early_join` launches the kernel that joins the splits while the last of them end, where the device can.
-    `n_heads` is how many key/value heads of quantised streams a program reads together, leaving scales to the products'
-    results (0: one, of which blocks are made into scaled numbers).
+    `n_heads` is how many key/value heads of quantised streams a program reads together, codes going to products by words
+    and scales to the products' results; 1 of a latent has its codes scaled by words (0: one, of which blocks are made into
+    scaled numbers in a tile of shared memory).
     """
 
     block_rows: int = 16
@@ -221,6 +233,8 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
     n_heads = min(MOST_TOGETHER, TOGETHER_ROWS // _bucket(shape.rows))
     if n_heads > 1 and _is_per_head_of_blocks(shape):
         ways += [(n_heads, TOGETHER_ROWS, *way) for way in TOGETHER]
+    if _is_latent_of_words(shape):
+        ways += [(1, min(first.block_rows, MOST_ROWS_OF_WORDS), *way) for way in BY_WORDS]
     ways += [(0, *way) for way in readings]
     for n_heads, block_rows, block_tokens, n_warps, n_stages, n_registers in ways:
         reading = replace(
@@ -266,6 +280,19 @@ def _is_per_head_of_blocks(shape: DecodeShape) -> bool:
     return not shape.in_fp32 and len(shape.formats) == 3 and all(kind in BLOCKS for kind in shape.formats)
 
 
+def _is_latent_of_words(shape: DecodeShape) -> bool:
+    """Whether a latent and its geometric stream are blocks that can be read by words of 16 bits, 16 to a product."""
+    return (
+        not shape.in_fp32
+        and len(shape.formats) == 2
+        and all(kind in BLOCKS for kind in shape.formats)
+        and all(
+            width == _bucket(width) and width % BLOCKS[kind][0] == 0 and width * BLOCKS[kind][1] >= 32
+            for kind, width in zip(shape.formats, shape.dims, strict=False)
+        )
+    )
+
+
 def _is_in_fp32(shape: DecodeShape) -> bool:
     """Whether a tile holds numbers of float32, which takes twice the shared memory."""
     return shape.in_fp32 or "fp32" in shape.formats
@@ -278,6 +305,16 @@ def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
     it is stored. Products of a warp group's rows read numbers where they are loaded, so that all stages stay; those of
     fewer rows hold scores. Of heads read together codes go to products as they are stored.
     """
+    if reading.n_heads and len(shape.formats) == 2:
+        stored = sum(
+            _loaded_bytes(kind, width) * width for kind, width in zip(shape.formats, shape.dims, strict=False)
+        )
+        elements, _, scale = BLOCKS[shape.formats[0]]
+        stored += (
+            shape.dims[0] / elements * scale
+        )  # the latent's scales are read by words of keys, and of values
+        numbers = 2 * (reading.block_rows * sum(shape.dims[:2]) + TOGETHER_ROWS * reading.block_tokens)
+        return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
     if reading.n_heads:
         numbers = reading.block_rows * (reading.n_heads * sum(shape.dims[:2]) + reading.block_tokens) * 2
         stored = 0.0

@@ -11,6 +11,7 @@ import torch
 from caramba.ops import formats
 
 pytest.importorskip("triton")
+from caramba.kernels.triton import dba_decode_scaled as scaled
 from caramba.kernels.triton import dba_decode_tile as tile
 from caramba.kernels.triton import dba_decode_words as words
 
@@ -71,6 +72,10 @@ def execute(assembly: str, inputs: list[int | float], n_outputs: int) -> list[in
             dtype = TYPES[op.split(".")[2][:-2]]
             a, b, c = (pair(int(word), dtype).double() for word in x)
             registers[out] = word_of((a * b + c).to(dtype))
+        elif op.startswith("mul.rn."):
+            dtype = TYPES[op.split(".")[2][:-2]]
+            a, b = (pair(int(word), dtype).double() for word in x)
+            registers[out] = word_of((a * b).to(dtype))
         elif op.startswith("cvt.rn."):
             dtype = TYPES[op.split(".")[2][:-2]]
             registers[out] = word_of(torch.tensor([x[1], x[0]], dtype=torch.float32).to(dtype))
@@ -147,6 +152,32 @@ def test_words_become_their_fields_numbers(kind: str, ty: str, is_key: bool) -> 
             signed = [code - 256 * (code > 127) if kind == "q8_0" else meant(kind, code) for code in codes]
             wanted = (torch.tensor(signed, dtype=torch.float64).to(dtype).double() + too_much).to(dtype)
             assert torch.equal(pair(field, dtype), wanted), (packed, i)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "nf4"])
+def test_words_become_their_fields_numbers_times_scales(kind: str) -> None:
+    ty = "bf16" if kind == "nf4" else "f16"
+    dtype, n_fields = TYPES[ty], words.FIELDS[kind]
+    bits = 16 // n_fields
+    low, high = words.tables("bf16")
+    held = [low[0], low[2], high[0], high[2]] if kind == "nf4" else []
+    # As they are stored, the ends of the range too: nothing is beyond float16.
+    for scales in torch.tensor([[0.37, -1.9], [65504.0, 6e-8], [0.011, 3.25]]).to(dtype):
+        for byte in range(256):
+            packed = int.from_bytes(bytes([byte, 255 - byte, byte ^ 0x5A, byte * 7 % 256]), "little")
+            given = [packed, word_of(scales), *(word for word in held for _ in range(2))]
+            fields = execute(scaled.SCALED[kind], given, n_fields)
+            for i, field in enumerate(fields):
+                codes = [packed >> 16 * token + bits * i & (1 << bits) - 1 for token in range(2)]
+                signed = [
+                    code - 256 * (code > 127) if kind == "q8_0" else meant(kind, code) for code in codes
+                ]
+                levels = torch.tensor(signed, dtype=torch.float64)
+                if kind == "nf4":
+                    levels = levels.to(dtype).double()
+                wanted = (levels * scales.double() / 2 ** scaled.SHIFTS[kind]).to(dtype)
+                assert wanted.isfinite().all()
+                assert torch.equal(pair(field, dtype).float() + 0.0, wanted.float() + 0.0), (packed, i)
 
 
 def test_the_levels_are_those_of_the_format() -> None:

@@ -102,12 +102,62 @@ def test_heads_are_read_together(name: str, dtype: torch.dtype) -> None:
     check(case, dtype, 2, **reading)
 
 
+LATENTS = {
+    "mixed": (Case(("q4_0", "q8_0"), (90, 70), heads=(8, 1), dims=(128, 64, 128), packed=64), {}),
+    "nf4, questions, window, null, two programs of rows": (
+        Case(
+            ("nf4", "nf4"),
+            (105,),
+            heads=(6, 1),
+            dims=(64, 128, 64),
+            queries=3,
+            packed=80,
+            tail=48,
+            window=50,
+            null=True,
+        ),
+        {},
+    ),
+    "q8_0 and q4_0, two tiles of rows": (
+        Case(("q8_0", "q4_0"), (75, 0), heads=(20, 1), dims=(64, 64, 64), packed=48),
+        {"block_rows": 32},
+    ),
+}
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LATENTS)
+def test_a_latent_is_read_by_words(name: str, dtype: torch.dtype) -> None:
+    case, reading = LATENTS[name]
+    on_plain = dtype == torch.float32 and DEVICE == "cuda"
+    assert kernel_of(case, dtype, n_heads=1, **reading) == ("decode_split" if on_plain else "decode_latent")
+    check(case, dtype, 2, n_heads=1, **reading)
+
+
+@runs
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(("q4_0", "q8_0"), (20,), heads=(8, 1), dims=(128, 96, 128), packed=16),
+        Case(("q4_0", "q8_0"), (20,), heads=(8, 1), dims=(32, 64, 32), packed=16),
+        Case(("q4_0", "bf16"), (20,), heads=(8, 1), dims=(128, 64, 128), packed=16),
+        Case(("q4_0", "q8_0"), (20,), heads=(8, 2), dims=(128, 64, 128), packed=16),
+    ],
+    ids=("no power of two", "too few words", "numbers", "heads"),
+)
+def test_what_cannot_be_read_by_words_of_a_latent_is_read_as_before(case: Case) -> None:
+    assert kernel_of(case, torch.float16, n_heads=1) == "decode_split"
+
+
 def kernel_of(case: Case, dtype: torch.dtype, **reading: int) -> str:
     from caramba.kernels.triton.dba_decode import plan
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
     args, options = arguments(case, dtype, DEVICE)
-    parts, kinds = [stream.tensors for stream in args[2:5]], [stream.kind for stream in args[2:5]]
+    streams = [stream for stream in args[2:5] if stream is not None]
+    parts = [*(stream.tensors for stream in streams), []][:3]
+    kinds = [stream.kind for stream in streams]
     made = plan(DecodeConfig(**reading), *args[:2], kinds, *parts, options["n_packed"], [], 0)
     return made.split.kernel.__name__
 
@@ -266,6 +316,19 @@ def test_long_sequences_by_heads_together_on_a_gpu(kinds: tuple[str, ...], dtype
     check(case, dtype, 5, block_tokens=128, n_heads=4, n_registers=168)
     check(case, dtype, 1, block_tokens=64, n_heads=4, n_warps=2, n_stages=2)
     check(more, dtype, 3, block_tokens=64, n_heads=4)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("nf4", "nf4")], ids="+".join)
+def test_long_sequences_by_words_of_a_latent_on_a_gpu(kinds: tuple[str, str], dtype: torch.dtype) -> None:
+    case = Case(kinds, (2100, 1999), heads=(32, 1), dims=(128, 64, 128), packed=1984, tail=128, capacity=2112)
+    more = replace(case, heads=(20, 1), queries=2, window=700, null=True)
+    assert kernel_of(case, dtype, n_heads=1) == "decode_latent"
+    check(case, dtype, 5, block_tokens=128, block_rows=32, n_heads=1, n_registers=168)
+    check(case, dtype, 1, block_tokens=64, block_rows=32, n_heads=1, n_warps=2, n_stages=3)
+    check(more, dtype, 3, block_tokens=64, n_heads=1)
 
 
 @pytest.mark.gpu

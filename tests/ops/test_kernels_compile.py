@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(
 pytest.importorskip("triton")
 
 
-SAME = {"decode_heads": "decode_split"}
-"""A kernel that does what another does, as the table says."""
+SAME = {"decode_heads": "decode_split", "decode_latent": "decode_split"}
+"""Kernels that do what another does, as the table says."""
 
 
 def package() -> ModuleType:
@@ -82,6 +82,32 @@ def test_heads_together_compile_and_need_the_shared_memory_that_the_table_counts
         shape = module("dba_decode").decode_shape(*q, list(kinds), *parts, 512)
     name, kernel = made[0]
     assert name == "decode_heads"
+    assert kernel.asm["cubin"].startswith(b"\x7fELF")
+    assert kernel.metadata.shared <= table.shared_bytes(shape, config) + table.LEEWAY
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dims", "reading"),
+    [
+        (("q4_0", "q8_0"), (128, 256, 128), {"block_rows": 32, "n_registers": 168}),
+        (("q8_0", "nf4"), (128, 64, 128), {"block_rows": 32, "n_warps": 2}),
+        (("nf4", "q4_0"), (64, 128, 64), {"block_tokens": 128, "n_stages": 2}),
+    ],
+    ids=("mixed, wide", "q8_0 and nf4", "nf4 and q4_0, one tile of rows"),
+)
+def test_a_latent_by_words_compiles_and_needs_the_shared_memory_that_the_table_counts_on(
+    kinds: tuple[str, str], dims: tuple[int, int, int], reading: dict[str, int]
+) -> None:
+    table = module("dba_decode_table")
+    q = [one(2, 32, 1, width) for width in dims[:2]]
+    parts = [stream(kind, width, 2, 1, 512, 96) for kind, width in zip(kinds, dims, strict=False)]
+    config = table.DecodeConfig(n_splits=2, n_heads=1, **reading)
+    lengths, packed = one(2, dtype=torch.int32), one(1, dtype=torch.int32)
+    with hopper() as made:
+        module("dba_decode").launch(config, *q, list(kinds), *parts, [], lengths, packed, [], 0)
+        shape = module("dba_decode").decode_shape(*q, list(kinds), *parts, [], 512)
+    name, kernel = made[0]
+    assert name == "decode_latent"
     assert kernel.asm["cubin"].startswith(b"\x7fELF")
     assert kernel.metadata.shared <= table.shared_bytes(shape, config) + table.LEEWAY
 

@@ -118,6 +118,27 @@ def test_heads_of_quantised_streams_may_be_read_together() -> None:
     assert table.shared_bytes(q4_0, DecodeConfig(block_tokens=128, n_stages=3, n_heads=4)) == 75776
 
 
+def test_a_quantised_latent_may_be_read_by_words() -> None:
+    def by_words(shape: DecodeShape) -> bool:
+        return any(choice.n_heads == 1 for choice in candidates(shape, 132))
+
+    assert by_words(SHAPE)
+    assert rule(SHAPE, 132).n_heads == 0, "what was measured"
+    for other in (
+        {"formats": ("q4_0", "bf16")},
+        {"formats": ("bf16", "bf16")},
+        {"dims": (128, 96, 128)},
+        {"dims": (32, 64, 32)},
+        {"in_fp32": True},
+    ):
+        assert not by_words(replace(SHAPE, **other))
+    read = [choice for choice in candidates(replace(SHAPE, rows=128), 132) if choice.n_heads]
+    assert {choice.block_rows for choice in read} == {32}
+    assert all(table.shared_bytes(SHAPE, choice) < table.SHARED_BYTES for choice in read)
+    # A stage of 64 tokens, of 128 features in 4 bits and 64 in 8, scales of the former twice; queries; weights.
+    assert table.shared_bytes(SHAPE, DecodeConfig(32, 64, n_stages=2, n_heads=1)) == 23808
+
+
 def test_a_join_that_begins_early_is_timed_after_all_else_where_there_is_a_join() -> None:
     ways = candidates(SHAPE, 132)
     plain = [way for way in ways if not way.early_join]
