@@ -59,5 +59,5 @@ def hopper() -> Iterator[list[tuple[str, Any]]]:
         patch.setattr(module("norm"), "_counts", {torch.device("cpu"): PROCESSORS})
         patch.setattr(module("dba_decode"), "_processors", lambda device: PROCESSORS)
         patch.setattr(module("dba_decode"), "_arch", lambda device: "sm90")
-        patch.setattr(module("dba_decode"), "_plans", module("forms").Plans())
+        patch.setattr(module("dba_decode"), "plans", module("forms").Plans())
         yield made

@@ -55,7 +55,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     for module, name in ((dba_decode, "decode_split"), (dba_decode, "decode_join"), (dba_append, "_append")):
         found[name] = Kernel(getattr(module, name))
         monkeypatch.setattr(module, name, found[name])
-    monkeypatch.setattr(dba_decode, "_plans", dba_decode.Plans())
+    monkeypatch.setattr(dba_decode, "plans", dba_decode.Plans())
     monkeypatch.setattr(dba_append, "_plans", dba_append.Plans())
     return found
 
