@@ -6,8 +6,8 @@ programs copy parts of the latent and turn pairs of the geometric key while thos
 
 from __future__ import annotations
 
-from caramba.kernels.triton.head_products import QUERY_COLUMNS, loaded, power_of_2, query_part, rows_of
 from caramba.kernels.triton.forms import form
+from caramba.kernels.triton.head_products import QUERY_COLUMNS, loaded, power_of_2, query_part, rows_of
 from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
