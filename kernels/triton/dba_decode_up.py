@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import caramba.kernels.triton.dba_decode as decode
 import torch
-from caramba.kernels.triton.dba_decode import Plan
 from caramba.kernels.triton.dba_decode_modes import power_of_2
+from caramba.kernels.triton.dba_decode_plan import Plan, arguments
 from caramba.kernels.triton.head_products import head_values
 from caramba.kernels.triton.launch import Launch
 from torch import Tensor
@@ -154,7 +154,7 @@ def dba_decode_up(
 ) -> Tensor:
     """Run the op; `admit` as in `dba_decode`, but that what it returns takes this op's arguments."""
     hint = power_of_2(max_seqlen) if max_seqlen > 0 else max_seqlen
-    tensors = decode.arguments(q_sem, q_geo, c, k_geo, [], seqlens, n_packed, [])
+    tensors = arguments(q_sem, q_geo, c, k_geo, [], seqlens, n_packed, [])
     rest = ("up", *kinds, len(c), len(k_geo), n_packed is None, window, hint, n_splits)
     found = decode.plans.get(rest, (*tensors, up))
     if found is None:

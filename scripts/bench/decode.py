@@ -135,7 +135,7 @@ def tune(
     shapes of this layout and format try alone.
     """
     from caramba.kernels.triton import dba_decode_table as table
-    from caramba.kernels.triton.dba_decode import decode_shape
+    from caramba.kernels.triton.dba_decode_plan import decode_shape
 
     kinds = [stream.kind for stream in stores[0].streams]
     parts = [*(stream.tensors for stream in stores[0].streams), []][:3]

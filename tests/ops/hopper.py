@@ -57,7 +57,7 @@ def hopper() -> Iterator[list[tuple[str, Any]]]:
         patch.setattr(jit, "run", compile_only)
         # Of tensors on the CPU launchers would otherwise choose as for the interpreter.
         patch.setattr(module("norm"), "_counts", {torch.device("cpu"): PROCESSORS})
-        patch.setattr(module("dba_decode"), "_processors", lambda device: PROCESSORS)
-        patch.setattr(module("dba_decode"), "_arch", lambda device: "sm90")
+        patch.setattr(module("dba_decode"), "processors", lambda device: PROCESSORS)
+        patch.setattr(module("dba_decode_plan"), "arch", lambda device: "sm90")
         patch.setattr(module("dba_decode"), "plans", module("forms").Plans())
         yield made

@@ -151,7 +151,7 @@ def test_what_cannot_be_read_by_words_of_a_latent_is_read_as_before(case: Case) 
 
 
 def kernel_of(case: Case, dtype: torch.dtype, **reading: int) -> str:
-    from caramba.kernels.triton.dba_decode import plan
+    from caramba.kernels.triton.dba_decode_plan import plan
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
     args, options = arguments(case, dtype, DEVICE)
@@ -186,7 +186,7 @@ def test_the_count_of_splits_changes_nothing() -> None:
 
 @runs
 def test_splits_of_many_rows_are_joined_by_fewer_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caramba.kernels.triton.dba_decode.MANY_ROWS", 4)
+    monkeypatch.setattr("caramba.kernels.triton.dba_decode_plan.MANY_ROWS", 4)
     for name in ("widths that are no power of two", "latent, nf4, window, null"):
         check(CASES[name], torch.float32, n_splits=3)
 

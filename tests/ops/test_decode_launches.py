@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from caramba.kernels.triton import dba_append, dba_decode, launch
+from caramba.kernels.triton import dba_append, dba_decode, dba_decode_plan, launch
 from torch import Tensor
 
 from caramba.errors import ConfigError
@@ -52,7 +52,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(launch, "INTERPRETED", False)
     found = {}
-    for module, name in ((dba_decode, "decode_split"), (dba_decode, "decode_join"), (dba_append, "_append")):
+    for module, name in (
+        (dba_decode_plan, "decode_split"),
+        (dba_decode_plan, "decode_join"),
+        (dba_append, "_append"),
+    ):
         found[name] = Kernel(getattr(module, name))
         monkeypatch.setattr(module, name, found[name])
     monkeypatch.setattr(dba_decode, "plans", dba_decode.Plans())
