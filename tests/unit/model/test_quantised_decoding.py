@@ -48,7 +48,8 @@ def test_every_attention_within_the_bound(name: str, kind: KVCacheKind) -> None:
 @pytest.mark.parametrize("name", ["standard", "decoupled", "latent"])
 @torch.no_grad()
 def test_chunks_of_a_tile_see_what_single_tokens_see(name: str) -> None:
-    model, tokens = lively(name), tokens_of()
+    # In float64, or a last bit that a processor rounds the other way may turn a code, which shows.
+    model, tokens = lively(name).double(), tokens_of()
     tiles = decoded(model, tokens, KVCacheKind.Q4_0, TILE)
     torch.testing.assert_close(tiles, decoded(model, tokens, KVCacheKind.Q4_0, 1), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(tiles, model(tokens), rtol=1e-4, atol=1e-4)
