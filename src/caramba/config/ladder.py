@@ -150,15 +150,18 @@ def row_keys(names: Iterable[RowName]) -> dict[str, Any]:
     for name, rung in RUNGS.items():
         if name in on:
             keys |= rung.keys
-    return keys
+    return _with_masters(keys)
 
 
 def without(names: Iterable[RowName], left_out: RowName) -> dict[str, Any]:
     """Return the phase's keys with these rows' means on but one."""
-    keys = row_keys(names) | RUNGS[left_out].undone
-    if not keys.get("fused_optimizer", True) and keys.get("master_weights") == "in_moments":
-        keys["master_weights"] = True  # the moments of fused AdamW alone hold them
-    return keys
+    return _with_masters(row_keys(names) | RUNGS[left_out].undone)
+
+
+def _with_masters(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return keys whose masters are copies where AdamW is not fused, whose moments alone hold them."""
+    is_copied = not keys["fused_optimizer"] and keys.get("master_weights") == "in_moments"
+    return keys | ({"master_weights": True} if is_copied else {})
 
 
 def fastest(
