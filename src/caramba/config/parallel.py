@@ -107,7 +107,10 @@ class ParallelConfig(Config):
         for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
             if not is_sharded and getattr(self, name) != default:
                 found.append(f"{name} belongs to parallel=fsdp2, got parallel={self.strategy}; remove it")
-        for name, defaults in (("find_unused_parameters", (False,)), ("bucket_cap_mb", ("auto", FORMER_BUCKET))):
+        for name, defaults in (
+            ("find_unused_parameters", (False,)),
+            ("bucket_cap_mb", ("auto", FORMER_BUCKET)),
+        ):
             if self.strategy != "ddp" and getattr(self, name) not in defaults:
                 found.append(f"{name} belongs to parallel=ddp, got parallel={self.strategy}; remove it")
         if self.reduce_dtype != "float32" and not is_sharded and self.strategy != "ddp":
