@@ -85,8 +85,8 @@ class LadderConfig(Config):
     The ladder's top is its fastest row that keeps all activations and whose held-out loss is within
     `loss_tolerance` nats of row 0's (`top_of`): speed that is paid for in loss is no more than a row. `twins`
     trains it again so many times with every first weight moved by one unit in the last place and other draws of
-    dropout and stochastic rounding: how the losses of these runs spread is `loss_noise`, which a row's change of
-    held-out loss is to be read against. `leave_one_out` takes each means alone out of the top. `largest` finds each
+    dropout: how the losses of these runs spread is `loss_noise`, which a row's change of held-out loss is to be read
+    against. `leave_one_out` takes each means alone out of the top. `largest` finds each
     row's largest batch and its speed there, with up to `most_batch` sequences and `largest_seconds` for all rows.
     `bf16_weights` is a row that has to be asked for. What a device cannot do is a row with the reason, and the next
     row does without it. A row that runs out of memory takes half as many sequences twice.
