@@ -85,8 +85,8 @@ class LadderConfig(Config):
     The ladder's top is its fastest row that keeps all activations and whose held-out loss is within
     `loss_tolerance` nats of row 0's (`top_of`): speed that is paid for in loss is no more than a row. `twins`
     trains it again so many times with every first weight moved by one unit in the last place and other draws of
-    dropout and stochastic rounding: how the losses of these runs spread is `loss_noise`, which a row's change of
-    held-out loss is to be read against. `leave_one_out` takes each means alone out of the top. `largest` finds each
+    dropout: how the losses of these runs spread is `loss_noise`, which a row's change of held-out loss is to be read
+    against. `leave_one_out` takes each means alone out of the top. `largest` finds each
     row's largest batch and its speed there, with up to `most_batch` sequences and `largest_seconds` for all rows.
     `bf16_weights` is a row that has to be asked for. What a device cannot do is a row with the reason, and the next
     row does without it. A row that runs out of memory takes half as many sequences twice.
@@ -150,15 +150,18 @@ def row_keys(names: Iterable[RowName]) -> dict[str, Any]:
     for name, rung in RUNGS.items():
         if name in on:
             keys |= rung.keys
-    return keys
+    return _with_masters(keys)
 
 
 def without(names: Iterable[RowName], left_out: RowName) -> dict[str, Any]:
     """Return the phase's keys with these rows' means on but one."""
-    keys = row_keys(names) | RUNGS[left_out].undone
-    if not keys.get("fused_optimizer", True) and keys.get("master_weights") == "in_moments":
-        keys["master_weights"] = True  # the moments of fused AdamW alone hold them
-    return keys
+    return _with_masters(row_keys(names) | RUNGS[left_out].undone)
+
+
+def _with_masters(keys: dict[str, Any]) -> dict[str, Any]:
+    """Return keys whose masters are copies where AdamW is not fused, whose moments alone hold them."""
+    is_copied = not keys["fused_optimizer"] and keys.get("master_weights") == "in_moments"
+    return keys | ({"master_weights": True} if is_copied else {})
 
 
 def fastest(

@@ -12,6 +12,8 @@ from caramba.config.layer import Positive
 
 StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp", "pipeline"]
 SHARDED = ("fsdp2", "fsdp2_tp")
+FORMER_BUCKET = 25
+"""What manifests of before have as `bucket_cap_mb` under every strategy."""
 
 
 class ParallelConfig(Config):
@@ -105,8 +107,11 @@ class ParallelConfig(Config):
         for name, default in (("sharding", None), ("mixed_precision", "auto"), ("wrap", None)):
             if not is_sharded and getattr(self, name) != default:
                 found.append(f"{name} belongs to parallel=fsdp2, got parallel={self.strategy}; remove it")
-        for name, default in (("find_unused_parameters", False), ("bucket_cap_mb", "auto")):
-            if self.strategy != "ddp" and getattr(self, name) != default:
+        for name, defaults in (
+            ("find_unused_parameters", (False,)),
+            ("bucket_cap_mb", ("auto", FORMER_BUCKET)),
+        ):
+            if self.strategy != "ddp" and getattr(self, name) not in defaults:
                 found.append(f"{name} belongs to parallel=ddp, got parallel={self.strategy}; remove it")
         if self.reduce_dtype != "float32" and not is_sharded and self.strategy != "ddp":
             found.append(

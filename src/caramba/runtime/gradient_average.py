@@ -21,7 +21,8 @@ class GradientAverage:
 
     Parameters are taken in groups from the last to the first, as backward reaches them. A group is exchanged once all
     its gradients are there and the groups before it have been: ranks may come to their gradients in any order, and all
-    begin the same exchanges in the same order. What backward has left out follows in `finish`.
+    begin the same exchanges in the same order. What backward has left out follows in `finish`, before which nothing
+    else may go between ranks, for they may be at different groups.
 
     Args:
         named: what trains, with names; on every rank the same, in the same order.

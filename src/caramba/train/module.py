@@ -135,6 +135,9 @@ class CarambaModule(pl.LightningModule):
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
             loss, self._loss = self._loss / self.phase.gradient_accumulation_steps, None
+            # Before anything else goes between ranks: one that has left weights out has begun fewer exchanges by now.
+            if self.averaging is not None:
+                self.averaging.finish()
             # So that every rank decides alike, on what steps and on what has converged.
             if not self.shares_blocks:
                 losses = mean_over_ranks({**losses, STEP_LOSS: loss})
@@ -178,8 +181,6 @@ class CarambaModule(pl.LightningModule):
         rate = learning_rate(self.phase, *self.objective.schedule_span(self.global_step, self.phase.steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        if self.averaging is not None:
-            self.averaging.finish()
         self.objective.join_gradients()
         scaler = self._scaler
         if scaler is not None:

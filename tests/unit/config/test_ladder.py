@@ -29,6 +29,9 @@ def test_without_fused_adamw_masters_are_copies() -> None:
     assert row_keys(ALL)["master_weights"] == "in_moments"
     assert without(ALL, "fused_adamw")["master_weights"] is True
     assert "master_weights" not in without(["baseline", "fused_adamw"], "fused_adamw")
+    # A ladder that has no such row, or whose device could not run it.
+    keys = row_keys(["baseline", "bf16_weights"])
+    assert PhaseConfig.model_validate({"phase": "pretrain", "steps": 1, **keys}).master_weights is True
 
 
 def test_rows_keep_the_baseline_s_keys_where_it_could_not_be_measured() -> None:

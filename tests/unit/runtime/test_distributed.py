@@ -32,9 +32,15 @@ def test_other_ranks_than_the_manifest_asks_for_are_refused(monkeypatch: pytest.
         ({"strategy": "fsdp2", "sharding": "NO_SHARD"}, "which is parallel=ddp; use that"),
         ({"strategy": "ddp", "wrap": ("ResidualTopology",)}, "wrap belongs to parallel=fsdp2"),
         ({"strategy": "fsdp2", "find_unused_parameters": True}, "belongs to parallel=ddp"),
+        ({"bucket_cap_mb": 100}, "bucket_cap_mb belongs to parallel=ddp, got parallel=single"),
         ({"reduce_dtype": "bfloat16"}, "belongs to parallel=ddp and fsdp2, got parallel=single"),
     ],
 )
 def test_keys_of_another_strategy_are_refused(words: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         ParallelConfig.model_validate(words)
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp2"])
+def test_a_manifest_of_before_is_read(strategy: str) -> None:
+    ParallelConfig.model_validate({"strategy": strategy, "bucket_cap_mb": 25})
