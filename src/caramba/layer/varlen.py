@@ -105,8 +105,10 @@ class VarlenKernel:
 def lies_even(x: Tensor, width: int) -> bool:
     """Return whether rows are `width` features wide, side by side, and each at a multiple of `EVEN` in its memory.
 
-    Parts of a joined product may lie at others.
+    Parts of a joined product may lie at others. In a graph that is compiled nobody can say, as it has no memory yet.
     """
+    if torch.compiler.is_compiling():
+        return False
     places = (x.storage_offset(), *x.stride()[:-1])
     return x.shape[-1] == width and x.stride(-1) == 1 and not any(place % EVEN for place in places)
 
