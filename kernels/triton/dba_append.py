@@ -100,7 +100,7 @@ def dba_append(
     if plan is None:
         if admit is not None:
             admit(streams, buffers, lengths, cos, sin, rotated)
-        plan = _planned(streams, buffers, cos, sin, rotated)
+        plan = _planned(streams, buffers, lengths, cos, sin, rotated)
         _plans.add(rest, given, plan)
     if plan.copied:
         given = [x.contiguous() if i in plan.copied else x for i, x in enumerate(given)]
@@ -126,6 +126,7 @@ _plans: Plans[Plan] = Plans()
 def _planned(
     streams: list[Tensor],
     buffers: list[Tensor],
+    lengths: Tensor,
     cos: Tensor | None,
     sin: Tensor | None,
     rotated: int,
@@ -172,16 +173,20 @@ def _planned(
     ]
     n_warps = 4 if max(widths) > 256 else 1
     launch = Launch(_append, (batch * n_tokens, heads), scalars, {}, num_warps=n_warps)
-    lengths = n + len(buffers)
+    at = n + len(buffers)
     tables = () if cos is None or sin is None else (cos, sin)
     copied = [i for i, x in enumerate(streams) if x.stride(-1) != 1]
-    copied += [lengths + 1 + i for i, table in enumerate(tables) if not table.is_contiguous()]
+    copied += [
+        at + i
+        for i, x in enumerate((lengths, *tables))
+        if not x.is_contiguous()  # which the kernel reads one after the other
+    ]
     return Plan(
         launch=launch,
         order=(
             *(*range(n), *[0] * fill),
             *(*(n + place for place in places), *[n + places[0]] * fill),
-            *(lengths, *((lengths + 1, lengths + 2) if tables else (lengths, lengths))),
+            *(at, *((at + 1, at + 2) if tables else (at, at))),
         ),
         copied=tuple(copied),
     )

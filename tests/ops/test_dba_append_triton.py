@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from caramba.ops.dba_append import reference_dba_append
-from tests.ops.test_dba_append import CASES, DEVICE, INTERPRETED, arguments, check
+from tests.ops.test_dba_append import CASES, DEVICE, INTERPRETED, arguments, check, looped
 
 
 @pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process")
@@ -31,3 +31,15 @@ def test_the_kernel_rounds_bfloat16_as_the_reference() -> None:
         reference_dba_append(*same)
         for got, want in zip(args[1], same[1], strict=True):
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process")
+def test_lengths_may_lie_apart() -> None:
+    from caramba.kernels.triton.dba_append import dba_append as launched
+
+    streams, buffers, lengths, *rest = arguments("standard", [5, 1, 3], 1, torch.float32, torch.float32)
+    wanted = looped(streams, buffers, lengths, *rest)
+    for apart in (lengths[:, None].repeat(1, 2)[:, 0], lengths):  # the one's plan is not the other's
+        launched(streams, buffers, apart, *rest)
+        for got, want in zip(buffers, wanted, strict=True):
+            torch.testing.assert_close(got, want)

@@ -174,9 +174,11 @@ class LookupRounds:
     def _send(self, found: Tensor, width: int) -> None:
         """Queue the way of a round's numbers to the host."""
         self._turn, self._width = 1 - self._turn, width
-        self._host[self._turn][: found.numel()].view(found.shape).copy_(found, non_blocking=True)
-        if self._read is not None:
-            self._read.record()
+        host = self._host[self._turn][: found.numel()].view(found.shape)
+        # Only where an event is waited for: elsewhere `read` would not see the end of such a copy.
+        host.copy_(found, non_blocking=self._read is not None)
+        if self._read is not None:  # of the rows' own device, which need not be the current one
+            self._read.record(torch.cuda.current_stream(found.device))
 
     def _capture(self) -> Captured:
         changed = [self.ids, self.ctx.held, self.state, *([] if self.seen is None else [self.seen])]

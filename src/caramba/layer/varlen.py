@@ -21,6 +21,8 @@ from caramba.errors import KernelUnavailable
 WIDEST = 256
 """Features of a head that flash attention takes."""
 OPERANDS = ("query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k")
+EVEN = 8
+"""Features of 16 bits in the 16 bytes that the kernels load at once."""
 TOLERANCE = 0.02  # relative, of outputs and gradients in bfloat16
 
 
@@ -93,11 +95,22 @@ class VarlenKernel:
             words["window_size"] = (-1 if window is None else window - 1, 0)
         else:
             words["is_causal"] = True
-        # A pad by nothing would be a copy.
-        wide = (x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        # A pad by nothing would be a copy, which those need that begin where no load of 16 bytes may.
+        wide = (x if lies_even(x, width) else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         rows = (x.transpose(1, 2).flatten(0, 1) for x in wide)
         out = self.call(*rows, starts, starts, tokens, tokens, **words)
         return out[..., :v_width].unflatten(0, (batch, tokens)).transpose(1, 2)
+
+
+def lies_even(x: Tensor, width: int) -> bool:
+    """Return whether rows are `width` features wide, side by side, and each at a multiple of `EVEN` in its memory.
+
+    Parts of a joined product may lie at others. In a graph that is compiled nobody can say, as it has no memory yet.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    places = (x.storage_offset(), *x.stride()[:-1])
+    return x.shape[-1] == width and x.stride(-1) == 1 and not any(place % EVEN for place in places)
 
 
 _active: VarlenKernel | None = None

@@ -224,3 +224,15 @@ def test_products_of_few_rows_give_the_text_of_the_library(name: str, form: bool
         assert [row.tokens for row in here] == [row.tokens for row in there]
         for one, other in zip(here, there, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_rounds_of_lookup_run_on_a_device_that_is_not_the_current_one() -> None:
+    model = build_model(transformer("gqa_scaled"), seed=0).to("cuda:1")
+    values: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.0}
+    prompts = [[1, 2, 3, 4] * 3, [5], [6, 7] * 4]
+    wanted = Generator(model, **values).generate(prompts)
+    rounds = SpeculativeGenerator(model, compiled="graph", spec_k=7, **values)
+    for _ in range(3):
+        assert [row.tokens for row in rounds.generate(prompts)] == [row.tokens for row in wanted]
+    assert (rounds.stats.decode, torch.cuda.current_device()) == ("graph", 0)

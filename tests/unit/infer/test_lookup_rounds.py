@@ -149,3 +149,27 @@ def test_drafts_gain_what_they_did_and_nothing_below_the_floor() -> None:
     assert 0 < pace.gain(4, 9) < first
     always = LookupPace(SpeculativeConfig(spec_k_adaptive=False))
     assert (always.gain(1, 5), always.gain(0, 5)) == (5.0, 0.0)
+
+
+def test_the_host_waits_for_the_stream_of_the_rounds_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = SpeculativeGenerator(sharp("gqa_scaled"), compiled=True, temperature=0.0, **LONG)
+    copies: list[bool] = []
+    copy = torch.Tensor.copy_
+
+    def copied(into: torch.Tensor, given: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        copies.append(non_blocking)
+        return copy(into, given, non_blocking=non_blocking)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", copied)
+        generator.generate([PROMPT])
+    assert set(copies) == {False}  # without an event nobody would wait for one
+    rounds = generator._kept and generator._kept.rounds
+    assert rounds is not None
+    heard: list[Any] = []
+    event = type("Event", (), {"record": lambda _, *streams: heard.append(streams)})()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: ("stream", device))
+    monkeypatch.setattr(rounds, "_read", event)
+    with torch.inference_mode():
+        rounds._send(torch.zeros(1, 3 + N_DRAFTS + 2, dtype=torch.int64), 1)
+    assert heard == [(("stream", torch.device("cpu")),)]

@@ -22,6 +22,7 @@ from caramba.layer.varlen import (
     checked,
     find_kernel,
     fixed_documents,
+    lies_even,
     measured_error,
     varlen_attention,
 )
@@ -126,6 +127,29 @@ def test_models_give_the_same_numbers_and_gradients(call: Any) -> None:
     assert len(calls) == (4 if call is newer else 3)  # without windows the mask serves that layer
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+def test_parts_of_a_wider_product_are_copied_where_no_load_of_16_bytes_may_begin() -> None:
+    given: list[Tensor] = []
+    kernel = VarlenKernel(
+        lambda *args, **words: given.extend(args[:3]) or newer(*args, **words),
+        on_cpu(newer).takes,
+        "cpu",
+        (torch.float64,),
+    )
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32)
+    for before, is_taken in ((8, True), (4, False), (6, False)):
+        product = torch.randn(1, 5, before + 3 * 8, dtype=torch.float64)
+        q, k, v = (part[:, None] for part in product[..., before:].split(8, dim=-1))
+        given.clear()
+        found = kernel.attend(q, k, v, starts)
+        alone = kernel.attend(q.contiguous(), k.contiguous(), v.contiguous(), starts)
+        torch.testing.assert_close(found, alone)
+        for mine, theirs in zip(given[:3], (q, k, v), strict=True):
+            assert (mine.data_ptr() == theirs.data_ptr()) is is_taken
+            assert not any(place % 8 for place in (mine.storage_offset(), mine.stride(0)))
+    compiled = torch.compile(lies_even, fullgraph=True, backend="eager")
+    assert (lies_even(torch.zeros(5, 8), 8), compiled(torch.zeros(5, 8), 8)) == (True, False)
 
 
 def test_sequences_begin_where_documents_do() -> None:

@@ -22,5 +22,6 @@ def staged(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.in
 
 
 def uploaded(numbers: Numbers, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Return numbers on a device, for what comes next on its current stream, without a wait. Shape: theirs."""
-    return staged(numbers, device, dtype).to(device, non_blocking=True)
+    """Return numbers on a device, for what comes next on its current stream, on CUDA without a wait. Shape: theirs."""
+    # From memory that is not pinned, as beside other devices than CUDA, a copy would be of what may be gone by then.
+    return staged(numbers, device, dtype).to(device, non_blocking=device.type == "cuda")
