@@ -6,10 +6,10 @@ begins; with --again, too. The JSON and the plot hold the rows so far. The top, 
 ladder's own: the fastest row that keeps all activations and row 0's held-out loss, of which the musts take the mean
 over the runs of the top, beside their noise.
 
-Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--size 1b_quarter] [--batch 2]
+Usage on a GPU: python scripts/bench/ladder.py [--seconds 580] [--size 1b_quarter] [--batch 8]
     [--work runs/bench_ladder] [--out docs/benchmarks/ladder.json] [-- OVERRIDES]
-`--size 1b_quarter` is the widths and the vocabulary of 1B in 4 layers, which one call finishes; `1b` all 16, in two or
-three. `--smoke --out FILE` runs its means once in a minute, `--size tiny --out FILE` shows on a CPU that it works.
+`--size 1b_quarter` is the widths and the vocabulary of 1B in 4 layers, which two calls finish; `1b` all 16, in many.
+`--smoke --out FILE` runs its means once in a minute, `--size tiny --out FILE` shows on a CPU that it works.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ VALUES = {  # of the ladder's own keys, where a size does not say otherwise
     "most_batch": 128,
 }
 SIZES: dict[str, tuple[list[str], dict[str, int | str]]] = {
-    # The whole model: two or three calls. A row is 4096 tokens a step, row 0 alone takes two minutes.
+    # The whole model: many calls. A row is 16384 tokens a step, row 0 alone takes ten minutes.
     "1b": (["model=llama32_1b", *TOKENS], {"largest_seconds": 240, "most_batch": 64}),
-    # Its widths and vocabulary, a quarter of its depth: one call, 470 s of --batch 4 by the speeds of its rows.
+    # Its widths and vocabulary, a quarter of its depth: 525 s of --batch 4, so two calls of --batch 8.
     "1b_quarter": (
         ["model=llama32_1b", "model.topology.layers.0.repeat=4", *TOKENS],
         {"largest_seconds": 70},
@@ -176,7 +176,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", choices=tuple(SIZES), default="1b")
     parser.add_argument("--smoke", action="store_true", help="the size that takes a minute")
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a step in every row")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a step in every row")
     parser.add_argument(
         "--seconds", type=float, default=580.0, help="after which the run is stopped, to go on later"
     )
