@@ -145,7 +145,8 @@ def _values_kernel(
         feature = start + tl.arange(0, BLOCK_R)
         x = loaded(x_ptr, x_at, inside, feature, R)
         weight = loaded(weight_ptr + head * (R * D), feature * D, feature < R, column, D)
-        out = tl.dot(x, weight.to(DTYPE), out)
+        # Of float32, which `dba_decode_up` may pass, products would be made in tf32 otherwise.
+        out = tl.dot(x, weight.to(DTYPE), out, input_precision="ieee")
     y_at = (row.to(tl.int64) * n_heads + head) * D
     mask = inside[:, None] & (column < D)[None, :]
     tl.store(y_ptr + y_at[:, None] + column[None, :], out.to(DTYPE), mask=mask)

@@ -353,28 +353,25 @@ def decoding() -> Iterator[Case]:
         kernels = ("decode_split", "decode_join")[: 1 if batch == 64 else 2]
         yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)
     split, wide = ("decode_split",), (128, 256)
+    apart = (*split, "decode_join", "_values_kernel")
     for name, kinds, dims, batch, queries, n_splits, kernels in (
-        ("bf16, one row", ("bf16",) * 2, wide, 1, 1, 132, (*split, "_up_row")),
-        ("mixed, one row", ("q4_0", "q8_0"), wide, 1, 1, 264, (*split, "_up_row")),
-        ("bf16, questions", ("bf16",) * 2, (128, 64), 2, 8, 33, (*split, "_up_row")),
+        ("bf16, one row", ("bf16",) * 2, wide, 1, 1, 64, (*split, "_up_row")),
+        ("mixed, one row", ("q4_0", "q8_0"), wide, 1, 1, 33, (*split, "_up_row")),
+        ("mixed, many splits", ("q4_0", "q8_0"), wide, 1, 1, 264, apart),
+        ("bf16, questions", ("bf16",) * 2, (128, 64), 1, 8, 8, (*split, "_up_row")),
+        ("bf16, questions, many splits", ("bf16",) * 2, (128, 64), 2, 8, 33, apart),
         ("bf16, rows", ("bf16",) * 2, (128, 64), 32, 1, 8, (*split, "_up_rows")),
         ("bf16, odd rows", ("bf16",) * 2, (130, 80), 33, 1, 6, (*split, "_up_rows")),
         ("bf16, widest", ("bf16",) * 2, (512, 64), 16, 1, 4, (*split, "_up_rows")),
         ("bf16, no splits", ("bf16",) * 2, (128, 64), 64, 1, 1, (*split, "_values_kernel")),
-        (
-            "bf16, many rows",
-            ("bf16",) * 2,
-            (128, 64),
-            64,
-            1,
-            32,
-            (*split, "decode_join", "_values_kernel"),
-        ),
+        ("bf16, many rows", ("bf16",) * 2, (128, 64), 64, 1, 32, apart),
+        ("fp32", ("fp32",) * 2, (128, 64), 32, 1, 8, apart),
     ):
-        q = [one(batch, 32, queries, d) for d in dims]
+        dtype = F32 if kinds[0] == "fp32" else BF16
+        q, up = [one(batch, 32, queries, d, dtype=dtype) for d in dims], one(32, dims[0], 64, dtype=dtype)
         streams = [stream(kind, d, batch, 1, 32768 // batch, 96) for kind, d in zip(kinds, dims, strict=True)]
         packed = one(1, dtype=torch.int32) if any(kind in BLOCKS for kind in kinds) else None
-        call = (*q, list(kinds), *streams, one(batch, dtype=torch.int32), packed, one(32, dims[0], 64))
+        call = (*q, list(kinds), *streams, one(batch, dtype=torch.int32), packed, up)
         yield Case("dba_decode_up", name, kernels, lambda a=(*call, 0, 4096, n_splits): a)
 
 

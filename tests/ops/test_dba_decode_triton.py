@@ -61,7 +61,9 @@ def check(
     # Exact arithmetic on the queries as given; keys and values are rounded to the queries' type, probabilities too.
     bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}[dtype]
     if dtype == torch.float16 and reading.get("n_heads"):
-        bound = 5e-3  # values of heads together are summed by products of bfloat16
+        # Values of heads together are summed by products of bfloat16. Of a latent in nf4, whose scales are float32,
+        # a GPU makes levels, scales, their products, queries and weights bfloat16: each 2^-9 off, not float16's 2^-12.
+        bound = 1e-2 if DEVICE == "cuda" and case.latent and "nf4" in kinds else 5e-3
     error = (out.double().cpu() - wanted).norm() / wanted.norm().clamp(min=1e-30)
     assert error < bound, f"{case}: relative error {error:.1e}"
     seen = wanted_sums.isfinite()

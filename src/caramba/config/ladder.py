@@ -46,7 +46,7 @@ BASELINE: dict[str, Any] = {
     "fused_optimizer": False,
     "cross_entropy": "dense",
 }
-FLOAT32 = {"dtype": "float32", "use_amp": False, "float8": "none", "master_weights": False}
+FLOAT32 = {"dtype": "float32", "use_amp": False, "float8": "none", "stochastic_rounding": False}
 RUNGS: dict[RowName, Rung] = {
     "baseline": Rung("float32, eager, nothing fused", BASELINE),
     "tf32": Rung("+ TF32 products", {"tf32": True}, {"tf32": False}),
@@ -57,9 +57,9 @@ RUNGS: dict[RowName, Rung] = {
     "compile": Rung("+ compiled blocks", {"compile_model": True}, {"compile_model": False}),
     "fused_ce": Rung("+ head and loss in chunks", {"cross_entropy": "chunked"}, {"cross_entropy": "dense"}),
     "bf16_weights": Rung(
-        "+ bfloat16 weights, the rest of float32 in the moments",
-        {"dtype": "bfloat16", "use_amp": False, "master_weights": "in_moments"},
-        {"use_amp": True, "master_weights": False},
+        "+ bfloat16 weights, rounded at random",
+        {"dtype": "bfloat16", "use_amp": False, "stochastic_rounding": True},
+        {"use_amp": True, "stochastic_rounding": False},
     ),
     "fp8": Rung("+ float8 products", {"float8": "rowwise"}, {"float8": "none"}),
     "selective": Rung("+ selective checkpointing", {"activation_checkpointing": "selective"}),
@@ -150,18 +150,12 @@ def row_keys(names: Iterable[RowName]) -> dict[str, Any]:
     for name, rung in RUNGS.items():
         if name in on:
             keys |= rung.keys
-    return _with_masters(keys)
+    return keys
 
 
 def without(names: Iterable[RowName], left_out: RowName) -> dict[str, Any]:
     """Return the phase's keys with these rows' means on but one."""
-    return _with_masters(row_keys(names) | RUNGS[left_out].undone)
-
-
-def _with_masters(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return keys whose masters are copies where AdamW is not fused, whose moments alone hold them."""
-    is_copied = not keys["fused_optimizer"] and keys.get("master_weights") == "in_moments"
-    return keys | ({"master_weights": True} if is_copied else {})
+    return row_keys(names) | RUNGS[left_out].undone
 
 
 def fastest(

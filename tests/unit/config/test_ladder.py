@@ -25,13 +25,12 @@ def test_every_row_is_a_phase_and_so_is_the_top_without_any(count: int) -> None:
         assert (left.dtype, left.float8) == ("float32", "none")
 
 
-def test_without_fused_adamw_masters_are_copies() -> None:
-    assert row_keys(ALL)["master_weights"] == "in_moments"
-    assert without(ALL, "fused_adamw")["master_weights"] is True
-    assert "master_weights" not in without(["baseline", "fused_adamw"], "fused_adamw")
-    # A ladder that has no such row, or whose device could not run it.
-    keys = row_keys(["baseline", "bf16_weights"])
-    assert PhaseConfig.model_validate({"phase": "pretrain", "steps": 1, **keys}).master_weights is True
+def test_bfloat16_weights_are_rounded_at_random_with_fused_adamw_or_without() -> None:
+    for keys in (row_keys(ALL), without(ALL, "fused_adamw"), row_keys(["baseline", "bf16_weights"])):
+        phase = PhaseConfig.model_validate({"phase": "pretrain", "steps": 1, **keys})
+        assert (phase.stochastic_rounding, phase.master_weights) == (True, False)
+    assert without(ALL, "bf16_weights")["stochastic_rounding"] is False
+    assert "stochastic_rounding" not in without(["baseline", "fused_adamw"], "fused_adamw")
 
 
 def test_rows_keep_the_baseline_s_keys_where_it_could_not_be_measured() -> None:

@@ -21,12 +21,17 @@ DTYPES = [torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 # Sequences, tokens, heads, features of a head, of the latent, of the geometric part.
 STEPS = [(1, 1, 3, 6, 10, 4), (33, 1, 2, 16, 70, 70), (3, 7, 2, 24, 130, 80)]
 STEPS += [(32, 1, 32, 64, 128, 64), (1, 1, 32, 64, 128, 256), (130, 1, 16, 128, 512, 64)] if HAS_GPU else []
-# Sequences, queries, heads, of the latent, of a head, splits.
-UPS = [(1, 1, 3, 10, 6, 1), (1, 1, 2, 48, 40, 7), (2, 3, 2, 16, 20, 5), (1, 1, 2, 32, 16, 16)]
-ROWS = [(17, 1, 2, 24, 40, 3), (5, 7, 2, 48, 8, 8), (16, 1, 3, 33, 64, 16)]
-LARGE = [(1, 1, 32, 128, 64, 132), (1, 1, 32, 128, 64, 264), (1, 8, 32, 128, 64, 33), (2, 1, 32, 512, 64, 66)]
-LARGE += [(32, 1, 32, 128, 64, 8), (64, 1, 32, 512, 128, 2)]
-UPS += [*ROWS, *(LARGE if HAS_GPU else [])]
+# Sequences, queries, heads, of the latent, of a head, splits, by the kernel that ends the read in 16 bits.
+UPS = {
+    "_values_kernel": [(1, 1, 3, 10, 6, 1), (1, 1, 2, 256, 16, 33), (1, 2, 1, 128, 6, 65)],
+    "_up_row": [(1, 1, 2, 48, 40, 7), (2, 3, 2, 16, 20, 5), (1, 1, 2, 256, 16, 32), (1, 2, 1, 128, 6, 64)],
+    "_up_rows": [(17, 1, 2, 24, 40, 3), (5, 7, 2, 48, 8, 8), (16, 1, 3, 33, 64, 16)],
+}
+if HAS_GPU:
+    UPS["_values_kernel"] += [(1, 1, 32, 128, 64, 132), (1, 8, 32, 128, 64, 33), (2, 1, 32, 512, 64, 9)]
+    UPS["_up_row"] += [(1, 1, 32, 128, 64, 64), (1, 8, 32, 128, 64, 8), (2, 1, 32, 512, 64, 8)]
+    UPS["_up_rows"] += [(32, 1, 32, 128, 64, 8), (64, 1, 32, 512, 128, 2)]
+READS = [(kernel, shape) for kernel, shapes in UPS.items() for shape in shapes]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -91,9 +96,12 @@ def test_wide_dtypes_and_no_rows_launch_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *DTYPES])
-@pytest.mark.parametrize("shape", UPS)
+@pytest.mark.parametrize(("kernel", "shape"), READS)
 def test_a_read_is_joined_and_mapped(
-    shape: tuple[int, int, int, int, int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kernel: str,
+    shape: tuple[int, int, int, int, int, int],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever way the launcher takes: the cache is short of some splits, which then hold nothing."""
     launcher = importlib.import_module("caramba.kernels.triton.dba_decode_up")
@@ -117,17 +125,35 @@ def test_a_read_is_joined_and_mapped(
     found = launcher.dba_decode_up(q_sem, q_geo, kinds, [c], [k_geo], seqlens, None, up, 0, 0, n_splits)
     read = _read(q_sem.double(), q_geo.double(), c.double(), k_geo.double(), seqlens).to(dtype)
     wanted = reference_head_values(read.transpose(1, 2).double(), up.double())
-    expected = (
-        "_up_rows" if dtype != torch.float32 and batch * n_queries >= 16 and 1 < n_splits <= 16 else "_up_row"
-    )
-    if n_splits == 1:
-        expected = "_values_kernel"
-    assert ran[-1] == expected
-    assert len(ran) == 2
+    if kernel == "_up_rows" and dtype == torch.float32:  # its product would be in tf32
+        kernel = "_values_kernel" if batch * n_queries * heads > launcher.MOST_LANES else "_up_row"
+    is_joined_apart = kernel == "_values_kernel" and n_splits > 1
+    assert ran[1:] == ["decode_join", kernel] if is_joined_apart else [kernel]
     assert found.shape == (batch, n_queries, heads, width)
     assert found.is_contiguous()
     bound = {torch.float32: 1e-5, torch.float16: 3e-3}.get(dtype, 2e-2)
     torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(
+    ("most", "limits"),
+    [("MOST_READ", (1920, 1919)), ("MOST_ELEMENTS", (128, 127)), ("MOST_LANES", (12, 11))],
+)
+def test_what_is_too_much_to_read_anew_is_joined_apart(
+    most: str, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 heads of all rows, in 24 programs, each of which reads 5 splits of 16 numbers: 8 times 16 with padding."""
+    launcher = importlib.import_module("caramba.kernels.triton.dba_decode_up")
+    plans = importlib.import_module("caramba.kernels.triton.dba_decode")
+    q, q_geo, c = drawn(2, 2, 3, 16), drawn(2, 2, 3, 16), drawn(2, 1, 20, 16)
+    kinds, up = ["fp32", "fp32"], drawn(2, 16, 20)
+    plan = plans.chosen(q, q_geo, kinds, [c], [c], [], None, [], 0, 0, 5)
+    found = []
+    for limit in limits:
+        monkeypatch.setattr(launcher, most, limit)
+        finish = launcher.planned(plan, q, up).finish
+        found.append(None if finish is None else finish.kernel.fn.__name__)
+    assert found == ["_up_row", None]
 
 
 def _noted(call: object, ran: list[str]) -> object:
