@@ -91,7 +91,8 @@ class _Names(ast.NodeVisitor):
         self._into = self.early
 
     def visit_Name(self, node: ast.Name) -> None:
-        self._into.append(node.id)
+        if isinstance(node.ctx, ast.Load):  # a name that is bound here, such as `_`, is another's elsewhere
+            self._into.append(node.id)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if _is_ours(node.module):
