@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from caramba.config.base import Config
+from caramba.config.checkpointing import Checkpointing
 from caramba.config.layer import Positive
 
 StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp", "pipeline"]
@@ -49,6 +50,10 @@ class ParallelConfig(Config):
     mixed_precision: Literal["auto", "none", "bfloat16"] = Field(
         default="auto",
         description="what fsdp2 gathers blocks in: auto is bfloat16 where a phase computes in it; sums are float32",
+    )
+    activation_checkpointing: Checkpointing | None = Field(
+        default=None,
+        description="of every phase that does not say otherwise: train.activation_checkpointing under every strategy",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
