@@ -54,7 +54,7 @@ def draw_scaling(data: dict[str, Any]) -> bytes | None:
             if (must := data["must"].get(strategy)) is not None:
                 shares.axhline(must, color=COLOURS.get(strategy, "#009E73"), linewidth=1.2, linestyle=":")
                 shares.annotate(  # beside the axes, where no curve is
-                    f"{strategy} must\n{must:.0%}",
+                    f"{strategy} must {must:.0%}",
                     (1.0, must),
                     xycoords=("axes fraction", "data"),
                     xytext=(4, 0),
