@@ -20,8 +20,13 @@ def machine(device: torch.device) -> dict[str, Any]:
         facts["driver"] = subprocess.run(query, check=True, capture_output=True, text=True).stdout.split()[0]
     else:
         facts = {"device": platform.machine(), **facts}
+    return facts | commit_here()
+
+
+def commit_here() -> dict[str, str]:
+    """Return the commit of the working tree; nothing where git knows none, as in a copy of it."""
     found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    return facts | ({"commit": found.stdout.strip()} if found.returncode == 0 else {})
+    return {"commit": found.stdout.strip()} if found.returncode == 0 else {}
 
 
 def is_same_machine(known: dict[str, Any], here: dict[str, Any]) -> bool:

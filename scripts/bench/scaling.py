@@ -2,6 +2,7 @@
 
 Usage, once per number of devices: torchrun --nproc-per-node N scripts/bench/scaling.py --out scaling_N.json
 and then: python scripts/bench/scaling.py --merge scaling_1.json scaling_2.json ... --out docs/benchmarks/scaling.json
+(files of other commits too: a row is compared with `single` of its own sitting; `FILE:single,fsdp2` takes some rows).
 `--size tiny --device cpu --steps 12 --batch 2 --block 32 --no-compile` shows that the script works. Every rank has the
 same batch, whatever their number; strategies of one number of ranks see the same samples from the same weights, so
 that their losses agree: a merge exits with 1 when they do not.
@@ -21,7 +22,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from machine_facts import commit_here
+from scaling_plot import draw_scaling
 from sections_scaling import losses_apart, verdicts
+from sittings import merge_sittings
 
 from caramba import kernels
 from caramba.config.manifest import Manifest
@@ -33,7 +37,7 @@ from caramba.layer import attention_backends
 from caramba.model import build_model, build_stand_in
 from caramba.model.sharding import fill_sharded, shard_model, sharding_of
 from caramba.planning.trial import RandomWindows
-from caramba.runs.files import write_json
+from caramba.runs.files import write_json, write_whole
 from caramba.runtime import choose_attention, choose_device, get_world_size, join_ranks, plan
 from caramba.train import SHARDED, PhaseData, fit, way_of
 
@@ -167,7 +171,7 @@ def facts(device: torch.device) -> dict[str, Any]:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         }
     found["python"] = platform.python_version()
-    return found
+    return found | commit_here()
 
 
 def measure(words: argparse.Namespace) -> int:
@@ -202,7 +206,7 @@ def measure(words: argparse.Namespace) -> int:
         head = {
             "benchmark": "scaling",
             "made_by": "torchrun scripts/bench/scaling.py",
-            "machine": facts(device),
+            "machine": facts(device) | ({"sitting": words.sitting} if words.sitting else {}),
         }
         data = {**head, **shape, "must": MUST, "rows": rows}
         write_json(words.out, data)
@@ -210,18 +214,20 @@ def measure(words: argparse.Namespace) -> int:
     return 0
 
 
-def merge(files: list[Path], out: Path) -> int:
-    """Put the rows of several numbers of devices into one file; they are of one machine and shape.
+def merge(files: list[str], out: Path) -> int:
+    """Put the rows of several numbers of devices, and of several sittings, into one file, with a plot beside it.
 
-    Return 1 when they are not, or when losses of strategies are not as near as they must be.
+    Return 1 when they are of different machines or shapes, or when losses of strategies are not as near as they must
+    be, whichever sitting they are of: seeds and samples are the same.
     """
-    parts = [json.loads(file.read_text()) for file in files]
-    heads = [{key: value for key, value in part.items() if key not in ("rows", "must")} for part in parts]
-    different = [str(file) for file, head in zip(files, heads, strict=True) if head != heads[0]]
-    if different:
-        print(f"of another machine or shape than {files[0]}: {', '.join(different)}", file=sys.stderr)
+    try:
+        data = {**merge_sittings(files), "must": MUST}
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 1
-    data = {**heads[0], "must": MUST, "rows": [row for part in parts for row in part["rows"]]}
+    if (image := draw_scaling(data)) is not None:
+        write_whole(out.with_suffix(".png"), image)
+        data["plot"] = out.with_suffix(".png").name
     write_json(out, data)
     print("\n".join(verdicts(data)))
     return 0 if losses_apart(data) <= MUST["losses_within"] else 1
@@ -238,7 +244,12 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--merge", type=Path, nargs="+")
+    parser.add_argument(
+        "--sitting", help="what rows are compared within, where one commit has several sittings"
+    )
+    parser.add_argument(
+        "--merge", nargs="+", metavar="FILE[:STRATEGY,...]", help="of one sitting or of several"
+    )
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args()
     return merge(words.merge, words.out) if words.merge else measure(words)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from scaling import SIZES, facts, spec_of_size
+from sittings import merge_sittings
 from torch._dynamo import config as dynamo_config
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -194,7 +195,11 @@ def main() -> None:
     parser.add_argument("--rows", help="some of the rows, by their places from 0, as in 0,3; else all")
     parser.add_argument("--budget-s", type=float, default=105.0, help="seconds in which rows have to end")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/tensor_parallel_step.json"))
+    parser.add_argument("--merge", nargs="+", metavar="FILE", help="put files of several sittings into --out")
     words = parser.parse_args()
+    if words.merge:
+        write_json(words.out, merge_sittings(words.merge))
+        return
     device = choose_device(words.device)
     parallel = ParallelConfig(strategy="fsdp2_tp", dp=1, tp=int(os.environ.get("WORLD_SIZE", "1")))
     with join_ranks(parallel, words.device):

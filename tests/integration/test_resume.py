@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from caramba.checkpoint import load_tensors
+from caramba.runs.events import read_events
+from caramba.train.trainer import saved_step, state_path
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
 
 WORDS = [
@@ -73,6 +75,21 @@ def test_killed_in_every_phase_and_resumed_it_is_bit_equal(whole: Path, tmp_path
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_weights(run, whole)
     assert not list(run.glob("checkpoints/*.state.pt")), "the state of a finished phase is of no more use"
+
+
+def test_a_kill_loses_no_more_steps_than_lie_between_two_saves(tmp_path: Path, cache: Path) -> None:
+    """Killed when the row of step 30 is on record: what is saved by then is no more than `save_every` steps behind."""
+    words = ["launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu", *SMALL]
+    words += ["train.batch_size=2", "train.block_size=64", "train.steps=400", "train.eval_every=400"]
+    words += ["train.save_every=4", "settings.instrument=none", "train.compile=false"]
+    events = "runs/*/*/events.jsonl"
+    status = interrupt_when(events, words, tmp_path, cache, signal.SIGKILL, text='"step": 30,')
+    assert status == -signal.SIGKILL
+    run = only_run(tmp_path)
+    last = max(event["step"] for event in read_events(run) if event["event"] == "metrics")
+    assert 30 <= last < 400
+    assert saved_step(state_path(run, "pretrain")) >= last - 4
+    assert not (run / "result.json").exists()
 
 
 def test_the_same_command_goes_on_with_an_unfinished_run(whole: Path, tmp_path: Path, cache: Path) -> None:

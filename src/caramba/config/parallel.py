@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from caramba.config.base import Config
+from caramba.config.checkpointing import Checkpointing
 from caramba.config.layer import Positive
+from caramba.config.plain import is_sequence
 
 StrategyName = Literal["single", "ddp", "fsdp2", "fsdp2_tp", "pipeline"]
 SHARDED = ("fsdp2", "fsdp2_tp")
 FORMER_BUCKET = 25
 """What manifests of before have as `bucket_cap_mb` under every strategy."""
+
+
+def _one_dimension(value: Any) -> Any:
+    """Refuse what names a split of layers in several dimensions, as `2d`, `2.5D`, `2x2` or a list of sizes."""
+    if is_sequence(value) or (isinstance(value, str) and re.fullmatch(r"[23](\.5)?-?[dD]|\d+(x\d+)+", value)):
+        raise ValueError(
+            "layers are split in one dimension, by heads and width: 2-D, 2.5-D and 3-D splits exchange blocks of "
+            "weights too, which pays on more ranks than share a layer here; use a number of ranks"
+        )
+    return value
 
 
 class ParallelConfig(Config):
@@ -28,7 +41,9 @@ class ParallelConfig(Config):
         default="auto",
         description="ranks that share the data; auto: as many as the launcher starts, here one per GPU",
     )
-    tp: Positive = Field(default=1, description="of fsdp2_tp: ranks that share the work of every layer")
+    tp: Annotated[Positive, BeforeValidator(_one_dimension)] = Field(
+        default=1, description="of fsdp2_tp: ranks that share the work of every layer"
+    )
     sequence_parallel: bool = Field(
         default=False,
         description="of fsdp2_tp: norms, and activations kept between layers, are of a rank's own tokens; tp has to "
@@ -49,6 +64,10 @@ class ParallelConfig(Config):
     mixed_precision: Literal["auto", "none", "bfloat16"] = Field(
         default="auto",
         description="what fsdp2 gathers blocks in: auto is bfloat16 where a phase computes in it; sums are float32",
+    )
+    activation_checkpointing: Checkpointing | None = Field(
+        default=None,
+        description="of every phase that does not say otherwise: train.activation_checkpointing under every strategy",
     )
     reduce_dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from caramba.config.checkpointing import checkpointing_word
 from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
 from caramba.config.source import Path
 from caramba.config.train import PhaseConfig
@@ -129,6 +130,7 @@ def _settle_run(
         if train.get(key) is None and settings.get(setting) is not None:
             train[key] = settings[setting]
             origins[(*here, "train", key)] = ("settings", setting)
+    _settle_checkpointing(run, mapping_of(manifest.get("parallel")), here, origins, given)
     if train.get("device") is None:
         train["device"] = manifest.get("device", "auto")
     if train.get("trains") is None and train.get("control") is True:
@@ -139,6 +141,34 @@ def _settle_run(
         teaches = train.get("phase") == "pretrain" and bool(set(later) & set(NEEDS_TEACHER))
         train["trains"] = "teacher" if teaches and _has_teacher(manifest) else "student"
     _shorten(run, manifest, here, origins, given)
+
+
+def _settle_checkpointing(
+    run: dict[str, Any],
+    parallel: Mapping[str, Any],
+    here: Path,
+    origins: dict[Path, Path],
+    given: Collection[Path],
+) -> None:
+    """Give a phase `parallel.activation_checkpointing`: typed, it replaces what a preset says, else it fills in.
+
+    Raises:
+        ConfigError: it was typed beside another value of the phase.
+    """
+    key, train = "activation_checkpointing", run["train"]
+    asked, own = checkpointing_word(parallel.get(key)), checkpointing_word(train.get(key))
+    if asked is None:
+        return
+    typed = {path[-1] for path in given if path[0] == "train" and len(path) == 2}
+    typed |= {path[-1] for path in given if path[:2] == ("train", "phases") and run.get("id") in path[2:3]}
+    is_typed = key in {PhaseConfig.aliases.get(str(name), name) for name in typed}
+    if ("parallel", key) in given and is_typed and own != asked:
+        raise ConfigError(
+            f"parallel.{key}={asked} and train.{key}={own} of run {run.get('id')!r} are the same setting; keep one"
+        )
+    if own is None or (("parallel", key) in given and not is_typed):
+        train[key] = asked
+        origins[(*here, "train", key)] = ("parallel", key)
 
 
 def _settle_controls(runs: list[Any], most: Any, given: Collection[Path]) -> None:

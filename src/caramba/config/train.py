@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from caramba.config.base import Config, Later
+from caramba.config.checkpointing import Checkpointing
 from caramba.config.layer import Positive
 from caramba.config.optimizer import (
     BETAS,
@@ -32,10 +33,6 @@ AUTO_LR = {"pretrain": (3e-4, 1.0), "blockwise": (2e-4, 1.0), "drift": (1e-4, 1.
 
 def _compile_mode(value: Any) -> Any:
     return {"none": False, "off": False}.get(value, value) if isinstance(value, str) else value
-
-
-def _checkpointing(value: Any) -> Any:
-    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
 class ConvergenceConfig(Config):
@@ -220,11 +217,9 @@ class PhaseConfig(Config):
         BeforeValidator(_compile_mode),
         Field(description="auto: what takes the least time over the run, compilation included, as measured"),
     ] = False
-    activation_checkpointing: Annotated[
-        Literal["none", "selective", "full", "auto"],
-        BeforeValidator(_checkpointing),
-        Field(description="selective keeps matrix products and attention; auto: the least that fits"),
-    ] = "none"
+    activation_checkpointing: Checkpointing = Field(
+        default="none", description="selective keeps matrix products and attention; auto: the least that fits"
+    )
     activation_checkpoint_threshold: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="checkpoint only when a step without it takes more than this share of the memory",

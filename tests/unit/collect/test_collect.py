@@ -11,10 +11,13 @@ import pytest
 
 from caramba.artifact.metrics import collect
 from caramba.artifact.report import build_report
+from caramba.artifact.style import to_png
 from caramba.artifact.tables import number
 from caramba.cli import main
+from caramba.collect import plot
 from caramba.collect.compare import metric_differences
-from caramba.collect.gather import gather
+from caramba.collect.gather import Measured, Row, gather
+from caramba.collect.summary import Group
 from caramba.config.parse import parse_manifest
 from caramba.result import BenchmarkResult, Metric, PhaseResult, RunResult, to_plain
 from caramba.runs import MANIFEST, mint
@@ -114,6 +117,37 @@ def test_a_sweep_becomes_a_table_with_mean_deviation_and_n(called, sweep, tmp_pa
     png = (tmp_path / "o" / "plot.png").read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     assert min(struct.unpack(">II", png[16:24])) > 400
+
+
+def test_a_sweep_over_three_keys_is_drawn_as_parallel_coordinates(monkeypatch):
+    figures = []
+    monkeypatch.setattr(
+        plot, "to_png", lambda figure, labels: (figures.append(figure), to_png(figure, labels))[1]
+    )
+    keys = ["train.lr", "model.d_model", "train.optimizer"]
+
+    def group(value, *values):
+        metrics = {} if value is None else {PERPLEXITY: Measured(value)}
+        return Group(values, (Row(None, "finished", dict(zip(keys, values, strict=True)), metrics),))
+
+    groups = [
+        group(30.0, "1e-2", "8", "lion"),
+        group(10.0, "1e-3", "16", "adamw"),
+        group(20.0, "1e-3", "8", "lion"),
+    ]
+    image = plot.draw_sweep(
+        [*groups, group(None, "1e-1", "8", "lion")], keys, PERPLEXITY, "demo", is_higher=False
+    )
+    assert image is not None
+    assert image[:4] == b"\x89PNG"
+    (axes,) = figures[0].axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == [*keys, PERPLEXITY]
+    lines = [line for line in axes.get_lines() if len(line.get_xdata()) == 4]
+    heights = [[float(y) for y in line.get_ydata()] for line in lines]
+    assert heights == [[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 1, 0.5]], (
+        "values in order; the metric's on the last axis"
+    )
+    assert [line.get_linewidth() for line in lines] == [1.4, 3.5, 1.4], "the best is the thick one"
 
 
 def test_other_metrics_keys_and_directions(called, sweep):

@@ -224,3 +224,15 @@ def test_key_table_covers_every_manifest_key():
     assert {("Manifest", key) for key in Manifest.model_fields} <= rows
     assert ("Phase", "steps") in rows
     assert ("AttentionLayer", "sem_dim") in rows
+
+
+def test_checkpointing_of_parallel_is_that_of_every_phase_that_says_nothing():
+    runs = [
+        PRETRAIN,
+        {"id": "more", "train": {"phase": "pretrain", "steps": 5, "use_gradient_checkpointing": False}},
+    ]
+    tree = {"model": MODEL, "data": DATA, "runs": runs}
+    manifest = lower({**tree, "parallel": {"strategy": "fsdp2", "activation_checkpointing": True}})
+    assert [run.train.activation_checkpointing for run in manifest.groups[0].runs] == ["full", "none"]
+    with pytest.raises(ConfigError, match=r"parallel.activation_checkpointing: got 'some', expected 'none'"):
+        lower({**tree, "parallel": {"activation_checkpointing": "some"}})

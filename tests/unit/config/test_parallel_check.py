@@ -102,6 +102,12 @@ def test_sizes_that_make_no_pipeline_are_refused(parallel: dict[str, object], sa
         ParallelConfig.model_validate(parallel)
 
 
+@pytest.mark.parametrize("tp", ["2d", "2.5D", "3-D", "2x2", [2, 2]])
+def test_a_split_in_several_dimensions_is_refused_with_a_reason(tp: object) -> None:
+    with pytest.raises(ValidationError, match=r"2-D, 2\.5-D and 3-D splits exchange blocks of weights too"):
+        ParallelConfig.model_validate({"strategy": "fsdp2_tp", "tp": tp})
+
+
 def test_block_phases_share_the_data() -> None:
     for phase in ("blockwise", "drift"):
         assert not problems({"phase": phase, "convergence": CONVERGENCE}, strategy="ddp")

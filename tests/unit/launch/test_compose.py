@@ -228,3 +228,32 @@ def test_a_teacher_alone_cannot_be_verified():
 def _verified_teacher(group):
     first = group.runs[0].model_copy(update={"verify": group.runs[3].verify})
     return group.model_copy(update={"runs": (first, *group.runs[1:])})
+
+
+def test_checkpointing_typed_at_parallel_replaces_a_presets_and_contradicts_a_typed_one():
+    words = [
+        "model=tiny",
+        "train=pretrain",
+        "benchmark=none",
+        "verify=none",
+        "device=cuda_h200",
+        "parallel=fsdp2",
+    ]
+    (run,) = freeze(words).manifest.groups[0].runs
+    assert run.train is not None
+    assert run.train.activation_checkpointing == "auto", "what the preset says"
+    at_parallel = "parallel.activation_checkpointing=selective"
+    (run,) = freeze([*words, at_parallel]).manifest.groups[0].runs
+    assert run.train is not None
+    assert run.train.activation_checkpointing == "selective"
+    for typed in (
+        "train.use_gradient_checkpointing=full",
+        "train.phases.pretrain.activation_checkpointing=full",
+    ):
+        with pytest.raises(
+            ConfigError, match=r"=selective and train.activation_checkpointing=full of run 'pretrain'"
+        ):
+            freeze([*words, at_parallel, typed])
+    (run,) = freeze([*words, at_parallel, "train.activation_checkpointing=selective"]).manifest.groups[0].runs
+    assert run.train is not None
+    assert run.train.activation_checkpointing == "selective"
