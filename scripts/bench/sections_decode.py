@@ -15,6 +15,9 @@ def decode(data: dict[str, Any]) -> list[str]:
     roof = data["read_roof_bytes_per_s"]
     held = [row["steps_of_a_graph"] for row in data["rows"] if "steps_of_a_graph" in row]
     graphs = f"graphs of {min(held)} to {max(held)} steps" if held else "graph replays"
+    older = len(data["rows"]) - len(held)
+    if held and older:  # a replay waits some 12 us before its first kernel, which several steps share
+        graphs += f" ({older} older rows: of one step, its wait included)"
     lines = [
         "## Decode attention on stored formats",
         "",
