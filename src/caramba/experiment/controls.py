@@ -220,9 +220,9 @@ def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
             phase = phase.model_copy(update={"trainable": "all"})
         if stage not in session.ledger:
             session.ledger.add(fit_phase(shadow, run, phase, stage=stage))
-            drop_state(session.run_dir, stage)
         else:
             shadow.student = _saved(session, stage)
+        drop_state(session.run_dir, stage)  # that of a phase on record too: a kill may have come before it went
     return shadow.model_of("student").eval()
 
 

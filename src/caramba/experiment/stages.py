@@ -66,6 +66,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
         else:
             transplant_student(session)
     if run.id in session.ledger:
+        drop_state(session.run_dir, run.id)  # a kill may have come before it went
         hold(session.ledger[run.id].verdicts)
         if not session.ledger[run.id].phase.skipped and not phase.control:
             session.reload(run.id, phase.trains)

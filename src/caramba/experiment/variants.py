@@ -22,6 +22,7 @@ def train_variant(session: Session, run: RunConfig) -> None:
     Every variant reads the data from its beginning, so that those of one seed see the same tokens in the same order.
     """
     if run.id in session.ledger:
+        drop_state(session.run_dir, run.id)  # a kill may have come before it went
         return
     assert run.exp is not None
     assert run.train is not None
