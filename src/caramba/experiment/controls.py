@@ -222,7 +222,8 @@ def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
             session.ledger.add(fit_phase(shadow, run, phase, stage=stage))
         else:
             shadow.student = _saved(session, stage)
-        drop_state(session.run_dir, stage)  # that of a phase on record too: a kill may have come before it went
+        # That of a phase on record too: a kill may have come before it went.
+        drop_state(session.run_dir, stage)
     return shadow.model_of("student").eval()
 
 
