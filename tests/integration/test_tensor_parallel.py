@@ -28,6 +28,7 @@ from caramba.model import Model, build_model, save_model
 from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from caramba.topology import checkpoint_topology, compilable_regions
 from tests.integration.commands import environment
+from tests.ranks import meet
 from tests.unit.model.model_specs import ATTENTION, MLP, NORM, VOCAB, M, attention, block, spec, transformer
 
 TOKENS = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -194,14 +195,7 @@ def dropped(mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=2,
-        timeout=datetime.timedelta(minutes=5),
-    )
+    meet(rank, folder, 2, datetime.timedelta(minutes=5))
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     found = {**{name: compared(name, mesh) for name in SPECS}, "dropped": dropped(mesh)}
     found["compiled"] = compiled(mesh)

@@ -17,18 +17,9 @@ from caramba.ops.dba_append import dba_append as dba_append_op
 from caramba.ops.dba_decode import _admit
 from tests.ops import test_dba_append as appends
 from tests.ops.decode_cases import Case, arguments
+from tests.unit.kernels.test_launch import Compiled
 
 STREAM = 5
-
-
-class Compiled:
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def run(self, *args: Any) -> None:
-        self.calls.append(args)
 
 
 class Kernel:

@@ -30,7 +30,6 @@ from caramba.model import Model, build_model, load_pretrained
 from caramba.result import BenchmarkResult, Metric, PhaseResult
 from caramba.train import drop_state
 
-STUDENTS: tuple[ControlName, ...] = ("copy", "weight_svd", "random")
 DISTILLED = "_distilled"
 
 

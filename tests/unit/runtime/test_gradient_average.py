@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from caramba.errors import CarambaError
 from caramba.runtime import GradientAverage, TableRows, takes_rows
 from caramba.runtime.gradient_average import grouped
+from tests.ranks import meet
 
 RANKS = 3
 SMALL = 4 * 40  # bytes: some groups of one weight, some of several
@@ -180,14 +181,7 @@ def check_rows(*, is_tied: bool, tokens: int, is_kept: bool, micro_steps: int = 
 
 
 def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=60),
-    )
+    meet(rank, folder, RANKS, timedelta(seconds=60))
     for loss in (chained, by_turns):
         check(loss)
         check(loss, group_bytes=2**20)

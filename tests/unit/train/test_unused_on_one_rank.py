@@ -20,6 +20,7 @@ from caramba.optim import NonFiniteWatch
 from caramba.train.callbacks import GradientAveraging
 from caramba.train.module import CarambaModule
 from caramba.train.strategies import AVERAGED, strategy_arguments
+from tests.ranks import meet
 from tests.unit.model.model_specs import NORM, VOCAB, spec
 
 RANKS, STEPS = 2, 3
@@ -49,14 +50,7 @@ class Means(pl.Callback):
 
 
 def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=30),
-    )
+    meet(rank, folder, RANKS, timedelta(seconds=30))
     tokens = torch.randint(VOCAB, (STEPS, 9), generator=torch.Generator().manual_seed(rank))
     windows = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
     phase = PhaseConfig(phase="pretrain", steps=STEPS, lr=1e-2, block_size=8, batch_size=1)

@@ -16,6 +16,7 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.decode import decode_step
 from caramba.infer.device_steps import (
+    Captured,
     DecodeForm,
     captured,
     compiled_logits,
@@ -45,7 +46,6 @@ ROUND = 64
 """What a forward reads is rounded up to a multiple of this where the host knows the lengths."""
 TAKES_ALONG = True
 """Whether steps take prompts along, so that weights are read once for both, or prompts run beside steps."""
-Graph = tuple[torch.cuda.CUDAGraph, Tensor, Tensor]
 
 
 class Slots:
@@ -98,10 +98,10 @@ class Slots:
         # libraries keep their working memory by stream, and graphs that run at once may not share it.
         is_captured = self.form.endswith("graph")
         self._on = torch.cuda.Stream(self.device, priority=-1) if is_captured else None
-        self._next: Graph | None = None
+        self._next: Captured | None = None
         self._weights: Sequence[Tensor] = ()
         self._places: tuple[int, ...] = ()
-        self._draws: dict[Form, Graph] = {}
+        self._draws: dict[Form, Captured] = {}
         self._is_changed = True
         self._no_along = not TAKES_ALONG or self.form.startswith("compiled")
 
