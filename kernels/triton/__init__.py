@@ -15,6 +15,7 @@ LAUNCHERS: dict[str, str] = {
     "float8_swiglu": "caramba.kernels.triton.float8_cast:float8_swiglu",
     "float8_swiglu_backward": "caramba.kernels.triton.float8_cast:float8_swiglu_backward",
     "head_values": "caramba.kernels.triton.head_products:head_values",
+    "keep_drawn": "caramba.kernels.triton.keep_drawn:keep_drawn",
     "layer_norm": "caramba.kernels.triton.norm:layer_norm",
     "layer_norm_backward": "caramba.kernels.triton.norm:layer_norm_backward",
     "latent_queries": "caramba.kernels.triton.latent_queries:latent_queries",

@@ -30,6 +30,7 @@ OPS = (
     "float8_swiglu",
     "float8_swiglu_backward",
     "head_values",
+    "keep_drawn",
     "latent_queries",
     "latent_queries_backward",
     "layer_norm",
