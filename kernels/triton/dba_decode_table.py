@@ -385,7 +385,8 @@ def _bucket(n: int) -> int:
 
 
 def _distance(key: str, shape: DecodeShape) -> float:
+    """Return how far a shape is from a measured one, in powers of two: of tokens from what it has, not from the power
+    of two above, as a cache of 32,768 tokens and some is read like one of 32,768."""
     _, lanes, tokens = key.rsplit("|", 2)
-    return abs(math.log2(int(lanes) / _bucket(shape.lanes))) + abs(
-        math.log2(int(tokens) / _bucket(shape.tokens))
-    )
+    of_lanes, of_tokens = int(lanes) / _bucket(shape.lanes), int(tokens) / shape.tokens
+    return abs(math.log2(of_lanes)) + abs(math.log2(of_tokens))
