@@ -34,6 +34,7 @@ LAUNCHERS: dict[str, str] = {
     "round_at_random": "caramba.kernels.triton.round_at_random:round_at_random",
     "row_linear": "caramba.kernels.triton.row_linear:row_linear",
     "scale_": "caramba.kernels.triton.scale:scale_",
+    "step_angles": "caramba.kernels.triton.step_angles:step_angles",
     "swiglu": "caramba.kernels.triton.swiglu:swiglu",
     "swiglu_backward": "caramba.kernels.triton.swiglu:swiglu_backward",
     "swiglu_packed": "caramba.kernels.triton.swiglu:swiglu_packed",

@@ -12,8 +12,8 @@ same captured forwards of prompts, and get requests faster than either can end t
 
 A server's stream of requests has no end, a run has: after its last request came, slots stay empty one after the other
 for as many steps as the longest answer has tokens, which static batching has in every batch anyway. Of 768 requests, 12
-for each slot, that is 15 to 19% of all places in continuous steps by simulation, of 3,072 6%, where twice as many change the
-ratio by no more than 1%.
+for each slot, that is 15 to 19% of all places in continuous steps by simulation, of 3,072 6%, where half as many again
+change the ratio by no more than 1%.
 
 Equal p99: a side counts where 99 of 100 tokens come within a bound after the one before, and the fastest side of either
 way of batching within that bound is held to that of the other. The must is at `--itl-ms`. Static batching never runs a

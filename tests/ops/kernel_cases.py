@@ -102,6 +102,8 @@ def elementwise() -> Iterator[Case]:
             wide = one(2, dtype=torch.float64), one(2, dtype=torch.float64)
             yield Case("drawn", name, parts, lambda logits=logits, wide=wide: (logits, *wide))
     for rows in (1, 32):
+        angles = one(rows, 1, dtype=torch.int32), one(16, 1, 128)
+        yield Case("step_angles", f"{rows} rows", ("_angles_kernel",), lambda a=angles: a)
         kept = one(rows, 128, dtype=torch.int64), one(rows, 128), one(rows, dtype=torch.int64)
         call = (one(rows, dtype=torch.int64), one(rows), one(dtype=torch.int64), *kept)
         yield Case("keep_drawn", f"{rows} rows", ("_keep_kernel",), lambda a=call: a)

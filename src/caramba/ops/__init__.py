@@ -41,6 +41,7 @@ from caramba.ops.rope_qkv import rope_qkv
 from caramba.ops.round_at_random import round_at_random
 from caramba.ops.row_linear import row_linear, rows_fit, weight_fits
 from caramba.ops.scale import scale_
+from caramba.ops.step_angles import step_angles
 from caramba.ops.swiglu import swiglu
 
 __all__ = [
@@ -92,6 +93,7 @@ __all__ = [
     "row_linear",
     "rows_fit",
     "scale_",
+    "step_angles",
     "stored_format",
     "swiglu",
     "weight_fits",

@@ -50,6 +50,7 @@ OPS = (
     "round_at_random",
     "row_linear",
     "scale_",
+    "step_angles",
     "swiglu",
     "swiglu_backward",
     "swiglu_packed",
