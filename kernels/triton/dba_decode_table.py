@@ -188,7 +188,8 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         if key.rpartition("|")[0].rpartition("|")[0] == shape.family
     ]
     if near:
-        key, choice = min(near, key=lambda item: _distance(item[0], shape))
+        # Of two as near the shorter one: sequences rarely fill what is allocated.
+        key, choice = min(near, key=lambda item: (_distance(item[0], shape), int(item[0].rpartition("|")[2])))
         if _distance(key, shape) <= REACH:
             lanes = int(key.split("|")[-2])
             scaled = max(1, round(choice.n_splits * lanes / _bucket(shape.lanes)))
