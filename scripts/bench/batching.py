@@ -151,8 +151,8 @@ def measured(asked: list[Request], began: float) -> dict[str, float]:
 
 
 def captures_of(slots: Slots) -> int:
-    """Return how many graphs of prompts have been made, with a step in them or without."""
-    return sum(forwards.captures for forwards in (slots.prompts, slots.along) if forwards is not None)
+    """Return how many graphs of prompts have been made."""
+    return 0 if slots.prompts is None else slots.prompts.captures
 
 
 def middle(runs: list[dict[str, float]]) -> dict[str, float]:
