@@ -5,6 +5,7 @@ heads, each with queries in its own head's features and zeros in the others'. Wh
 to scores (masks, exponentials, maxima) is done for as many heads at once, and blocks that heads share are read once.
 """
 
+from caramba.kernels.triton.dba_decode_share import share
 from caramba.kernels.triton.dba_decode_words import feature, fields, offset, row_scales, words
 
 import triton
@@ -254,9 +255,7 @@ def decode_heads(
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(length - QUERIES + 1 - window, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-    each = tl.cdiv(tl.cdiv(tl.maximum(length - start, 0), n_splits), BLOCK_TOKENS) * BLOCK_TOKENS
-    low = start + split * each
-    high = tl.minimum(low + each, length)
+    low, until, first, high = share(start, held, length, split, n_splits, BLOCK_TOKENS, True)
 
     qs = own_queries(q_sem, b * qs_b + h * qs_h + t * qs_t, local, is_row, SEM)
     qg = own_queries(q_geo, b * qg_b + h * qg_h + t * qg_t, local, is_row, GEO)
@@ -280,7 +279,6 @@ def decode_heads(
     n = tl.arange(0, BLOCK_TOKENS)
 
     CUT: tl.constexpr = HAS_WINDOW or QUERIES > 1
-    until = tl.minimum(high, held)
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     for i in tl.range(low, middle, BLOCK_TOKENS):
         ok = n >= 0
@@ -306,7 +304,7 @@ def decode_heads(
     geo_tail += b * geo_tb + far * geo_tk
     v_tail += b * v_tb + far * v_tk
     n = tl.arange(0, TAIL_TOKENS)
-    for i in tl.range(tl.maximum(low, held), high, TAIL_TOKENS, num_stages=1):
+    for i in tl.range(first, high, TAIL_TOKENS, num_stages=1):
         ok = i + n < high
         s = tail_scores(qs, sem_tail, sem_tk, sem_tn, i - held, n, ok, SEM, BLOCK_ROWS, DTYPE)
         s += tail_scores(qg, geo_tail, geo_tk, geo_tn, i - held, n, ok, GEO, BLOCK_ROWS, DTYPE)

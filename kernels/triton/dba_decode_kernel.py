@@ -1,5 +1,6 @@
 """Split-K decode attention on stored streams, and the kernel that joins the splits."""
 
+from caramba.kernels.triton.dba_decode_share import share
 from caramba.kernels.triton.dba_decode_tile import blocks, columns, numbers
 
 import triton
@@ -209,9 +210,7 @@ def decode_split(
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(length - QUERIES + 1 - window, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-    each = tl.cdiv(tl.cdiv(tl.maximum(length - start, 0), n_splits), BLOCK_TOKENS) * BLOCK_TOKENS
-    low = start + split * each
-    high = tl.minimum(low + each, length)
+    low, until, first, high = share(start, held, length, split, n_splits, BLOCK_TOKENS, HAS_PACKED)
 
     qs_row = b * qs_b + h * qs_h + t * qs_t
     qg_row = b * qg_b + h * qg_h + t * qg_t
@@ -250,7 +249,6 @@ def decode_split(
     # Blocks of quantised streams, numbers of exact ones: whole tiles first, without masks on the loads, whose
     # token axis is that along which scales are contiguous.
     CUT: tl.constexpr = HAS_WINDOW or QUERIES > 1
-    until = tl.minimum(high, held)
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     for i in tl.range(low, middle, BLOCK_TOKENS):
         ok = n >= 0
@@ -284,7 +282,7 @@ def decode_split(
             geo_tail += b * geo_tb + head * geo_tk
         if not V_NUMBERS:
             v_tail += b * v_tb + head * v_tk
-        for i in tl.range(tl.maximum(low, held), high, BLOCK_TOKENS, num_stages=1):
+        for i in tl.range(first, high, BLOCK_TOKENS, num_stages=1):
             ok = i + n < high
             if not SEM_NUMBERS:
                 s0, s1 = tokens(sem_tail, 0, sem_tn, sem_tail, 0, 0, i - held, n, ok, 0, SEM, True, DTYPE, False, True)  # fmt: skip

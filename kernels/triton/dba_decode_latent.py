@@ -11,6 +11,7 @@ from caramba.kernels.triton.dba_decode_scaled import (
     over,
     scaled_fields,
 )
+from caramba.kernels.triton.dba_decode_share import share
 from caramba.kernels.triton.dba_decode_words import feature
 
 import triton
@@ -288,9 +289,7 @@ def decode_latent(
     start = 0
     if HAS_WINDOW:
         start = tl.maximum(length - QUERIES + 1 - window, 0) // BLOCK_TOKENS * BLOCK_TOKENS
-    each = tl.cdiv(tl.cdiv(tl.maximum(length - start, 0), n_splits), BLOCK_TOKENS) * BLOCK_TOKENS
-    low = start + split * each
-    high = tl.minimum(low + each, length)
+    low, until, behind, high = share(start, held, length, split, n_splits, BLOCK_TOKENS, True)
 
     qs, qg, by, end, m, l, acc = (), (), (), (), (), (), ()
     for tile in tl.static_range(TILES):
@@ -323,7 +322,6 @@ def decode_latent(
     sem_scale += b * sem_zb
     geo_scale += b * geo_zb
     n = tl.arange(0, BLOCK_TOKENS)
-    until = tl.minimum(high, held)
     middle = low + tl.maximum(until - low, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     # Whole tiles first, without masks on the loads.
     for i in tl.range(low, middle, BLOCK_TOKENS):
@@ -358,7 +356,7 @@ def decode_latent(
     sem_tail += b * sem_tb
     geo_tail += b * geo_tb
     n = tl.arange(0, TAIL_TOKENS)
-    for i in tl.range(tl.maximum(low, held), high, TAIL_TOKENS, num_stages=1):
+    for i in tl.range(behind, high, TAIL_TOKENS, num_stages=1):
         ok = i + n < high
         values = tail_tiles(sem_tail, sem_tn, i - held, n, ok, SEM, S_DTYPE)
         s = add_products(nothings(TILES, TAIL_TOKENS), qs, turned(values, FIELDS), FIELDS, TILES)

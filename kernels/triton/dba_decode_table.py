@@ -188,7 +188,8 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         if key.rpartition("|")[0].rpartition("|")[0] == shape.family
     ]
     if near:
-        key, choice = min(near, key=lambda item: _distance(item[0], shape))
+        # Of two as near the shorter one: sequences rarely fill what is allocated.
+        key, choice = min(near, key=lambda item: (_distance(item[0], shape), int(item[0].rpartition("|")[2])))
         if _distance(key, shape) <= REACH:
             lanes = int(key.split("|")[-2])
             scaled = max(1, round(choice.n_splits * lanes / _bucket(shape.lanes)))
@@ -385,7 +386,8 @@ def _bucket(n: int) -> int:
 
 
 def _distance(key: str, shape: DecodeShape) -> float:
+    """Return how far a shape is from a measured one, in powers of two: of tokens from what it has, not from the power
+    of two above, as a cache of 32,768 tokens and some is read like one of 32,768."""
     _, lanes, tokens = key.rsplit("|", 2)
-    return abs(math.log2(int(lanes) / _bucket(shape.lanes))) + abs(
-        math.log2(int(tokens) / _bucket(shape.tokens))
-    )
+    of_lanes, of_tokens = int(lanes) / _bucket(shape.lanes), int(tokens) / shape.tokens
+    return abs(math.log2(of_lanes)) + abs(math.log2(of_tokens))

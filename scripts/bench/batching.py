@@ -1,6 +1,6 @@
 """Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
 
-Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 768 --chunks 512,1024]
+Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 3072 --chunks 512,1024]
 The file is written after every side, and the same call again measures those that are not in it yet; what was measured
 on another device, at another commit or with another torch is measured anew.
 On any machine: python scripts/bench/batching.py --device cpu --model tiny --slots 8 --requests 32 --out /tmp/b.json
@@ -9,6 +9,11 @@ Random weights serve, as speed does not depend on what is said; no token ends a 
 are log-uniform between their bounds, the same for every side. Static batching takes what waits, up to all slots, when
 the last batch has ended as a whole; its prompts all run before its first step. Both sides run the same steps and the
 same captured forwards of prompts, and get requests faster than either can end them.
+
+A server's stream of requests has no end, a run has: after its last request came, slots stay empty one after the other
+for as many steps as the longest answer has tokens, which static batching has in every batch anyway. Of 768 requests, 12
+for each slot, that is 15 to 19% of all places in continuous steps by simulation, of 3,072 6%, where half as many again
+change the ratio by no more than 1%.
 
 Equal p99: a side counts where 99 of 100 tokens come within a bound after the one before, and the fastest side of either
 way of batching within that bound is held to that of the other. The must is at `--itl-ms`. Static batching never runs a
@@ -146,8 +151,8 @@ def measured(asked: list[Request], began: float) -> dict[str, float]:
 
 
 def captures_of(slots: Slots) -> int:
-    """Return how many graphs of prompts have been made, with a step in them or without."""
-    return sum(forwards.captures for forwards in (slots.prompts, slots.along) if forwards is not None)
+    """Return how many graphs of prompts have been made."""
+    return 0 if slots.prompts is None else slots.prompts.captures
 
 
 def middle(runs: list[dict[str, float]]) -> dict[str, float]:
@@ -263,7 +268,7 @@ def main() -> int:
     parser.add_argument("--model", default="1b", choices=tuple(SIZES))
     parser.add_argument("--layout", default="gqa", choices=("gqa", "latent"))
     parser.add_argument("--slots", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=768)
+    parser.add_argument("--requests", type=int, default=3072)
     parser.add_argument("--rate", type=float, default=400.0, help="requests a second")
     parser.add_argument("--prompt", type=pair, default=(32, 512))
     parser.add_argument("--new", type=pair, default=(16, 512))

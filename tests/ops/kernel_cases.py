@@ -101,6 +101,12 @@ def elementwise() -> Iterator[Case]:
         if name == "bf16":
             wide = one(2, dtype=torch.float64), one(2, dtype=torch.float64)
             yield Case("drawn", name, parts, lambda logits=logits, wide=wide: (logits, *wide))
+    for rows in (1, 32):
+        angles = one(rows, 1, dtype=torch.int32), one(16, 1, 128)
+        yield Case("step_angles", f"{rows} rows", ("_angles_kernel",), lambda a=angles: a)
+        kept = one(rows, 128, dtype=torch.int64), one(rows, 128), one(rows, dtype=torch.int64)
+        call = (one(rows, dtype=torch.int64), one(rows), one(dtype=torch.int64), *kept)
+        yield Case("keep_drawn", f"{rows} rows", ("_keep_kernel",), lambda a=call: a)
     for width, extra in ((1, True), (8, True), (4, False)):
         texts = one(2, 4104, dtype=torch.int64), one(2, dtype=torch.int32), one(2, 9, dtype=torch.int64)
         call = (*texts, one(2, width, dtype=torch.int64), one(2, dtype=torch.bool), 7, 4, extra)

@@ -5,6 +5,7 @@ Triton has to be told to interpret before it is first imported, so on a CPU `tes
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 
@@ -184,6 +185,67 @@ def test_the_count_of_splits_changes_nothing() -> None:
     for n_splits in (1, 7):
         check(CASES["latent, mixed"], torch.float32, n_splits)
     check(replace(CASES["per head, mixed"], window=60, queries=4), torch.float32, 1)
+
+
+def sums_of_splits(case: Case, n_splits: int, **reading: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's sums of exponentials by splits, base 2, [B, H, T, splits], and what they should be in all."""
+    from caramba.kernels.triton.dba_decode import run_splits
+    from caramba.kernels.triton.dba_decode_plan import arguments as tensors_of
+    from caramba.kernels.triton.dba_decode_plan import plan
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+
+    args, options = arguments(case, torch.float32, DEVICE)
+    streams = [stream for stream in args[2:5] if stream is not None]
+    parts = ([*(stream.tensors for stream in streams), []])[:3]
+    kinds, n_packed = [stream.kind for stream in streams], options["n_packed"]
+    config = DecodeConfig(block_tokens=16, n_splits=n_splits, **reading)
+    made = plan(config, *args[:2], kinds, *parts, n_packed, [], case.window or 0)
+    _, sums = run_splits(made, tensors_of(*args[:2], *parts, args[5], n_packed, []))
+    wanted = expected(case, args, options)[1]
+    return sums.cpu().double().view(*wanted.shape, n_splits), wanted
+
+
+OWN_TAILS = {
+    "per head": (Case(("q4_0", "q8_0", "q4_0"), (118,), packed=112), {}),
+    "heads together": (Case(("q4_0", "q8_0", "q4_0"), (118,), heads=(8, 4), packed=112), {"n_heads": 4}),
+    "latent": (Case(("q4_0", "q8_0"), (118,), heads=(8, 1), dims=(128, 64, 128), packed=112), {}),
+    "latent by words": (
+        Case(("q4_0", "q8_0"), (118,), heads=(8, 1), dims=(128, 64, 128), packed=112),
+        {"n_heads": 1},
+    ),
+}
+
+
+@runs
+@pytest.mark.parametrize("name", OWN_TAILS)
+def test_a_tail_that_lengthens_no_share_is_the_last_splits_alone(name: str) -> None:
+    case, reading = OWN_TAILS[name]
+    # Seven tiles of blocks: of eight splits seven have one each, and what is left is the tail.
+    sums, wanted = sums_of_splits(case, 8, **reading)
+    tail_alone = sums[..., -1] * math.log(2)
+    blocks = replace(case, lengths=(case.packed,))
+    _, of_blocks = sums_of_splits(blocks, 8, **reading)
+    torch.testing.assert_close(torch.logaddexp(tail_alone, of_blocks), wanted, rtol=1e-4, atol=1e-4)
+    assert sums.isfinite().all()
+    # Of four, three would have three tiles each where all four have two: the tail is shared out with the rest.
+    sums, _ = sums_of_splits(case, 4, **reading)
+    assert (sums[..., -1] * math.log(2) - tail_alone).min() > 1e-3
+    # Without a tail all splits have a share.
+    sums, _ = sums_of_splits(replace(case, lengths=(96,)), 6, **reading)
+    assert sums.isfinite().all()
+
+
+@runs
+@pytest.mark.parametrize("name", OWN_TAILS)
+def test_splits_with_a_tail_of_their_own_change_nothing(name: str) -> None:
+    case, reading = OWN_TAILS[name]
+    for n_splits in (1, 2, 8, 11):
+        check(case, torch.float32, n_splits, block_tokens=16, **reading)
+    # A window that begins behind the blocks, a tail that is longer than a share, one sequence without a tail.
+    check(replace(case, window=5), torch.float32, 8, block_tokens=16, **reading)
+    check(replace(case, packed=48), torch.float32, 8, block_tokens=16, **reading)
+    two = replace(case, lengths=(112, 118), queries=2)
+    check(two, torch.float32, 8, block_tokens=16, **reading)
 
 
 @runs

@@ -52,6 +52,7 @@ NEVER_CALLED = (
     "rms_norm",
     "rope",
     "rope_qkv",
+    "step_angles",
     "swiglu",
 )
 """Ops, each in the module of its name."""

@@ -119,12 +119,12 @@ class DeviceSteps:
             # At this token's own place each time: the one behind it may be beyond what the model has positions for.
             self.step.held.fill_(position)
             logits = self._forward(given)
-            tried.choose(logits, host.config)
+            tried.choose(logits, host.config, given.clone())
             return logits
 
         def run(given: Tensor) -> Tensor:
             logits = self._forward(given)
-            given.copy_(host.choose(logits))
+            host.state.choose(logits, host.config, given)
             return logits
 
         self.captures += 1

@@ -11,6 +11,7 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
 from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
+from caramba.ops import has_kernel, keep_drawn
 
 
 @dataclass
@@ -79,14 +80,19 @@ class StepState:
                 seen[index, row.prompt] = True
             self.seen.copy_(seen)
 
-    def choose(self, logits: Tensor, config: GenerateConfig) -> Tensor:
-        """Draw every row's token, record it, and return what is fed next, without a wait for the device.
+    def choose(self, logits: Tensor, config: GenerateConfig, fed: Tensor | None = None) -> Tensor:
+        """Draw every row's token, record it, and return what is fed next, without a wait for the device: in `fed`, if
+        that is given.
 
-        Shape: logits [B, V] to [B].
+        Shape: logits [B, V] and fed [B] to [B].
         """
+        found = self._choose(logits, config, fed)
+        return found if fed is None or found is fed else fed.copy_(found)
+
+    def _choose(self, logits: Tensor, config: GenerateConfig, fed: Tensor | None) -> Tensor:
         last = self.tokens.shape[1] - 1
         if self.is_level:  # no row waits for another, so every draw counts
-            return self._choose_level(logits, config, last)
+            return self._choose_level(logits, config, last, fed)
         own = self.step - self.delay
         slot = own.clamp(0, last)[:, None]
         chosen, logprob = self._next(logits, config, slot)
@@ -100,9 +106,16 @@ class StepState:
         self.step += 1
         return fed[:, 0]
 
-    def _choose_level(self, logits: Tensor, config: GenerateConfig, last: int) -> Tensor:
-        slot = self.step.clamp(max=last).view(1)
+    def _choose_level(self, logits: Tensor, config: GenerateConfig, last: int, fed: Tensor | None) -> Tensor:
+        has_keeper = self.seen is None and has_kernel("keep_drawn", logits)
+        # The kernel finds the place itself, and nothing that is drawn at temperature 0 depends on it.
+        is_free = has_keeper and config.temperature == 0
+        slot = (self.step if is_free else self.step.clamp(max=last)).view(1)
         chosen, logprob = self._next(logits, config, slot.expand(len(self.delay), 1))
+        if has_keeper:
+            fed = torch.empty_like(self.delay) if fed is None else fed
+            keep_drawn(chosen[:, 0], logprob[:, 0], self.step, self.tokens, self.logprobs, fed)
+            return fed
         self.tokens.index_copy_(1, slot, chosen)
         self.logprobs.index_copy_(1, slot, logprob)
         if self.seen is not None:

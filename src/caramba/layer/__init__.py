@@ -3,7 +3,7 @@
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.backends import attention_backends, documents_path, packed_attention, unplanned_attention
 from caramba.layer.decoupled import DecoupledProjection
-from caramba.layer.documents import Documents, SteppedDocuments, StoredDocuments
+from caramba.layer.documents import Documents, StoredDocuments
 from caramba.layer.dropout import DropoutLayer
 from caramba.layer.latent import LatentProjection
 from caramba.layer.layer_norm import LayerNormLayer
@@ -28,7 +28,6 @@ __all__ = [
     "RMSNormLayer",
     "RotaryEmbedding",
     "StandardProjection",
-    "SteppedDocuments",
     "StoredDocuments",
     "SwiGLULayer",
     "attention_backends",

@@ -13,7 +13,7 @@ from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.decoupled import DecoupledProjection
-from caramba.layer.documents import Documents, SteppedDocuments
+from caramba.layer.documents import Documents
 from caramba.layer.few_rows import added, are_plain, has_hooks, has_own_norm
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import Projection
@@ -121,8 +121,6 @@ class AttentionLayer(nn.Module):
         """
         if isinstance(ctx, StepContext):
             return self._step(x, ctx, norm)
-        if isinstance(ctx, SteppedDocuments):
-            return self._step_and_documents(x, ctx)
         if isinstance(ctx, Documents):
             q, streams = self.projection(x, ctx.positions)
             streams = ctx.kept(streams)
@@ -162,22 +160,6 @@ class AttentionLayer(nn.Module):
         stored = StoredKeys(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
         heads = projection.attend_stored(q, stored, self.score.window, self.null())
         return heads.transpose(1, 2).flatten(2)
-
-    def _step_and_documents(self, x: Tensor, ctx: SteppedDocuments) -> Tensor:
-        """Attend from one token of every sequence to its cache, and from the documents behind them each to itself."""
-        step, projection = ctx.step, self.projection
-        cache, n_rows = step.next_cache(), len(step.held)
-        q, streams = projection(x, ctx.positions)
-        # [1, N, B, D] to [B, N, 1, D]: a sequence of one token each. They are turned already.
-        first = {name: stream[:, :, :n_rows].transpose(0, 2) for name, stream in streams.items()}
-        projection.store(first, None, cache, step.places)
-        stored = StoredKeys(step.stored(cache), step.seqlens, step.packed, 0)
-        queries = projection.stored_queries(q[:, :, :n_rows].transpose(0, 2))
-        stepped = projection.attend_stored(queries, stored, self.score.window, self.null())
-        kept = ctx.kept({name: stream[:, :, n_rows:] for name, stream in streams.items()})
-        heads = projection.attend(q[:, :, n_rows:], kept, self.score, self.null(), ctx.first, ctx.starts)
-        both = (stepped.transpose(0, 2), heads)
-        return torch.cat([part.transpose(1, 2).flatten(2) for part in both], dim=1)
 
     def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:
         """Whether these few queries can read the cache in the format that it is stored in.

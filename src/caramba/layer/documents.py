@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from caramba.cache import LayerCache, StepContext
+from caramba.cache import LayerCache
 from caramba.errors import ConfigError
 from caramba.layer.varlen import active_kernel
 
@@ -131,37 +131,6 @@ class StoredDocuments(Documents):
         lines = self._lines.get((n_heads, capacity))
         if lines is None:
             heads = self.rows[:, None] * n_heads + torch.arange(n_heads, device=memory.device)
-            lines = (heads * capacity + self.positions[0, -len(self.rows) :, None]).flatten()
+            lines = (heads * capacity + self.positions[0][:, None]).flatten()
             self._lines[n_heads, capacity] = lines
         return lines
-
-
-@dataclass(frozen=True, eq=False)
-class SteppedDocuments(StoredDocuments):
-    """Stored documents behind the tokens of a decode step, one of each sequence, in one row of B + T tokens: weights
-    are read once for both.
-
-    Positions are those of all tokens; the step's caches are the ones that documents fill, in rows that the step leaves
-    idle.
-
-    Attributes:
-        step: the step's context, in which its forward has begun.
-    """
-
-    step: StepContext = field(kw_only=True)
-
-    @classmethod
-    def behind(cls, step: StepContext, documents: StoredDocuments) -> SteppedDocuments:
-        """Return documents behind the tokens of a step, and begin its forward."""
-        step.begin()
-        positions = torch.cat(
-            (step.offset.view(1, -1).to(documents.positions.dtype), documents.positions), dim=1
-        )
-        return cls(
-            documents.first,
-            positions,
-            documents.starts,
-            rows=documents.rows,
-            caches=documents.caches,
-            step=step,
-        )

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
-from caramba.ops import cos_sin, has_kernel, is_fused, rope
+from caramba.ops import cos_sin, has_kernel, is_fused, rope, step_angles
 from caramba.ops.widen import widened
 
 WORTH_A_TABLE = 64
@@ -297,10 +297,8 @@ def angles_of(ropes: Sequence[RotaryEmbedding], offset: Tensor) -> dict[Hashable
 
     Shape: offset [B, T] to [B, G, T, D/2] each.
     """
-    frequencies = torch.stack([rope.inv_freq.to(offset.device) for rope in ropes])
-    angles = offset.to(torch.float32)[None, :, None, :, None] * frequencies[:, None, :, None, :]
     # Every part of what a compiler fuses would be a kernel of its own.
-    cos, sin = cos_sin(angles) if torch.compiler.is_compiling() else (angles.cos(), angles.sin())
+    cos, sin = step_angles(offset, torch.stack([rope.inv_freq.to(offset.device) for rope in ropes]))
     if (factor := ropes[0].attention_factor) != 1.0:
         cos, sin = cos * factor, sin * factor
     return {rope: (cos[index], sin[index]) for index, rope in enumerate(ropes)}

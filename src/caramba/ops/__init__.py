@@ -25,6 +25,7 @@ from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
 from caramba.ops.formats import STORED, StoredFormat, stored_format
 from caramba.ops.hadamard import hadamard
 from caramba.ops.head_values import head_values
+from caramba.ops.keep_drawn import keep_drawn
 from caramba.ops.latent_queries import has_narrow_queries, latent_queries
 from caramba.ops.layer_norm import add_layer_norm, layer_norm
 from caramba.ops.likeliest import likeliest
@@ -40,6 +41,7 @@ from caramba.ops.rope_qkv import rope_qkv
 from caramba.ops.round_at_random import round_at_random
 from caramba.ops.row_linear import row_linear, rows_fit, weight_fits
 from caramba.ops.scale import scale_
+from caramba.ops.step_angles import step_angles
 from caramba.ops.swiglu import swiglu
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "head_values",
     "implementation",
     "is_fused",
+    "keep_drawn",
     "kernel_takes",
     "latent_queries",
     "layer_norm",
@@ -90,6 +93,7 @@ __all__ = [
     "row_linear",
     "rows_fit",
     "scale_",
+    "step_angles",
     "stored_format",
     "swiglu",
     "weight_fits",

@@ -53,6 +53,18 @@ def test_what_was_measured_is_chosen_and_a_near_neighbour_borrows_it(only: Decod
         assert choose(other, 132) == rule(other, 132)
 
 
+def test_of_two_neighbours_the_one_of_more_like_lengths_lends_its_choice(
+    only: DecodeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = replace(only, n_splits=64, n_heads=1)
+    keys = replace(SHAPE, tokens=131072).key, SHAPE.key
+    monkeypatch.setattr(table, "measured", lambda: dict(zip(keys, (longer, only), strict=True)))
+    # All of these have the power of two between both lengths above them, or the longer one.
+    assert choose(replace(SHAPE, tokens=32768 + 128), 132) == only
+    assert choose(replace(SHAPE, tokens=65536), 132) == only
+    assert choose(replace(SHAPE, tokens=65536 + 128), 132) == longer
+
+
 def test_latents_of_16_bits_are_read_for_a_warp_groups_rows_where_they_fit() -> None:
     shape = replace(SHAPE, formats=("bf16", "bf16"), dims=(96, 64, 96), lanes=32, tokens=16384)
     assert rule(shape, 132) == DecodeConfig(64, 64, n_warps=4, n_stages=3, n_splits=8)

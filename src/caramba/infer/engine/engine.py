@@ -35,8 +35,8 @@ class Engine:
 
     `step` does everything: it frees slots of cancelled requests, draws a token and runs a forward of all decoding
     slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts; with captured
-    steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole, in one forward with the next
-    step, and while requests queue up few tokens wait some steps for others to run with. Call it until it returns False,
+    steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole, beside the next steps, and
+    while requests queue up few tokens wait some steps for others to run with. Call it until it returns False,
     or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What fails ends the
     requests that it was for, with the error on their tickets; a slot is overwritten before another takes it.
 

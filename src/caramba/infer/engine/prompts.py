@@ -4,15 +4,15 @@ host."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, SlotContext
+from caramba.cache import Context
 from caramba.infer.device_steps import Captured, captured, replayed
 from caramba.infer.engine.upload import staged
-from caramba.layer import SteppedDocuments, StoredDocuments, packed_attention, shared_angles
+from caramba.layer import StoredDocuments, packed_attention, shared_angles
 from caramba.model import Model
 
 GRAIN = 64
@@ -52,35 +52,21 @@ class PromptForwards:
     replay, on a stream of their own: they run beside what comes next on the caller's, which may touch neither their
     slots nor their logits before `wait`.
 
-    A `forward` of one's own, of what `packed` gives and how many prompts, may do more than fill slots. It runs on the
-    caller's stream, captured on the one `on`.
-
     Attributes:
         sizes: tokens of a forward, the fewest first.
         captures: graphs that have been made.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        ctx: Context,
-        sizes: Sequence[int],
-        *,
-        is_captured: bool,
-        forward: Callable[[Tensor, int], Tensor] | None = None,
-        on: torch.cuda.Stream | None = None,
-    ) -> None:
+    def __init__(self, model: Model, ctx: Context, sizes: Sequence[int], *, is_captured: bool) -> None:
         self.model, self.ctx = model, ctx
         self.sizes, self.is_captured = tuple(sizes), is_captured
         self.captures = 0
         self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
         self._graphs: dict[tuple[int, int], Captured] = {}
-        self._run = forward or functools.partial(fill_slots, model, ctx)
-        is_beside = is_captured and forward is None and self._device.type == "cuda"
-        self._stream = torch.cuda.Stream(self._device) if is_beside else None
-        self._ran = torch.cuda.Event() if is_beside else None
-        self._on = on if self._stream is None else self._stream
+        is_cuda = is_captured and self._device.type == "cuda"
+        self._stream = torch.cuda.Stream(self._device) if is_cuda else None
+        self._ran = torch.cuda.Event() if is_cuda else None
 
     @property
     def widest(self) -> int:
@@ -114,7 +100,7 @@ class PromptForwards:
             if self.is_captured:
                 logits = replayed(self._graphs[size, n_prompts], given)
             else:
-                logits = self._run(given.to(self._device, non_blocking=True), n_prompts)
+                logits = self._forward(n_prompts, given.to(self._device, non_blocking=True))
             if self._ran is not None:
                 self._ran.record(self._stream)
         return logits[: len(slots)]
@@ -135,29 +121,27 @@ class PromptForwards:
             self._stream.synchronize()
         self._graphs.clear()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether forwards need no capture any more."""
-        return bool(self._graphs) or not self.is_captured
-
     def capture(self, slot: int) -> None:
         """Make the graphs of all sizes where there are none, filling a slot with nothing of worth.
 
         Raises:
             RuntimeError: the device's, for want of memory or of anything else; there are then no graphs.
         """
-        if self.is_ready:
+        if self._graphs or not self.is_captured:
             return
         graphs: dict[tuple[int, int], Captured] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):  # the smaller ones find room in the memory of the largest
             for n_prompts in reversed(self.counts(size)):
                 given = torch.tensor(packed([slot], [[0] * size], size, n_prompts))
-                run = functools.partial(self._run, n_prompts=n_prompts)
-                made = captured(given.to(self._device), run, run, pool, self._on)
+                run = functools.partial(self._forward, n_prompts)
+                made = captured(given.to(self._device), run, run, pool, self._stream)
                 graphs[size, n_prompts] = made
                 self.captures += 1
         self._graphs = graphs
+
+    def _forward(self, n_prompts: int, given: Tensor) -> Tensor:
+        return fill_slots(self.model, self.ctx, given, n_prompts)
 
 
 def packed(slots: Sequence[int], prompts: Sequence[Sequence[int]], size: int, n_prompts: int) -> list[int]:
@@ -187,36 +171,13 @@ def fill_slots(model: Model, ctx: Context, given: Tensor, n_prompts: int) -> Ten
 
     Shape: what `packed` gives, int64, to [N, V].
     """
-    _, last, tokens, prompts = _unpacked(ctx, given, n_prompts)
-    with packed_attention(given.device, len(tokens)), shared_angles():
-        hidden = model.hidden(tokens[None], prompts)
-    return model.logits(hidden[0, last])
-
-
-def step_and_fill(
-    model: Model, step: SlotContext, token: Tensor, logits: Tensor, given: Tensor, n_prompts: int
-) -> Tensor:
-    """Run a token of every slot that decodes, and in the same forward prompts into others; put the logits after each
-    into its slot's row of `logits`, and return these.
-
-    Shape: token [B] int64, logits [B, V], and what `packed` gives, int64.
-    """
-    slots, last, tokens, prompts = _unpacked(step.ctx, given, n_prompts)
-    n_rows = len(token)
-    with packed_attention(given.device, len(tokens)), shared_angles():
-        hidden = model.hidden(torch.cat((token, tokens))[None], SteppedDocuments.behind(step, prompts))[0]
-    step.commit(1)
-    found = model.logits(torch.cat((hidden[:n_rows], hidden[n_rows + last])))
-    logits.copy_(found[:n_rows])
-    return logits.index_copy_(0, slots, found[n_rows:])
-
-
-def _unpacked(ctx: Context, given: Tensor, n_prompts: int) -> tuple[Tensor, Tensor, Tensor, StoredDocuments]:
-    """Return the slots, last places and tokens that `packed` gave, and the documents that they are."""
     n_tokens = len(given) - 3 * n_prompts - 1
     slots, last, starts, tokens = given.split_with_sizes([n_prompts, n_prompts, n_prompts + 1, n_tokens])
     most = ctx.caches[0].allocations[0].shape[2]
-    return slots, last, tokens, StoredDocuments.packed(starts, slots, n_tokens, most, ctx.caches)
+    prompts = StoredDocuments.packed(starts, slots, n_tokens, most, ctx.caches)
+    with packed_attention(given.device, n_tokens), shared_angles():
+        hidden = model.hidden(tokens[None], prompts)
+    return model.logits(hidden[0, last])
 
 
 def batch_size_of(ctx: Context) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -26,14 +25,7 @@ from caramba.infer.device_steps import (
     replayed,
     step_refusal,
 )
-from caramba.infer.engine.prompts import (
-    WHOLE,
-    PromptForwards,
-    fill_slots,
-    packed,
-    sizes_of,
-    step_and_fill,
-)
+from caramba.infer.engine.prompts import WHOLE, PromptForwards, fill_slots, packed, sizes_of
 from caramba.infer.engine.sampler import Form, SlotSampler
 from caramba.infer.engine.upload import uploaded
 from caramba.infer.scoring import KINDS
@@ -44,8 +36,6 @@ from caramba.model import Model
 
 ROUND = 64
 """What a forward reads is rounded up to a multiple of this where the host knows the lengths."""
-TAKES_ALONG = True
-"""Whether steps take prompts along, so that weights are read once for both, or prompts run beside steps."""
 
 
 class Slots:
@@ -58,7 +48,6 @@ class Slots:
         not_compiled: why they run otherwise than asked, if so.
         n_weights: of the model, what a row of a step multiplies by.
         prompts: whole prompts in captured forwards, None where they run as they come, or once a capture has failed.
-        along: the same with a step in each, made with the first; None where there are none.
         lengths: tokens that each slot holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -80,7 +69,6 @@ class Slots:
         self.form, self.not_compiled = self._choose_form(config, refused)
         self._row_limit = model.row_limit()
         self.prompts: PromptForwards | None = None
-        self.along: PromptForwards | None = None
         if self.form.endswith("graph") and self.runs_together:
             sizes = sizes_of(config.prefill_chunk, config.max_len, self._row_limit)
             self.prompts = PromptForwards(model, self.ctx, sizes, is_captured=True)
@@ -103,7 +91,6 @@ class Slots:
         self._places: tuple[int, ...] = ()
         self._draws: dict[Form, Captured] = {}
         self._is_changed = True
-        self._no_along = not TAKES_ALONG or self.form.startswith("compiled")
 
     @property
     def runs_together(self) -> bool:
@@ -138,12 +125,6 @@ class Slots:
             self._begin([slot], self.model.logits(hidden[:, -1]))
 
     @property
-    def takes_along(self) -> bool:
-        """Whether a step takes whole prompts along. A compiled step takes none, nor rows whose length is bounded."""
-        is_alone = len(self.rows) == 1  # nothing decodes while its prompt runs
-        return self.prompts is not None and self._row_limit is None and not (is_alone or self._no_along)
-
-    @property
     def runs_beside(self) -> bool:
         """Whether `prefill_together` launches what the device may run beside a step."""
         return self.prompts is not None
@@ -170,11 +151,6 @@ class Slots:
         if self.prompts is not None:
             self.prompts.wait()
         logits, self._first = self._first, None
-        if self.logits is None:
-            self.logits = self._no_logits(logits)
-        empty = next((slot for slot, n_tokens in enumerate(self.lengths) if not n_tokens), None)
-        if empty is not None and not any(self.is_decoding):
-            self.can_take_along(empty)  # now, so that no step that decodes waits for it
         self._begin(slots, logits)
 
     def _prompt_forwards(self, slot: int) -> PromptForwards | None:
@@ -218,36 +194,8 @@ class Slots:
             replayed(self._draws[form], self.logits)
         sampler.send()
 
-    def can_take_along(self, slot: int) -> bool:
-        """Whether the next forward may take prompts along, which it is made for now, filling a slot with nothing of
-        worth: after a draw, as that overwrites the logits."""
-        if self.step is None or self.prompts is None or self.logits is None or not self.takes_along:
-            return False
-        self._follow_weights()
-        if self.along is None:
-            run = functools.partial(step_and_fill, self.model, self.step, self.sampler.token, self.logits)
-            is_captured, sizes = self.prompts.is_captured, self.prompts.sizes
-            self.along = PromptForwards(
-                self.model, self.ctx, sizes, is_captured=is_captured, forward=run, on=self._on
-            )
-        if self.along.is_ready:
-            return True
-        self._is_changed, self.step.visible = True, None
-        self.step.hold([IDLE] * len(self.rows))  # no slot counts what a capture runs
-        try:
-            self.along.capture(slot)
-        except RuntimeError as error:
-            self._no_along, self.along = True, None
-            logger.warning(
-                f"engine: steps with prompts cannot be captured, prompts run beside steps: {error}"
-            )
-        return self.along is not None
-
-    def forward(
-        self, slots: Sequence[int] = (), prompts: Sequence[Sequence[int]] = ()
-    ) -> Mapping[int, Exception]:
-        """Run the drawn tokens of the decoding slots, and along with them whole prompts into empty `slots`, which
-        decode from then on; return what failed, by slot."""
+    def forward(self) -> Mapping[int, Exception]:
+        """Run the drawn tokens of the decoding slots, and return what failed, by slot."""
         decoding = [slot for slot, is_decoding in enumerate(self.is_decoding) if is_decoding]
         if self.step is None:
             return self._forward_one_by_one(decoding)
@@ -258,20 +206,12 @@ class Slots:
             if self._is_changed:
                 self._hold(self.step)
             self._is_changed = False
-            if slots:
-                assert self.along is not None  # by `can_take_along`
-                self.step.visible = None
-                self.along.run(slots, prompts)
-            else:
-                self._forward(self.step, max(self.lengths[slot] for slot in decoding) + 1)
+            self._forward(self.step, max(self.lengths[slot] for slot in decoding) + 1)
         except Exception as error:
             self._is_changed = True
-            return dict.fromkeys((*decoding, *slots), error)
+            return dict.fromkeys(decoding, error)
         for slot in decoding:
             self.lengths[slot] += 1
-        for slot, prompt in zip(slots, prompts, strict=True):
-            self.lengths[slot] = len(prompt)
-            self.set_decoding(slot, True)
         return {}
 
     def clear(self, slot: int) -> None:
@@ -352,9 +292,8 @@ class Slots:
         if self._weights and addresses(self._weights) == self._places:
             return
         self._next = None
-        for forwards in (self.prompts, self.along):
-            if forwards is not None:
-                forwards.forget()
+        if self.prompts is not None:
+            self.prompts.forget()
         self._weights = tuple(self.model.parameters())
         self._places = addresses(self._weights)
 

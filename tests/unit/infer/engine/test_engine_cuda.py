@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.infer import generate
-from caramba.infer.engine import Engine, batch, slots
+from caramba.infer.engine import Engine, batch
 from caramba.layer.joined import joined_weights
 from caramba.model import build_model
 from tests.unit.infer.engine.test_engine import PROMPTS, SETTINGS, run, submit_all
@@ -101,12 +101,11 @@ class Waits(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("beside", "takes_along"), [(1, False), (3, False), (3, True)])
+@pytest.mark.parametrize("beside", [1, 3])
 def test_nothing_but_the_read_of_tokens_waits_for_the_device(
-    beside: int, takes_along: bool, monkeypatch: pytest.MonkeyPatch
+    beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch, "BESIDE", beside)
-    monkeypatch.setattr(slots, "TAKES_ALONG", takes_along)
     model = build_model(transformer("gqa_scaled"), seed=0)
     alone = [
         generate(model, [PROMPTS[index]], seeds=[7 + index], max_new_tokens=2 + index, **settings)[0].tokens

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from caramba.config.kvcache import KVCacheKind
-from caramba.errors import CacheFull
 from caramba.infer import generate
 from caramba.infer.device_steps import WARM_UPS
 from caramba.infer.engine import Engine, Ticket, batch, prompts
@@ -18,7 +17,7 @@ from caramba.layer import RotaryEmbedding
 from caramba.model import Model
 from tests.unit.infer.engine.test_engine import run
 from tests.unit.infer.test_generator import sharp
-from tests.unit.model.model_specs import block, spec, transformer
+from tests.unit.model.model_specs import transformer
 
 LENGTHS = (3, 13, 5, 30, 2, 9, 16, 1, 40)
 TEXTS = [[(3 * index + at) % 23 for at in range(n)] for index, n in enumerate(LENGTHS)]
@@ -82,7 +81,6 @@ def test_packed_prompts_give_what_each_gives_alone(
     for module, whole in ((prompts, "WHOLE"), (slots_module, "WHOLE")):
         monkeypatch.setattr(module, whole, 32 if chunk == 32 else 512)
     monkeypatch.setattr(batch, "PATIENCE", 0)
-    monkeypatch.setattr(slots_module, "TAKES_ALONG", False)
     monkeypatch.setattr(prompts, "GRAIN", 8)
     monkeypatch.setattr(prompts, "SHORTEST", 4)
     monkeypatch.setattr(prompts, "USUAL", 12)
@@ -117,7 +115,6 @@ def test_prompts_run_beside_a_step_and_wait_for_others_while_requests_queue_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_for_graphs(monkeypatch)
-    monkeypatch.setattr(slots_module, "TAKES_ALONG", False)
     model = sharp(transformer("gqa_scaled", repeat=1))
     engine = Engine(model, n_slots=2, max_len=48, prefill_chunk=32)
     slots = engine.batch.slots
@@ -163,7 +160,6 @@ def test_prompts_that_take_long_run_beside_several_steps(
     n_until_done: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_for_graphs(monkeypatch)
-    monkeypatch.setattr(slots_module, "TAKES_ALONG", False)
     asked: list[bool] = []
 
     def is_done(_: PromptForwards) -> bool:
@@ -193,96 +189,6 @@ def test_prompts_that_take_long_run_beside_several_steps(
         n_new = len(ticket.tokens)
         (wanted,) = generate(model, [TEXTS[index]], seeds=[1 + index], max_new_tokens=n_new, temperature=0.7)
         assert (ticket.tokens, n_new) == (wanted.tokens, 4 if index else 20)
-
-
-@pytest.mark.parametrize("is_captured", [False, True])
-@pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate", "windowed"])
-def test_a_step_takes_prompts_along(name: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_for_graphs(monkeypatch)
-    monkeypatch.setattr(prompts, "GRAIN", 16)
-    model = sharp(spec(block("window")) if name == "windowed" else transformer(name, repeat=2))
-    engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=32)
-    slots = engine.batch.slots
-    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=is_captured)
-    ran: list[tuple[int, int, int]] = []
-    forward = slots.forward
-
-    def noted(into: Any, texts: Any) -> Any:
-        ran.append((sum(slots.is_decoding), len(into), sum(map(len, texts))))
-        return forward(into, texts)
-
-    monkeypatch.setattr(slots, "forward", noted)
-    tickets = submit_all(engine)
-    run(engine)
-    assert [ticket.tokens for ticket in tickets] == alone(model)
-    # Nobody ran a prompt beside a step, and those taken along are all but the ones that came before the first step.
-    n_along = sum(n for _, _, n in ran)
-    assert n_along > sum(LENGTHS) // 3
-    assert all(n_decoding > 0 for n_decoding, _, _ in ran)
-    stats = engine.stats()
-    assert (stats.finished, stats.failed, stats.prefilled_tokens) == (9, 0, sum(LENGTHS))
-    assert slots.along is not None
-    assert slots.along.captures == (slots.prompts.captures if is_captured else 0)
-    # Cancelled before its step, a request is not taken along, and its slot serves the next one.
-    long = engine.submit(TEXTS[0], max_new_tokens=20, seed=1, temperature=0.7)
-    engine.step()
-    gone = engine.submit(TEXTS[1], max_new_tokens=9, seed=2, temperature=0.7)
-    engine.step()
-    assert engine.batch._along == [1]
-    gone.cancel()
-    late = engine.submit(TEXTS[2], max_new_tokens=2, seed=3, temperature=0.7)
-    run(engine)
-    assert (gone.tokens, gone.finish_reason) == ((), "cancelled")
-    for index, ticket in ((0, long), (2, late)):
-        n_new = len(ticket.tokens)
-        (wanted,) = generate(model, [TEXTS[index]], seeds=[1 + index], max_new_tokens=n_new, temperature=0.7)
-        assert (ticket.tokens, n_new) == (wanted.tokens, 2 if index else 20)
-
-
-def test_a_step_that_fails_ends_those_that_it_took_along_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_for_graphs(monkeypatch)
-    model = sharp(transformer("gqa_scaled", repeat=1))
-    engine = Engine(model, n_slots=3, max_len=48, prefill_chunk=32)
-    slots = engine.batch.slots
-    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(32, 48), is_captured=False)
-    first = engine.submit(TEXTS[0], max_new_tokens=9)
-    engine.step()
-    second = engine.submit(TEXTS[1], max_new_tokens=9)
-    engine.step()
-
-    def fail(*_: object) -> None:
-        raise CacheFull("no more memory")
-
-    handle = model.head.register_forward_pre_hook(fail)
-    engine.step()
-    handle.remove()
-    third = engine.submit(TEXTS[2], max_new_tokens=3)
-    run(engine)
-    assert [ticket.finish_reason for ticket in (first, second, third)] == ["error", "error", "length"]
-    assert third.tokens == generate(model, [TEXTS[2]], max_new_tokens=3)[0].tokens
-    # A draw that fails is not theirs who wait to be taken along.
-    first = engine.submit(TEXTS[0], max_new_tokens=9)
-    engine.step()
-    second = engine.submit(TEXTS[1], max_new_tokens=3)
-    engine.step()
-    assert engine.batch._along == [1]
-    with monkeypatch.context() as patch:
-        patch.setattr(slots, "choose", fail)
-        engine.step()
-    run(engine)
-    assert [ticket.finish_reason for ticket in (first, second)] == ["error", "length"]
-    assert second.tokens == generate(model, [TEXTS[1]], max_new_tokens=3)[0].tokens
-    # A last token is not run: what was to go along with its step runs by itself.
-    first = engine.submit(TEXTS[0], max_new_tokens=2)
-    engine.step()
-    second = engine.submit(TEXTS[1], max_new_tokens=3)
-    engine.step()
-    assert engine.batch._along == [1]
-    engine.step()
-    assert (first.finish_reason, slots.is_decoding) == ("length", [False, True, False])
-    run(engine)
-    assert (first.finish_reason, second.finish_reason, engine.stats().failed) == ("length", "length", 3)
-    assert second.tokens == generate(model, [TEXTS[1]], max_new_tokens=3)[0].tokens
 
 
 def test_layers_of_equal_frequencies_share_the_angles_of_packed_prompts(

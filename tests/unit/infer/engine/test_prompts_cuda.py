@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from caramba.infer.engine import Engine, prompts
-from caramba.infer.engine import slots as slots_module
 from caramba.model import build_model
 from tests.unit.infer.engine.test_engine import run
 from tests.unit.infer.engine.test_prompts import alone, submit_all
@@ -18,13 +17,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("takes_along", [False, True])
 @pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
-def test_captured_prompts_give_the_text_of_the_cpu(
-    name: str, takes_along: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompts, "GRAIN", 16)
-    monkeypatch.setattr(slots_module, "TAKES_ALONG", takes_along)
     model = build_model(transformer(name), seed=0)
     wanted = alone(model)
     model = model.cuda()
