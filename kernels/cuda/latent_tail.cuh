@@ -1,0 +1,116 @@
+// The tokens that are not blocks yet, bfloat16 numbers, 16 of them at a time for a warp.
+//
+// They pass through the warp's shared memory as 16-bit numbers in the order of their stream's units: position 8 n + u of a
+// token is unit u of value product n, so that a pair of keys is one word, and a row of 8 values one line.
+#ifndef CARAMBA_LATENT_TAIL_CUH
+#define CARAMBA_LATENT_TAIL_CUH
+#include "latent_rows.cuh"
+
+constexpr int TAIL_TOKENS = 16, TAIL_PRODUCTS = 2;
+typedef float TailScores[ROW_TILES][TAIL_PRODUCTS][4];
+
+DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
+
+// Token of a slot, see `latent_tiles.cuh`.
+DEVICE int tail_token_of(int slot) { return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2; }
+
+template <class Sem, class Geo, Kind SEM_FORMAT, Kind GEO_FORMAT, int D>
+struct Tail {
+    static constexpr int TOKEN_BYTES = 2 * D + 16, BYTES = TAIL_TOKENS * TOKEN_BYTES;  // tokens begin at other banks each
+
+    // Put chunks from `begin` on, as many as fit, of the tokens at `x` into shared memory; those from `left` on as zeros.
+    template <class S, Kind KIND>
+    DEVICE static void stage(u32 to, const u16* x, int token_stride, int begin, int chunks, int left) {
+        constexpr float LESS = 1.0f / (1 << S::SHIFT);
+        int words = 4 * chunks;
+#pragma unroll 4
+        for (int i = lane_id(); i < TAIL_TOKENS * words; i += 32) {
+            int slot = i / words, chunk = i % words / 4, s = i % 4, token = tail_token_of(slot);
+#pragma unroll
+            for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
+                u32x2 four = {0, 0};
+                if (token < left)
+                    four = *reinterpret_cast<const u32x2*>(x + i64(token) * token_stride + feature_of<KIND>(begin + chunk, 2 * s, quad));
+                u32 at = to + slot * TOKEN_BYTES + (chunk * S::FIELDS + quad) * 16 + 4 * s;
+                store_shared_u32(at, pack<S::BRAIN>(low_bf16(four.x) * LESS, low_bf16(four.y) * LESS));
+                store_shared_u32(at + S::FIELDS / 2 * 16, pack<S::BRAIN>(high_bf16(four.x) * LESS, high_bf16(four.y) * LESS));
+            }
+        }
+    }
+
+    // Add the products of queries with staged keys.
+    template <class S>
+    DEVICE static void add_keys(TailScores& s, u32 staged, u32 queries, int begin, int chunks) {
+        int n = lane_id() / 4, j = lane_id() % 4;
+        u32 own = staged + n * TOKEN_BYTES + (j / S::PER_CHUNK * S::FIELDS * 8 + j % S::PER_CHUNK * S::PIECE * 2) * 2;
+        for (int chunk = 0; chunk < chunks; chunk += S::PIECE)
+#pragma unroll
+            for (int word = 0; word < S::PIECE; ++word)
+#pragma unroll
+                for (int half = 0; half < S::FIELDS / 2; ++half)
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m) {
+                        u32x4 x = load_shared_u128(queries + ((S::step_of(begin + chunk, word) + half) * ROW_TILES + m) * FRAGMENTS +
+                                                   lane_id() * 16);
+                        u32 q[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                        for (int i = 0; i < TAIL_PRODUCTS; ++i) {
+                            u32 at = own + i * 8 * TOKEN_BYTES + ((chunk * S::FIELDS + 2 * half) * 8 + 2 * word) * 2;
+                            multiply<S::BRAIN>(s[m][i], q, load_shared_u32(at), load_shared_u32(at + 16));
+                        }
+                    }
+    }
+
+    // Attend tokens held + i and 15 more, as far as `length`.
+    template <class Rows>
+    DEVICE static void add(Rows& rows, u32 own, u32 sem_queries, u32 geo_queries, const u16* sem, const u16* geo, int sem_stride,
+                           int geo_stride, int held, int i, int length, const int (&end)[OWN], int window,
+                           const float (&by)[OWN]) {
+        int left = length - held - i;
+        TailScores s;
+#pragma unroll
+        for (int m = 0; m < ROW_TILES; ++m)
+#pragma unroll
+            for (int n = 0; n < TAIL_PRODUCTS; ++n)
+#pragma unroll
+                for (int k = 0; k < 4; ++k) s[m][n][k] = 0;
+        constexpr int MOST = D / (8 * Geo::FIELDS), AT_ONCE = Geo::CHUNKS < MOST ? Geo::CHUNKS : MOST;
+        for (int begin = 0; begin < Geo::CHUNKS; begin += AT_ONCE) {
+            sync_warp();
+            stage<Geo, GEO_FORMAT>(own, geo + i64(i) * geo_stride, geo_stride, begin, AT_ONCE, left);
+            sync_warp();
+            add_keys<Geo>(s, own, geo_queries, begin, AT_ONCE);
+        }
+        sync_warp();
+        stage<Sem, SEM_FORMAT>(own, sem + i64(i) * sem_stride, sem_stride, 0, Sem::CHUNKS, left);
+        sync_warp();
+        add_keys<Sem>(s, own, sem_queries, 0, Sem::CHUNKS);
+#pragma unroll
+        for (int r = 0; r < OWN; ++r)
+#pragma unroll
+            for (int n = 0; n < TAIL_PRODUCTS; ++n)
+#pragma unroll
+                for (int k = 0; k < 2; ++k) {
+                    int token = held + i + tail_token_of(8 * n + 2 * (lane_id() % 4) + k);
+                    bool is_seen = token < length && token < end[r];
+                    if (HAS_WINDOW) is_seen = is_seen && token >= end[r] - window;
+                    if (!is_seen) s[r / 2][n][r % 2 * 2 + k] = minus_infinity();
+                }
+        u32 weights[ROW_TILES][TAIL_PRODUCTS / 2][4];
+        rows.template weigh<TAIL_PRODUCTS>(s, weights, by);
+        u32 values = own + lane_id() % 16 * TOKEN_BYTES + lane_id() / 16 * 16;
+#pragma unroll
+        for (int n = 0; n < Sem::CHUNKS * Sem::FIELDS; n += 2) {
+            u32 numbers[4];
+            ldmatrix_x4_trans(numbers, values + n * 16);
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m) {
+                multiply<Sem::BRAIN>(rows.acc[m][n], weights[m][0], numbers[0], numbers[1]);
+                multiply<Sem::BRAIN>(rows.acc[m][n + 1], weights[m][0], numbers[2], numbers[3]);
+            }
+        }
+        sync_warp();
+    }
+};
+
+#endif

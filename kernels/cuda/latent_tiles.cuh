@@ -1,0 +1,200 @@
+// Tiles of a quantised stream: their copies to shared memory, and what a warp makes of them in products.
+//
+// A tile's codes lie in shared memory as [chunk of 16 bytes][slot], its scales as [block][token]. Slot 8i + n is column n of
+// key product i, and token 2 T (n / 2) + 2i + n % 2 of T = TILE / 8 such products: a lane's own columns of all of them are then
+// tokens side by side, and so are their scales.
+#ifndef CARAMBA_LATENT_TILES_CUH
+#define CARAMBA_LATENT_TILES_CUH
+#include "codes.cuh"
+
+constexpr int PRODUCTS = TILE / 8;   // of keys, 8 tokens each
+constexpr int ROW_TILES = ROWS / 16;
+constexpr int FRAGMENTS = 512;       // bytes of a product's queries in all lanes' registers
+
+typedef float Scores[ROW_TILES][PRODUCTS][4];
+
+template <Kind KIND, int D>
+struct Stream : Format<KIND> {
+    using F = Format<KIND>;
+    static constexpr int FIELDS = F::FIELDS, PLANES = D / F::BLOCK, CHUNKS = D / (8 * FIELDS);
+    static constexpr int PER_PLANE = CHUNKS / PLANES;     // chunks of a block: one or two
+    static constexpr int PIECE = CHUNKS < 4 ? 2 : 4;      // words of a token that a lane makes keys of, at a time
+    static constexpr int PER_CHUNK = 4 / PIECE;           // lanes that share a chunk then
+    static constexpr int STEPS = D / 16;                  // products along the features
+    static constexpr int CHUNK_BYTES = TILE * 16 + 32;    // of a chunk of all slots; chunks begin at other banks each
+    static constexpr int SCALES_AT = CHUNKS * CHUNK_BYTES, PLANE_BYTES = TILE * F::SCALE_BYTES;
+    static constexpr int BYTES = (SCALES_AT + PLANES * PLANE_BYTES + 127) / 128 * 128;
+    static_assert(CHUNKS % PIECE == 0 && PLANES * F::BLOCK == D, "a stream is whole products of whole blocks");
+
+    // Which product's queries word s of a chunk goes with, and as which lane of four.
+    DEVICE static constexpr int step_of(int chunk, int s) { return (chunk / PIECE * PIECE + s % PIECE) * FIELDS / 2; }
+    DEVICE static constexpr int column_of(int chunk, int s) { return chunk % PIECE * PER_CHUNK + s / PIECE; }
+};
+
+DEVICE int token_of(int slot) {
+    int n = slot % 8;
+    return n / 2 * (2 * PRODUCTS) + slot / 8 * 2 + n % 2;
+}
+
+// Start the copies of the tile at token `from`; those of tokens `until` and later become zeros. Strides of planes are bytes.
+template <class S>
+DEVICE void copy_tile(u32 to, const u8* codes, const u8* scales, i64 code_plane, i64 scale_plane, int from, int until) {
+    constexpr int WIDE = 16 * S::PER_PLANE, AT_ONCE = 32 / S::PER_PLANE;  // a token's bytes of a plane, slots of a copy
+    constexpr int COPIES = TILE * S::CHUNKS / 32, PER_PLANE = TILE >= AT_ONCE ? TILE / AT_ONCE : 1;
+    int slot = lane_id() % AT_ONCE, half = lane_id() / AT_ONCE, plane = 0;
+    if (TILE < AT_ONCE) slot = lane_id() % TILE, plane = lane_id() / TILE, half = 0;
+    int token = token_of(slot), left = until - from;
+    const u8* source = codes + i64(from + token) * WIDE + half * 16 + plane * code_plane;
+    u32 place = to + (half + plane) * S::CHUNK_BYTES + slot * 16;
+#pragma unroll
+    for (int i = 0; i < COPIES; ++i) {
+        int further = token_of(i % PER_PLANE * AT_ONCE);  // slots further by whole products are tokens further by two each
+        int chunk = i / PER_PLANE * (TILE < AT_ONCE ? AT_ONCE / TILE : S::PER_PLANE);
+        copy_async_16(place + chunk * S::CHUNK_BYTES + i % PER_PLANE * AT_ONCE * 16, source + further * WIDE,
+                      token + further < left);
+        if (i % PER_PLANE == PER_PLANE - 1) source += (TILE < AT_ONCE ? AT_ONCE / TILE : 1) * code_plane;
+    }
+    constexpr int EACH = S::PLANE_BYTES / 16, PIECES = S::PLANES * EACH;
+    const u8* scale = scales + i64(from) * S::SCALE_BYTES + lane_id() % EACH * 16 + lane_id() / EACH * scale_plane;
+    bool is_there = lane_id() % EACH * (16 / S::SCALE_BYTES) < left;
+#pragma unroll
+    for (int i = 0; i < PIECES; i += 32) {
+        if (i + lane_id() < PIECES)
+            copy_async_16(to + S::SCALES_AT + (i + lane_id()) * 16, scale + i / EACH * scale_plane, is_there);
+    }
+}
+
+// Make the scales of tokens `left` and later zero: what is stored there may be anything.
+template <class S>
+DEVICE void clear_scales(u32 tile, int left) {
+    constexpr int PER_WORD = 4 / S::SCALE_BYTES;
+    for (int i = lane_id(); i < S::PLANES * TILE / PER_WORD; i += 32) {
+        int kept = left - i * PER_WORD % TILE;
+        u32 at = tile + S::SCALES_AT + 4 * i;
+        if (kept <= 0)
+            store_shared_u32(at, 0);
+        else if (kept < PER_WORD)
+            store_shared_u32(at, load_shared_u32(at) & 0xffffu);
+    }
+}
+
+// The scales of a lane's keys of one block, twice each; `at` is where the scales of the lane's eight (or four) tokens begin.
+template <class S>
+DEVICE void key_scales(u32 (&scale)[PRODUCTS], u32 at, int n) {
+    if constexpr (S::SCALE_BYTES == 4) {
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+            float x = load_shared_f32(at + (2 * i + n % 2) * 4);
+            scale[i] = pack_bf16x2(x, x);
+        }
+    } else {
+        u32 pick = n % 2 ? 0x3232u : 0x1010u;
+        if constexpr (PRODUCTS == 4) {
+            u32x4 x = load_shared_u128(at);
+            scale[0] = prmt(x.x, x.x, pick), scale[1] = prmt(x.y, x.y, pick);
+            scale[2] = prmt(x.z, x.z, pick), scale[3] = prmt(x.w, x.w, pick);
+        } else {
+            u32x2 x = load_shared_u64(at);
+            scale[0] = prmt(x.x, x.x, pick), scale[1] = prmt(x.y, x.y, pick);
+        }
+    }
+}
+
+// The scales of a lane's values of one block, pairs of tokens.
+template <class S>
+DEVICE void value_scales(u32 (&scale)[PRODUCTS], u32 at) {
+    if constexpr (S::SCALE_BYTES == 4) {
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; i += 2) {
+            u32x4 x = load_shared_u128(at + 8 * i);
+            scale[i] = pack_bf16x2(from_bits(x.x), from_bits(x.y));
+            scale[i + 1] = pack_bf16x2(from_bits(x.z), from_bits(x.w));
+        }
+    } else if constexpr (PRODUCTS == 4) {
+        u32x4 x = load_shared_u128(at);
+        scale[0] = x.x, scale[1] = x.y, scale[2] = x.z, scale[3] = x.w;
+    } else {
+        u32x2 x = load_shared_u64(at);
+        scale[0] = x.x, scale[1] = x.y;
+    }
+}
+
+// Add the products of queries, as their registers lie from `queries` on, with a tile's keys.
+template <class S>
+DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
+    int n = lane_id() / 4, j = lane_id() % 4;
+    u32 codes = tile + j / S::PER_CHUNK * S::CHUNK_BYTES + n * 16 + j % S::PER_CHUNK * 8;
+    u32 scales = tile + S::SCALES_AT + j / S::PER_CHUNK / S::PER_PLANE * S::PLANE_BYTES +
+                 n / 2 * (2 * PRODUCTS) * S::SCALE_BYTES;
+    queries += lane_id() * 16;
+#pragma unroll
+    for (int chunk = 0; chunk < S::CHUNKS; chunk += S::PIECE) {
+        u32 words[PRODUCTS][4], scale[PRODUCTS];
+#pragma unroll
+        for (int i = 0; i < PRODUCTS; ++i) {
+            u32 at = codes + chunk * S::CHUNK_BYTES + i * 128;
+            if constexpr (S::PIECE == 4) {
+                u32x4 x = load_shared_u128(at);
+                words[i][0] = x.x, words[i][1] = x.y, words[i][2] = x.z, words[i][3] = x.w;
+            } else {
+                u32x2 x = load_shared_u64(at);
+                words[i][0] = x.x, words[i][1] = x.y;
+            }
+        }
+        key_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES, n);
+#pragma unroll
+        for (int word = 0; word < S::PIECE; ++word) {
+            u32 q[S::FIELDS / 2][ROW_TILES][4];
+#pragma unroll
+            for (int half = 0; half < S::FIELDS / 2; ++half)
+#pragma unroll
+                for (int m = 0; m < ROW_TILES; ++m) {
+                    int step = S::step_of(chunk, word) + half;
+                    u32x4 x = load_shared_u128(queries + (step * ROW_TILES + m) * FRAGMENTS);
+                    q[half][m][0] = x.x, q[half][m][1] = x.y, q[half][m][2] = x.z, q[half][m][3] = x.w;
+                }
+#pragma unroll
+            for (int i = 0; i < PRODUCTS; ++i) {
+                u32 numbers[S::FIELDS];
+                S::pairs(words[i][word], scale[i], numbers);
+#pragma unroll
+                for (int half = 0; half < S::FIELDS / 2; ++half)
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+                        multiply<S::BRAIN>(s[m][i], q[half][m], numbers[2 * half], numbers[2 * half + 1]);
+            }
+        }
+    }
+}
+
+// Add a tile's values by their weights: chunk after chunk, whose fields are products of 8 features each.
+template <class S>
+DEVICE void add_values(float (&acc)[ROW_TILES][S::CHUNKS * S::FIELDS][4], const u32 (&weights)[ROW_TILES][PRODUCTS / 2][4],
+                       u32 tile) {
+    constexpr int AT_ONCE = 32 / TILE;  // chunks of a load
+    u32 codes = tile + lane_id() / TILE * S::CHUNK_BYTES + lane_id() % TILE * 16;
+    u32 scales = tile + S::SCALES_AT + lane_id() % 4 * (2 * PRODUCTS) * S::SCALE_BYTES;
+    u32 scale[PRODUCTS];
+#pragma unroll
+    for (int first = 0; first < S::CHUNKS; first += AT_ONCE) {
+        u32 words[4];
+        ldmatrix_x4_trans(words, codes + first * S::CHUNK_BYTES);
+#pragma unroll
+        for (int chunk = first; chunk < first + AT_ONCE; ++chunk) {
+            if (chunk % S::PER_PLANE == 0) value_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES);
+            u32 numbers[PRODUCTS][S::FIELDS];
+#pragma unroll
+            for (int i = 0; i < PRODUCTS; ++i) S::pairs(words[(chunk - first) * PRODUCTS + i], scale[i], numbers[i]);
+#pragma unroll
+            for (int f = 0; f < S::FIELDS; ++f)
+#pragma unroll
+                for (int i = 0; i < PRODUCTS; i += 2)
+#pragma unroll
+                    for (int m = 0; m < ROW_TILES; ++m)
+                        multiply<S::BRAIN>(acc[m][chunk * S::FIELDS + f], weights[m][i / 2], numbers[i][f],
+                                           numbers[i + 1][f]);
+        }
+    }
+}
+
+#endif
