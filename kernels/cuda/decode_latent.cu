@@ -14,7 +14,7 @@
 using Sem = Stream<SEM_KIND, SEM_D>;
 using Geo = Stream<GEO_KIND, GEO_D>;
 using Rows = Running<Sem>;
-using Staged = Tail<Sem, Geo, SEM_KIND, GEO_KIND, SEM_D>;
+using Staged = Tail<Sem, Geo, SEM_KIND, GEO_KIND>;
 
 constexpr int QUERY_BYTES = (Sem::STEPS + Geo::STEPS) * ROW_TILES * FRAGMENTS;
 constexpr int WARP_BYTES = max_of(SEM_STAGES * Sem::BYTES + GEO_STAGES * Geo::BYTES, Staged::BYTES);
@@ -42,7 +42,7 @@ DEVICE void lay_out_queries(const u16* q_sem, const u16* q_geo, int sem_h, int s
 #pragma unroll
         for (int r = 0; r < OWN; ++r) {
             float top = largest_of_lanes(geo[r].largest(sem[r].largest(0)));
-            float unit = min(max(from_bits(to_bits(top) & 0x7f800000u), SMALLEST), 1 / SMALLEST);
+            float unit = min(max(from_bits(to_bits(top) & 0x7f800000u), SMALLEST), 0x1p126f);
             by[r] = from_bits(0x7f000000u - to_bits(unit)) * LARGEST;
             if (lane_id() == 0) store_shared_f32(shared + (8 * r + g) * 4, unit / LARGEST * LOG2_E);
         }

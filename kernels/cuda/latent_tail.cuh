@@ -14,9 +14,10 @@ DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 // Token of a slot, see `latent_tiles.cuh`.
 DEVICE int tail_token_of(int slot) { return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2; }
 
-template <class Sem, class Geo, Kind SEM_FORMAT, Kind GEO_FORMAT, int D>
+template <class Sem, class Geo, Kind SEM_FORMAT, Kind GEO_FORMAT>
 struct Tail {
-    static constexpr int TOKEN_BYTES = 2 * D + 16, BYTES = TAIL_TOKENS * TOKEN_BYTES;  // tokens begin at other banks each
+    static constexpr int WIDTH = max_of(Sem::WIDTH, Geo::WIDTH < 128 ? Geo::WIDTH : 128);  // features that are staged at a time
+    static constexpr int TOKEN_BYTES = 2 * WIDTH + 16, BYTES = TAIL_TOKENS * TOKEN_BYTES;  // tokens begin at other banks each
 
     // Put chunks from `begin` on, as many as fit, of the tokens at `x` into shared memory; those from `left` on as zeros.
     template <class S, Kind KIND>
@@ -74,7 +75,7 @@ struct Tail {
             for (int n = 0; n < TAIL_PRODUCTS; ++n)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) s[m][n][k] = 0;
-        constexpr int MOST = D / (8 * Geo::FIELDS), AT_ONCE = Geo::CHUNKS < MOST ? Geo::CHUNKS : MOST;
+        constexpr int MOST = WIDTH / (8 * Geo::FIELDS), AT_ONCE = Geo::CHUNKS < MOST ? Geo::CHUNKS : MOST;
         for (int begin = 0; begin < Geo::CHUNKS; begin += AT_ONCE) {
             sync_warp();
             stage<Geo, GEO_FORMAT>(own, geo + i64(i) * geo_stride, geo_stride, begin, AT_ONCE, left);

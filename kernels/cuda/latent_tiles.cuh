@@ -16,7 +16,7 @@ typedef float Scores[ROW_TILES][PRODUCTS][4];
 template <Kind KIND, int D>
 struct Stream : Format<KIND> {
     using F = Format<KIND>;
-    static constexpr int FIELDS = F::FIELDS, PLANES = D / F::BLOCK, CHUNKS = D / (8 * FIELDS);
+    static constexpr int WIDTH = D, FIELDS = F::FIELDS, PLANES = D / F::BLOCK, CHUNKS = D / (8 * FIELDS);
     static constexpr int PER_PLANE = CHUNKS / PLANES;     // chunks of a block: one or two
     static constexpr int PIECE = CHUNKS < 4 ? 2 : 4;      // words of a token that a lane makes keys of, at a time
     static constexpr int PER_CHUNK = 4 / PIECE;           // lanes that share a chunk then
