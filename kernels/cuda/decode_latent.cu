@@ -24,21 +24,25 @@ static_assert(QUERIES_AT + max_of(QUERY_BYTES + WARPS * WARP_BYTES, WARPS * ROWS
               "what latent.py counts");
 static_assert(ROW_TILES * SEM_D <= 256, "a lane's sums lie in its registers");
 
-// Lay the block's queries out in shared memory. A row is multiplied by a power of two, which changes no digit: float16 reaches
-// less far than queries may. `unit` is what turns products of a row to base 2.
-DEVICE void lay_out_queries(const u16* q_sem, const u16* q_geo, int sem_h, int sem_t, int geo_h, int geo_t, int first,
-                            u32 shared) {
-    for (int g = warp_id(); g < 8; g += WARPS) {
-        Part<Sem, SEM_KIND> sem[OWN];
-        Part<Geo, GEO_KIND> geo[OWN];
-        float by[OWN];
+// The queries of rows g, g + 8, ... of a block, as a lane lays them out.
+struct Asked {
+    Part<Sem, SEM_KIND> sem[OWN];
+    Part<Geo, GEO_KIND> geo[OWN];
+
+    DEVICE void load(const u16* q_sem, const u16* q_geo, int sem_h, int sem_t, int geo_h, int geo_t, int first) {
 #pragma unroll
         for (int r = 0; r < OWN; ++r) {
-            int row = first + 8 * r + g;
+            int row = first + 8 * r;
             bool is_row = row < GROUP * QUERIES;
             sem[r].load(q_sem + row / QUERIES * sem_h + row % QUERIES * sem_t, is_row);
             geo[r].load(q_geo + row / QUERIES * geo_h + row % QUERIES * geo_t, is_row);
         }
+    }
+
+    // Put them into shared memory, and what turns products of their rows to base 2. A row is multiplied by a power of two,
+    // which changes no digit: float16 reaches less far than queries may.
+    DEVICE void lay_out(u32 shared, int g) const {
+        float by[OWN];
 #pragma unroll
         for (int r = 0; r < OWN; ++r) {
             float top = largest_of_lanes(geo[r].largest(sem[r].largest(0)));
@@ -46,14 +50,14 @@ DEVICE void lay_out_queries(const u16* q_sem, const u16* q_geo, int sem_h, int s
             by[r] = from_bits(0x7f000000u - to_bits(unit)) * LARGEST;
             if (lane_id() == 0) store_shared_f32(shared + (8 * r + g) * 4, unit / LARGEST * LOG2_E);
         }
+        u32 at = shared + QUERIES_AT, geo_at = at + Sem::STEPS * ROW_TILES * FRAGMENTS;
 #pragma unroll
         for (int m = 0; m < ROW_TILES; ++m) {
-            lay_out<Sem, SEM_KIND>(shared + QUERIES_AT, sem[2 * m], sem[2 * m + 1], by[2 * m], by[2 * m + 1], m, g);
-            lay_out<Geo, GEO_KIND>(shared + QUERIES_AT + Sem::STEPS * ROW_TILES * FRAGMENTS, geo[2 * m], geo[2 * m + 1],
-                                   by[2 * m], by[2 * m + 1], m, g);
+            store<Sem, SEM_KIND>(at, sem[2 * m], sem[2 * m + 1], by[2 * m], by[2 * m + 1], m, g);
+            store<Geo, GEO_KIND>(geo_at, geo[2 * m], geo[2 * m + 1], by[2 * m], by[2 * m + 1], m, g);
         }
     }
-}
+};
 
 // Make scores minus infinity that a lane's rows do not see, of the tokens from `from` and before `until`.
 DEVICE void hide(Scores& s, int from, int until, const int (&end)[OWN], int window) {
@@ -83,8 +87,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
     u32 queries = shared + QUERIES_AT, geo_queries = queries + Sem::STEPS * ROW_TILES * FRAGMENTS;
     u32 own = queries + QUERY_BYTES + warp_id() * WARP_BYTES, own_geo = own + SEM_STAGES * Sem::BYTES;
 
-    int held = max(min(packed[b * packed_b], packed_capacity), 0);
-    int length = min(seqlens[b], held + tail_capacity);
+    int held = packed[b * packed_b], length = seqlens[b];
+    // On their way beside what says where the tokens are, and used when the first tokens are on theirs.
+    q_sem += b * qs_b, q_geo += b * qg_b;
+    Asked asked;
+    asked.load(q_sem, q_geo, qs_h, qs_t, qg_h, qg_t, first + warp_id());
+    held = max(min(held, packed_capacity), 0);
+    length = min(length, held + tail_capacity);
     held = min(held, length);
     int start = HAS_WINDOW ? max(length - QUERIES + 1 - window, 0) / TILE * TILE : 0;
     bool is_apart = TAIL_APART && n_splits > 1;
@@ -112,7 +121,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
         copy_geo(g < 0 ? end_tile : tile + g * WARPS, max(g, 0));
         copy_sem(s < 0 ? end_tile : tile + s * WARPS, max(s, 0));
     }
-    lay_out_queries(q_sem + b * qs_b, q_geo + b * qg_b, qs_h, qs_t, qg_h, qg_t, first, shared);
+    for (int g = warp_id(); g < 8; g += WARPS) {
+        if (g >= WARPS) asked.load(q_sem, q_geo, qs_h, qs_t, qg_h, qg_t, first + g);
+        asked.lay_out(shared, g);
+    }
     sync_block();
 
     Rows rows;

@@ -19,13 +19,15 @@ MOST_SUMS = 256
 @dataclass(frozen=True)
 class LatentWay:
     """How a block goes through its tokens: rows (16 or 32), warps, tokens of a warp's tile (16 or 32), tiles of the latent
-    and of the geometric stream that a warp holds, and whether the tail is a split of its own."""
+    and of the geometric stream that a warp holds, whether the tail is a split of its own, and how many
+    groups of four chunks of keys are written out one after the other in the code."""
 
     rows: int = 32
     warps: int = 8
     tile: int = 32
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
+    unrolled: int = 1
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
@@ -92,6 +94,7 @@ def macros(
         "HAS_WINDOW": int(has_window),
         "FINAL": int(final),
         "TAIL_APART": int(way.tail_apart),
+        "UNROLLED": way.unrolled,
         "IN_BRAIN": int(in_bf16),
         "SHARED_BYTES": shared_bytes(kinds, dims, way),
     }

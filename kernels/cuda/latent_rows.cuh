@@ -59,9 +59,9 @@ struct Part {
     }
 };
 
-// Lay rows g and g + 8 of row tile m out as registers of products.
+// Store rows g and g + 8 of row tile m as registers of products.
 template <class S, Kind KIND>
-DEVICE void lay_out(u32 queries, const Part<S, KIND>& low, const Part<S, KIND>& high, float low_by, float high_by, int m, int g) {
+DEVICE void store(u32 queries, const Part<S, KIND>& low, const Part<S, KIND>& high, float low_by, float high_by, int m, int g) {
     using P = Part<S, KIND>;
     low_by *= float(1 << S::SHIFT), high_by *= float(1 << S::SHIFT);
 #pragma unroll

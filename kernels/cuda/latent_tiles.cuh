@@ -10,6 +10,7 @@
 constexpr int PRODUCTS = TILE / 8;   // of keys, 8 tokens each
 constexpr int ROW_TILES = ROWS / 16;
 constexpr int FRAGMENTS = 512;       // bytes of a product's queries in all lanes' registers
+constexpr int WRITTEN_OUT = UNROLLED;  // groups of chunks of keys, one after the other in the code
 
 typedef float Scores[ROW_TILES][PRODUCTS][4];
 
@@ -127,7 +128,7 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
     u32 scales = tile + S::SCALES_AT + j / S::PER_CHUNK / S::PER_PLANE * S::PLANE_BYTES +
                  n / 2 * (2 * PRODUCTS) * S::SCALE_BYTES;
     queries += lane_id() * 16;
-#pragma unroll
+#pragma unroll WRITTEN_OUT
     for (int chunk = 0; chunk < S::CHUNKS; chunk += S::PIECE) {
         u32 words[PRODUCTS][4], scale[PRODUCTS];
 #pragma unroll
