@@ -114,6 +114,13 @@ DEVICE void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// Of 8 rows of 8 numbers of 16 bits, of which lane l holds two, 2 (l % 4) and the next of row l / 4: the columns as rows.
+DEVICE u32 transpose(u32 x) {
+    u32 d;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(x));
+    return d;
+}
+
 // Shared memory, at addresses of `shared_address`
 
 // Four tiles of 8 rows of 16 bytes: lane 8t + i names row i of tile t. Of lane l, r[t] is 4 bytes l % 4 of row l / 4;
@@ -202,5 +209,13 @@ DEVICE float log2_fast(float x) {
     return d;
 }
 DEVICE float minus_infinity() { return from_bits(0xff800000u); }
+
+// A kernel that was launched to begin early (programmatic dependent launch) may, once all blocks are here; it waits for what
+// they store. Nothing else begins by it.
+DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
+#endif
+}
 
 #endif

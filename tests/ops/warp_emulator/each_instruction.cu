@@ -26,7 +26,8 @@ DEVICE void product(float* out, const u16* a, const u16* b) {
 extern "C" __global__ void product_f16(float* out, const u16* a, const u16* b) { product<false>(out, a, b); }
 extern "C" __global__ void product_bf16(float* out, const u16* a, const u16* b) { product<true>(out, a, b); }
 
-// One warp. Of x [32, 8] 16-bit numbers, four tiles of 8 rows: out [2, 32 lanes, 4] 32-bit registers, then transposed ones.
+// One warp. Of x [32, 8] 16-bit numbers, four tiles of 8 rows: out [2, 32 lanes, 4] 32-bit registers, then transposed ones,
+// and [32 lanes] of the first tile's transposed in registers.
 extern "C" __global__ void matrices(u32* out, const u16* x) {
     u32 own = shared_address(shared_memory()) + 16 * lane_id();
     const u32* from = reinterpret_cast<const u32*>(x + 8 * lane_id());
@@ -35,6 +36,7 @@ extern "C" __global__ void matrices(u32* out, const u16* x) {
     u32 r[4];
     ldmatrix_x4(r, own);
     for (int t = 0; t < 4; ++t) out[4 * lane_id() + t] = r[t];
+    out[256 + lane_id()] = transpose(r[0]);
     ldmatrix_x4_trans(r, own);
     for (int t = 0; t < 4; ++t) out[128 + 4 * lane_id() + t] = r[t];
 }

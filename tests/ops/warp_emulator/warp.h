@@ -391,6 +391,17 @@ inline void mma_bf16(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 inline void ldmatrix_x4(u32 (&r)[4], u32 address) { emulated::matrices(r, address, false, "ldmatrix_x4"); }
 inline void ldmatrix_x4_trans(u32 (&r)[4], u32 address) { emulated::matrices(r, address, true, "ldmatrix_x4_trans"); }
 
+inline u32 transpose(u32 x) {
+    emulated::Warp& own = emulated::warp();
+    int i = emulated::place();
+    own.brought[i][0] = x;
+    emulated::meet_warp("transpose", [] {});
+    auto number = [&](int row, int column) { return u16(own.brought[4 * row + column / 2][0] >> 16 * (column % 2)); };
+    u32 found = emulated::pair(number(i % 4 * 2, i / 4), number(i % 4 * 2 + 1, i / 4));
+    emulated::meet_warp("the end of transpose", [] {});
+    return found;
+}
+
 namespace emulated {
 template <typename T>
 T load(u32 address) {
@@ -456,5 +467,6 @@ inline float exp2_fast(float x) {
 }
 inline float log2_fast(float x) { return std::log2(x < 0x1p-126f ? 0.0f : x); }
 inline float minus_infinity() { return -INFINITY; }
+inline void launch_dependents() {}
 
 #endif
