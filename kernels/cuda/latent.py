@@ -18,9 +18,16 @@ MOST_SUMS = 256
 
 @dataclass(frozen=True)
 class LatentWay:
-    """How a block goes through its tokens: rows (16 or 32), warps, tokens of a warp's tile (16 or 32), tiles of the latent
-    and of the geometric stream that a warp holds, whether the tail is a split of its own, and how many
-    groups of four chunks of keys are written out one after the other in the code."""
+    """How a block goes through its tokens.
+
+    Attributes:
+        rows: of a block, 16 or 32.
+        warps: at most 8.
+        tile: tokens that a warp reads at a time, 16 or 32.
+        stages: tiles of the latent and of the geometric stream that a warp holds.
+        tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
+        unrolled: groups of four chunks of keys that stand one after the other in the code.
+    """
 
     rows: int = 32
     warps: int = 8
@@ -51,7 +58,8 @@ def _is_whole(kind: str, width: int) -> bool:
 def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> int:
     """Return the bytes of shared memory of a block."""
     tiles = sum(
-        stages * _tile_bytes(kind, d, way.tile) for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
+        stages * _tile_bytes(kind, d, way.tile)
+        for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
     )
     queries = sum(dims[:2]) // 16 * (way.rows // 16) * 512
     tail = 16 * (2 * max(dims[0], min(dims[1], 128)) + 16)

@@ -26,8 +26,13 @@ def bits(x: Tensor) -> np.ndarray:
 
 
 def attend(
-    case: Case, way: latent.LatentWay, n_splits: int, dtype: torch.dtype = torch.bfloat16, mode: int = 0,
-    by: float = 1.0, growth: float = 0.0,
+    case: Case,
+    way: latent.LatentWay,
+    n_splits: int,
+    dtype: torch.dtype = torch.bfloat16,
+    mode: int = 0,
+    by: float = 1.0,
+    growth: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output and sums of the emulated splits, joined in float64, and what is expected of them.
 
@@ -78,7 +83,9 @@ def check(case: Case, way: latent.LatentWay, n_splits: int, **options: Any) -> N
     torch.testing.assert_close(sums, wanted_sums, rtol=2e-3, atol=1e-2 if "nf4" in case.kinds else 4e-3)
 
 
-@pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), MIXED, ("q4_0", "q4_0"), ("nf4", "nf4"), ("nf4", "q8_0")])
+@pytest.mark.parametrize(
+    "kinds", [("q8_0", "q8_0"), MIXED, ("q4_0", "q4_0"), ("nf4", "nf4"), ("nf4", "q8_0")]
+)
 @pytest.mark.parametrize("tile", [16, 32])
 def test_every_format_is_read(kinds: tuple[str, str], tile: int) -> None:
     check(replace(SMALL, kinds=kinds), replace(QUICK, tile=tile), n_splits=3)
@@ -108,7 +115,9 @@ def test_rows_of_a_block(heads: int, rows: int, warps: int) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_sequences_of_a_batch_end_where_they_end(lengths: tuple[int, ...], apart: bool) -> None:
     packed = 64 if max(lengths) > 64 else 0
-    check(replace(SMALL, lengths=lengths, packed=packed, tail=144), replace(QUICK, tail_apart=apart), n_splits=3)
+    check(
+        replace(SMALL, lengths=lengths, packed=packed, tail=144), replace(QUICK, tail_apart=apart), n_splits=3
+    )
 
 
 @pytest.mark.parametrize("n_queries", [2, 8])
