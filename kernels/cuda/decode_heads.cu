@@ -54,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
     Sums own;
     own.clear();
 
+    Levels levels(seqlens[b] < 0);
     int stage = 0, since = 0;
     for (int tile = first; tile < end; tile += WARPS) {
         wait_copies<STAGES - 2>();
@@ -67,12 +68,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
         int i = start + tile * TOKENS;
         u32 at = ring + stage * STAGE;
         float s[N_TILES][M_TILES][4];
-        scores(s, at, rows, pair);
+        scores(s, at, rows, pair, levels);
         bool is_whole = i + TOKENS <= held && (!(HAS_WINDOW || QUERIES > 1) || rows.sees_all(i, TOKENS));
         if (is_whole)
-            own.read<false>(s, at, rows, i, held);
+            own.read<false>(s, at, rows, i, held, levels);
         else
-            own.read<true>(s, at, rows, i, held);
+            own.read<true>(s, at, rows, i, held, levels);
         if (++since == SETTLED) {
             own.settle();
             since = 0;

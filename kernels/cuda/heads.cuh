@@ -19,6 +19,15 @@ constexpr float LIFT = 7.0f, ROOM = 6.0f, WIDE = 4.0f;  // the largest weight ti
                                                       // and by WIDE, below float16's largest, before sums are made smaller
 static_assert(KV_HEADS % 2 == 0 && ROWS <= 8, "two heads, eight columns");
 
+// Float16's bytes of nf4's levels that a look-up begins with. An instruction takes one constant: as constants too they would be
+// moved to registers anew for each look-up.
+struct Levels {
+    u32 low[2], high[2];
+    // `nothing` is 0, which the compiler must not know.
+    DEVICE explicit Levels(u32 nothing)
+        : low{nothing ^ 0x52339200u, nothing ^ 0x68e02618u}, high{nothing ^ 0xb6b8b9bcu, nothing ^ 0x3533312du} {}
+};
+
 // A format of which a step is one mask and a unit of two bytes two or four numbers. A mask leaves UNIT times a code, which is
 // LESS too many. BYTES and SCALE_BYTES are those of a block of one token.
 template <int KIND>
@@ -39,7 +48,7 @@ struct Format {
     }
 
     // Bytes 0 and 2 of a word as a pair, then 1 and 3; of 4 bits first all the low nibbles so, then the high ones.
-    static DEVICE void numbers(u32 word, u32 (&out)[2 * NIBBLES]) {
+    static DEVICE void numbers(u32 word, const Levels& levels, u32 (&out)[2 * NIBBLES]) {
         if constexpr (KIND == 0) {
             out[0] = lop3_xor(word, 0x00ff00ffu, 0x00800080u);
             out[1] = lop3_xor(word >> 8, 0x00ff00ffu, 0x00800080u);
@@ -55,8 +64,8 @@ struct Format {
             u32 mixed = prmt(word, word, 0x3120u);
             u32 inside = mixed & 0x77777777u, side = lop3_or(mixed >> 1, 0x44444444u, 0x32103210u);
             for (int odd = 0; odd < 2; ++odd) {
-                u32 low = prmt(prmt(0x52339200u, 0x00d4ea8du, inside), prmt(0x68e02618u, 0x00c9800du, inside), side);
-                u32 high = prmt(prmt(0xb6b8b9bcu, 0x00adb1b4u, inside), prmt(0x3533312du, 0x3c393837u, inside), side);
+                u32 low = prmt(prmt(levels.low[0], 0x00d4ea8du, inside), prmt(levels.low[1], 0x00c9800du, inside), side);
+                u32 high = prmt(prmt(levels.high[0], 0x00adb1b4u, inside), prmt(levels.high[1], 0x3c393837u, inside), side);
                 out[odd] = prmt(low, high, 0x6240u);
                 out[2 + odd] = prmt(low, high, 0x7351u);
                 inside >>= 16;
@@ -192,7 +201,7 @@ struct Keys {
             }
     }
     // Add the scores of a tile of tokens, over `factor`. `at` is where the stream begins.
-    DEVICE void score(float (&s)[N_TILES][M_TILES][4], u32 at, int pair, float factor) const {
+    DEVICE void score(float (&s)[N_TILES][M_TILES][4], u32 at, int pair, float factor, const Levels& levels) const {
         int g = lane_id() / 4, j = lane_id() % 4;
         for (int m = 0; m < M_TILES; ++m) {
             float c[N_TILES][L::PARTS][4];
@@ -203,8 +212,8 @@ struct Keys {
                 for (int word = 0; word < L::WORDS; ++word) {
                     u32 low[2 * L::NIBBLES], high[2 * L::NIBBLES];
                     u32 from = at + p * TOKENS * L::BYTES + 4 * j, moved = L::IS_SHARED ? pair % 2 * 4 : 0;
-                    L::numbers(load_shared_u32(from + L::chunk_at(16 * m + g, word)) >> moved, low);
-                    L::numbers(load_shared_u32(from + L::chunk_at(16 * m + g + 8, word)) >> moved, high);
+                    L::numbers(load_shared_u32(from + L::chunk_at(16 * m + g, word)) >> moved, levels, low);
+                    L::numbers(load_shared_u32(from + L::chunk_at(16 * m + g + 8, word)) >> moved, levels, high);
                     for (int nibble = 0; nibble < (L::IS_SHARED ? 1 : L::NIBBLES); ++nibble) {
                         int step = p * L::STEPS + L::step(word, nibble), head = step / L::HEAD_STEPS;
                         u32 a[4] = {low[2 * nibble], high[2 * nibble], low[2 * nibble + 1], high[2 * nibble + 1]};
@@ -258,11 +267,11 @@ struct Rows {
     }
 };
 
-DEVICE void scores(float (&s)[N_TILES][M_TILES][4], u32 at, const Rows& rows, int pair) {
+DEVICE void scores(float (&s)[N_TILES][M_TILES][4], u32 at, const Rows& rows, int pair, const Levels& levels) {
     for (int n = 0; n < N_TILES; ++n)
         for (int m = 0; m < M_TILES; ++m)
             for (int k = 0; k < 4; ++k) s[n][m][k] = 0.0f;
-    rows.sem.score(s, at, pair, 1.0f);
-    rows.geo.score(s, at + GEO_AT, pair, Sem::UNIT / Geo::UNIT);
+    rows.sem.score(s, at, pair, 1.0f, levels);
+    rows.geo.score(s, at + GEO_AT, pair, Sem::UNIT / Geo::UNIT, levels);
 }
 #endif

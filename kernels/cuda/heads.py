@@ -20,8 +20,8 @@ MOST_VALUES = 128
 
 @dataclass(frozen=True)
 class HeadsWay:
-    """How a block goes through its tokens: warps, tiles that a warp holds, blocks that a multiprocessor is to have place for
-    in its registers."""
+    """How a block goes through its tokens: warps, tiles that a warp holds, blocks that a multiprocessor's registers are to
+    have place for."""
 
     warps: int = 8
     stages: int = 3

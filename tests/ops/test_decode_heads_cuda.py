@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.ops.decode_cases import Case, arguments, expected
-from tests.ops.emulated import DESCENDING, EARLY, KERNELS, EmulatedKernel, needs_compiler
+from tests.ops.emulated import KERNELS, EmulatedKernel, needs_compiler
 
 pytestmark = needs_compiler
 heads = importlib.import_module("caramba.kernels.cuda.heads")
