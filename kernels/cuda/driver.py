@@ -9,6 +9,8 @@ from typing import Any
 
 NO_CONTEXT = 201
 """A thread that has not used CUDA yet."""
+ARGUMENTS_AT, ARGUMENTS_SIZE = 1, 2
+"""What a launch is told of its arguments: where they lie, side by side, and where their size is in bytes."""
 _MOST_SHARED, _CARVEOUT = 8, 9  # attributes of a function
 _RELAXED = 2  # mode of capture
 _loaded: dict[tuple[bytes, str, int], ctypes.c_void_p] = {}

@@ -36,13 +36,19 @@ class CudaLaunch:
         self.source, self.name, self.macros, self.otherwise = source, name, dict(macros), otherwise
         self.shared_bytes = shared_bytes
         self.config = cuda.LaunchConfig(*grid, 1, threads, 1, 1, shared_bytes, None, None, 0)
-        self.addresses = (ctypes.c_uint64 * n_tensors)()
-        self.scalars = (ctypes.c_int32 * len(scalars))(*scalars)
-        places = [ctypes.addressof(self.addresses) + 8 * i for i in range(n_tensors)]
-        places += [ctypes.addressof(self.scalars) + 4 * i for i in range(len(scalars))]
-        self.arguments = (ctypes.c_void_p * len(places))(*places)
-        self.config_at = ctypes.addressof(self.config)
-        self.arguments_at = ctypes.addressof(self.arguments)
+        # One piece of memory, as a structure has them: pointers, then numbers of half their size.
+        self.arguments = (ctypes.c_uint64 * (n_tensors + (len(scalars) + 1) // 2))()
+        (ctypes.c_int32 * len(scalars)).from_buffer(self.arguments, 8 * n_tensors)[:] = list(scalars)
+        self.n_tensors = n_tensors
+        self.size = ctypes.c_size_t(8 * n_tensors + 4 * len(scalars))
+        self.extra = (ctypes.c_void_p * 5)(
+            cuda.ARGUMENTS_AT,
+            ctypes.addressof(self.arguments),
+            cuda.ARGUMENTS_SIZE,
+            ctypes.addressof(self.size),
+            None,
+        )
+        self.config_at, self.extra_at = ctypes.addressof(self.config), ctypes.addressof(self.extra)
         self.lock = threading.Lock()  # two threads may launch what has one place for its arguments
         self.made: int | None = None
         """The loaded kernel, once it is."""
@@ -79,12 +85,12 @@ class CudaLaunch:
             return False
         launch = cuda.driver().cuLaunchKernelEx
         with self.lock:
-            self.addresses[:] = addresses
+            self.arguments[: self.n_tensors] = addresses
             self.config.stream = stream
-            status = launch(self.config_at, self.made, self.arguments_at, None)
+            status = launch(self.config_at, self.made, None, self.extra_at)
             if status == cuda.NO_CONTEXT:
                 cuda.make_current(torch.cuda.current_device())
-                status = launch(self.config_at, self.made, self.arguments_at, None)
+                status = launch(self.config_at, self.made, None, self.extra_at)
         if status:
             cuda.check(status, f"{self.name}: cuLaunchKernelEx")
         return True

@@ -104,11 +104,13 @@ class Driver:
         self.launched: list[Any] = []
         self.statuses = list(statuses)
 
-    def cuLaunchKernelEx(self, config_at: int, made: int, arguments_at: int, extra: None) -> int:  # noqa: N802
+    def cuLaunchKernelEx(self, config_at: int, made: int, arguments: None, extra_at: int) -> int:  # noqa: N802
         config = module("driver").LaunchConfig.from_address(config_at)
-        places = (ctypes.c_void_p * 5).from_address(arguments_at)
-        addresses = [ctypes.c_uint64.from_address(place).value for place in places[:3]]
-        scalars = [ctypes.c_int32.from_address(place).value for place in places[3:]]
+        first, at, second, size_at, end = (ctypes.c_void_p * 5).from_address(extra_at)
+        assert (first, second, end, arguments) == (1, 2, None, None)
+        assert ctypes.c_size_t.from_address(size_at).value == 3 * 8 + 2 * 4
+        addresses = list((ctypes.c_uint64 * 3).from_address(at))
+        scalars = list((ctypes.c_int32 * 2).from_address(at + 3 * 8))
         sizes = [
             getattr(config, name) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
         ]
