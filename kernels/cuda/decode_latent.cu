@@ -19,7 +19,7 @@ using Staged = Tail<Sem, Geo, SEM_KIND, GEO_KIND>;
 constexpr int QUERY_BYTES = (Sem::STEPS + Geo::STEPS) * ROW_TILES * FRAGMENTS;
 constexpr int WARP_BYTES = max_of(SEM_STAGES * Sem::BYTES + GEO_STAGES * Geo::BYTES, Staged::BYTES);
 // Units of rows, then maxima and sums of warps, then queries and tiles, in whose place weighed values meet.
-constexpr int SUMS_AT = ROWS * 4, QUERIES_AT = SUMS_AT + WARPS * ROWS * 8;
+constexpr int SUMS_AT = 128, QUERIES_AT = SUMS_AT + WARPS * ROWS * 8;
 static_assert(QUERIES_AT + max_of(QUERY_BYTES + WARPS * WARP_BYTES, WARPS * ROWS * OUT_BYTES) == SHARED_BYTES,
               "what latent.py counts");
 static_assert(ROW_TILES * SEM_D <= 256, "a lane's sums lie in its registers");

@@ -62,16 +62,20 @@ def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> i
         for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
     )
     queries = sum(dims[:2]) // 16 * (way.rows // 16) * 512
-    tail = 16 * (2 * max(dims[0], min(dims[1], 128)) + 16)
+    tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
     read = queries + way.warps * max(tiles, tail)
     met = way.warps * way.rows * (4 * dims[0] + 64)
-    return way.rows * 4 + way.warps * way.rows * 8 + max(read, met)
+    return 128 + way.warps * way.rows * 8 + max(read, met)
 
 
 def _tile_bytes(kind: str, width: int, tile: int) -> int:
     elements, scale = BLOCKS[kind]
-    stored = width // (8 * FIELDS[kind]) * (16 * tile + 32) + width // elements * tile * scale
-    return -(-stored // 128) * 128
+    stored = width // (8 * FIELDS[kind]) * 16 * tile + width // elements * tile * scale
+    return _aligned(stored)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // 128) * 128
 
 
 def macros(

@@ -9,15 +9,13 @@
 constexpr int TAIL_TOKENS = 16, TAIL_PRODUCTS = 2;
 typedef float TailScores[ROW_TILES][TAIL_PRODUCTS][4];
 
-DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
-
 // Token of a slot, see `latent_tiles.cuh`.
 DEVICE int tail_token_of(int slot) { return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2; }
 
 template <class Sem, class Geo, Kind SEM_FORMAT, Kind GEO_FORMAT>
 struct Tail {
     static constexpr int WIDTH = max_of(Sem::WIDTH, Geo::WIDTH < 128 ? Geo::WIDTH : 128);  // features that are staged at a time
-    static constexpr int TOKEN_BYTES = 2 * WIDTH + 16, BYTES = TAIL_TOKENS * TOKEN_BYTES;  // tokens begin at other banks each
+    static constexpr int TOKEN_BYTES = 2 * WIDTH + 16, BYTES = (TAIL_TOKENS * TOKEN_BYTES + 127) / 128 * 128;  // tokens begin at other banks each
 
     // Put chunks from `begin` on, as many as fit, of the tokens at `x` into shared memory; those from `left` on as zeros.
     template <class S, Kind KIND>

@@ -2,7 +2,8 @@
 //
 // A tile's codes lie in shared memory as [chunk of 16 bytes][slot], its scales as [block][token]. Slot 8i + n is column n of
 // key product i, and token 2 T (n / 2) + 2i + n % 2 of T = TILE / 8 such products: a lane's own columns of all of them are then
-// tokens side by side, and so are their scales.
+// tokens side by side, and so are their scales. Eight slots of a chunk are a line of 128 bytes, whose places are turned round
+// by product and chunk: what eight lanes copy (side by side in global memory), and what they load, lies in all banks.
 #ifndef CARAMBA_LATENT_TILES_CUH
 #define CARAMBA_LATENT_TILES_CUH
 #include "codes.cuh"
@@ -11,6 +12,8 @@ constexpr int PRODUCTS = TILE / 8;   // of keys, 8 tokens each
 constexpr int ROW_TILES = ROWS / 16;
 constexpr int FRAGMENTS = 512;       // bytes of a product's queries in all lanes' registers
 constexpr int WRITTEN_OUT = UNROLLED;  // groups of chunks of keys, one after the other in the code
+
+DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
 typedef float Scores[ROW_TILES][PRODUCTS][4];
 
@@ -22,7 +25,7 @@ struct Stream : Format<KIND> {
     static constexpr int PIECE = CHUNKS < 4 ? 2 : 4;      // words of a token that a lane makes keys of, at a time
     static constexpr int PER_CHUNK = 4 / PIECE;           // lanes that share a chunk then
     static constexpr int STEPS = D / 16;                  // products along the features
-    static constexpr int CHUNK_BYTES = TILE * 16 + 32;    // of a chunk of all slots; chunks begin at other banks each
+    static constexpr int CHUNK_BYTES = TILE * 16;         // of a chunk of all slots
     static constexpr int SCALES_AT = CHUNKS * CHUNK_BYTES, PLANE_BYTES = TILE * F::SCALE_BYTES;
     static constexpr int BYTES = (SCALES_AT + PLANES * PLANE_BYTES + 127) / 128 * 128;
     static_assert(CHUNKS % PIECE == 0 && PLANES * F::BLOCK == D, "a stream is whole products of whole blocks");
@@ -37,23 +40,29 @@ DEVICE int token_of(int slot) {
     return n / 2 * (2 * PRODUCTS) + slot / 8 * 2 + n % 2;
 }
 
+// Bytes from a line's begin by which slots' places are turned round, bit by bit: of product i, and of a chunk.
+DEVICE constexpr int turn_of_product(int i) { return i * 128 / PRODUCTS; }
+DEVICE constexpr int turn_of_chunk(int chunk) {
+    return TILE == 32 ? chunk % 2 * 64 + chunk / 2 % 2 * 32 : chunk % 2 * 32 + chunk / 2 % 2 * 64;
+}
+
 // Start the copies of the tile at token `from`; those of tokens `until` and later become zeros. Strides of planes are bytes.
 template <class S>
 DEVICE void copy_tile(u32 to, const u8* codes, const u8* scales, i64 code_plane, i64 scale_plane, int from, int until) {
-    constexpr int WIDE = 16 * S::PER_PLANE, AT_ONCE = 32 / S::PER_PLANE;  // a token's bytes of a plane, slots of a copy
-    constexpr int COPIES = TILE * S::CHUNKS / 32, PER_PLANE = TILE >= AT_ONCE ? TILE / AT_ONCE : 1;
-    int slot = lane_id() % AT_ONCE, half = lane_id() / AT_ONCE, plane = 0;
-    if (TILE < AT_ONCE) slot = lane_id() % TILE, plane = lane_id() / TILE, half = 0;
-    int token = token_of(slot), left = until - from;
+    constexpr int WIDE = 16 * S::PER_PLANE, AT_ONCE = 32 / S::PER_PLANE;  // a token's bytes of a plane, tokens of a copy
+    constexpr int COPIES = TILE * S::CHUNKS / 32, TURNS = max_of(TILE / AT_ONCE, 1), PLANES = max_of(AT_ONCE / TILE, 1);
+    int token = lane_id() / S::PER_PLANE % TILE, half = lane_id() % S::PER_PLANE, plane = lane_id() / S::PER_PLANE / TILE;
+    int n = token / (2 * PRODUCTS) * 2 + token % 2, product = token / 2 % PRODUCTS, left = until - from;
     const u8* source = codes + i64(from + token) * WIDE + half * 16 + plane * code_plane;
-    u32 place = to + (half + plane) * S::CHUNK_BYTES + slot * 16;
+    u32 place = to + (half + plane) * S::CHUNK_BYTES + product * 128 +
+                (n * 16 ^ turn_of_product(product) ^ turn_of_chunk(half + plane));
 #pragma unroll
     for (int i = 0; i < COPIES; ++i) {
-        int further = token_of(i % PER_PLANE * AT_ONCE);  // slots further by whole products are tokens further by two each
-        int chunk = i / PER_PLANE * (TILE < AT_ONCE ? AT_ONCE / TILE : S::PER_PLANE);
-        copy_async_16(place + chunk * S::CHUNK_BYTES + i % PER_PLANE * AT_ONCE * 16, source + further * WIDE,
-                      token + further < left);
-        if (i % PER_PLANE == PER_PLANE - 1) source += (TILE < AT_ONCE ? AT_ONCE / TILE : 1) * code_plane;
+        int turn = i % TURNS, chunk = i / TURNS * PLANES * S::PER_PLANE;
+        // Tokens further by all of AT_ONCE are columns further by half a line.
+        copy_async_16((place ^ turn_of_chunk(chunk) ^ turn * 64) + chunk * S::CHUNK_BYTES, source + turn * AT_ONCE * WIDE,
+                      token + turn * AT_ONCE < left);
+        if (turn == TURNS - 1) source += PLANES * code_plane;
     }
     constexpr int EACH = S::PLANE_BYTES / 16, PIECES = S::PLANES * EACH;
     const u8* scale = scales + i64(from) * S::SCALE_BYTES + lane_id() % EACH * 16 + lane_id() / EACH * scale_plane;
@@ -124,7 +133,7 @@ DEVICE void value_scales(u32 (&scale)[PRODUCTS], u32 at) {
 template <class S>
 DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
     int n = lane_id() / 4, j = lane_id() % 4;
-    u32 codes = tile + j / S::PER_CHUNK * S::CHUNK_BYTES + n * 16 + j % S::PER_CHUNK * 8;
+    u32 codes = tile + j / S::PER_CHUNK * S::CHUNK_BYTES + (n * 16 ^ turn_of_chunk(j / S::PER_CHUNK)) + j % S::PER_CHUNK * 8;
     u32 scales = tile + S::SCALES_AT + j / S::PER_CHUNK / S::PER_PLANE * S::PLANE_BYTES +
                  n / 2 * (2 * PRODUCTS) * S::SCALE_BYTES;
     queries += lane_id() * 16;
@@ -133,7 +142,7 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
         u32 words[PRODUCTS][4], scale[PRODUCTS];
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
-            u32 at = codes + chunk * S::CHUNK_BYTES + i * 128;
+            u32 at = (codes ^ turn_of_product(i)) + chunk * S::CHUNK_BYTES + i * 128;
             if constexpr (S::PIECE == 4) {
                 u32x4 x = load_shared_u128(at);
                 words[i][0] = x.x, words[i][1] = x.y, words[i][2] = x.z, words[i][3] = x.w;
@@ -173,13 +182,15 @@ template <class S>
 DEVICE void add_values(float (&acc)[ROW_TILES][S::CHUNKS * S::FIELDS][4], const u32 (&weights)[ROW_TILES][PRODUCTS / 2][4],
                        u32 tile) {
     constexpr int AT_ONCE = 32 / TILE;  // chunks of a load
-    u32 codes = tile + lane_id() / TILE * S::CHUNK_BYTES + lane_id() % TILE * 16;
+    int chunk_of_lane = lane_id() / TILE, product = lane_id() % TILE / 8;
+    u32 codes = tile + chunk_of_lane * S::CHUNK_BYTES + product * 128 +
+                (lane_id() % 8 * 16 ^ turn_of_product(product) ^ turn_of_chunk(chunk_of_lane));
     u32 scales = tile + S::SCALES_AT + lane_id() % 4 * (2 * PRODUCTS) * S::SCALE_BYTES;
     u32 scale[PRODUCTS];
 #pragma unroll
     for (int first = 0; first < S::CHUNKS; first += AT_ONCE) {
         u32 words[4];
-        ldmatrix_x4_trans(words, codes + first * S::CHUNK_BYTES);
+        ldmatrix_x4_trans(words, (codes ^ turn_of_chunk(first)) + first * S::CHUNK_BYTES);
 #pragma unroll
         for (int chunk = first; chunk < first + AT_ONCE; ++chunk) {
             if (chunk % S::PER_PLANE == 0) value_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES);
