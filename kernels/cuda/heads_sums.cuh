@@ -165,8 +165,8 @@ struct Sums {
 
     // Merge the sums of a block's warps, and write them as `decode_split` does. All copies must have come.
     DEVICE void merge(u16* out, float* sums, i64 b, int pair, int split, int n_splits) {
-        int g = lane_id() / 4, j = lane_id() % 4;
-        u32 base = shared_address(shared_memory()), parts = base + warp_id() * PART * 4;
+        int g = lane_id() / 4, j = lane_id() % 4, warp = warp_id();
+        u32 base = shared_address(shared_memory()), parts = base + warp * PART * 4;
         u32 refs = base + WARPS * PART * 4, totals = refs + WARPS * PART_ROWS * 4;
         for (int head = 0; head < 2; ++head)
             for (int e = 0; e < 2; ++e) {
@@ -178,12 +178,12 @@ struct Sums {
                     for (int k = 0; k < 2; ++k)
                         store_shared_f32(parts + (row * D_V + 16 * t + 2 * g + k) * 4, acc[head][t][2 * k + e]);
                 if (g == 0) {
-                    store_shared_f32(refs + (warp_id() * PART_ROWS + row) * 4, ref[n][e]);
-                    store_shared_f32(totals + (warp_id() * PART_ROWS + row) * 4, all);
+                    store_shared_f32(refs + (warp * PART_ROWS + row) * 4, ref[n][e]);
+                    store_shared_f32(totals + (warp * PART_ROWS + row) * 4, all);
                 }
             }
         sync_block();
-        for (int place = 32 * warp_id() + lane_id(); place < 2 * ROWS * D_V / 2; place += 32 * WARPS) {
+        for (int place = 32 * warp + lane_id(); place < 2 * ROWS * D_V / 2; place += 32 * WARPS) {
             int head = place / (ROWS * D_V / 2), r = place / (D_V / 2) % ROWS, d = 2 * (place % (D_V / 2));
             int row = head * COLUMNS + r;
             float largest = minus_infinity(), whole = 0.0f, x = 0.0f, y = 0.0f;

@@ -21,7 +21,7 @@ struct u32x4 {
 // Places
 
 DEVICE int lane_id() { return threadIdx.x % 32; }
-// The same number in every lane, which the compiler cannot see of threadIdx.
+// The same number in every lane, which the compiler cannot see of threadIdx. All lanes of a warp ask together.
 DEVICE int warp_id() { return __shfl_sync(0xffffffffu, threadIdx.x / 32, 0); }
 DEVICE int block_x() { return blockIdx.x; }
 DEVICE int block_y() { return blockIdx.y; }

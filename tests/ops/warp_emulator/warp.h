@@ -332,7 +332,10 @@ inline std::string launch(void (*with)(void**), int grid_x, int grid_y, int thre
     }
 
 inline int lane_id() { return emulated::place(); }
-inline int warp_id() { return emulated::lane->thread / emulated::WARP; }
+inline int warp_id() {
+    emulated::meet_warp("warp_id", [] {});
+    return emulated::lane->thread / emulated::WARP;
+}
 inline int block_x() { return emulated::block->x; }
 inline int block_y() { return emulated::block->y; }
 inline int grid_y() { return emulated::block->grid_y; }
