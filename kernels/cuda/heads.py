@@ -20,8 +20,13 @@ MOST_VALUES = 128
 
 @dataclass(frozen=True)
 class HeadsWay:
-    """How a block goes through its tokens: warps, tiles that a warp holds, blocks that a multiprocessor's registers are to
-    have place for."""
+    """How a block goes through its tokens.
+
+    Attributes:
+        warps: each reads tokens of its own.
+        stages: tiles that a warp holds.
+        blocks: that a multiprocessor's registers are to have place for.
+    """
 
     warps: int = 8
     stages: int = 3

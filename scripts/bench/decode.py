@@ -134,6 +134,7 @@ def tune(
     `good` are the ways that were compiled, all where it is empty; it becomes those that were best here, which later
     shapes of this layout and format try alone.
     """
+    from caramba.kernels.cuda import nvrtc
     from caramba.kernels.triton import dba_decode_table as table
     from caramba.kernels.triton.dba_decode_plan import decode_shape
 
@@ -141,7 +142,8 @@ def tune(
     parts = [*(stream.tensors for stream in stores[0].streams), []][:3]
     shape = decode_shape(*q, kinds, *parts, tokens)
     by_reading: dict[Any, list[Any]] = {}
-    for config in table.candidates(shape, torch.cuda.get_device_properties(0).multi_processor_count):
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for config in table.candidates(shape, processors, in_cuda=nvrtc.version() is not None):
         by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
@@ -174,7 +176,7 @@ def tune(
     table.measured.cache_clear()
     table.choose.cache_clear()
     forget_plans()
-    first = table.rule(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    first = table.rule(shape, processors)
     gain = f", {tried[first] / tried[best[0]]:.2f}x the rule's choice" if first in tried else ""
     return f"tuned over {len(tried)}: {best[0]}{gain}"
 
@@ -204,8 +206,11 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
 
     What has begun then is waited for.
     """
+    from caramba.kernels.cuda import nvrtc
+    from caramba.kernels.triton.dba_decode_plan import arch
     from caramba.kernels.triton.dba_decode_table import DecodeShape, candidates
 
+    kind, in_cuda = arch(torch.device("cuda")), nvrtc.version() is not None
     ranked: list[tuple[int, tuple[int, str, Any]]] = []
     for index, layout in enumerate(cases.LAYOUTS):
         if options.layouts and not layout.name.startswith(tuple(options.layouts)):
@@ -213,8 +218,8 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
         for form in options.formats:
             kinds = cases.FORMATS[form][: len(layout.widths)]
             rows = layout.heads // layout.kv_heads
-            shape = DecodeShape("", kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            readings = dict.fromkeys(config.reading for config in candidates(shape, 132))
+            shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
+            readings = dict.fromkeys(config.reading for config in candidates(shape, 132, in_cuda))
             # The count of splits is not compiled in, but for one.
             ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
     jobs = [job for _, job in sorted(ranked, key=lambda item: item[0])]
