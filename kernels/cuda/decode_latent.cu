@@ -4,8 +4,8 @@
 // registers, and keeps maxima, sums and weighed values of all the block's rows. The warps meet when the queries are laid out,
 // and at the end.
 //
-// Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS, TILE tokens (16 or 32),
-// SEM_STAGES, GEO_STAGES (tiles held), GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split, which writes
+// Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS (at most 8),
+// SEM_STAGES, GEO_STAGES (tiles held), UNROLLED (groups of chunks of keys written out), GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split, which writes
 // the output), TAIL_APART (the last split of several has the tail and nothing else), IN_BRAIN (queries are bfloat16, else
 // float16), SHARED_BYTES (of a block, as `latent.py` counts them).
 #include "latent_end.cuh"
@@ -67,7 +67,7 @@ DEVICE void hide(Scores& s, int from, int until, const int (&end)[OWN], int wind
         for (int i = 0; i < PRODUCTS; ++i)
 #pragma unroll
             for (int k = 0; k < 2; ++k) {
-                int token = from + token_of(8 * i + 2 * (lane_id() % 4) + k);
+                int token = from + token_of(i, 2 * (lane_id() % 4) + k);
                 bool is_seen = token < until && token < end[r];
                 if (HAS_WINDOW) is_seen = is_seen && token >= end[r] - window;
                 if (!is_seen) s[r / 2][i][r % 2 * 2 + k] = minus_infinity();

@@ -1,8 +1,8 @@
 // What a warp of decode_heads.cu does with a tile of tokens of two key/value heads.
 //
 // Rows of a product are sixteen tokens, or sixteen features of values; its eight columns are queries, four of each head, or eight
-// of one of them. Of lane l, g = l / 4 and j = l % 4 are as products have them. Sixteen features are a step: of every format
-// lane j takes its features 4j and 4j + 2, then 4j + 1 and 4j + 3, as numbers lie that masks leave of four bytes.
+// of one of them. Of lane l, g = l / 4 and j = l % 4 are as products have them. Sixteen features are a step: lane j takes its
+// features 4j and 4j + 2, then 4j + 1 and 4j + 3, as numbers lie that masks leave of four bytes; of nf4 4j and 4j + 1 first.
 #ifndef CARAMBA_HEADS_CUH
 #define CARAMBA_HEADS_CUH
 #include "warp.cuh"
@@ -19,13 +19,28 @@ constexpr float LIFT = 7.0f, ROOM = 6.0f, WIDE = 4.0f;  // the largest weight ti
                                                       // and by WIDE, below float16's largest, before sums are made smaller
 static_assert(KV_HEADS % 2 == 0 && ROWS <= 8, "two heads, eight columns");
 
-// Float16's bytes of nf4's levels that a look-up begins with. An instruction takes one constant: as constants too they would be
-// moved to registers anew for each look-up.
+// Float16's bytes of nf4's levels, and what look-ups are shifted by. An instruction takes one constant: as constants too these
+// would be moved to registers anew for each look-up, and multiplications by powers of two would be shifts.
 struct Levels {
-    u32 low[2], high[2];
+    u32 low[2], high[2], by_1, by_16;
     // `nothing` is 0, which the compiler must not know.
     DEVICE explicit Levels(u32 nothing)
-        : low{nothing ^ 0x52339200u, nothing ^ 0x68e02618u}, high{nothing ^ 0xb6b8b9bcu, nothing ^ 0x3533312du} {}
+        : low{nothing ^ 0x52339200u, nothing ^ 0x68e02618u}, high{nothing ^ 0xb6b8b9bcu, nothing ^ 0x3533312du},
+          by_1(nothing ^ 0x80000000u), by_16(nothing ^ 0x00010000u) {}
+
+    // Levels of eight nibbles: pairs of bytes 0 and 1, and of 2 and 3, of the low nibbles, then of the high ones. Low and high
+    // bytes are looked up by themselves: four nibbles select among the first eight levels and among the last, and their
+    // highest bits between the two. Byte permutations go at half the rate of products, and are all that is waited for.
+    DEVICE void look_up(u32 word, u32 (&out)[4]) const {
+        u32 inside = word & 0x77777777u, side = lop3_or(high_product(word, by_1), 0x44444444u, 0x32103210u);
+        for (int half = 0; half < 2; ++half) {
+            u32 lows = prmt(prmt(low[0], 0x00d4ea8du, inside), prmt(low[1], 0x00c9800du, inside), side);
+            u32 highs = prmt(prmt(high[0], 0x00adb1b4u, inside), prmt(high[1], 0x3c393837u, inside), side);
+            out[half] = prmt(lows, highs, 0x6240u);
+            out[2 + half] = prmt(lows, highs, 0x7351u);
+            if (half == 0) inside = high_product(inside, by_16), side = high_product(side, by_16);
+        }
+    }
 };
 
 // A format of which a step is one mask and a unit of two bytes two or four numbers. A mask leaves UNIT times a code, which is
@@ -47,7 +62,9 @@ struct Format {
         return BYTES == 16 ? 16 * token : 32 * token + 16 * (chunk ^ (token >> 2 & 1));
     }
 
-    // Bytes 0 and 2 of a word as a pair, then 1 and 3; of 4 bits first all the low nibbles so, then the high ones.
+    // Codes of a word as pairs: of the first two pairs' bytes, of 4 bits the low nibbles and then the high ones. Bytes 0 and 2
+    // are a pair, and 1 and 3, or of levels as keys (`ANY`) bytes 0 and 1, and 2 and 3.
+    template <bool ANY>
     static DEVICE void numbers(u32 word, const Levels& levels, u32 (&out)[2 * NIBBLES]) {
         if constexpr (KIND == 0) {
             out[0] = lop3_xor(word, 0x00ff00ffu, 0x00800080u);
@@ -59,18 +76,7 @@ struct Format {
             out[2] = word & 0x00f000f0u;
             out[3] = upper & 0x00f000f0u;
         } else {
-            // Levels in float16, whose low and high bytes are looked up by themselves: four nibbles select among the first
-            // eight levels and among the last, and their highest bits between the two.
-            u32 mixed = prmt(word, word, 0x3120u);
-            u32 inside = mixed & 0x77777777u, side = lop3_or(mixed >> 1, 0x44444444u, 0x32103210u);
-            for (int odd = 0; odd < 2; ++odd) {
-                u32 low = prmt(prmt(levels.low[0], 0x00d4ea8du, inside), prmt(levels.low[1], 0x00c9800du, inside), side);
-                u32 high = prmt(prmt(levels.high[0], 0x00adb1b4u, inside), prmt(levels.high[1], 0x3c393837u, inside), side);
-                out[odd] = prmt(low, high, 0x6240u);
-                out[2 + odd] = prmt(low, high, 0x7351u);
-                inside >>= 16;
-                side >>= 16;
-            }
+            levels.look_up(ANY ? word : prmt(word, word, 0x3120u), out);
         }
     }
     static DEVICE float scale(u32 address) {
@@ -188,8 +194,8 @@ struct Keys {
             numbers(x, from, s_h, s_t, pair, step);
             int n = N_TILES == 1 ? 0 : step / L::HEAD_STEPS;
             float own = lift[n] / L::over(step % L::STEPS);
-            q[step][0] = pack_f16x2(x[0] * own, x[2] * own);
-            q[step][1] = pack_f16x2(x[1] * own, x[3] * own);
+            q[step][0] = pack_f16x2(x[0] * own, x[L::IS_LEVELS ? 1 : 2] * own);
+            q[step][1] = pack_f16x2(x[L::IS_LEVELS ? 2 : 1] * own, x[3] * own);
             sums[n][step % L::HEAD_STEPS / L::STEPS] += (x[0] + x[1] + x[2] + x[3]) * lift[n];
         }
         for (int n = 0; n < N_TILES; ++n)
@@ -211,9 +217,19 @@ struct Keys {
             for (int p = 0; p < L::PLANES; ++p)
                 for (int word = 0; word < L::WORDS; ++word) {
                     u32 low[2 * L::NIBBLES], high[2 * L::NIBBLES];
-                    u32 from = at + p * TOKENS * L::BYTES + 4 * j, moved = L::IS_SHARED ? pair % 2 * 4 : 0;
-                    L::numbers(load_shared_u32(from + L::chunk_at(16 * m + g, word)) >> moved, levels, low);
-                    L::numbers(load_shared_u32(from + L::chunk_at(16 * m + g + 8, word)) >> moved, levels, high);
+                    u32 from = at + p * TOKENS * L::BYTES + 4 * j;
+                    u32 first = load_shared_u32(from + L::chunk_at(16 * m + g, word));
+                    u32 second = load_shared_u32(from + L::chunk_at(16 * m + g + 8, word));
+                    if constexpr (L::IS_SHARED) {
+                        // The nibbles of this pair of heads, of both tokens in one word.
+                        int moved = pair % 2 * 4;
+                        first >>= moved, second <<= 4 - moved;
+                        L::template numbers<true>(lop3_or(first, 0x0f0f0f0fu, second & 0xf0f0f0f0u), levels, low);
+                        high[0] = low[2], high[1] = low[3];
+                    } else {
+                        L::template numbers<true>(first, levels, low);
+                        L::template numbers<true>(second, levels, high);
+                    }
                     for (int nibble = 0; nibble < (L::IS_SHARED ? 1 : L::NIBBLES); ++nibble) {
                         int step = p * L::STEPS + L::step(word, nibble), head = step / L::HEAD_STEPS;
                         u32 a[4] = {low[2 * nibble], high[2 * nibble], low[2 * nibble + 1], high[2 * nibble + 1]};

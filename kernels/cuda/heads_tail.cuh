@@ -33,8 +33,8 @@ DEVICE void tail_scores(float (&s)[N_TILES][1][4], const Keys<L>& keys, const u1
                 const u32* four = reinterpret_cast<const u32*>(at + step % L::HEAD_STEPS * 16 + 4 * j);
                 low = tail_pair(four[0]), high = tail_pair(four[1]);
             }
-            a[half] = prmt(low, high, 0x5410u);  // numbers 0 and 2, then 1 and 3
-            a[2 + half] = prmt(low, high, 0x7632u);
+            a[half] = L::IS_LEVELS ? low : prmt(low, high, 0x5410u);  // numbers 0 and 2, then 1 and 3
+            a[2 + half] = L::IS_LEVELS ? high : prmt(low, high, 0x7632u);
         }
         float over = L::over(step % L::STEPS);
         tail_product(s[N_TILES == 1 ? 0 : step / L::HEAD_STEPS][0], a, tail_query(keys.q[step][0], over),

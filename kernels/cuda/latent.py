@@ -10,6 +10,8 @@ FIELDS = {"q8_0": 2, "q4_0": 4, "nf4": 4}
 """Codes in two bytes."""
 BLOCKS = {"q8_0": (32, 2), "q4_0": (32, 2), "nf4": (64, 4)}
 """Elements of a block, bytes of its scale."""
+TILE = 32
+"""Tokens that a warp reads at a time."""
 MOST_SHARED = 232448
 """Bytes of shared memory that a block of Hopper may have."""
 MOST_SUMS = 256
@@ -23,7 +25,6 @@ class LatentWay:
     Attributes:
         rows: of a block, 16 or 32.
         warps: at most 8.
-        tile: tokens that a warp reads at a time, 16 or 32.
         stages: tiles of the latent and of the geometric stream that a warp holds.
         tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
         unrolled: groups of four chunks of keys that stand one after the other in the code.
@@ -31,7 +32,6 @@ class LatentWay:
 
     rows: int = 32
     warps: int = 8
-    tile: int = 32
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
     unrolled: int = 1
@@ -58,7 +58,7 @@ def _is_whole(kind: str, width: int) -> bool:
 def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> int:
     """Return the bytes of shared memory of a block."""
     tiles = sum(
-        stages * _tile_bytes(kind, d, way.tile)
+        stages * _tile_bytes(kind, d)
         for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
     )
     queries = sum(dims[:2]) // 16 * (way.rows // 16) * 512
@@ -68,9 +68,9 @@ def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> i
     return 128 + way.warps * way.rows * 8 + max(read, met)
 
 
-def _tile_bytes(kind: str, width: int, tile: int) -> int:
+def _tile_bytes(kind: str, width: int) -> int:
     elements, scale = BLOCKS[kind]
-    stored = width // (8 * FIELDS[kind]) * 16 * tile + width // elements * tile * scale
+    stored = width // (8 * FIELDS[kind]) * 16 * TILE + width // elements * TILE * scale
     return _aligned(stored)
 
 
@@ -97,7 +97,6 @@ def macros(
         "GEO_D": dims[1],
         "ROWS": way.rows,
         "WARPS": way.warps,
-        "TILE": way.tile,
         "SEM_STAGES": way.stages[0],
         "GEO_STAGES": way.stages[1],
         "GROUP": group,

@@ -1,16 +1,16 @@
 // Tiles of a quantised stream: their copies to shared memory, and what a warp makes of them in products.
 //
-// A tile's codes lie in shared memory as [chunk of 16 bytes][slot], its scales as [block][token]. Slot 8i + n is column n of
-// key product i, and token 2 T (n / 2) + 2i + n % 2 of T = TILE / 8 such products: a lane's own columns of all of them are then
-// tokens side by side, and so are their scales. Eight slots of a chunk are a line of 128 bytes, whose places are turned round
-// by product and chunk: what eight lanes copy (side by side in global memory), and what they load, lies in all banks.
+// A tile's codes and scales lie in shared memory as they do in global memory, [block][token], but that the 16 bytes of a line of
+// 128 are turned round: a copy whose lanes' bytes go to other lines than they come from takes twice as long and longer.
+// Column n of key product i is token 8 (n / 2) + 2i + n % 2: a lane's own columns of all four products are then tokens side by
+// side, and so are their scales.
 #ifndef CARAMBA_LATENT_TILES_CUH
 #define CARAMBA_LATENT_TILES_CUH
 #include "codes.cuh"
 
-constexpr int PRODUCTS = TILE / 8;   // of keys, 8 tokens each
+constexpr int TILE = 32, PRODUCTS = TILE / 8;  // tokens, and products of keys with 8 of them each
 constexpr int ROW_TILES = ROWS / 16;
-constexpr int FRAGMENTS = 512;       // bytes of a product's queries in all lanes' registers
+constexpr int FRAGMENTS = 512;  // bytes of a product's queries in all lanes' registers
 constexpr int WRITTEN_OUT = UNROLLED;  // groups of chunks of keys, one after the other in the code
 
 DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
@@ -25,45 +25,44 @@ struct Stream : Format<KIND> {
     static constexpr int PIECE = CHUNKS < 4 ? 2 : 4;      // words of a token that a lane makes keys of, at a time
     static constexpr int PER_CHUNK = 4 / PIECE;           // lanes that share a chunk then
     static constexpr int STEPS = D / 16;                  // products along the features
-    static constexpr int CHUNK_BYTES = TILE * 16;         // of a chunk of all slots
-    static constexpr int SCALES_AT = CHUNKS * CHUNK_BYTES, PLANE_BYTES = TILE * F::SCALE_BYTES;
+    static constexpr int WIDE = 16 * PER_PLANE, CODE_BYTES = TILE * WIDE;  // of a token of a block, and of the tile's
+    static constexpr int SCALES_AT = PLANES * CODE_BYTES, PLANE_BYTES = TILE * F::SCALE_BYTES;
     static constexpr int BYTES = (SCALES_AT + PLANES * PLANE_BYTES + 127) / 128 * 128;
     static_assert(CHUNKS % PIECE == 0 && PLANES * F::BLOCK == D, "a stream is whole products of whole blocks");
 
     // Which product's queries word s of a chunk goes with, and as which lane of four.
     DEVICE static constexpr int step_of(int chunk, int s) { return (chunk / PIECE * PIECE + s % PIECE) * FIELDS / 2; }
     DEVICE static constexpr int column_of(int chunk, int s) { return chunk % PIECE * PER_CHUNK + s / PIECE; }
+
+    // Where a token's first chunk lies in its block, and where further ones do: by these bits within a line, and behind it. The
+    // tokens of a product, and the chunks and two tokens that eight lanes load, lie in all banks.
+    DEVICE static int place_of(int token) {
+        int eight = token / 8;
+        return token * WIDE ^ (PER_PLANE == 2 ? eight % 2 * 64 ^ eight / 2 * 16 : eight % 2 * 32 ^ eight / 2 * 64);
+    }
+    DEVICE static constexpr int turn_of(int chunk) {
+        if (PER_PLANE == 2) return chunk % 2 * 16 ^ chunk / 2 % 2 * 64;
+        return CHUNKS == 2 ? chunk * 64 : chunk % 2 * 32 ^ chunk / 2 % 2 * 64;
+    }
+    DEVICE static constexpr int behind(int chunk) { return chunk / PER_PLANE * CODE_BYTES; }
 };
 
-DEVICE int token_of(int slot) {
-    int n = slot % 8;
-    return n / 2 * (2 * PRODUCTS) + slot / 8 * 2 + n % 2;
-}
-
-// Bytes from a line's begin by which slots' places are turned round, bit by bit: of product i, and of a chunk.
-DEVICE constexpr int turn_of_product(int i) { return i * 128 / PRODUCTS; }
-DEVICE constexpr int turn_of_chunk(int chunk) {
-    return TILE == 32 ? chunk % 2 * 64 + chunk / 2 % 2 * 32 : chunk % 2 * 32 + chunk / 2 % 2 * 64;
-}
+DEVICE int token_of(int product, int column) { return column / 2 * 8 + product * 2 + column % 2; }
 
 // Start the copies of the tile at token `from`; those of tokens `until` and later become zeros. Strides of planes are bytes.
 template <class S>
 DEVICE void copy_tile(u32 to, const u8* codes, const u8* scales, i64 code_plane, i64 scale_plane, int from, int until) {
-    constexpr int WIDE = 16 * S::PER_PLANE, AT_ONCE = 32 / S::PER_PLANE;  // a token's bytes of a plane, tokens of a copy
-    constexpr int COPIES = TILE * S::CHUNKS / 32, TURNS = max_of(TILE / AT_ONCE, 1), PLANES = max_of(AT_ONCE / TILE, 1);
-    int token = lane_id() / S::PER_PLANE % TILE, half = lane_id() % S::PER_PLANE, plane = lane_id() / S::PER_PLANE / TILE;
-    int n = token / (2 * PRODUCTS) * 2 + token % 2, product = token / 2 % PRODUCTS, left = until - from;
-    const u8* source = codes + i64(from + token) * WIDE + half * 16 + plane * code_plane;
-    u32 place = to + (half + plane) * S::CHUNK_BYTES + product * 128 +
-                (n * 16 ^ turn_of_product(product) ^ turn_of_chunk(half + plane));
+    int token = lane_id() / S::PER_PLANE, left = until - from;
+    const u8* source = codes + i64(from) * S::WIDE + lane_id() * 16;
+    u32 place = to + (S::place_of(token) ^ S::turn_of(lane_id() % S::PER_PLANE));
 #pragma unroll
-    for (int i = 0; i < COPIES; ++i) {
-        int turn = i % TURNS, chunk = i / TURNS * PLANES * S::PER_PLANE;
-        // Tokens further by all of AT_ONCE are columns further by half a line.
-        copy_async_16((place ^ turn_of_chunk(chunk) ^ turn * 64) + chunk * S::CHUNK_BYTES, source + turn * AT_ONCE * WIDE,
-                      token + turn * AT_ONCE < left);
-        if (turn == TURNS - 1) source += PLANES * code_plane;
-    }
+    for (int plane = 0; plane < S::PLANES; ++plane, source += code_plane)
+#pragma unroll
+        for (int turn = 0; turn < S::PER_PLANE; ++turn) {
+            // The second half of a block's tokens is a turn of the lines, as `place_of` has it.
+            u32 at = place ^ S::turn_of(plane * S::PER_PLANE) ^ turn * 16;
+            copy_async_16(at + plane * S::CODE_BYTES + turn * 512, source + turn * 512, token + 16 * turn < left);
+        }
     constexpr int EACH = S::PLANE_BYTES / 16, PIECES = S::PLANES * EACH;
     const u8* scale = scales + i64(from) * S::SCALE_BYTES + lane_id() % EACH * 16 + lane_id() / EACH * scale_plane;
     bool is_there = lane_id() % EACH * (16 / S::SCALE_BYTES) < left;
@@ -88,7 +87,7 @@ DEVICE void clear_scales(u32 tile, int left) {
     }
 }
 
-// The scales of a lane's keys of one block, twice each; `at` is where the scales of the lane's eight (or four) tokens begin.
+// The scales of a lane's keys of one block, twice each; `at` is where the scales of the lane's eight tokens begin.
 template <class S>
 DEVICE void key_scales(u32 (&scale)[PRODUCTS], u32 at, int n) {
     if constexpr (S::SCALE_BYTES == 4) {
@@ -99,14 +98,9 @@ DEVICE void key_scales(u32 (&scale)[PRODUCTS], u32 at, int n) {
         }
     } else {
         u32 pick = n % 2 ? 0x3232u : 0x1010u;
-        if constexpr (PRODUCTS == 4) {
-            u32x4 x = load_shared_u128(at);
-            scale[0] = prmt(x.x, x.x, pick), scale[1] = prmt(x.y, x.y, pick);
-            scale[2] = prmt(x.z, x.z, pick), scale[3] = prmt(x.w, x.w, pick);
-        } else {
-            u32x2 x = load_shared_u64(at);
-            scale[0] = prmt(x.x, x.x, pick), scale[1] = prmt(x.y, x.y, pick);
-        }
+        u32x4 x = load_shared_u128(at);
+        scale[0] = prmt(x.x, x.x, pick), scale[1] = prmt(x.y, x.y, pick);
+        scale[2] = prmt(x.z, x.z, pick), scale[3] = prmt(x.w, x.w, pick);
     }
 }
 
@@ -120,12 +114,9 @@ DEVICE void value_scales(u32 (&scale)[PRODUCTS], u32 at) {
             scale[i] = pack_bf16x2(from_bits(x.x), from_bits(x.y));
             scale[i + 1] = pack_bf16x2(from_bits(x.z), from_bits(x.w));
         }
-    } else if constexpr (PRODUCTS == 4) {
+    } else {
         u32x4 x = load_shared_u128(at);
         scale[0] = x.x, scale[1] = x.y, scale[2] = x.z, scale[3] = x.w;
-    } else {
-        u32x2 x = load_shared_u64(at);
-        scale[0] = x.x, scale[1] = x.y;
     }
 }
 
@@ -133,16 +124,18 @@ DEVICE void value_scales(u32 (&scale)[PRODUCTS], u32 at) {
 template <class S>
 DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
     int n = lane_id() / 4, j = lane_id() % 4;
-    u32 codes = tile + j / S::PER_CHUNK * S::CHUNK_BYTES + (n * 16 ^ turn_of_chunk(j / S::PER_CHUNK)) + j % S::PER_CHUNK * 8;
+    u32 codes = tile + S::behind(j / S::PER_CHUNK) + (S::place_of(token_of(0, n)) ^ S::turn_of(j / S::PER_CHUNK)) +
+                j % S::PER_CHUNK * 8;
     u32 scales = tile + S::SCALES_AT + j / S::PER_CHUNK / S::PER_PLANE * S::PLANE_BYTES +
-                 n / 2 * (2 * PRODUCTS) * S::SCALE_BYTES;
+                 n / 2 * 8 * S::SCALE_BYTES;
     queries += lane_id() * 16;
 #pragma unroll WRITTEN_OUT
     for (int chunk = 0; chunk < S::CHUNKS; chunk += S::PIECE) {
         u32 words[PRODUCTS][4], scale[PRODUCTS];
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
-            u32 at = (codes ^ turn_of_product(i)) + chunk * S::CHUNK_BYTES + i * 128;
+            // Products are two tokens further each: within a line, and to the next.
+            u32 at = (codes ^ 2 * i * S::WIDE % 128) + 2 * i * S::WIDE / 128 * 128 + S::behind(chunk);
             if constexpr (S::PIECE == 4) {
                 u32x4 x = load_shared_u128(at);
                 words[i][0] = x.x, words[i][1] = x.y, words[i][2] = x.z, words[i][3] = x.w;
@@ -181,31 +174,23 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
 template <class S>
 DEVICE void add_values(float (&acc)[ROW_TILES][S::CHUNKS * S::FIELDS][4], const u32 (&weights)[ROW_TILES][PRODUCTS / 2][4],
                        u32 tile) {
-    constexpr int AT_ONCE = 32 / TILE;  // chunks of a load
-    int chunk_of_lane = lane_id() / TILE, product = lane_id() % TILE / 8;
-    u32 codes = tile + chunk_of_lane * S::CHUNK_BYTES + product * 128 +
-                (lane_id() % 8 * 16 ^ turn_of_product(product) ^ turn_of_chunk(chunk_of_lane));
-    u32 scales = tile + S::SCALES_AT + lane_id() % 4 * (2 * PRODUCTS) * S::SCALE_BYTES;
+    u32 codes = tile + S::place_of(token_of(lane_id() / 8, lane_id() % 8));
+    u32 scales = tile + S::SCALES_AT + lane_id() % 4 * 8 * S::SCALE_BYTES;
     u32 scale[PRODUCTS];
 #pragma unroll
-    for (int first = 0; first < S::CHUNKS; first += AT_ONCE) {
-        u32 words[4];
-        ldmatrix_x4_trans(words, (codes ^ turn_of_chunk(first)) + first * S::CHUNK_BYTES);
+    for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
+        u32 words[PRODUCTS], numbers[PRODUCTS][S::FIELDS];
+        ldmatrix_x4_trans(words, (codes ^ S::turn_of(chunk)) + S::behind(chunk));
+        if (chunk % S::PER_PLANE == 0) value_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES);
 #pragma unroll
-        for (int chunk = first; chunk < first + AT_ONCE; ++chunk) {
-            if (chunk % S::PER_PLANE == 0) value_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES);
-            u32 numbers[PRODUCTS][S::FIELDS];
+        for (int i = 0; i < PRODUCTS; ++i) S::pairs(words[i], scale[i], numbers[i]);
 #pragma unroll
-            for (int i = 0; i < PRODUCTS; ++i) S::pairs(words[(chunk - first) * PRODUCTS + i], scale[i], numbers[i]);
+        for (int i = 0; i < PRODUCTS; i += 2)
 #pragma unroll
             for (int f = 0; f < S::FIELDS; ++f)
 #pragma unroll
-                for (int i = 0; i < PRODUCTS; i += 2)
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m)
-                        multiply<S::BRAIN>(acc[m][chunk * S::FIELDS + f], weights[m][i / 2], numbers[i][f],
-                                           numbers[i + 1][f]);
-        }
+                for (int m = 0; m < ROW_TILES; ++m)
+                    multiply<S::BRAIN>(acc[m][chunk * S::FIELDS + f], weights[m][i / 2], numbers[i][f], numbers[i + 1][f]);
     }
 }
 

@@ -55,6 +55,13 @@ DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     return d;
 }
 
+// The upper half of a product: by 2^n a shift to the right by 32 - n, where instructions that shift are too many.
+DEVICE u32 high_product(u32 a, u32 b) {
+    u32 d;
+    asm("mul.hi.u32 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
 // Pairs of 16-bit numbers, the first in the low half
 
 DEVICE u32 add_f16x2(u32 a, u32 b) {
