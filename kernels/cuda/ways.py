@@ -15,12 +15,17 @@ if TYPE_CHECKING:
 OF_HEADS = tuple(
     (n_warps, heads.TOKENS, n_stages, blocks)
     for n_warps, n_stages, blocks in (
-        *((8, 3, 1), (8, 2, 1), (8, 3, 2), (8, 2, 2), (16, 2, 1)),
-        *((4, 3, 2), (4, 4, 2), (4, 3, 4), (4, 2, 4)),
+        *((12, 3, 1), (12, 2, 1), (8, 3, 1), (16, 2, 1), (8, 2, 2)),
+        *((6, 2, 2), (4, 3, 2), (4, 2, 4), (4, 3, 4)),
     )
 )
 """Warps, tokens of a warp's tile, tiles that it holds, and blocks that a multiprocessor has place for."""
-OF_LATENTS = ((8, 32, 2, 1), (8, 32, 1, 1), (4, 32, 2, 1), (4, 32, 1, 1), (4, 32, 2, 2), (8, 16, 2, 1))
+OF_LATENTS = tuple(
+    (n_warps, heads.TOKENS, n_stages, blocks)
+    for n_warps, n_stages, blocks in ((8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1), (4, 2, 2), (4, 1, 2))
+)
+COUNTED = 1, 2, 3, 4
+"""Blocks worth timing, in how many a multiprocessor has place for."""
 LEAST_ROWS = 16
 """Rows of a product, for which a latent is read."""
 
@@ -34,7 +39,7 @@ def latent_way(config: DecodeConfig) -> latent.LatentWay:
     """Return how a choice reads a latent, whose tail is a split of its own where there are several."""
     stages = config.n_stages, config.n_stages
     return latent.LatentWay(
-        config.block_rows, config.n_warps, config.block_tokens, stages, tail_apart=config.n_splits > 1
+        rows=config.block_rows, warps=config.n_warps, stages=stages, tail_apart=config.n_splits > 1
     )
 
 
@@ -42,11 +47,11 @@ def can_read(
     config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int
 ) -> bool:
     """Whether a choice can read streams of these formats and widths in CUDA, for `rows` queries of a key/value head."""
+    if config.block_tokens != heads.TOKENS:
+        return False
     if len(formats) == 2:
         return kv_heads == 1 and latent.fits(formats, dims[:2], latent_way(config))
-    return config.block_tokens == heads.TOKENS and heads.fits(
-        formats, dims, kv_heads, rows, heads_way(config)
-    )
+    return heads.fits(formats, dims, kv_heads, rows, heads_way(config))
 
 
 def shared_bytes(config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int) -> int:

@@ -181,7 +181,12 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
             least = 0 if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "early_join") else 1
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
-            if name in ("block_rows", "block_tokens", "n_warps", "n_heads") and size & (size - 1):
+            is_any = name == "n_warps" and choice.in_cuda
+            if (
+                name in ("block_rows", "block_tokens", "n_warps", "n_heads")
+                and size & (size - 1)
+                and not is_any
+            ):
                 raise ValueError(f"{name} is {size!r}, expected a power of two")
     measured().update(made)
     choose.cache_clear()
@@ -267,7 +272,10 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
     if in_cuda and _is_of_blocks(shape):
         made = [*cuda.readings(first.reading, shape.formats, shape.dims, shape.rows, SM_BYTES), *made]
     for reading in made:
-        counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in COUNTED_PER_SM]
+        per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
+        counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
+        if reading.in_cuda and counts[0] == 2:
+            counts.append(1)  # which no kernel joins
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
     if shape.arch in EARLY_ARCHS:
         found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])

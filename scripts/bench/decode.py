@@ -126,11 +126,18 @@ def host_us(step: Callable[[], Any], n_steps: int) -> float:
 
 
 def tune(
-    layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, turns: int, good: dict[Any, None]
+    layout: cases.Layout,
+    stores: list[cases.Store],
+    q: Any,
+    tokens: int,
+    turns: int,
+    good: dict[Any, None],
+    only_cuda: bool,
 ) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
-    First every way to read a tile with two programs a processor, then the best three with other counts of splits.
+    First every way to read a tile with two programs a processor, then the best three with other counts of splits, and
+    the best of all with a join that begins early.
     `good` are the ways that were compiled, all where it is empty; it becomes those that were best here, which later
     shapes of this layout and format try alone.
     """
@@ -143,8 +150,10 @@ def tune(
     shape = decode_shape(*q, kinds, *parts, tokens)
     by_reading: dict[Any, list[Any]] = {}
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    for config in table.candidates(shape, processors, in_cuda=nvrtc.version() is not None):
-        by_reading.setdefault(config.reading, []).append(config)
+    ways = [*table.candidates(shape, processors, in_cuda=nvrtc.version() is not None)]
+    for config in ways:
+        if not config.early_join and (config.in_cuda or not only_cuda):
+            by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
     def attempt(configs: list[Any]) -> None:
@@ -166,9 +175,14 @@ def tune(
     attempt([by_reading[reading][min(1, len(by_reading[reading]) - 1)] for reading in readings])
     for reading in list(dict.fromkeys(config.reading for config in sorted(tried, key=tried.__getitem__)))[:3]:
         attempt(by_reading[reading])
+    present = table.measured().get(shape.key)
+    if only_cuda and tried and present is not None:
+        attempt([present])
     best = sorted(tried, key=tried.__getitem__)
     if not best:
         return "no way ran: the rule's choice stays"
+    attempt([early for early in (replace(way, early_join=True) for way in best[:2]) if early in ways])
+    best = sorted(tried, key=tried.__getitem__)
     readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
     good.clear()
     good.update(dict.fromkeys(readings))
@@ -219,7 +233,8 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
             kinds = cases.FORMATS[form][: len(layout.widths)]
             rows = layout.heads // layout.kv_heads
             shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            readings = dict.fromkeys(config.reading for config in candidates(shape, 132, in_cuda))
+            ways = [way for way in candidates(shape, 132, in_cuda) if way.in_cuda or not options.only_cuda]
+            readings = dict.fromkeys(way.reading for way in ways)
             # The count of splits is not compiled in, but for one.
             ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
     jobs = [job for _, job in sorted(ranked, key=lambda item: item[0])]
@@ -257,7 +272,8 @@ def measure(
     if on_gpu:
         row["steps_of_a_graph"] = n_stores * turns
     if on_gpu and options.tune:
-        print(f"  {tune(layout, stores, q, tokens, turns, good)}", flush=True)
+        said = tune(layout, stores, q, tokens, turns, good, options.only_cuda)
+        print(f"  {said}", flush=True)
     step = calls(layout, stores, q, tokens)
     out, _ = step()
     row["relative_error"] = cases.error(layout, stores[-1], q, out, tokens, tokens - cases.TAIL // 2)
@@ -283,6 +299,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument(
+        "--only-cuda", action="store_true", help="tune among ways in CUDA C++ and what the table has"
+    )
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layouts", nargs="*", help="names or their beginnings")

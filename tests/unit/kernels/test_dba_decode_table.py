@@ -151,13 +151,17 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
         for way in made:
             assert way.in_cuda * table.shared_bytes(shape, way) <= table.SM_BYTES
             assert 2 <= way.n_splits <= 513
-            # As many blocks as the processors have place for, and the tails'.
+            # As many blocks as the processors have place for, a few times, and the tails'.
             blocks = (way.n_splits - 1) * shape.lanes // n_heads
-            assert blocks <= max(table.COUNTED_PER_SM) * 132
+            assert blocks <= 4 * way.in_cuda * 132
             assert way.in_triton == replace(
                 DecodeConfig(), n_splits=way.n_splits, n_registers=168, early_join=way.early_join,
                 block_rows=32 if n_heads == 1 else 16, n_heads=1 if n_heads == 1 else 4,
             )  # fmt: skip
+        many = candidates(replace(shape, lanes=512), 132, in_cuda=True)
+        assert {way.n_splits for way in many if way.in_cuda == 1} == {1, 2, 3}, (
+            "one split alone joins nothing"
+        )
     for other in ({"arch": "sm80"}, {"in_fp32": True}, {"formats": ("q4_0", "bf16")}):
         shape = replace(SHAPE, **other)
         assert candidates(shape, 132, in_cuda=True) == candidates(shape, 132)
