@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +133,7 @@ def tune(
     turns: int,
     good: dict[Any, None],
     only_cuda: bool,
+    path: Path,
 ) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
@@ -186,9 +187,8 @@ def tune(
     readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
     good.clear()
     good.update(dict.fromkeys(readings))
-    write_whole(TABLE, table.written({shape.key: best[0]}))
-    table.measured.cache_clear()
-    table.choose.cache_clear()
+    table.adopt({shape.key: asdict(best[0])})
+    write_whole(path, table.written({}))
     forget_plans()
     first = table.rule(shape, processors)
     gain = f", {tried[first] / tried[best[0]]:.2f}x the rule's choice" if first in tried else ""
@@ -272,7 +272,7 @@ def measure(
     if on_gpu:
         row["steps_of_a_graph"] = n_stores * turns
     if on_gpu and options.tune:
-        said = tune(layout, stores, q, tokens, turns, good, options.only_cuda)
+        said = tune(layout, stores, q, tokens, turns, good, options.only_cuda, options.table)
         print(f"  {said}", flush=True)
     step = calls(layout, stores, q, tokens)
     out, _ = step()
@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layouts", nargs="*", help="names or their beginnings")
     parser.add_argument("--formats", nargs="*", default=list(cases.FORMATS))
+    parser.add_argument("--table", type=Path, default=TABLE, help="where --tune puts its choices")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/decode.json"))
     options = parser.parse_args()
     began = time.monotonic()

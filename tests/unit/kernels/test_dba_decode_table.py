@@ -159,9 +159,7 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
                 block_rows=32 if n_heads == 1 else 16, n_heads=1 if n_heads == 1 else 4,
             )  # fmt: skip
         many = candidates(replace(shape, lanes=512), 132, in_cuda=True)
-        assert {way.n_splits for way in many if way.in_cuda == 1} == {1, 2, 3}, (
-            "one split alone joins nothing"
-        )
+        assert {1, 2} <= {way.n_splits for way in many if way.in_cuda}, "one split alone joins nothing"
     for other in ({"arch": "sm80"}, {"in_fp32": True}, {"formats": ("q4_0", "bf16")}):
         shape = replace(SHAPE, **other)
         assert candidates(shape, 132, in_cuda=True) == candidates(shape, 132)
