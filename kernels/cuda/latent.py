@@ -58,8 +58,7 @@ def _is_whole(kind: str, width: int) -> bool:
 def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> int:
     """Return the bytes of shared memory of a block."""
     tiles = sum(
-        stages * _tile_bytes(kind, d)
-        for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
+        stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
     )
     queries = sum(dims[:2]) // 16 * (way.rows // 16) * 512
     tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))

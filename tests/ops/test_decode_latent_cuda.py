@@ -18,7 +18,7 @@ from tests.ops.emulated import EARLY, KERNELS, MODES, EmulatedKernel, needs_comp
 pytestmark = needs_compiler
 MIXED = ("q4_0", "q8_0")
 SMALL = Case(MIXED, (149,), heads=(4, 1), dims=(128, 64, 128), packed=128)
-QUICK = latent.LatentWay(rows=16, warps=2, tile=32, stages=(1, 1))
+QUICK = latent.LatentWay(rows=16, warps=2, stages=(1, 1))
 
 
 def bits(x: Tensor) -> np.ndarray:
@@ -86,17 +86,17 @@ def check(case: Case, way: latent.LatentWay, n_splits: int, **options: Any) -> N
 @pytest.mark.parametrize(
     "kinds", [("q8_0", "q8_0"), MIXED, ("q4_0", "q4_0"), ("nf4", "nf4"), ("nf4", "q8_0")]
 )
-@pytest.mark.parametrize("tile", [16, 32])
-def test_every_format_is_read(kinds: tuple[str, str], tile: int) -> None:
-    check(replace(SMALL, kinds=kinds), replace(QUICK, tile=tile), n_splits=3)
+@pytest.mark.parametrize("unrolled", [1, 4])
+def test_every_format_is_read(kinds: tuple[str, str], unrolled: int) -> None:
+    check(replace(SMALL, kinds=kinds), replace(QUICK, unrolled=unrolled), n_splits=3)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(1, 1), (2, 2), (1, 2), (3, 1)])
 def test_tiles_are_held_in_any_number(stages: tuple[int, int], mode: int) -> None:
     """Nine tiles for two warps, which begin and end in the middle of their stages."""
-    way = replace(QUICK, tile=16, stages=stages)
-    check(replace(SMALL, lengths=(150,), packed=137), way, n_splits=1, mode=mode)
+    way = replace(QUICK, stages=stages)
+    check(replace(SMALL, lengths=(295,), packed=281, capacity=512), way, n_splits=1, mode=mode)
 
 
 @pytest.mark.parametrize("dims", [(128, 256, 128), (64, 64, 64), (64, 128, 64)])
@@ -126,7 +126,7 @@ def test_queries_see_what_came_before_them(n_queries: int, window: int | None) -
     """Of a sequence shorter than they are, too, whose first queries see nothing."""
     case = replace(SMALL, lengths=(133, 5), packed=96, queries=n_queries, window=window)
     check(case, replace(QUICK, rows=32), n_splits=3)
-    check(replace(case, packed=0, tail=144), replace(QUICK, tile=16), n_splits=1)
+    check(replace(case, packed=0, tail=144), QUICK, n_splits=1)
 
 
 def test_queries_far_beyond_float16() -> None:
@@ -149,7 +149,7 @@ def test_the_number_of_splits_changes_little(n_splits: int) -> None:
 def test_weights_that_rise_from_tile_to_tile() -> None:
     """Keys that grow along the tokens raise the maximum again and again, by less than is put off and by more."""
     case = replace(SMALL, lengths=(250,), packed=224, capacity=256)
-    check(case, replace(QUICK, tile=16), 1, growth=0.05)
+    check(case, QUICK, 1, growth=0.05)
 
 
 def test_a_form_that_shared_memory_does_not_hold_is_refused() -> None:
