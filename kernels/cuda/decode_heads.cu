@@ -7,7 +7,8 @@
 //
 // Macros: KIND_SEM, KIND_GEO, KIND_V (0 q8_0, 1 q4_0, 2 nf4), D_SEM, D_GEO, D_V (features of a head), KV_HEADS, GROUP,
 // QUERIES (GROUP * QUERIES is at most 8), WARPS, STAGES, BRAIN (queries and outputs are bfloat16, else float16), TAIL_BRAIN
-// (tails are), HAS_WINDOW, FINAL, ANNOUNCED. Grid: sequences times pairs of heads, and splits, of which the last has the tail
+// (tails are), TABLED (of two
+// chunks of nf4's values those that a table makes numbers), HAS_WINDOW, FINAL, ANNOUNCED. Grid: sequences times pairs of heads, and splits, of which the last has the tail
 // for itself where there are several. Outputs are those of Triton's `decode_split`.
 #include "heads_tail.cuh"
 
@@ -55,6 +56,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
     own.clear();
 
     Levels levels(seqlens[b] < 0);
+    Table table{shared_address(shared_memory()) + WARPS * STAGES * STAGE + 4 * lane_id()};
+    if (TABLED > 0) {
+        Table::fill(table.own - 4 * lane_id(), levels);
+        sync_block();
+    }
     int stage = 0, since = 0;
     for (int tile = first; tile < end; tile += WARPS) {
         wait_copies<STAGES - 2>();
@@ -71,9 +77,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
         scores(s, at, rows, pair, levels);
         bool is_whole = i + TOKENS <= held && (!(HAS_WINDOW || QUERIES > 1) || rows.sees_all(i, TOKENS));
         if (is_whole)
-            own.read<false>(s, at, rows, i, held, levels);
+            own.read<false>(s, at, rows, i, held, levels, table);
         else
-            own.read<true>(s, at, rows, i, held, levels);
+            own.read<true>(s, at, rows, i, held, levels, table);
         if (++since == SETTLED) {
             own.settle();
             since = 0;

@@ -43,6 +43,29 @@ struct Levels {
     }
 };
 
+// Pairs of levels in shared memory, for each two nibbles a word of every lane's own bank: a load makes two codes numbers, where
+// byte permutations are what is waited for.
+struct Table {
+    u32 own;  // of this lane
+    static constexpr int BYTES = 256 * 128;
+
+    DEVICE static void fill(u32 at, const Levels& levels) {
+        for (int both = warp_id(); both < 256; both += WARPS) {
+            u32 pairs[4];
+            levels.look_up((both & 15) | both >> 4 << 8, pairs);
+            store_shared_u32(at + 128 * both + 4 * lane_id(), pairs[0]);
+        }
+    }
+    // Bytes 0 and 2 of a word as pairs, and 1 and 3, of the low nibbles, then of the high ones.
+    DEVICE void look_up(u32 word, u32 (&out)[4]) const {
+        u32 low = word & 0x0f0f0f0fu, high = word & 0xf0f0f0f0u;
+        out[0] = load_shared_u32(own + 128 * byte_products(low, 0x00100001u, 0));
+        out[1] = load_shared_u32(own + 128 * byte_products(low, 0x10000100u, 0));
+        out[2] = load_shared_u32(own + 8 * byte_products(high, 0x00100001u, 0));
+        out[3] = load_shared_u32(own + 8 * byte_products(high, 0x10000100u, 0));
+    }
+};
+
 // A format of which a step is one mask and a unit of two bytes two or four numbers. A mask leaves UNIT times a code, which is
 // LESS too many. BYTES and SCALE_BYTES are those of a block of one token.
 template <int KIND>
@@ -77,6 +100,17 @@ struct Format {
             out[3] = upper & 0x00f000f0u;
         } else {
             levels.look_up(ANY ? word : prmt(word, word, 0x3120u), out);
+        }
+    }
+    // The same of a word of values, of two tokens, by a table where there is one.
+    static DEVICE void values(u32 word, bool is_tabled, const Levels& levels, Table table, u32 (&out)[2 * NIBBLES]) {
+        if constexpr (IS_LEVELS) {
+            if (is_tabled)
+                table.look_up(word, out);
+            else
+                numbers<false>(word, levels, out);
+        } else {
+            numbers<false>(word, levels, out);
         }
     }
     static DEVICE float scale(u32 address) {

@@ -10,6 +10,8 @@ BLOCKS = {"q8_0": (32, 32, 2), "q4_0": (32, 16, 2), "nf4": (64, 32, 4)}
 """Elements of a block, bytes of its codes and of its scale."""
 TOKENS = 32
 """Tokens of a warp's tile."""
+TABLE_BYTES = 256 * 128
+"""Of a table of two codes' numbers, a word for each lane."""
 MOST_SHARED = 232448
 """Bytes of shared memory that a block of Hopper may have."""
 MOST_ROWS = 8
@@ -26,11 +28,13 @@ class HeadsWay:
         warps: each reads tokens of its own.
         stages: tiles that a warp holds.
         blocks: that a multiprocessor's registers are to have place for.
+        tabled: of two chunks of nf4's values, those whose codes a table in shared memory makes numbers.
     """
 
     warps: int = 8
     stages: int = 3
     blocks: int = 1
+    tabled: int = 0
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int, way: HeadsWay) -> bool:
@@ -56,7 +60,8 @@ def _is_of_steps(kind: str, width: int) -> bool:
 def shared_bytes(kinds: Sequence[str], dims: Sequence[int], rows: int, way: HeadsWay) -> int:
     """Return the bytes of shared memory of a block; warps hand over their sums where their tiles were."""
     columns = 4 if rows <= 4 else 8
-    return way.warps * max(way.stages * _tile_bytes(kinds, dims), 2 * columns * (dims[2] + 2) * 4)
+    table = TABLE_BYTES if way.tabled and kinds[2] == "nf4" else 0
+    return way.warps * max(way.stages * _tile_bytes(kinds, dims), 2 * columns * (dims[2] + 2) * 4) + table
 
 
 def _tile_bytes(kinds: Sequence[str], dims: Sequence[int]) -> int:
@@ -92,6 +97,7 @@ def macros(
         "WARPS": way.warps,
         "STAGES": way.stages,
         "LEAST_BLOCKS": way.blocks,
+        "TABLED": way.tabled if kinds[2] == "nf4" else 0,
         "BRAIN": int(in_bf16),
         "TAIL_BRAIN": int(tail_in_bf16),
         "HAS_WINDOW": int(has_window),

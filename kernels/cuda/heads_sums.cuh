@@ -83,7 +83,7 @@ struct Sums {
 
     // Read the values of a tile whose scores are given, from token i on, of which those below `until` are there.
     template <bool MASKED>
-    DEVICE void read(float (&s)[N_TILES][M_TILES][4], u32 at, const Rows& rows, int i, int until, const Levels& levels) {
+    DEVICE void read(float (&s)[N_TILES][M_TILES][4], u32 at, const Rows& rows, int i, int until, const Levels& levels, Table table) {
         int g = lane_id() / 4, j = lane_id() % 4;
         u32 codes = at + VALUES_AT;
         float z[N_TILES][Values::PARTS][M_TILES][2], widest[N_TILES];
@@ -111,12 +111,12 @@ struct Sums {
                         b[n][m][half] = transpose(pack_f16x2(x, y));
                     }
             for (int head = 0; head < 2; ++head)
-                add(head, part, codes + (head * Values::PARTS + part) * TOKENS * Values::BYTES, b[N_TILES == 1 ? 0 : head], levels);
+                add(head, part, codes + (head * Values::PARTS + part) * TOKENS * Values::BYTES, b[N_TILES == 1 ? 0 : head], levels, table);
         }
     }
 
     // Add a block of values by its weights.
-    DEVICE void add(int head, int part, u32 plane, const u32 (&b)[M_TILES][2], const Levels& levels) {
+    DEVICE void add(int head, int part, u32 plane, const u32 (&b)[M_TILES][2], const Levels& levels, Table table) {
         int l = lane_id();
         for (int m = 0; m < M_TILES; m += 2 / Values::WORDS) {
             // Tiles of eight tokens: of two chunks of sixteen tokens, or of one of all.
@@ -125,8 +125,8 @@ struct Sums {
             for (int k = 0; k < 2; ++k) {
                 int word = Values::WORDS == 1 ? 0 : k, of = Values::WORDS == 1 ? m + k : m;
                 u32 low[2 * Values::NIBBLES], high[2 * Values::NIBBLES];
-                Values::template numbers<false>(r[2 * k], levels, low);
-                Values::template numbers<false>(r[2 * k + 1], levels, high);
+                Values::values(r[2 * k], k < TABLED, levels, table, low);
+                Values::values(r[2 * k + 1], k < TABLED, levels, table, high);
                 for (int nibble = 0; nibble < Values::NIBBLES; ++nibble) {
                     u32 a[4] = {low[2 * nibble], low[2 * nibble + 1], high[2 * nibble], high[2 * nibble + 1]};
                     mma_f16(acc[head][part * Values::STEPS + Values::step(word, nibble)], a, b[of][0], b[of][1]);

@@ -62,6 +62,13 @@ DEVICE u32 high_product(u32 a, u32 b) {
     return d;
 }
 
+// The bytes of a times those of b, and c.
+DEVICE u32 byte_products(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
 // Pairs of 16-bit numbers, the first in the low half
 
 DEVICE u32 add_f16x2(u32 a, u32 b) {

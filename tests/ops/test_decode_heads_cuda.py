@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.ops.decode_cases import Case, arguments, expected
-from tests.ops.emulated import KERNELS, EmulatedKernel, needs_compiler
+from tests.ops.emulated import DESCENDING, EARLY, KERNELS, MODES, EmulatedKernel, needs_compiler
 
 pytestmark = needs_compiler
 heads = importlib.import_module("caramba.kernels.cuda.heads")
@@ -95,3 +96,49 @@ def test_is_what_float64_gives(name: str) -> None:
 )
 def test_one_split_writes_the_output_itself(name: str) -> None:
     check(CASES[name], SMALL, 1, torch.float16, most=1.5e-3)
+
+
+@pytest.mark.parametrize("tabled", [0, 1, 2])
+@pytest.mark.parametrize("mode", [0, EARLY | DESCENDING])
+def test_levels_come_from_permutations_or_from_a_table(tabled: int, mode: int) -> None:
+    case = Case(("nf4", "nf4", "nf4"), (99, 40), (8, 4), packed=70)
+    check(case, replace(SMALL, tabled=tabled), 2, torch.float16, mode, most=1.5e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_copy_or_meeting_of_lanes_is_missing(mode: int) -> None:
+    check(CASES["mixed, ragged"], heads.HeadsWay(warps=3, stages=3), 2, torch.bfloat16, mode)
+
+
+def test_scores_and_scales_that_grow_along_the_tokens_keep_their_range() -> None:
+    """Sums are made smaller again and again: neither weights nor their products with scales may leave float16."""
+    case = Case(("q8_0", "q4_0", "q8_0"), (230,), (4, 2), packed=200)
+
+    def grow(streams: list[list[torch.Tensor]]) -> None:
+        tokens = torch.arange(case.capacity)
+        for stream, most in zip(streams, (40.0, 40.0, 3000.0), strict=True):
+            stream[1].mul_((1 + tokens * most / case.capacity)[:, None].to(stream[1].dtype))
+
+    out, sums = joined(*run(case, SMALL, 3, torch.bfloat16, streams=grow))
+    wanted, wanted_sums = grown(case, grow)
+    assert float((out - wanted).norm() / wanted.norm()) < 4e-3
+    torch.testing.assert_close(sums, wanted_sums, rtol=1e-4, atol=3e-3)
+
+
+def grown(case: Case, change: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    args, options = arguments(case, torch.bfloat16)
+    change([stream.tensors for stream in args[2:5]])
+    return expected(case, args, options)
+
+
+def test_queries_beyond_float16_and_below_it() -> None:
+    case = CASES["q4_0, four heads"]
+    for by in (2.0**20, 2.0**-40):
+        args, options = arguments(case, torch.bfloat16)
+        args[:2] = [q * by for q in args[:2]]
+        wanted, wanted_sums = expected(case, args, options)
+        out, sums = joined(
+            *run(case, SMALL, 2, torch.bfloat16, queries=lambda q, by=by: [x.mul_(by) for x in q])
+        )
+        assert float((out - wanted).norm() / wanted.norm()) < 4e-3
+        torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-3)

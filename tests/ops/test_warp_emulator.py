@@ -79,7 +79,7 @@ def test_numbers() -> None:
     a[:4], b[:4] = [0x3C003C00, 0x7BFF7BFF, 0x00010001, 0x80018001], [0x3C013C01, 0x7BFF7BFF, 0x38003800, 0]
     floats = (rng().standard_normal((2, 32)) * np.exp2(np.arange(-28, 36, 2))).astype(np.float32)
     kernel = EmulatedKernel(SOURCE, "numbers")
-    out = np.zeros((17, 32), np.uint32)
+    out = np.zeros((18, 32), np.uint32)
     kernel((1, 1), 32, 0, [out, a, b, c])
 
     np.testing.assert_array_equal(out[0], (a & b) | c)
@@ -113,6 +113,8 @@ def test_numbers() -> None:
     np.testing.assert_array_equal(out[14], a[lanes ^ 5])
     np.testing.assert_array_equal(out[15], a[31 - lanes])
     np.testing.assert_array_equal(out[16], a.astype(np.uint64) * b >> 32)
+    bytes_ = [x[:, None].view(np.uint8).astype(np.uint32) for x in (a, b)]
+    np.testing.assert_array_equal(out[17], (bytes_[0] * bytes_[1]).sum(1, dtype=np.uint32) + c)
 
     kernel((1, 1), 32, 0, [out, floats[0], floats[1], c])
     with np.errstate(over="ignore"):

@@ -68,10 +68,10 @@ extern "C" __global__ void copies(u32* out, const u32* x, int warps) {
     }
 }
 
-// One warp of 32 lanes, a, b, c [32]: out [17, 32].
+// One warp of 32 lanes, a, b, c [32]: out [18, 32].
 extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u32* c) {
     int i = lane_id();
-    u32 found[17] = {
+    u32 found[18] = {
         lop3_or(a[i], b[i], c[i]),
         lop3_xor(a[i], b[i], c[i]),
         prmt(a[i], b[i], c[i]),
@@ -89,8 +89,9 @@ extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u
         shuffle_xor(a[i], 5),
         shuffle_from(a[i], 31 - i),
         high_product(a[i], b[i]),
+        byte_products(a[i], b[i], c[i]),
     };
-    for (int k = 0; k < 17; ++k) out[32 * k + i] = found[k];
+    for (int k = 0; k < 18; ++k) out[32 * k + i] = found[k];
 }
 
 // One warp. x [32]: out [3, 32], 2^x, log2 |x|, whether any lane of those below 16 bits' largest is 1.

@@ -351,6 +351,10 @@ inline float from_bits(u32 x) { return std::bit_cast<float>(x); }
 inline u32 lop3_or(u32 a, u32 mask, u32 magic) { return (a & mask) | magic; }
 inline u32 lop3_xor(u32 a, u32 mask, u32 magic) { return (a & mask) ^ magic; }
 inline u32 high_product(u32 a, u32 b) { return u64(a) * b >> 32; }
+inline u32 byte_products(u32 a, u32 b, u32 c) {
+    for (int i = 0; i < 32; i += 8) c += (a >> i & 255) * (b >> i & 255);
+    return c;
+}
 inline u32 prmt(u32 a, u32 b, u32 selector) {
     u64 both = a | u64(b) << 32;
     u32 found = 0;
