@@ -60,7 +60,7 @@ def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> i
     tiles = sum(
         stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
     )
-    queries = sum(dims[:2]) // 16 * (way.rows // 16) * 512
+    queries = sum(dims[:2]) // 16 * way.rows * 32
     tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
     read = queries + way.warps * max(tiles, tail)
     met = way.warps * way.rows * (4 * dims[0] + 64)

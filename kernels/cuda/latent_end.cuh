@@ -8,15 +8,15 @@ constexpr int OUT_BYTES = SEM_D * 4 + 64;  // of a row's sums in float32; rows b
 // Write the block's rows: what each attended over its weights, and the logarithm of those, to base 2 (FINAL: natural).
 // `at` is where the block's first row goes, rows are `row_stride` apart, of which there are `n_rows`.
 template <class S, Kind KIND>
-DEVICE void finish(Running<S>& rows, u32 sums_at, u32 parts, u16* out, float* sums, i64 at, int row_stride,
+DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out, float* sums, i64 at, int row_stride,
                    int n_rows) {
     int g = lane_id() / 4, j = lane_id() % 4;
-    u32 own_sums = sums_at + warp_id() * ROWS * 8;
+    u32 own_sums = sums_at + warp * ROWS * 8;
 #pragma unroll
-    for (int r = 0; r < OWN; ++r) {
-        rows.sum[r] += shuffle_xor(rows.sum[r], 1);
-        rows.sum[r] += shuffle_xor(rows.sum[r], 2);
-        if (j == 0) store_shared_u64(own_sums + (8 * r + g) * 8, {to_bits(rows.top[r]), to_bits(rows.sum[r])});
+    for (int c = 0; c < OWN; ++c) {
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) rows.sum[c] += shuffle_xor(rows.sum[c], mask);
+        if (g == 0) store_shared_u64(own_sums + (c / 2 * 8 + 2 * j + c % 2) * 8, {to_bits(rows.top[c]), to_bits(rows.sum[c])});
     }
     sync_block();
     // A lane a row: its maximum and sum over all warps, and what multiplies what this warp has.
@@ -32,15 +32,15 @@ DEVICE void finish(Running<S>& rows, u32 sums_at, u32 parts, u16* out, float* su
     for (int w = 0; w < WARPS; ++w) total += totals[w] * exp2_fast(tops[w] - top);
     bool is_some = total > 0;
     float inverse = is_some ? float(1 << S::SHIFT) / total : 0;
-    if (warp_id() == 0 && lane_id() < ROWS && row < n_rows) {
+    if (warp == 0 && lane_id() < ROWS && row < n_rows) {
         float log = top + log2_fast(total) - LIFT;
         sums[at + i64(row) * row_stride] = is_some ? (FINAL ? log * LN_2 : log) : minus_infinity();
     }
-    u32 own = parts + warp_id() * ROWS * OUT_BYTES;
+    u32 own = parts + warp * ROWS * OUT_BYTES;
 #pragma unroll
-    for (int r = 0; r < OWN; ++r) {
-        float top_of_row = shuffle_from(top, 8 * r + g);
-        float by = exp2_fast(rows.top[r] - top_of_row) * shuffle_from(inverse, 8 * r + g);
+    for (int r = 0; r < SUMMED; ++r) {
+        float top_of_row = shuffle_from(top, 8 * r + g), own_top = load_shared_f32(own_sums + (8 * r + g) * 8);
+        float by = exp2_fast(own_top - top_of_row) * shuffle_from(inverse, 8 * r + g);
 #pragma unroll
         for (int chunk = 0; chunk < S::CHUNKS; ++chunk)
 #pragma unroll
@@ -52,7 +52,7 @@ DEVICE void finish(Running<S>& rows, u32 sums_at, u32 parts, u16* out, float* su
             }
     }
     sync_block();
-    for (int i = 32 * warp_id() + lane_id(); i < ROWS * SEM_D / 4; i += 32 * WARPS) {
+    for (int i = 32 * warp + lane_id(); i < ROWS * SEM_D / 4; i += 32 * WARPS) {
         int r = i / (SEM_D / 4), d = i % (SEM_D / 4) * 4;
         float found[4] = {0, 0, 0, 0};
 #pragma unroll

@@ -6,8 +6,8 @@
 #define CARAMBA_LATENT_TAIL_CUH
 #include "latent_rows.cuh"
 
-constexpr int TAIL_TOKENS = 16, TAIL_PRODUCTS = 2;
-typedef float TailScores[ROW_TILES][TAIL_PRODUCTS][4];
+constexpr int TAIL_TOKENS = 16;
+typedef float TailScores[1][COLUMN_TILES][4];
 
 // Token of a slot, see `latent_tiles.cuh`.
 DEVICE int tail_token_of(int slot) { return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2; }
@@ -46,33 +46,24 @@ struct Tail {
 #pragma unroll
             for (int word = 0; word < S::PIECE; ++word)
 #pragma unroll
-                for (int half = 0; half < S::FIELDS / 2; ++half)
+                for (int half = 0; half < S::FIELDS / 2; ++half) {
+                    u32 keys[1][4], at = own + ((chunk * S::FIELDS + 2 * half) * 8 + 2 * word) * 2;
 #pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m) {
-                        u32x4 x = load_shared_u128(queries + ((S::step_of(begin + chunk, word) + half) * ROW_TILES + m) * FRAGMENTS +
-                                                   lane_id() * 16);
-                        u32 q[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                        for (int i = 0; i < TAIL_PRODUCTS; ++i) {
-                            u32 at = own + i * 8 * TOKEN_BYTES + ((chunk * S::FIELDS + 2 * half) * 8 + 2 * word) * 2;
-                            multiply<S::BRAIN>(s[m][i], q, load_shared_u32(at), load_shared_u32(at + 16));
-                        }
-                    }
+                    for (int k = 0; k < 4; ++k) keys[0][k] = load_shared_u32(at + k % 2 * 8 * TOKEN_BYTES + k / 2 * 16);
+                    multiply_rows<S::BRAIN, 1>(s, keys, queries + (S::step_of(begin + chunk, word) + half) * STEP_BYTES);
+                }
     }
 
     // Attend tokens held + i and 15 more, as far as `length`.
     template <class Rows>
     DEVICE static void add(Rows& rows, u32 own, u32 sem_queries, u32 geo_queries, const u16* sem, const u16* geo, int sem_stride,
-                           int geo_stride, int held, int i, int length, const int (&end)[OWN], int window,
-                           const float (&by)[OWN]) {
+                           int geo_stride, int held, int i, int length, int first, int window, float by) {
         int left = length - held - i;
         TailScores s;
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m)
+        for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
-            for (int n = 0; n < TAIL_PRODUCTS; ++n)
-#pragma unroll
-                for (int k = 0; k < 4; ++k) s[m][n][k] = 0;
+            for (int k = 0; k < 4; ++k) s[0][n][k] = 0;
         constexpr int MOST = WIDTH / (8 * Geo::FIELDS), AT_ONCE = Geo::CHUNKS < MOST ? Geo::CHUNKS : MOST;
         for (int begin = 0; begin < Geo::CHUNKS; begin += AT_ONCE) {
             sync_warp();
@@ -85,18 +76,12 @@ struct Tail {
         sync_warp();
         add_keys<Sem>(s, own, sem_queries, 0, Sem::CHUNKS);
 #pragma unroll
-        for (int r = 0; r < OWN; ++r)
-#pragma unroll
-            for (int n = 0; n < TAIL_PRODUCTS; ++n)
-#pragma unroll
-                for (int k = 0; k < 2; ++k) {
-                    int token = held + i + tail_token_of(8 * n + 2 * (lane_id() % 4) + k);
-                    bool is_seen = token < length && token < end[r];
-                    if (HAS_WINDOW) is_seen = is_seen && token >= end[r] - window;
-                    if (!is_seen) s[r / 2][n][r % 2 * 2 + k] = minus_infinity();
-                }
-        u32 weights[ROW_TILES][TAIL_PRODUCTS / 2][4];
-        rows.template weigh<TAIL_PRODUCTS>(s, weights, by);
+        for (int k = 0; k < 2; ++k) {
+            int token = held + i + tail_token_of(8 * k + lane_id() / 4);
+            hide(s[0], k, token, token < length, length, first, window);
+        }
+        u32 weights[ROW_TILES][1][4];
+        rows.template weigh<1>(s, weights, by);
         u32 values = own + lane_id() % 16 * TOKEN_BYTES + lane_id() / 16 * 16;
 #pragma unroll
         for (int n = 0; n < Sem::CHUNKS * Sem::FIELDS; n += 2) {

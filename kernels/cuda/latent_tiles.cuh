@@ -6,16 +6,13 @@
 // side, and so are their scales.
 #ifndef CARAMBA_LATENT_TILES_CUH
 #define CARAMBA_LATENT_TILES_CUH
-#include "codes.cuh"
+#include "latent_products.cuh"
 
 constexpr int TILE = 32, PRODUCTS = TILE / 8;  // tokens, and products of keys with 8 of them each
 constexpr int ROW_TILES = ROWS / 16;
-constexpr int FRAGMENTS = 512;  // bytes of a product's queries in all lanes' registers
 constexpr int WRITTEN_OUT = UNROLLED;  // groups of chunks of keys, one after the other in the code
 
 DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
-
-typedef float Scores[ROW_TILES][PRODUCTS][4];
 
 template <Kind KIND, int D>
 struct Stream : Format<KIND> {
@@ -120,15 +117,15 @@ DEVICE void value_scales(u32 (&scale)[PRODUCTS], u32 at) {
     }
 }
 
-// Add the products of queries, as their registers lie from `queries` on, with a tile's keys.
+// Add the products of a tile's keys with queries.
 template <class S>
 DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
     int n = lane_id() / 4, j = lane_id() % 4;
     u32 codes = tile + S::behind(j / S::PER_CHUNK) + (S::place_of(token_of(0, n)) ^ S::turn_of(j / S::PER_CHUNK)) +
                 j % S::PER_CHUNK * 8;
-    u32 scales = tile + S::SCALES_AT + j / S::PER_CHUNK / S::PER_PLANE * S::PLANE_BYTES +
-                 n / 2 * 8 * S::SCALE_BYTES;
-    queries += lane_id() * 16;
+    u32 scales = tile + S::SCALES_AT + j / S::PER_CHUNK / S::PER_PLANE * S::PLANE_BYTES + n / 2 * 8 * S::SCALE_BYTES;
+    u64 description = described(queries);
+    u32 keys[2][S::FIELDS / 2][2][4];  // of two words: one is made while products read the other
 #pragma unroll WRITTEN_OUT
     for (int chunk = 0; chunk < S::CHUNKS; chunk += S::PIECE) {
         u32 words[PRODUCTS][4], scale[PRODUCTS];
@@ -147,27 +144,32 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
         key_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES, n);
 #pragma unroll
         for (int word = 0; word < S::PIECE; ++word) {
-            u32 q[S::FIELDS / 2][ROW_TILES][4];
-#pragma unroll
-            for (int half = 0; half < S::FIELDS / 2; ++half)
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m) {
-                    int step = S::step_of(chunk, word) + half;
-                    u32x4 x = load_shared_u128(queries + (step * ROW_TILES + m) * FRAGMENTS);
-                    q[half][m][0] = x.x, q[half][m][1] = x.y, q[half][m][2] = x.z, q[half][m][3] = x.w;
-                }
+            if (IS_GROUPED) wait_products<1>();
 #pragma unroll
             for (int i = 0; i < PRODUCTS; ++i) {
                 u32 numbers[S::FIELDS];
                 S::pairs(words[i][word], scale[i], numbers);
 #pragma unroll
-                for (int half = 0; half < S::FIELDS / 2; ++half)
-#pragma unroll
-                    for (int m = 0; m < ROW_TILES; ++m)
-                        multiply<S::BRAIN>(s[m][i], q[half][m], numbers[2 * half], numbers[2 * half + 1]);
+                for (int half = 0; half < S::FIELDS / 2; ++half) {
+                    keys[word % 2][half][i / 2][i % 2] = numbers[2 * half];
+                    keys[word % 2][half][i / 2][2 + i % 2] = numbers[2 * half + 1];
+                }
             }
+            if (IS_GROUPED) begin_products();
+#pragma unroll
+            for (int half = 0; half < S::FIELDS / 2; ++half) {
+                int at = (S::step_of(chunk, word) + half) * STEP_BYTES;
+                if constexpr (IS_GROUPED) {
+                    multiply_group<S::BRAIN>(s[0], keys[word % 2][half][0], description + at / 16);
+                    multiply_group<S::BRAIN>(s[1], keys[word % 2][half][1], description + at / 16);
+                } else {
+                    multiply_rows<S::BRAIN, 2>(s, keys[word % 2][half], queries + at);
+                }
+            }
+            if (IS_GROUPED) commit_products();
         }
     }
+    if (IS_GROUPED) wait_products<0>();
 }
 
 // Add a tile's values by their weights: chunk after chunk, whose fields are products of 8 features each.
