@@ -105,6 +105,12 @@ def test_widths(dims: tuple[int, int, int], kind: str) -> None:
     check(replace(SMALL, kinds=(kind, kind), dims=dims, lengths=(85,), packed=64), QUICK, n_splits=2)
 
 
+@pytest.mark.parametrize(("packed", "n_splits"), [(32, 1), (160, 1), (161, 2), (280, 2), (0, 1)])
+def test_warps_that_multiply_together_go_without_a_tile(packed: int, n_splits: int) -> None:
+    way = replace(QUICK, warps=4, stages=(2, 1))
+    check(replace(SMALL, lengths=(packed + 3,), packed=packed, capacity=512), way, n_splits)
+
+
 @pytest.mark.parametrize(("heads", "rows", "warps"), [(32, 32, 4), (20, 32, 2), (32, 16, 8), (5, 16, 3)])
 def test_rows_of_a_block(heads: int, rows: int, warps: int) -> None:
     """As many as it has, fewer, and more than one block of them; also in eight warps, which lay out a row of queries each."""
