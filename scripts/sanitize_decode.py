@@ -44,6 +44,7 @@ def check_case(name: str) -> None:
     }
     cases["latent by words"] = cases["latent mixed"]
     cases["heads together"] = replace(cases["per head mixed"], queries=1)
+    cases["heads in CUDA"], cases["latent in CUDA"] = cases["heads together"], cases["latent mixed"]
     if not torch.cuda.is_available():
         raise SystemExit("sanitize: no CUDA device here")
     if kernels.load("cuda")["dba_decode"] != "triton":
@@ -71,9 +72,27 @@ def check_case(name: str) -> None:
 WAYS = {
     "latent by words": {"block_rows": 32, "n_splits": 2, "n_heads": 1},
     "heads together": {"n_splits": 2, "n_heads": 4},
+    "heads in CUDA": {
+        "block_rows": 8,
+        "block_tokens": 32,
+        "n_splits": 3,
+        "n_heads": 2,
+        "n_stages": 2,
+        "in_cuda": 1,
+    },
+    "latent in CUDA": {
+        "block_rows": 32,
+        "block_tokens": 32,
+        "n_splits": 3,
+        "n_heads": 1,
+        "n_stages": 2,
+        "in_cuda": 1,
+    },
 }
 """Cases that the table may not yet run so: fields of a choice."""
 NAMES = (
+    "heads in CUDA",
+    "latent in CUDA",
     "latent by words",
     "heads together",
     "latent q8_0",

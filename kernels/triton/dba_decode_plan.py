@@ -6,6 +6,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
+from caramba.kernels.cuda.decode import split_launch
+from caramba.kernels.cuda.launch import CudaLaunch
 from caramba.kernels.triton.dba_decode_heads import decode_heads
 from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
 from caramba.kernels.triton.dba_decode_latent import decode_latent
@@ -50,7 +52,7 @@ class Plan:
     sums_from: int
     part_bytes: int
     n_splits: int
-    split: Launch
+    split: Launch | CudaLaunch
     join: Launch | None
     is_empty: bool
     """Whether there is nothing to write."""
@@ -107,11 +109,12 @@ def plan(
     null: list[Tensor],
     window: int,
 ) -> Plan:
-    """Lay out one given way to run calls of this form."""
+    """Lay out one given way to run calls of this form; of a way in CUDA that cannot be had here, what is in its place."""
     if q_sem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(
             f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU"
         )
+    in_cuda, config = config, config.in_triton if config.in_cuda else config
     batch, heads, n_queries, width = q_sem.shape
     kv_heads = k_sem[-1].shape[1]
     group = heads // kv_heads
@@ -164,6 +167,7 @@ def plan(
     options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
     if config.n_registers:
         options["maxnreg"] = config.n_registers
+    split: Launch | CudaLaunch
     if n_heads:
         by_words = [word_mode(kind, d, n_heads) for kind, d in zip(kinds, dims, strict=True)]
         split = Launch(
@@ -214,6 +218,15 @@ def plan(
             },
             **options,
         )
+    if in_cuda.in_cuda and not INTERPRETED:
+        given = [k_sem, k_geo, *([v] if v else [])]
+        split = (
+            split_launch(
+                in_cuda, kinds, queries, given, [*strides, *capacities],
+                has_window=window > 0, final=final, announced=announced, otherwise=split,
+            )
+            or split
+        )  # fmt: skip
     is_wide = rows >= MANY_ROWS and config.n_splits <= 16
     block = min(JOIN_FEATURES[is_wide], power_of_2(v_width))
     join = Launch(

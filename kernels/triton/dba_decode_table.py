@@ -8,6 +8,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import caramba.kernels.cuda.ways as cuda
+
 TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2, 4
 """Programs on a processor, of blocks and of numbers, as far as shared memory has place for their tiles: registers bound
@@ -18,6 +20,8 @@ processors read at unlike rates, and begins the pipeline of loads anew each time
 EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
 """Devices on which a kernel can be launched while the one ahead of it ends (programmatic dependent launch)."""
 SHARED_BYTES = 227 * 1024
+SM_BYTES = 228 * 1024 - 1024
+"""Shared memory of a multiprocessor of Hopper, of which each block takes 1 KB more than it asks for."""
 LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
 NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 BLOCKS = {"q8_0": (32, 1.0, 2), "q4_0": (32, 0.5, 2), "nf4": (64, 0.5, 4)}
@@ -127,6 +131,9 @@ class DecodeConfig:
     `n_heads` is how many key/value heads of quantised streams a program reads together, codes going to products by words
     and scales to the products' results; 1 of a latent has its codes scaled by words (0: one, of which blocks are made into
     scaled numbers in a tile of shared memory).
+    `in_cuda` is how many blocks of a kernel of `caramba.kernels.cuda` a multiprocessor's registers are to have place for
+    (0: Triton's kernels). There each warp reads tiles of its own, of which it holds `n_stages`. Where such a kernel cannot
+    be had `in_triton` takes its place.
     """
 
     block_rows: int = 16
@@ -138,6 +145,15 @@ class DecodeConfig:
     n_registers: int = 0
     early_join: bool = False
     n_heads: int = 0
+    in_cuda: int = 0
+
+    @property
+    def in_triton(self) -> DecodeConfig:
+        """What takes the place of a way in CUDA, with as many splits: blocks read by words, as was best measured."""
+        latent = {"block_rows": max(16, self.block_rows), "n_heads": 1}
+        heads = {"block_rows": TOGETHER_ROWS, "n_heads": MOST_TOGETHER}
+        sizes = latent if self.n_heads == 1 else heads
+        return DecodeConfig(n_splits=self.n_splits, n_registers=168, early_join=self.early_join, **sizes)
 
     @property
     def reading(self) -> DecodeConfig:
@@ -162,10 +178,15 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = 0 if name in ("packed_math", "n_registers", "n_heads", "early_join") else 1
+            least = 0 if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "early_join") else 1
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
-            if name in ("block_rows", "block_tokens", "n_warps", "n_heads") and size & (size - 1):
+            is_any = name == "n_warps" and choice.in_cuda
+            if (
+                name in ("block_rows", "block_tokens", "n_warps", "n_heads")
+                and size & (size - 1)
+                and not is_any
+            ):
                 raise ValueError(f"{name} is {size!r}, expected a power of two")
     measured().update(made)
     choose.cache_clear()
@@ -217,10 +238,10 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     return replace(reading, n_splits=_splits(shape, reading, n_processors))
 
 
-def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
+def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> list[DecodeConfig]:
     """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each.
 
-    Last come all of them with a join that begins early.
+    Those of `caramba.kernels.cuda` come first, if it has a compiler here (`in_cuda`). Last come all of them with a join that begins early.
     """
     first = rule(shape, n_processors)
     found = {first: None}
@@ -237,8 +258,8 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
     if _is_latent_of_words(shape):
         ways += [(1, min(first.block_rows, MOST_ROWS_OF_WORDS), *way) for way in BY_WORDS]
     ways += [(0, *way) for way in readings]
-    for n_heads, block_rows, block_tokens, n_warps, n_stages, n_registers in ways:
-        reading = replace(
+    made = [
+        replace(
             first,
             block_rows=block_rows,
             block_tokens=block_tokens,
@@ -247,7 +268,15 @@ def candidates(shape: DecodeShape, n_processors: int) -> list[DecodeConfig]:
             n_registers=n_registers,
             n_heads=n_heads,
         )
-        counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in COUNTED_PER_SM]
+        for n_heads, block_rows, block_tokens, n_warps, n_stages, n_registers in ways
+    ]
+    if in_cuda and _is_of_blocks(shape):
+        made = [*cuda.readings(first.reading, shape.formats, shape.dims, shape.rows, SM_BYTES), *made]
+    for reading in made:
+        per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
+        counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
+        if reading.in_cuda and counts[0] == 2:
+            counts.append(1)  # which no kernel joins
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
     if shape.arch in EARLY_ARCHS:
         found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])
@@ -281,6 +310,11 @@ def _is_per_head_of_blocks(shape: DecodeShape) -> bool:
     return not shape.in_fp32 and len(shape.formats) == 3 and all(kind in BLOCKS for kind in shape.formats)
 
 
+def _is_of_blocks(shape: DecodeShape) -> bool:
+    """Whether all streams are quantised and read in 16 bits, by rows that the CUDA kernels can have."""
+    return not shape.in_fp32 and shape.arch in EARLY_ARCHS and all(kind in BLOCKS for kind in shape.formats)
+
+
 def _is_latent_of_words(shape: DecodeShape) -> bool:
     """Whether a latent and its geometric stream are blocks that can be read by words of 16 bits, 16 to a product."""
     return (
@@ -306,6 +340,8 @@ def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
     it is stored. Products of a warp group's rows read numbers where they are loaded, so that all stages stay; those of
     fewer rows hold scores. Of heads read together codes go to products as they are stored.
     """
+    if reading.in_cuda:
+        return cuda.shared_bytes(reading, shape.formats, shape.dims, shape.rows)
     if reading.n_heads and len(shape.formats) == 2:
         stored = sum(
             _loaded_bytes(kind, width) * width for kind, width in zip(shape.formats, shape.dims, strict=False)
@@ -359,6 +395,8 @@ def _fitting(shape: DecodeShape, reading: DecodeConfig) -> DecodeConfig:
 
 def _per_sm(shape: DecodeShape, reading: DecodeConfig) -> int:
     """Return the programs that lie on a processor at once."""
+    if reading.in_cuda:
+        return reading.in_cuda
     if _is_quantised(shape):
         return PROGRAMS_PER_SM[0]
     itemsize = 4 if _is_in_fp32(shape) else 2
@@ -374,6 +412,8 @@ def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm
     per_sm = per_sm or _per_sm(shape, reading)
     programs = math.ceil(shape.lanes / max(1, reading.n_heads)) * math.ceil(shape.rows / reading.block_rows)
     wanted = max(1, per_sm * n_processors // programs)
+    if reading.in_cuda:  # one more has the tail
+        return min(wanted, _most_splits(shape.tokens, reading.block_tokens * reading.n_warps)) + 1
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
 
 

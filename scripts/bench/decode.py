@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -126,14 +126,23 @@ def host_us(step: Callable[[], Any], n_steps: int) -> float:
 
 
 def tune(
-    layout: cases.Layout, stores: list[cases.Store], q: Any, tokens: int, turns: int, good: dict[Any, None]
+    layout: cases.Layout,
+    stores: list[cases.Store],
+    q: Any,
+    tokens: int,
+    turns: int,
+    good: dict[Any, None],
+    only_cuda: bool,
+    path: Path,
 ) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
-    First every way to read a tile with two programs a processor, then the best three with other counts of splits.
+    First every way to read a tile with two programs a processor, then the best three with other counts of splits, and
+    the best of all with a join that begins early.
     `good` are the ways that were compiled, all where it is empty; it becomes those that were best here, which later
     shapes of this layout and format try alone.
     """
+    from caramba.kernels.cuda import nvrtc
     from caramba.kernels.triton import dba_decode_table as table
     from caramba.kernels.triton.dba_decode_plan import decode_shape
 
@@ -141,8 +150,11 @@ def tune(
     parts = [*(stream.tensors for stream in stores[0].streams), []][:3]
     shape = decode_shape(*q, kinds, *parts, tokens)
     by_reading: dict[Any, list[Any]] = {}
-    for config in table.candidates(shape, torch.cuda.get_device_properties(0).multi_processor_count):
-        by_reading.setdefault(config.reading, []).append(config)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    ways = [*table.candidates(shape, processors, in_cuda=nvrtc.version() is not None)]
+    for config in ways:
+        if not config.early_join and (config.in_cuda or not only_cuda):
+            by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
     def attempt(configs: list[Any]) -> None:
@@ -164,17 +176,21 @@ def tune(
     attempt([by_reading[reading][min(1, len(by_reading[reading]) - 1)] for reading in readings])
     for reading in list(dict.fromkeys(config.reading for config in sorted(tried, key=tried.__getitem__)))[:3]:
         attempt(by_reading[reading])
+    present = table.measured().get(shape.key)
+    if only_cuda and tried and present is not None:
+        attempt([present])
     best = sorted(tried, key=tried.__getitem__)
     if not best:
         return "no way ran: the rule's choice stays"
+    attempt([early for early in (replace(way, early_join=True) for way in best[:2]) if early in ways])
+    best = sorted(tried, key=tried.__getitem__)
     readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
     good.clear()
     good.update(dict.fromkeys(readings))
-    write_whole(TABLE, table.written({shape.key: best[0]}))
-    table.measured.cache_clear()
-    table.choose.cache_clear()
+    table.adopt({shape.key: asdict(best[0])})
+    write_whole(path, table.written({}))
     forget_plans()
-    first = table.rule(shape, torch.cuda.get_device_properties(0).multi_processor_count)
+    first = table.rule(shape, processors)
     gain = f", {tried[first] / tried[best[0]]:.2f}x the rule's choice" if first in tried else ""
     return f"tuned over {len(tried)}: {best[0]}{gain}"
 
@@ -204,8 +220,11 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
 
     What has begun then is waited for.
     """
+    from caramba.kernels.cuda import nvrtc
+    from caramba.kernels.triton.dba_decode_plan import arch
     from caramba.kernels.triton.dba_decode_table import DecodeShape, candidates
 
+    kind, in_cuda = arch(torch.device("cuda")), nvrtc.version() is not None
     ranked: list[tuple[int, tuple[int, str, Any]]] = []
     for index, layout in enumerate(cases.LAYOUTS):
         if options.layouts and not layout.name.startswith(tuple(options.layouts)):
@@ -213,8 +232,9 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
         for form in options.formats:
             kinds = cases.FORMATS[form][: len(layout.widths)]
             rows = layout.heads // layout.kv_heads
-            shape = DecodeShape("", kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            readings = dict.fromkeys(config.reading for config in candidates(shape, 132))
+            shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
+            ways = [way for way in candidates(shape, 132, in_cuda) if way.in_cuda or not options.only_cuda]
+            readings = dict.fromkeys(way.reading for way in ways)
             # The count of splits is not compiled in, but for one.
             ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
     jobs = [job for _, job in sorted(ranked, key=lambda item: item[0])]
@@ -252,7 +272,8 @@ def measure(
     if on_gpu:
         row["steps_of_a_graph"] = n_stores * turns
     if on_gpu and options.tune:
-        print(f"  {tune(layout, stores, q, tokens, turns, good)}", flush=True)
+        said = tune(layout, stores, q, tokens, turns, good, options.only_cuda, options.table)
+        print(f"  {said}", flush=True)
     step = calls(layout, stores, q, tokens)
     out, _ = step()
     row["relative_error"] = cases.error(layout, stores[-1], q, out, tokens, tokens - cases.TAIL // 2)
@@ -278,10 +299,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument(
+        "--only-cuda", action="store_true", help="tune among ways in CUDA C++ and what the table has"
+    )
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layouts", nargs="*", help="names or their beginnings")
     parser.add_argument("--formats", nargs="*", default=list(cases.FORMATS))
+    parser.add_argument("--table", type=Path, default=TABLE, help="where --tune puts its choices")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/decode.json"))
     options = parser.parse_args()
     began = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,73 @@ def test_a_latent_is_read_by_words(name: str, dtype: torch.dtype) -> None:
     check(case, dtype, 2, n_heads=1, **reading)
 
 
+IN_CUDA = {
+    "heads, mixed": (
+        Case(("q4_0", "q8_0", "q4_0"), (171, 0, 1, 90), heads=(8, 2), packed=101),
+        {"block_rows": 8, "n_heads": 2},
+    ),
+    "heads, nf4, questions, window, null": (
+        Case(("nf4",) * 3, (150,), heads=(4, 4), queries=3, packed=128, window=70, null=True),
+        {"block_rows": 8, "n_heads": 2},
+    ),
+    "a latent, mixed": (
+        Case(("q4_0", "q8_0"), (149, 60), heads=(32, 1), dims=(128, 64, 128), packed=128),
+        {"block_rows": 32, "n_heads": 1},
+    ),
+    "a latent, questions, window, null": (
+        Case(
+            ("q8_0", "q4_0"),
+            (149,),
+            heads=(8, 1),
+            dims=(128, 256, 128),
+            queries=3,
+            packed=100,
+            window=70,
+            null=True,
+        ),
+        {"block_rows": 32, "n_heads": 1},
+    ),
+}
+
+
+@runs
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", IN_CUDA)
+def test_a_way_in_cuda_is_taken_or_what_is_in_its_place(name: str, dtype: torch.dtype) -> None:
+    case, reading = IN_CUDA[name]
+    if DEVICE == "cpu" and (dtype == torch.float16 or "nf4" in name):
+        pytest.skip("the interpreter takes seconds")
+    reading = {**reading, "n_warps": 4, "n_stages": 2, "in_cuda": 1}
+    if DEVICE == "cuda":
+        assert type(split_of(case, dtype, **reading)).__name__ == (
+            "Launch" if dtype == torch.float32 else "CudaLaunch"
+        )
+    for n_splits in (1, 3) if DEVICE == "cuda" else (2,):
+        check(case, dtype, n_splits, **reading)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_what_begins_beside_a_chunk_goes_to_triton() -> None:
+    from caramba.kernels.triton.dba_decode import launch
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+
+    case, reading = IN_CUDA["heads, mixed"]
+    args, options = arguments(case, torch.bfloat16, DEVICE)
+    parts = [stream.tensors for stream in args[2:5]]
+    shifted = [list(stream) for stream in parts]
+    codes = shifted[0][0]
+    room = torch.empty(codes.numel() + 8, dtype=codes.dtype, device=DEVICE)
+    shifted[0][0] = room[8:].view_as(codes).copy_(codes)
+    config = DecodeConfig(block_tokens=32, n_warps=4, n_stages=2, n_splits=3, in_cuda=1, **reading)
+    found = [
+        launch(config, *args[:2], list(case.kinds), *streams, args[5], options["n_packed"], [], 0)
+        for streams in (parts, shifted)
+    ]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-3)
+
+
 @runs
 @pytest.mark.parametrize(
     "case",
@@ -154,6 +222,10 @@ def test_what_cannot_be_read_by_words_of_a_latent_is_read_as_before(case: Case) 
 
 
 def kernel_of(case: Case, dtype: torch.dtype, **reading: int) -> str:
+    return split_of(case, dtype, **reading).kernel.__name__
+
+
+def split_of(case: Case, dtype: torch.dtype, **reading: int) -> Any:
     from caramba.kernels.triton.dba_decode_plan import plan
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
@@ -162,7 +234,7 @@ def kernel_of(case: Case, dtype: torch.dtype, **reading: int) -> str:
     parts = [*(stream.tensors for stream in streams), []][:3]
     kinds = [stream.kind for stream in streams]
     made = plan(DecodeConfig(**reading), *args[:2], kinds, *parts, options["n_packed"], [], 0)
-    return made.split.kernel.__name__
+    return made.split
 
 
 def small_enough(name: str, dtype: torch.dtype) -> bool:

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 MAPPED = {
     "conf": "caramba.conf",
     "kernels/triton": "caramba.kernels.triton",
+    "kernels/cuda": "caramba.kernels.cuda",
     "kernels/metal": "caramba.kernels.metal",
 }
 
@@ -49,6 +50,12 @@ def test_tables_of_the_kernels_are_package_data() -> None:
     assert tables == {"dba_decode_table.json", "row_linear_table.json"}
 
 
+def test_sources_that_are_compiled_on_a_users_machine_are_package_data() -> None:
+    sources = {file.suffix for file in (ROOT / "kernels").rglob("*.cu*")} | {".metal"}
+    assert {f"*{suffix}" for suffix in sources} <= set(declared()["package-data"]["*"])
+    assert ".cuh" in sources
+
+
 def test_python_files_lie_in_packages() -> None:
     for file in (ROOT / "src/caramba").rglob("*.py"):
         assert (file.parent / "__init__.py").exists(), file
@@ -57,16 +64,18 @@ def test_python_files_lie_in_packages() -> None:
 def test_mapped_folders_import_nothing_of_caramba() -> None:
     """The import contracts do not see these folders: kernels import torch, Triton and each other, conf nothing."""
     standard = {"collections", "dataclasses", "functools", "json", "math", "pathlib", "typing"}
+    system = {"contextlib", "ctypes", "hashlib", "importlib", "os", "tempfile", "threading", "warnings"}
     for folder, allowed in {
         "conf": set(),
         "kernels/triton": {"torch", "triton", "__future__", *standard},
+        "kernels/cuda": {"torch", "__future__", *standard, *system},
         "kernels/metal": {"torch"},
     }.items():
         for file in (ROOT / folder).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                own = f"caramba.{folder.replace('/', '.')}."
+                own = ("caramba.kernels.triton.", "caramba.kernels.cuda.") if folder != "conf" else ()
                 names = [name for name in names if not name.startswith(own)]
                 assert {name.split(".")[0] for name in names} <= allowed, file
 

@@ -15,9 +15,11 @@ from caramba.ops.backend import (
     REFERENCE,
     TRITON_AVAILABLE,
     attach,
+    found_compiler,
     fused_decode_available,
     get_backend_info,
 )
+from caramba.runs.files import home
 from caramba.runtime.tuned import decode_choices, tuned_path
 
 __all__ = ["METAL_AVAILABLE", "TRITON_AVAILABLE", "fused_decode_available", "get_backend_info", "load"]
@@ -73,8 +75,23 @@ def _attach_all(kind: str) -> dict[str, str]:
             continue
         attach(op, kind, backend, launcher)
     if backend == "triton" and "dba_decode" not in missing and torch.cuda.is_available():
+        _find_nvrtc()
         _adopt_tuned(torch.device("cuda"))
     return missing
+
+
+def _find_nvrtc() -> None:
+    """Tell the kernels in CUDA C++ where to keep what they compile; say once where they have no compiler."""
+    nvrtc = importlib.import_module("caramba.kernels.cuda.nvrtc")
+    nvrtc.keep_in(home() / "cubins")
+    version: str | None = nvrtc.version()
+    found_compiler("nvrtc", version)
+    if version is None and "nvrtc" not in _told:
+        _told.add("nvrtc")
+        logger.info(
+            "kernels on cuda: NVRTC is not found (pip install nvidia-cuda-nvrtc), quantised decode attention runs "
+            "Triton's kernels"
+        )
 
 
 def _adopt_tuned(device: torch.device) -> None:

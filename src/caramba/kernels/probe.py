@@ -22,6 +22,7 @@ def probe() -> dict[str, Any]:
     mps = torch.backends.mps.is_available()
     device = "cuda" if cuda else "mps" if mps else "cpu"
     load(device)
+    backends = get_backend_info(device)
     return {
         "version": torch.__version__,
         "threads": torch.get_num_threads(),
@@ -30,7 +31,8 @@ def probe() -> dict[str, Any]:
         "mps": mps,
         "driver": _driver() if cuda else None,
         "device": device,
-        "ops": get_backend_info(device)["ops"],
+        "nvrtc": backends["nvrtc"],
+        "ops": backends["ops"],
         "call_us": host_cost(device) * 1e6,
         "roofs": memory_roofs() if cuda else {},
         "roof_bytes": ROOF_BYTES,

@@ -92,6 +92,11 @@ def _torch() -> Iterator[Finding]:
     device = facts["device"]
     if facts["driver"]:
         yield Finding("driver", facts["driver"])
+    if cuda != "none":
+        missing = (
+            "not found; quantised decode attention runs Triton's kernels (pip install nvidia-cuda-nvrtc)"
+        )
+        yield Finding("nvrtc", facts["nvrtc"] or missing)
     ops = ", ".join(f"{op} {backend}" for op, backend in facts["ops"].items())
     yield Finding("kernels", f"on {device}: {ops}")
     yield Finding("op call on the host", f"{facts['call_us']:.1f} us (dequantize of one block)")

@@ -68,6 +68,7 @@ _attached: dict[tuple[str, str], str] = {}
 _launchers: dict[tuple[str, str], Callable[..., Any]] = {}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _eager: dict[str, type[torch.autograd.Function]] = {}
+_compilers: dict[str, str | None] = {}
 
 DECOUPLED = (("k_sem", "k_geo", "v"), ("c", "k_geo"))
 """Streams of the caches that `dba_decode` reads."""
@@ -100,6 +101,11 @@ def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]
     torch.library.impl(f"caramba::{op}", DISPATCH_KEYS[device_type], launcher)
     _attached[op, device_type] = backend
     _launchers[op, device_type] = launcher
+
+
+def found_compiler(name: str, found: str | None) -> None:
+    """Say which version of a compiler kernels have on this machine, None for none."""
+    _compilers[name] = found
 
 
 def implementation(op: str, device: torch.device | str) -> str:
@@ -185,13 +191,15 @@ def without_kernels(*ops: str) -> Iterator[None]:
 
 
 def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
-    """Return what runs the ops on a device: {device, triton, metal, ops: {name: backend}}.
+    """Return what runs the ops on a device: {device, triton, nvrtc, metal, ops: {name: backend}}.
 
-    `triton` is the installed version or None, `metal` whether there is such a device.
+    `triton` is the installed version or None, `nvrtc` that of the compiler of CUDA C++ that was found when kernels were
+    attached on CUDA, or None, `metal` whether there is such a device.
     """
     return {
         "device": str(torch.device(device)),
         "triton": version("triton") if TRITON_AVAILABLE else None,
+        "nvrtc": _compilers.get("nvrtc"),
         "metal": METAL_AVAILABLE,
         "ops": {op: implementation(op, device) for op in OPS},
     }

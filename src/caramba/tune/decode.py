@@ -114,8 +114,9 @@ def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[st
     processors = (
         torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     )
+    in_cuda = device.type == "cuda" and import_module("caramba.kernels.cuda.nvrtc").version() is not None
     # The likeliest first, each way to read a tile, which has to be compiled, with all its counts of splits.
-    ways = {str(index): way for index, way in enumerate(table.candidates(shape, processors))}
+    ways = {str(index): way for index, way in enumerate(table.candidates(shape, processors, in_cuda))}
     timed = [Timed(name, _call(launcher.launch, way, copies)) for name, way in ways.items()]
     times, refused = time_in_turn(timed, device, seconds, least=1)
     if not times:

@@ -151,6 +151,41 @@ def test_a_quantised_latent_may_be_read_by_words() -> None:
     assert table.shared_bytes(SHAPE, DecodeConfig(32, 64, n_stages=2, n_heads=1)) == 23808
 
 
+def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
+    per_head = replace(SHAPE, formats=("q4_0", "q8_0", "q4_0"), dims=(16, 32, 64), rows=4, lanes=64)
+    for shape, n_heads in ((SHAPE, 1), (per_head, 2)):
+        plain, ways = candidates(shape, 132), candidates(shape, 132, in_cuda=True)
+        assert [way for way in ways if not way.in_cuda] == plain
+        made = [way for way in ways if way.in_cuda]
+        assert ways[0] == plain[0] == rule(shape, 132), "what was measured"
+        assert ways[1 : 1 + len(made) // 2] == [way for way in made if not way.early_join]
+        assert {way.n_heads for way in made} == {n_heads}
+        for way in made:
+            assert way.in_cuda * table.shared_bytes(shape, way) <= table.SM_BYTES
+            assert 2 <= way.n_splits <= 513
+            # As many blocks as the processors have place for, a few times, and the tails'.
+            blocks = (way.n_splits - 1) * shape.lanes // n_heads
+            assert blocks <= 4 * way.in_cuda * 132
+            assert way.in_triton == replace(
+                DecodeConfig(), n_splits=way.n_splits, n_registers=168, early_join=way.early_join,
+                block_rows=32 if n_heads == 1 else 16, n_heads=1 if n_heads == 1 else 4,
+            )  # fmt: skip
+        many = candidates(replace(shape, lanes=512), 132, in_cuda=True)
+        assert {1, 2} <= {way.n_splits for way in many if way.in_cuda}, "one split alone joins nothing"
+    for other in ({"arch": "sm80"}, {"in_fp32": True}, {"formats": ("q4_0", "bf16")}):
+        shape = replace(SHAPE, **other)
+        assert candidates(shape, 132, in_cuda=True) == candidates(shape, 132)
+
+
+def test_what_was_measured_in_cuda_keeps_its_tails_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = DecodeConfig(32, 32, n_warps=8, n_stages=2, n_splits=17, n_heads=1, in_cuda=1)
+    choose.cache_clear()
+    monkeypatch.setattr(table, "measured", lambda: {SHAPE.key: choice})
+    far = choose(replace(SHAPE, lanes=64, tokens=262144), 132)
+    assert far == replace(choice, n_splits=132 // 64 + 1)
+    choose.cache_clear()
+
+
 def test_a_join_that_begins_early_is_timed_after_all_else_where_there_is_a_join() -> None:
     ways = candidates(SHAPE, 132)
     plain = [way for way in ways if not way.early_join]

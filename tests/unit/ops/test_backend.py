@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
@@ -20,6 +22,26 @@ def test_without_launchers_every_op_runs_its_reference() -> None:
     assert (info["triton"] is not None) == kernels.TRITON_AVAILABLE
     cache = new_layer_cache(AttentionLayerConfig(d_model=16, n_heads=2).dims(), 1, 8)
     assert kernels.fused_decode_available(cache, "cuda") is False
+
+
+def test_a_compiler_that_is_not_found_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvrtc = importlib.import_module("caramba.kernels.cuda.nvrtc")
+    monkeypatch.setattr(nvrtc, "_folder", None)
+    monkeypatch.setattr(backend, "_compilers", {})
+    monkeypatch.setattr(kernels, "_told", set())
+    assert get_backend_info("cpu")["nvrtc"] is None
+    said: list[str] = []
+    monkeypatch.setattr(kernels.logger, "info", said.append)
+    for version in (None, None, "13.0"):
+        monkeypatch.setattr(nvrtc, "version", lambda version=version: version)
+        kernels._find_nvrtc()
+        assert get_backend_info("cpu")["nvrtc"] == version
+    assert len(said) == 1
+    assert "NVRTC is not found (pip install nvidia-cuda-nvrtc)" in said[0]
+    assert nvrtc._folder is not None
+    assert nvrtc._folder.name == "cubins"
 
 
 def test_require_says_what_is_missing() -> None:

@@ -1,0 +1,1 @@
+"""CUDA C++ kernels, compiled on the machine they run on by NVRTC, which torch's CUDA wheels bring along."""

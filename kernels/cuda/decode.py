@@ -1,0 +1,109 @@
+"""Launches of the CUDA kernels of `caramba::dba_decode`, for the calls that they can read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import caramba.kernels.cuda.heads as heads
+import caramba.kernels.cuda.latent as latent
+import caramba.kernels.cuda.nvrtc as nvrtc
+import caramba.kernels.cuda.ways as ways
+import torch
+from caramba.kernels.cuda.launch import CudaLaunch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+    from caramba.kernels.triton.launch import Launch
+
+CHUNK = 16
+"""Bytes of a copy to shared memory: what lies side by side begins at multiples of as many."""
+N_TENSORS = 15
+LARGEST = 2**31 - 1
+
+
+def split_launch(
+    config: DecodeConfig,
+    kinds: Sequence[str],
+    queries: Sequence[Tensor],
+    streams: Sequence[Sequence[Tensor]],
+    scalars: Sequence[int],
+    *,
+    has_window: bool,
+    final: bool,
+    announced: bool,
+    otherwise: Launch,
+) -> CudaLaunch | None:
+    """Return what launches the splits of a call in CUDA, or None where it is of another form or no compiler is here.
+
+    It takes the place of `otherwise`, a launch of Triton's kernels on the same tensors that writes the same.
+    """
+    q_sem, q_geo = queries
+    batch, n_heads, n_queries, _ = q_sem.shape
+    kv_heads = streams[0][-1].shape[1]
+    group = n_heads // kv_heads
+    dims = q_sem.shape[-1], q_geo.shape[-1], streams[-1][-1].shape[-1]
+    if not (
+        q_sem.is_cuda
+        and q_sem.dtype in (torch.float16, torch.bfloat16)
+        and ways.can_read(config, kinds, dims, kv_heads, group * n_queries)
+        and all(_lies_in_chunks(parts) for parts in streams)
+        and all(_steps(q, 3, CHUNK // 2) for q in queries)
+        and all(abs(x) <= LARGEST for x in scalars)
+        and nvrtc.version() is not None
+    ):
+        return None
+    tails = {parts[2].dtype for parts in streams}
+    form = {
+        "group": group,
+        "queries": n_queries,
+        "has_window": has_window,
+        "final": final,
+        "in_bf16": q_sem.dtype == torch.bfloat16,
+    }
+    if len(kinds) == 2:
+        way = ways.latent_way(config)
+        if tails != {torch.bfloat16}:
+            return None
+        macros = latent.macros(kinds, dims[:2], way, **form)
+        shared = latent.shared_bytes(kinds, dims[:2], way)
+        name, blocks, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps
+    else:
+        own = ways.heads_way(config)
+        if len(tails) != 1:
+            return None
+        macros = heads.macros(
+            kinds, dims, own, **form, kv_heads=kv_heads, announced=announced, tail_in_bf16=tails == {torch.bfloat16}
+        )  # fmt: skip
+        shared = heads.shared_bytes(kinds, dims, group * n_queries, own)
+        name, blocks, threads = "decode_heads", kv_heads // 2, 32 * own.warps
+    if shared > torch.cuda.get_device_properties(q_sem.device).shared_memory_per_block_optin:
+        return None
+    grid = batch * blocks, config.n_splits
+    return CudaLaunch(f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise)
+
+
+def _lies_in_chunks(parts: Sequence[Tensor]) -> bool:
+    """Whether a stream is blocks behind a 16-bit tail, whose tokens' codes and eight tokens' scales are chunks.
+
+    Where the tensors begin is seen when they are launched on.
+    """
+    if len(parts) != 3:
+        return False
+    codes, scales, tail = parts
+    return (
+        codes.stride(-1) == 1
+        and codes.stride(2) == codes.shape[3]
+        and _steps(codes, 2, CHUNK)
+        and scales.stride(2) == 1
+        and _steps(scales, 2, CHUNK // scales.element_size())
+        and tail.dtype in (torch.float16, torch.bfloat16)
+        and tail.stride(-1) == 1
+        and _steps(tail, 3, CHUNK // 2)
+    )
+
+
+def _steps(x: Tensor, n_dims: int, by: int) -> bool:
+    """Whether the first dimensions that have more than one place go by multiples of a number."""
+    return all(s % by == 0 for s, n in zip(x.stride()[:n_dims], x.shape, strict=False) if n > 1)

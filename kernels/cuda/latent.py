@@ -1,0 +1,110 @@
+"""How `decode_latent.cu` is compiled for a form: its macros, and the shared memory of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+KINDS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "nf4": "NF4"}
+FIELDS = {"q8_0": 2, "q4_0": 4, "nf4": 4}
+"""Codes in two bytes."""
+BLOCKS = {"q8_0": (32, 2), "q4_0": (32, 2), "nf4": (64, 4)}
+"""Elements of a block, bytes of its scale."""
+TILE = 32
+"""Tokens that a warp reads at a time."""
+MOST_SHARED = 232448
+"""Bytes of shared memory that a block of Hopper may have."""
+MOST_SUMS = 256
+"""Tiles of 16 rows times values' features: what a lane has registers for."""
+
+
+@dataclass(frozen=True)
+class LatentWay:
+    """How a block goes through its tokens.
+
+    Attributes:
+        rows: of a block, 16 or 32.
+        warps: at most 8.
+        stages: tiles of the latent and of the geometric stream that a warp holds.
+        tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
+        unrolled: groups of four chunks of keys that stand one after the other in the code.
+    """
+
+    rows: int = 32
+    warps: int = 8
+    stages: tuple[int, int] = (2, 2)
+    tail_apart: bool = True
+    unrolled: int = 1
+
+
+def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
+    """Return whether streams of these formats and widths can be read this way."""
+    return (
+        len(kinds) == 2
+        and all(kind in KINDS and _is_whole(kind, d) for kind, d in zip(kinds, dims, strict=False))
+        and way.rows // 16 * dims[0] <= MOST_SUMS
+        and shared_bytes(kinds, dims, way) <= MOST_SHARED
+    )
+
+
+def _is_whole(kind: str, width: int) -> bool:
+    """Return whether a width is whole blocks, and chunks of 16 bytes go to four lanes evenly."""
+    if width % BLOCKS[kind][0] or width % (8 * FIELDS[kind]):
+        return False
+    chunks = width // (8 * FIELDS[kind])
+    return chunks == 2 or chunks % 4 == 0
+
+
+def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> int:
+    """Return the bytes of shared memory of a block."""
+    tiles = sum(
+        stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
+    )
+    queries = sum(dims[:2]) // 16 * way.rows * 32
+    tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
+    read = queries + way.warps * max(tiles, tail)
+    met = way.warps * way.rows * (4 * dims[0] + 64)
+    return 128 + way.warps * way.rows * 8 + max(read, met)
+
+
+def _tile_bytes(kind: str, width: int) -> int:
+    elements, scale = BLOCKS[kind]
+    stored = width // (8 * FIELDS[kind]) * 16 * TILE + width // elements * TILE * scale
+    return _aligned(stored)
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // 128) * 128
+
+
+def macros(
+    kinds: Sequence[str],
+    dims: Sequence[int],
+    way: LatentWay,
+    *,
+    group: int,
+    queries: int,
+    has_window: bool,
+    final: bool,
+    in_bf16: bool,
+) -> dict[str, object]:
+    """Return what the source is compiled with; queries are bfloat16 or else float16."""
+    return {
+        "SEM_KIND": KINDS[kinds[0]],
+        "SEM_D": dims[0],
+        "GEO_KIND": KINDS[kinds[1]],
+        "GEO_D": dims[1],
+        "ROWS": way.rows,
+        "WARPS": way.warps,
+        "SEM_STAGES": way.stages[0],
+        "GEO_STAGES": way.stages[1],
+        "GROUP": group,
+        "QUERIES": queries,
+        "ROW_BLOCKS": -(-group * queries // way.rows),
+        "HAS_WINDOW": int(has_window),
+        "FINAL": int(final),
+        "TAIL_APART": int(way.tail_apart),
+        "UNROLLED": way.unrolled,
+        "IN_BRAIN": int(in_bf16),
+        "SHARED_BYTES": shared_bytes(kinds, dims, way),
+    }

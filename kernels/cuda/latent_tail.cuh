@@ -1,0 +1,100 @@
+// The tokens that are not blocks yet, bfloat16 numbers, 16 of them at a time for a warp.
+//
+// They pass through the warp's shared memory as 16-bit numbers in the order of their stream's units: position 8 n + u of a
+// token is unit u of value product n, so that a pair of keys is one word, and a row of 8 values one line.
+#ifndef CARAMBA_LATENT_TAIL_CUH
+#define CARAMBA_LATENT_TAIL_CUH
+#include "latent_rows.cuh"
+
+constexpr int TAIL_TOKENS = 16;
+typedef float TailScores[1][COLUMN_TILES][4];
+
+// Token of a slot, see `latent_tiles.cuh`.
+DEVICE int tail_token_of(int slot) { return slot % 8 / 2 * 4 + slot / 8 * 2 + slot % 2; }
+
+template <class Sem, class Geo, Kind SEM_FORMAT, Kind GEO_FORMAT>
+struct Tail {
+    static constexpr int WIDTH = max_of(Sem::WIDTH, Geo::WIDTH < 128 ? Geo::WIDTH : 128);  // features that are staged at a time
+    static constexpr int TOKEN_BYTES = 2 * WIDTH + 16, BYTES = (TAIL_TOKENS * TOKEN_BYTES + 127) / 128 * 128;  // tokens begin at other banks each
+
+    // Put chunks from `begin` on, as many as fit, of the tokens at `x` into shared memory; those from `left` on as zeros.
+    template <class S, Kind KIND>
+    DEVICE static void stage(u32 to, const u16* x, int token_stride, int begin, int chunks, int left) {
+        constexpr float LESS = 1.0f / (1 << S::SHIFT);
+        int words = 4 * chunks;
+#pragma unroll 4
+        for (int i = lane_id(); i < TAIL_TOKENS * words; i += 32) {
+            int slot = i / words, chunk = i % words / 4, s = i % 4, token = tail_token_of(slot);
+#pragma unroll
+            for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
+                u32x2 four = {0, 0};
+                if (token < left)
+                    four = *reinterpret_cast<const u32x2*>(x + i64(token) * token_stride + feature_of<KIND>(begin + chunk, 2 * s, quad));
+                u32 at = to + slot * TOKEN_BYTES + (chunk * S::FIELDS + quad) * 16 + 4 * s;
+                store_shared_u32(at, pack<S::BRAIN>(low_bf16(four.x) * LESS, low_bf16(four.y) * LESS));
+                store_shared_u32(at + S::FIELDS / 2 * 16, pack<S::BRAIN>(high_bf16(four.x) * LESS, high_bf16(four.y) * LESS));
+            }
+        }
+    }
+
+    // Add the products of queries with staged keys.
+    template <class S>
+    DEVICE static void add_keys(TailScores& s, u32 staged, u32 queries, int begin, int chunks) {
+        int n = lane_id() / 4, j = lane_id() % 4;
+        u32 own = staged + n * TOKEN_BYTES + (j / S::PER_CHUNK * S::FIELDS * 8 + j % S::PER_CHUNK * S::PIECE * 2) * 2;
+        for (int chunk = 0; chunk < chunks; chunk += S::PIECE)
+#pragma unroll
+            for (int word = 0; word < S::PIECE; ++word)
+#pragma unroll
+                for (int half = 0; half < S::FIELDS / 2; ++half) {
+                    u32 keys[1][4], at = own + ((chunk * S::FIELDS + 2 * half) * 8 + 2 * word) * 2;
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) keys[0][k] = load_shared_u32(at + k % 2 * 8 * TOKEN_BYTES + k / 2 * 16);
+                    multiply_rows<S::BRAIN, 1>(s, keys, queries + (S::step_of(begin + chunk, word) + half) * STEP_BYTES);
+                }
+    }
+
+    // Attend tokens held + i and 15 more, as far as `length`.
+    template <class Rows>
+    DEVICE static void add(Rows& rows, u32 own, u32 sem_queries, u32 geo_queries, const u16* sem, const u16* geo, int sem_stride,
+                           int geo_stride, int held, int i, int length, int first, int window, float by) {
+        int left = length - held - i;
+        TailScores s;
+#pragma unroll
+        for (int n = 0; n < COLUMN_TILES; ++n)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) s[0][n][k] = 0;
+        constexpr int MOST = WIDTH / (8 * Geo::FIELDS), AT_ONCE = Geo::CHUNKS < MOST ? Geo::CHUNKS : MOST;
+        for (int begin = 0; begin < Geo::CHUNKS; begin += AT_ONCE) {
+            sync_warp();
+            stage<Geo, GEO_FORMAT>(own, geo + i64(i) * geo_stride, geo_stride, begin, AT_ONCE, left);
+            sync_warp();
+            add_keys<Geo>(s, own, geo_queries, begin, AT_ONCE);
+        }
+        sync_warp();
+        stage<Sem, SEM_FORMAT>(own, sem + i64(i) * sem_stride, sem_stride, 0, Sem::CHUNKS, left);
+        sync_warp();
+        add_keys<Sem>(s, own, sem_queries, 0, Sem::CHUNKS);
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            int token = held + i + tail_token_of(8 * k + lane_id() / 4);
+            hide(s[0], k, token, token < length, length, first, window);
+        }
+        u32 weights[ROW_TILES][1][4];
+        rows.template weigh<1>(s, weights, by);
+        u32 values = own + lane_id() % 16 * TOKEN_BYTES + lane_id() / 16 * 16;
+#pragma unroll
+        for (int n = 0; n < Sem::CHUNKS * Sem::FIELDS; n += 2) {
+            u32 numbers[4];
+            ldmatrix_x4_trans(numbers, values + n * 16);
+#pragma unroll
+            for (int m = 0; m < ROW_TILES; ++m) {
+                multiply<Sem::BRAIN>(rows.acc[m][n], weights[m][0], numbers[0], numbers[1]);
+                multiply<Sem::BRAIN>(rows.acc[m][n + 1], weights[m][0], numbers[2], numbers[3]);
+            }
+        }
+        sync_warp();
+    }
+};
+
+#endif

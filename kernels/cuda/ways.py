@@ -1,0 +1,80 @@
+"""Ways of `caramba::dba_decode` in CUDA C++, as its table has them: which forms they read, and what is worth timing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import caramba.kernels.cuda.heads as heads
+import caramba.kernels.cuda.latent as latent
+
+if TYPE_CHECKING:
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+
+OF_HEADS = tuple(
+    (n_warps, heads.TOKENS, n_stages, blocks)
+    for n_warps, n_stages, blocks in (
+        *((12, 3, 1), (12, 2, 1), (8, 3, 1), (16, 2, 1), (8, 2, 2)),
+        *((6, 2, 2), (4, 3, 2), (4, 2, 4), (4, 3, 4)),
+    )
+)
+"""Warps, tokens of a warp's tile, tiles that it holds, and blocks that a multiprocessor has place for."""
+OF_LATENTS = tuple(
+    (n_warps, heads.TOKENS, n_stages, blocks)
+    for n_warps, n_stages, blocks in ((8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1), (4, 2, 2), (4, 1, 2))
+)
+COUNTED = 1, 2, 3, 4
+"""Blocks worth timing, in how many a multiprocessor has place for."""
+LEAST_ROWS = 16
+"""Rows of a product, for which a latent is read."""
+
+
+def heads_way(config: DecodeConfig) -> heads.HeadsWay:
+    """Return how a choice reads heads."""
+    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda)
+
+
+def latent_way(config: DecodeConfig) -> latent.LatentWay:
+    """Return how a choice reads a latent, whose tail is a split of its own where there are several."""
+    stages = config.n_stages, config.n_stages
+    return latent.LatentWay(
+        rows=config.block_rows, warps=config.n_warps, stages=stages, tail_apart=config.n_splits > 1
+    )
+
+
+def can_read(
+    config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int
+) -> bool:
+    """Whether a choice can read streams of these formats and widths in CUDA, for `rows` queries of a key/value head."""
+    if config.block_tokens != heads.TOKENS:
+        return False
+    if len(formats) == 2:
+        return kv_heads == 1 and latent.fits(formats, dims[:2], latent_way(config))
+    return heads.fits(formats, dims, kv_heads, rows, heads_way(config))
+
+
+def shared_bytes(config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int) -> int:
+    """Return the shared memory of a block."""
+    if len(formats) == 2:
+        return latent.shared_bytes(formats, dims[:2], latent_way(config))
+    return heads.shared_bytes(formats, dims, rows, heads_way(config))
+
+
+def readings(
+    like: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int, per_sm_bytes: int
+) -> list[DecodeConfig]:
+    """Return the ways worth timing: as many blocks as they say have place in a multiprocessor's shared memory."""
+    is_latent = len(formats) == 2
+    block_rows = min(32, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
+    found = []
+    for n_warps, tokens, n_stages, blocks in OF_LATENTS if is_latent else OF_HEADS:
+        way = replace(
+            like, block_rows=block_rows, block_tokens=tokens, n_warps=n_warps, n_stages=n_stages, n_registers=0,
+            n_heads=1 if is_latent else 2, in_cuda=blocks,
+        )  # fmt: skip
+        if can_read(way, formats, dims, 1 if is_latent else 2, rows) and (
+            blocks * shared_bytes(way, formats, dims, rows) <= per_sm_bytes
+        ):
+            found.append(way)
+    return found

@@ -1,0 +1,96 @@
+"""Every CUDA kernel compiles for Hopper in all that a GPU sees of formats, and its blocks have what they need there."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ops.emulated import KERNELS
+from tests.ops.hopper import SHARED_BYTES
+
+heads, latent, nvrtc = (
+    importlib.import_module(f"caramba.kernels.cuda.{x}") for x in ("heads", "latent", "nvrtc")
+)
+pytestmark = pytest.mark.skipif(
+    nvrtc.version() is None and shutil.which("nvcc") is None, reason="needs NVRTC or nvcc"
+)
+KINDS = ("q8_0", "q4_0", "nf4")
+MIXED = ("q4_0", "q8_0", "q4_0")
+FORM = {"group": 4, "queries": 1, "has_window": False, "final": False, "in_bf16": True}
+
+
+def compiled(name: str, macros: dict[str, object], folder: Path) -> bytes:
+    """Return a kernel's machine code for Hopper, and check that a lane's numbers stay in its registers."""
+    if nvrtc.version() is not None:
+        return nvrtc.compiled(f"{name}.cu", macros, "sm_90")
+    defines = [f"-D{key}={value}" for key, value in macros.items()]
+    command = ["nvcc", "-arch=sm_90", "-cubin", "-std=c++17", "-Xptxas", "-v", *defines]
+    done = subprocess.run(
+        [*command, str(KERNELS / f"{name}.cu"), "-o", str(folder / "x")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    spilled = re.findall(r"(\d+) bytes spill", done.stderr)
+    assert spilled, done.stderr
+    assert set(spilled) == {"0"}, done.stderr
+    return (folder / "x").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "way", "changed"),
+    [
+        *(((kind,) * 3, heads.HeadsWay(), {}) for kind in KINDS),
+        (MIXED, heads.HeadsWay(8, 2, 2), {"announced": True}),
+        (MIXED, heads.HeadsWay(4, 3, 2), {"queries": 2, "has_window": True}),
+        (MIXED, heads.HeadsWay(4, 2, 1), {"final": True, "in_bf16": False, "tail_in_bf16": False}),
+    ],
+    ids=("q8_0", "q4_0", "nf4", "mixed", "questions and a window", "one split, float16"),
+)
+def test_heads(kinds: tuple[str, ...], way: Any, changed: dict[str, Any], tmp_path: Path) -> None:
+    form = {**FORM, **changed}
+    dims, rows = (16, 32, 64), form["group"] * form["queries"]
+    assert heads.fits(kinds, dims, 8, rows, way)
+    assert heads.shared_bytes(kinds, dims, rows, way) * way.blocks <= SHARED_BYTES
+    code = compiled("decode_heads", heads.macros(kinds, dims, way, kv_heads=8, **form), tmp_path)
+    assert code.startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("geo", [64, 256])
+def test_latents(kind: str, geo: int, tmp_path: Path) -> None:
+    kinds, dims = (kind, "q8_0"), (128, geo)
+    way = latent.LatentWay(stages=(1, 2))
+    assert latent.fits(kinds, dims, way)
+    assert latent.shared_bytes(kinds, dims, way) <= SHARED_BYTES
+    macros = latent.macros(kinds, dims, way, **{**FORM, "group": 32})
+    assert compiled("decode_latent", macros, tmp_path).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dims", "kv_heads", "rows"),
+    [
+        (("q4_0", "bf16", "q4_0"), (16, 32, 64), 8, 4),
+        (MIXED, (16, 32, 64), 3, 4),
+        (MIXED, (16, 32, 64), 8, 9),
+        (MIXED, (8, 32, 64), 8, 4),
+        (MIXED, (16, 48, 64), 8, 4),
+        (MIXED, (16, 32, 16), 8, 4),
+        (MIXED, (16, 32, 160), 8, 4),
+        (("nf4",) * 3, (16, 32, 32), 8, 4),
+    ],
+    ids=("numbers", "odd heads", "many rows", "half a step", "a block and a half", "values of half a block",
+         "wide values", "values of half an nf4 block"),
+)  # fmt: skip
+def test_what_heads_do_not_read(
+    kinds: tuple[str, ...], dims: tuple[int, ...], kv_heads: int, rows: int
+) -> None:
+    assert heads.fits(MIXED, (16, 32, 64), 8, 4, heads.HeadsWay())
+    assert not heads.fits(kinds, dims, kv_heads, rows, heads.HeadsWay())

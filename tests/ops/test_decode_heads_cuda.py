@@ -1,0 +1,144 @@
+"""The CUDA kernel of decode attention on quantised heads against float64, in the emulator of a warp."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops.decode_cases import Case, arguments, expected
+from tests.ops.emulated import DESCENDING, EARLY, KERNELS, MODES, EmulatedKernel, needs_compiler
+
+pytestmark = needs_compiler
+heads = importlib.import_module("caramba.kernels.cuda.heads")
+SMALL = heads.HeadsWay(warps=2, stages=2)
+
+CASES = {
+    "mixed, ragged": Case(("q4_0", "q8_0", "q4_0"), (171, 0, 1, 90), (8, 2), packed=101),
+    "q8_0": Case(("q8_0", "q8_0", "q8_0"), (230,), (8, 2), packed=192),
+    "q4_0, four heads": Case(("q4_0", "q4_0", "q4_0"), (130, 97), (16, 4), packed=97),
+    "nf4, heads that share a block": Case(("nf4", "nf4", "nf4"), (150, 64), (16, 4), packed=128),
+    "nf4, two heads": Case(("nf4", "q4_0", "nf4"), (99,), (4, 2), packed=70),
+    "only a tail": Case(("q8_0", "q4_0", "nf4"), (40, 3), (8, 2), packed=0),
+    "no tail": Case(("q4_0", "nf4", "q8_0"), (64,), (4, 2), packed=64),
+    "several queries and a window": Case(
+        ("q4_0", "q8_0", "q4_0"), (171, 100, 2), (4, 2), packed=128, queries=4, window=70
+    ),
+    "two queries of four heads": Case(("q8_0", "q8_0", "q4_0"), (140, 5), (8, 2), packed=100, queries=2),
+    "window behind the blocks": Case(("q4_0", "q8_0", "q4_0"), (150,), (8, 2), packed=100, window=20),
+    "other widths": Case(("q4_0", "q8_0", "q8_0"), (120,), (4, 2), dims=(32, 64, 32), packed=100),
+    "wide": Case(("nf4", "q4_0", "q4_0"), (120,), (4, 2), dims=(64, 96, 128), packed=100),
+}
+
+
+def run(
+    case: Case, way: Any, splits: int, dtype: torch.dtype, mode: int = 0, **changed: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what each split gives: outputs [B, H, T, splits, D] in float64 and logarithms to base 2 of its sums."""
+    args, options = arguments(case, dtype)
+    q, streams, seqlens = args[:2], [x.tensors for x in args[2:5]], args[5]
+    for i, change in changed.items():
+        change(streams) if i == "streams" else change(q)
+    batch, n_heads, n_queries, _ = q[0].shape
+    kv_heads = case.heads[1]
+    final = splits == 1
+    macros = heads.macros(
+        case.kinds, case.dims, way, kv_heads=kv_heads, group=n_heads // kv_heads, queries=n_queries,
+        has_window=case.window is not None, final=final, in_bf16=dtype == torch.bfloat16,
+        tail_in_bf16=streams[0][2].dtype == torch.bfloat16,
+    )  # fmt: skip
+    out = torch.full((batch, n_heads, n_queries, splits, case.dims[2]), torch.nan, dtype=dtype)
+    sums = torch.full((batch, n_heads, n_queries, splits), torch.nan)
+    tensors = [*q, *(x[i] for i in range(3) for x in streams), seqlens, options["n_packed"], out, sums]
+    scalars = [s for x in q for s in x.stride()[:3]]
+    scalars += [s for i in range(3) for x in streams for s in x[i].stride()[:3]]
+    scalars += [0, min(x[0].shape[2] for x in streams), min(x[2].shape[2] for x in streams), case.window or 0]
+    kernel = EmulatedKernel(KERNELS / "decode_heads.cu", "decode_heads", macros)
+    held = [x.view(torch.int16).numpy() if x.dtype == torch.bfloat16 else x.numpy() for x in tensors]
+    shared = heads.shared_bytes(case.kinds, case.dims, n_heads // kv_heads * n_queries, way)
+    kernel((batch * kv_heads // 2, splits), 32 * way.warps, shared, [*held, *scalars], mode)
+    if final:
+        sums = sums / math.log(2)
+    return out.double(), sums.double()
+
+
+def joined(out: torch.Tensor, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join splits; return outputs and natural logarithms of sums."""
+    top = sums.amax(-1, keepdim=True).clamp_min(-1e30)
+    weight = torch.exp2(sums - top)
+    total = weight.sum(-1)
+    found = (out * weight[..., None]).sum(-2) / total.clamp_min(1e-300)[..., None]
+    return found, (top[..., 0] + total.log2()) * math.log(2)
+
+
+def check(case: Case, way: Any, splits: int, dtype: torch.dtype, mode: int = 0, most: float = 4e-3) -> None:
+    found, sums = joined(*run(case, way, splits, dtype, mode))
+    wanted, wanted_sums = expected(case, *arguments(case, dtype))
+    empty = wanted_sums.isinf()
+    assert torch.equal(sums.isinf(), empty)
+    assert (found[empty] == 0).all()
+    assert not found.isnan().any()
+    assert float((found - wanted).norm() / wanted.norm()) < most
+    torch.testing.assert_close(sums[~empty], wanted_sums[~empty], rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_what_float64_gives(name: str) -> None:
+    check(CASES[name], SMALL, 3, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "name", ["mixed, ragged", "nf4, heads that share a block", "two queries of four heads"]
+)
+def test_one_split_writes_the_output_itself(name: str) -> None:
+    check(CASES[name], SMALL, 1, torch.float16, most=1.5e-3)
+
+
+@pytest.mark.parametrize("tabled", [0, 1, 2])
+@pytest.mark.parametrize("mode", [0, EARLY | DESCENDING])
+def test_levels_come_from_permutations_or_from_a_table(tabled: int, mode: int) -> None:
+    case = Case(("nf4", "nf4", "nf4"), (99, 40), (8, 4), packed=70)
+    check(case, replace(SMALL, tabled=tabled), 2, torch.float16, mode, most=1.5e-3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_copy_or_meeting_of_lanes_is_missing(mode: int) -> None:
+    check(CASES["mixed, ragged"], heads.HeadsWay(warps=3, stages=3), 2, torch.bfloat16, mode)
+
+
+def test_scores_and_scales_that_grow_along_the_tokens_keep_their_range() -> None:
+    """Sums are made smaller again and again: neither weights nor their products with scales may leave float16."""
+    case = Case(("q8_0", "q4_0", "q8_0"), (230,), (4, 2), packed=200)
+
+    def grow(streams: list[list[torch.Tensor]]) -> None:
+        tokens = torch.arange(case.capacity)
+        for stream, most in zip(streams, (40.0, 40.0, 3000.0), strict=True):
+            stream[1].mul_((1 + tokens * most / case.capacity)[:, None].to(stream[1].dtype))
+
+    out, sums = joined(*run(case, SMALL, 3, torch.bfloat16, streams=grow))
+    wanted, wanted_sums = grown(case, grow)
+    assert float((out - wanted).norm() / wanted.norm()) < 4e-3
+    torch.testing.assert_close(sums, wanted_sums, rtol=1e-4, atol=3e-3)
+
+
+def grown(case: Case, change: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    args, options = arguments(case, torch.bfloat16)
+    change([stream.tensors for stream in args[2:5]])
+    return expected(case, args, options)
+
+
+def test_queries_beyond_float16_and_below_it() -> None:
+    case = CASES["q4_0, four heads"]
+    for by in (2.0**20, 2.0**-40):
+        args, options = arguments(case, torch.bfloat16)
+        args[:2] = [q * by for q in args[:2]]
+        wanted, wanted_sums = expected(case, args, options)
+        out, sums = joined(
+            *run(case, SMALL, 2, torch.bfloat16, queries=lambda q, by=by: [x.mul_(by) for x in q])
+        )
+        assert float((out - wanted).norm() / wanted.norm()) < 4e-3
+        torch.testing.assert_close(sums, wanted_sums, rtol=1e-5, atol=1e-3)

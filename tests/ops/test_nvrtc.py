@@ -1,0 +1,226 @@
+"""CUDA sources are compiled once by NVRTC, where it is, and launched with their arguments in order."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ops.emulated import EmulatedKernel, needs_compiler
+
+pytest.importorskip("triton")
+SOURCE = Path(__file__).parent / "warp_emulator" / "each_instruction.cu"
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"caramba.kernels.cuda.{name}")
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_nvrtc = pytest.mark.skipif(module("nvrtc").version() is None, reason="needs NVRTC")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(module("nvrtc"), "_folder", None)
+    monkeypatch.setattr(module("nvrtc"), "_compiled", {})
+    module("nvrtc").keep_in(tmp_path / "cubins")
+    return tmp_path / "cubins"
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_instructions_compile(arch: str, folder: Path) -> None:
+    code = module("nvrtc").compiled(str(SOURCE), {}, arch)
+    assert code.startswith(b"\x7fELF")
+    assert b"product_f16" in code
+
+
+@needs_nvrtc
+def test_what_does_not_compile_is_told_with_the_compilers_words(folder: Path) -> None:
+    with pytest.raises(
+        module("nvrtc").NotCompiled, match=r"(?s)each_instruction.cu for sm_90 with -Dlane_id=.*error"
+    ):
+        module("nvrtc").compiled(str(SOURCE), {"lane_id": "!"}, "sm_90")
+    assert not folder.exists()
+
+
+def test_without_nvrtc_there_is_no_version_and_an_error_that_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvrtc = module("nvrtc")
+    nvrtc.library.cache_clear(), nvrtc.version.cache_clear()
+    monkeypatch.setattr(nvrtc, "_places", lambda: iter(["/nowhere/libnvrtc.so.13"]))
+    try:
+        assert nvrtc.version() is None
+        with pytest.raises(nvrtc.NotCompiled, match="pip install nvidia-cuda-nvrtc"):
+            nvrtc.library()
+    finally:
+        nvrtc.library.cache_clear(), nvrtc.version.cache_clear()
+
+
+def test_code_is_compiled_once_for_all_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc, made = module("nvrtc"), []
+
+    def compile_(source: str, defines: tuple[str, ...], arch: str) -> bytes:
+        made.append((Path(source).name, defines, arch))
+        return f"code {len(made)}".encode()
+
+    monkeypatch.setattr(nvrtc, "_compile", compile_)
+    first = nvrtc.compiled(str(SOURCE), {"B": 2, "A": 1}, "sm_90")
+    assert made == [("each_instruction.cu", ("-DA=1", "-DB=2"), "sm_90")]
+    assert nvrtc.compiled(str(SOURCE), {"A": 1, "B": 2}, "sm_90") is first
+    nvrtc._compiled.clear()  # as in another process
+    assert nvrtc.compiled(str(SOURCE), {"A": 1, "B": 2}, "sm_90") == first
+    assert len(made) == 1
+    others = [({"A": 1, "B": 3}, "sm_90"), ({"A": 1, "B": 2}, "sm_100")]
+    assert [nvrtc.compiled(str(SOURCE), macros, arch) for macros, arch in others] == [b"code 2", b"code 3"]
+    assert len(list(folder.iterdir())) == 3
+
+
+def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvrtc = module("nvrtc")
+    (tmp_path / "file").write_text("")
+    nvrtc.keep_in(tmp_path / "file")
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
+    monkeypatch.setattr(nvrtc, "_read", lambda _: None)
+    with pytest.warns(UserWarning, match="compiled anew by every process"):
+        assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+
+
+class Driver:
+    """Keeps what is launched, in place of a GPU's driver."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.launched: list[Any] = []
+        self.statuses = list(statuses)
+
+    def cuLaunchKernelEx(self, config_at: int, made: int, arguments: None, extra_at: int) -> int:  # noqa: N802
+        config = module("driver").LaunchConfig.from_address(config_at)
+        first, at, second, size_at, end = (ctypes.c_void_p * 5).from_address(extra_at)
+        assert (first, second, end, arguments) == (1, 2, None, None)
+        assert ctypes.c_size_t.from_address(size_at).value == 3 * 8 + 2 * 4
+        addresses = list((ctypes.c_uint64 * 3).from_address(at))
+        scalars = list((ctypes.c_int32 * 2).from_address(at + 3 * 8))
+        sizes = [
+            getattr(config, name) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
+        ]
+        self.launched.append((sizes, config.shared_bytes, config.stream, made, addresses, scalars))
+        return self.statuses.pop(0) if self.statuses else 0
+
+
+def launch_on(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(module("driver"), "driver", lambda: driver)
+    other = SimpleNamespace(at=lambda stream, place, addresses: ("other", stream, place, addresses))
+    return module("launch").CudaLaunch("x.cu", "x", {}, (6, 5), 128, 4000, 3, [7, -8], other)
+
+
+def test_arguments_of_a_launch_are_where_the_driver_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    launch = launch_on(driver, monkeypatch)
+    assert not launch.at(9, 0, [16, 32, 48]), "nothing is loaded yet"
+    launch.made = 77
+    assert launch.at(9, 0, [16, 1 << 40, 48])
+    assert launch.at(10, 0, (0, 32, 64))
+    sizes = [6, 5, 1, 128, 1, 1]
+    assert driver.launched == [
+        (sizes, 4000, 9, 77, [16, 1 << 40, 48], [7, -8]),
+        (sizes, 4000, 10, 77, [0, 32, 64], [7, -8]),
+    ]
+    assert launch.at(9, 2, [16, 8, 48]) == ("other", 9, 2, [16, 8, 48]), "what is not aligned"
+
+
+def test_a_launch_in_a_new_thread_gets_a_context_and_errors_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(module("driver").NO_CONTEXT, 0, 700)
+    launch = launch_on(driver, monkeypatch)
+    launch.made, current = 77, []
+    monkeypatch.setattr(module("driver"), "make_current", current.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert launch.at(9, 0, [16, 32, 48])
+    assert (current, len(driver.launched)) == ([3], 2)
+
+    def told(status: int, what: str) -> None:
+        raise module("driver").DriverError(f"{what} {status}")
+
+    monkeypatch.setattr(module("driver"), "check", told)
+    with pytest.raises(module("driver").DriverError, match="x: cuLaunchKernelEx 700"):
+        launch.at(9, 0, [16, 32, 48])
+
+
+def on_gpu(name: str, threads: int, shared_bytes: int, n_tensors: int, *scalars: int, grid: int = 1) -> Any:
+    launch = module("launch").CudaLaunch
+    return launch(str(SOURCE), name, {}, (grid, 1), threads, shared_bytes, n_tensors, scalars, None)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@needs_nvrtc
+@needs_compiler
+def test_a_gpu_does_what_the_emulator_does() -> None:
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 1 << 32, (3, 32), dtype=np.uint32)
+    halves = rng.integers(0, 1 << 16, (4, 8, 8), dtype=np.uint16)
+    left, right = (rng.standard_normal(n).astype(np.float16) for n in (256, 128))
+    copied = rng.integers(0, 1 << 32, (3, 3, 64, 4), dtype=np.uint32)
+    floats = np.linspace(-30, 30, 32, dtype=np.float32)
+    cases = {
+        "numbers": (32, 0, 1, [np.zeros((18, 32), np.uint32), *words], []),
+        "matrices": (32, 8192, 1, [np.zeros(288, np.uint32), halves], []),
+        "copies": (64, 60_000, 3, [np.zeros_like(copied), copied], [2]),
+        "product_f16": (32, 0, 1, [np.ones((16, 8), np.float32), left, right], []),
+        "product_bf16": (32, 0, 1, [np.ones((16, 8), np.float32), left, right], []),
+        "functions": (32, 0, 1, [np.zeros((3, 32), np.float32), floats], []),
+    }
+    for name, (threads, shared, grid, arrays, scalars) in cases.items():
+        tensors = [torch.from_numpy(x.view(np.int32 if x.itemsize == 4 else np.int16)).cuda() for x in arrays]
+        on_gpu(name, threads, shared, len(tensors), *scalars, grid=grid)(*tensors)
+        EmulatedKernel(SOURCE, name)((grid, 1), threads, shared, [*arrays, *scalars])
+        found = tensors[0].cpu().numpy().view(arrays[0].dtype)
+        if arrays[0].dtype == np.float32:
+            np.testing.assert_allclose(found, arrays[0], rtol=1e-5, atol=1e-5, err_msg=name)
+        else:
+            differ = found != arrays[0]
+            if name == "numbers":  # what is no number has many forms
+                differ[3:7] &= ~_is_nan(arrays[0][3:7], 0x7C00) & ~_is_nan(arrays[0][3:7], 0x7F80)
+                differ[7:10] &= ~_is_nan(arrays[0][7:10], 0x7F80)
+            assert not differ.any(), (name, np.argwhere(differ)[:5], found[differ][:5], arrays[0][differ][:5])
+
+
+def _is_nan(words: np.ndarray, exponent: int) -> np.ndarray:
+    """Whether either half of a word has this exponent, all ones, and digits."""
+    halves = words.copy().view(np.uint16).reshape(*words.shape, 2)
+    return ((halves & 0x7FFF) > exponent).any(-1)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@needs_nvrtc
+def test_a_graph_may_be_captured_before_anything_is_loaded_and_any_thread_may_launch() -> None:
+    x = torch.arange(768, dtype=torch.int32, device="cuda")
+    out = torch.zeros_like(x)
+    launch = on_gpu("copies", 64, 100_000, 2, 2)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(out, x)
+    assert not out.any()
+    graph.replay()
+    captured = out.clone()
+    out.zero_()
+    at = module("launch").torch._C._cuda_getCurrentRawStream(0), 0, [out.data_ptr(), x.data_ptr()]
+    worked = []
+    thread = threading.Thread(target=lambda: worked.append(launch.at(*at)))
+    thread.start()
+    thread.join()
+    assert worked == [True]
+    assert captured.any()
+    assert torch.equal(out, captured)
