@@ -31,7 +31,9 @@ MOST_OF_ROWS = 32768
 MOST_LANES = 512
 """Heads of all rows up to which programs of one row each read the map anew; with more, two launches take less."""
 MOST_ELEMENTS = 8192
-"""Numbers of all splits of a row and head that a program of one row reads: 64 a thread."""
+"""Numbers of all splits of a row and head that a program of one row reads."""
+PER_THREAD = 64
+"""Those of a thread, with four warps or as many more as it takes."""
 MOST_READ = 2**20
 """Numbers of splits that all programs of one row read together. On an H200 decode of one sequence by 32 heads, as 128
 programs, took 1% longer than with two launches with 132 splits of 128 numbers (2.2 million), and 15% with 264."""
@@ -49,27 +51,41 @@ def _up_row(
     R: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
+    MORE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One row of one head."""
+    """One row of one head. The splits are a power of two and up to MORE others, so that few places stay empty."""
     DTYPE: tl.constexpr = y.dtype.element_ty
     head, part = tl.program_id(0) % n_heads, tl.program_id(0) // n_heads
     row = tl.program_id(1).to(tl.int64)
     lane = ((row // n_queries * n_heads + head) * n_queries + row % n_queries) * n_splits
     split, feature = tl.arange(0, SPLITS), tl.arange(0, BLOCK_R)
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_split, in_rank, in_width = split < n_splits, feature < R, column < D
+    in_rank, in_width = feature < R, column < D
     # All reads before anything that waits for one of them.
     read_at = parts + (lane + split)[:, None] * R + feature[None, :]
-    read = tl.load(read_at, is_split[:, None] & in_rank[None, :], other=0.0)
-    l = tl.load(part_sums + lane + split, is_split, other=-float("inf"))
+    read = tl.load(read_at, (split >= 0)[:, None] & in_rank[None, :], other=0.0)
+    l = tl.load(part_sums + lane + split)
+    if MORE:
+        other = SPLITS + tl.arange(0, MORE)
+        other_at = parts + (lane + other)[:, None] * R + feature[None, :]
+        more = tl.load(other_at, (other < n_splits)[:, None] & in_rank[None, :], other=0.0)
+        l_more = tl.load(part_sums + lane + other, other < n_splits, other=-float("inf"))
     up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
     weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
     top = tl.max(l, 0)
-    share = tl.exp2(l - tl.where(top == -float("inf"), 0.0, top))
+    if MORE:
+        top = tl.maximum(top, tl.max(l_more, 0))
+    top = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been read
+    share = tl.exp2(l - top)
     total = tl.sum(share, 0)
-    x = tl.sum(read.to(tl.float32) * share[:, None], 0) / tl.where(total > 0, total, 1.0)
+    x = tl.sum(read.to(tl.float32) * share[:, None], 0)
+    if MORE:
+        share = tl.exp2(l_more - top)
+        total += tl.sum(share, 0)
+        x += tl.sum(more.to(tl.float32) * share[:, None], 0)
+    x = x / tl.where(total > 0, total, 1.0)
     # Rounded as where what is read goes through memory, maps to the dtype of what they meet.
     x = x.to(DTYPE).to(tl.float32)
     out = tl.sum(x[:, None] * weight.to(DTYPE).to(tl.float32), 0)
@@ -194,14 +210,17 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
         return UpPlan(plan, finish)
     block_n = min(COLUMNS[0], power_of_2(width))
     programs = heads * -(-width // block_n) * rows
-    is_little = splits * block_r <= MOST_ELEMENTS and programs * n_splits * rank <= MOST_READ
+    whole = 1 << (n_splits.bit_length() - 1)
+    more = power_of_2(n_splits - whole) if n_splits > whole else 0
+    n_elements = (whole + more) * block_r
+    is_little = n_elements <= MOST_ELEMENTS and programs * n_splits * rank <= MOST_READ
     if rows * heads > MOST_LANES or not is_little:
         return UpPlan(plan, None)
     finish = Launch(
         _up_row,
         (heads * -(-width // block_n), rows),
         (n_splits, n_queries, heads),
-        {"R": rank, "D": width, "SPLITS": splits, "BLOCK_R": block_r, "BLOCK_N": block_n},
-        num_warps=4,
+        {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n},
+        num_warps=min(16, max(4, power_of_2(-(-n_elements // (32 * PER_THREAD))))),
     )
     return UpPlan(plan, finish)

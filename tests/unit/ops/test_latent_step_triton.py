@@ -137,12 +137,12 @@ def test_a_read_is_joined_and_mapped(
 
 @pytest.mark.parametrize(
     ("most", "limits"),
-    [("MOST_READ", (1920, 1919)), ("MOST_ELEMENTS", (128, 127)), ("MOST_LANES", (12, 11))],
+    [("MOST_READ", (1920, 1919)), ("MOST_ELEMENTS", (80, 79)), ("MOST_LANES", (12, 11))],
 )
 def test_what_is_too_much_to_read_anew_is_joined_apart(
     most: str, limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """12 heads of all rows, in 24 programs, each of which reads 5 splits of 16 numbers: 8 times 16 with padding."""
+    """12 heads of all rows, in 24 programs, each of which reads 5 splits of 16 numbers."""
     launcher = importlib.import_module("caramba.kernels.triton.dba_decode_up")
     plans = importlib.import_module("caramba.kernels.triton.dba_decode")
     q, q_geo, c = drawn(2, 2, 3, 16), drawn(2, 2, 3, 16), drawn(2, 1, 20, 16)
