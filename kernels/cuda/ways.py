@@ -12,18 +12,14 @@ import caramba.kernels.cuda.latent as latent
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
-OF_HEADS = tuple(
-    (n_warps, heads.TOKENS, n_stages, blocks)
-    for n_warps, n_stages, blocks in (
-        *((12, 3, 1), (12, 2, 1), (8, 3, 1), (16, 2, 1), (8, 2, 2)),
-        *((6, 2, 2), (4, 3, 2), (4, 2, 4), (4, 3, 4)),
-    )
+OF_HEADS = (
+    *((12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (16, 2, 1, 0), (8, 2, 2, 0)),
+    *((6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0), (4, 3, 4, 0)),
 )
-"""Warps, tokens of a warp's tile, tiles that it holds, and blocks that a multiprocessor has place for."""
-OF_LATENTS = tuple(
-    (n_warps, heads.TOKENS, n_stages, blocks)
-    for n_warps, n_stages, blocks in ((8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1), (4, 2, 2), (4, 1, 2))
-)
+"""Warps, tiles that each holds, blocks that a multiprocessor has place for, and chunks of values that go by a table."""
+OF_NF4 = (12, 2, 1, 2), (12, 2, 1, 1), (8, 3, 1, 2), (8, 3, 1, 1), (4, 2, 3, 2), (4, 2, 3, 1), (12, 2, 1, 0)
+"""The same of values in nf4."""
+OF_LATENTS = (8, 2, 1, 0), (8, 1, 1, 0), (4, 2, 1, 0), (4, 1, 1, 0), (4, 2, 2, 0), (4, 1, 2, 0)
 COUNTED = 1, 2, 3, 4
 """Blocks worth timing, in how many a multiprocessor has place for."""
 LEAST_ROWS = 16
@@ -32,7 +28,7 @@ LEAST_ROWS = 16
 
 def heads_way(config: DecodeConfig) -> heads.HeadsWay:
     """Return how a choice reads heads."""
-    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda)
+    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda, config.tabled)
 
 
 def latent_way(config: DecodeConfig) -> latent.LatentWay:
@@ -68,10 +64,11 @@ def readings(
     is_latent = len(formats) == 2
     block_rows = min(32, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
     found = []
-    for n_warps, tokens, n_stages, blocks in OF_LATENTS if is_latent else OF_HEADS:
+    ways = OF_LATENTS if is_latent else OF_NF4 if formats[-1] == "nf4" else OF_HEADS
+    for n_warps, n_stages, blocks, tabled in ways:
         way = replace(
-            like, block_rows=block_rows, block_tokens=tokens, n_warps=n_warps, n_stages=n_stages, n_registers=0,
-            n_heads=1 if is_latent else 2, in_cuda=blocks,
+            like, block_rows=block_rows, block_tokens=heads.TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,
+            n_heads=1 if is_latent else 2, in_cuda=blocks, tabled=tabled,
         )  # fmt: skip
         if can_read(way, formats, dims, 1 if is_latent else 2, rows) and (
             blocks * shared_bytes(way, formats, dims, rows) <= per_sm_bytes

@@ -133,7 +133,8 @@ class DecodeConfig:
     scaled numbers in a tile of shared memory).
     `in_cuda` is how many blocks of a kernel of `caramba.kernels.cuda` a multiprocessor's registers are to have place for
     (0: Triton's kernels). There each warp reads tiles of its own, of which it holds `n_stages`. Where such a kernel cannot
-    be had `in_triton` takes its place.
+    be had `in_triton` takes its place. `tabled` says how many of two chunks of nf4's values a table in shared memory makes
+    numbers there.
     """
 
     block_rows: int = 16
@@ -146,6 +147,7 @@ class DecodeConfig:
     early_join: bool = False
     n_heads: int = 0
     in_cuda: int = 0
+    tabled: int = 0
 
     @property
     def in_triton(self) -> DecodeConfig:
@@ -178,7 +180,11 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = 0 if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "early_join") else 1
+            least = (
+                0
+                if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "tabled", "early_join")
+                else 1
+            )
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
             is_any = name == "n_warps" and choice.in_cuda
