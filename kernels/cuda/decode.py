@@ -68,6 +68,7 @@ def split_launch(
             return None
         macros = latent.macros(kinds, dims[:2], way, **form)
         shared = latent.shared_bytes(kinds, dims[:2], way)
+        features = "a" if config.variant == ways.GROUPED and _is_hopper(q_sem.device) else ""
         name, blocks, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps
     else:
         own = ways.heads_way(config)
@@ -77,11 +78,18 @@ def split_launch(
             kinds, dims, own, **form, kv_heads=kv_heads, announced=announced, tail_in_bf16=tails == {torch.bfloat16}
         )  # fmt: skip
         shared = heads.shared_bytes(kinds, dims, group * n_queries, own)
+        features = ""
         name, blocks, threads = "decode_heads", kv_heads // 2, 32 * own.warps
     if shared > torch.cuda.get_device_properties(q_sem.device).shared_memory_per_block_optin:
         return None
     grid = batch * blocks, config.n_splits
-    return CudaLaunch(f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise)
+    return CudaLaunch(
+        f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise, features
+    )
+
+
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _lies_in_chunks(parts: Sequence[Tensor]) -> bool:

@@ -16,10 +16,15 @@ OF_HEADS = (
     *((12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (16, 2, 1, 0), (8, 2, 2, 0)),
     *((6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0), (4, 3, 4, 0)),
 )
-"""Warps, tiles that each holds, blocks that a multiprocessor has place for, and chunks of values that go by a table."""
+"""Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
 OF_NF4 = (12, 2, 1, 2), (12, 2, 1, 1), (8, 3, 1, 2), (8, 3, 1, 1), (4, 2, 3, 2), (4, 2, 3, 1), (12, 2, 1, 0)
 """The same of values in nf4."""
-OF_LATENTS = (8, 2, 1, 0), (8, 1, 1, 0), (4, 2, 1, 0), (4, 1, 1, 0), (4, 2, 2, 0), (4, 1, 2, 0)
+OF_LATENTS = (
+    *((8, 2, 1, 1), (8, 1, 1, 1), (4, 2, 2, 1), (4, 1, 2, 1)),
+    *((8, 2, 1, 0), (8, 1, 1, 0), (4, 2, 1, 0), (4, 1, 2, 0)),
+)
+GROUPED = 1
+"""The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
 COUNTED = 1, 2, 3, 4
 """Blocks worth timing, in how many a multiprocessor has place for."""
 LEAST_ROWS = 16
@@ -28,7 +33,7 @@ LEAST_ROWS = 16
 
 def heads_way(config: DecodeConfig) -> heads.HeadsWay:
     """Return how a choice reads heads."""
-    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda, config.tabled)
+    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda, config.variant)
 
 
 def latent_way(config: DecodeConfig) -> latent.LatentWay:
@@ -65,10 +70,10 @@ def readings(
     block_rows = min(32, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
     found = []
     ways = OF_LATENTS if is_latent else OF_NF4 if formats[-1] == "nf4" else OF_HEADS
-    for n_warps, n_stages, blocks, tabled in ways:
+    for n_warps, n_stages, blocks, variant in ways:
         way = replace(
             like, block_rows=block_rows, block_tokens=heads.TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,
-            n_heads=1 if is_latent else 2, in_cuda=blocks, tabled=tabled,
+            n_heads=1 if is_latent else 2, in_cuda=blocks, variant=variant,
         )  # fmt: skip
         if can_read(way, formats, dims, 1 if is_latent else 2, rows) and (
             blocks * shared_bytes(way, formats, dims, rows) <= per_sm_bytes

@@ -133,8 +133,9 @@ class DecodeConfig:
     scaled numbers in a tile of shared memory).
     `in_cuda` is how many blocks of a kernel of `caramba.kernels.cuda` a multiprocessor's registers are to have place for
     (0: Triton's kernels). There each warp reads tiles of its own, of which it holds `n_stages`. Where such a kernel cannot
-    be had `in_triton` takes its place. `tabled` says how many of two chunks of nf4's values a table in shared memory makes
-    numbers there.
+    be had `in_triton` takes its place. `variant` is which of a kernel's own ways to do
+    the same is taken there: of nf4's values two chunks, one or none go by a table in shared memory (2, 1, 0); products of
+    a latent are those of Hopper's groups of warps (1) or of each warp by itself (0).
     """
 
     block_rows: int = 16
@@ -147,7 +148,7 @@ class DecodeConfig:
     early_join: bool = False
     n_heads: int = 0
     in_cuda: int = 0
-    tabled: int = 0
+    variant: int = 0
 
     @property
     def in_triton(self) -> DecodeConfig:
@@ -182,7 +183,7 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
         for name, size in asdict(choice).items():
             least = (
                 0
-                if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "tabled", "early_join")
+                if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "variant", "early_join")
                 else 1
             )
             if not isinstance(size, int) or size < least:
