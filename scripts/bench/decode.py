@@ -132,8 +132,7 @@ def tune(
     tokens: int,
     turns: int,
     good: dict[Any, None],
-    only_cuda: bool,
-    path: Path,
+    options: Any,
 ) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
@@ -153,7 +152,7 @@ def tune(
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     ways = [*table.candidates(shape, processors, in_cuda=nvrtc.version() is not None)]
     for config in ways:
-        if not config.early_join and (config.in_cuda or not only_cuda):
+        if not config.early_join and is_wanted(config, options):
             by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
@@ -177,7 +176,7 @@ def tune(
     for reading in list(dict.fromkeys(config.reading for config in sorted(tried, key=tried.__getitem__)))[:3]:
         attempt(by_reading[reading])
     present = table.measured().get(shape.key)
-    if only_cuda and tried and present is not None:
+    if options.only_cuda and tried and present is not None:
         attempt([present])
     best = sorted(tried, key=tried.__getitem__)
     if not best:
@@ -188,11 +187,16 @@ def tune(
     good.clear()
     good.update(dict.fromkeys(readings))
     table.adopt({shape.key: asdict(best[0])})
-    write_whole(path, table.written({}))
+    write_whole(options.table, table.written({}))
     forget_plans()
     first = table.rule(shape, processors)
     gain = f", {tried[first] / tried[best[0]]:.2f}x the rule's choice" if first in tried else ""
     return f"tuned over {len(tried)}: {best[0]}{gain}"
+
+
+def is_wanted(way: Any, options: Any) -> bool:
+    """Whether a way is to be timed."""
+    return way.variant in options.variants if way.in_cuda else not options.only_cuda
 
 
 def forget_plans() -> None:
@@ -233,7 +237,7 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
             kinds = cases.FORMATS[form][: len(layout.widths)]
             rows = layout.heads // layout.kv_heads
             shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            ways = [way for way in candidates(shape, 132, in_cuda) if way.in_cuda or not options.only_cuda]
+            ways = [way for way in candidates(shape, 132, in_cuda) if is_wanted(way, options)]
             readings = dict.fromkeys(way.reading for way in ways)
             # The count of splits is not compiled in, but for one.
             ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
@@ -272,7 +276,7 @@ def measure(
     if on_gpu:
         row["steps_of_a_graph"] = n_stores * turns
     if on_gpu and options.tune:
-        said = tune(layout, stores, q, tokens, turns, good, options.only_cuda, options.table)
+        said = tune(layout, stores, q, tokens, turns, good, options)
         print(f"  {said}", flush=True)
     step = calls(layout, stores, q, tokens)
     out, _ = step()
@@ -306,6 +310,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layouts", nargs="*", help="names or their beginnings")
     parser.add_argument("--formats", nargs="*", default=list(cases.FORMATS))
+    parser.add_argument("--variants", type=int, nargs="*", default=[0, 1, 2], help="of kernels in CUDA C++")
     parser.add_argument("--table", type=Path, default=TABLE, help="where --tune puts its choices")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/decode.json"))
     options = parser.parse_args()
