@@ -281,8 +281,6 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
     for reading in made:
         per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
-        if reading.in_cuda and counts[0] == 2:
-            counts.append(1)  # which no kernel joins
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
     if shape.arch in EARLY_ARCHS:
         found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])
