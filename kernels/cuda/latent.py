@@ -27,14 +27,15 @@ class LatentWay:
         warps: at most 8.
         stages: tiles of the latent and of the geometric stream that a warp holds.
         tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
-        unrolled: groups of four chunks of keys that stand one after the other in the code.
+        unrolled: groups of four chunks of keys that stand one after the other in the code; 0 is all for which there are
+            registers.
     """
 
     rows: int = 32
     warps: int = 8
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
-    unrolled: int = 1
+    unrolled: int = 0
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
@@ -63,7 +64,7 @@ def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> i
     queries = sum(dims[:2]) // 16 * way.rows * 32
     tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
     read = queries + way.warps * max(tiles, tail)
-    met = way.warps * way.rows * (4 * dims[0] + 64)
+    met = way.warps * way.rows * (2 * dims[0] + 32)
     return 128 + way.warps * way.rows * 8 + max(read, met)
 
 
@@ -87,8 +88,10 @@ def macros(
     has_window: bool,
     final: bool,
     in_bf16: bool,
+    announced: bool = False,
 ) -> dict[str, object]:
-    """Return what the source is compiled with; queries are bfloat16 or else float16."""
+    """Return what the source is compiled with; queries are bfloat16 or else float16, and a join may begin early where
+    splits announce their end."""
     return {
         "SEM_KIND": KINDS[kinds[0]],
         "SEM_D": dims[0],
@@ -104,7 +107,8 @@ def macros(
         "HAS_WINDOW": int(has_window),
         "FINAL": int(final),
         "TAIL_APART": int(way.tail_apart),
-        "UNROLLED": way.unrolled,
+        "UNROLLED": way.unrolled or (1 if "nf4" in kinds else 4),
         "IN_BRAIN": int(in_bf16),
+        "ANNOUNCED": int(announced),
         "SHARED_BYTES": shared_bytes(kinds, dims, way),
     }

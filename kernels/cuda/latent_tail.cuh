@@ -21,8 +21,9 @@ struct Tail {
     template <class S, Kind KIND>
     DEVICE static void stage(u32 to, const u16* x, int token_stride, int begin, int chunks, int left) {
         constexpr float LESS = 1.0f / (1 << S::SHIFT);
+        constexpr int AT_ONCE = 4 / S::FIELDS;  // on their way, for which there are registers
         int words = 4 * chunks;
-#pragma unroll 4
+#pragma unroll AT_ONCE
         for (int i = lane_id(); i < TAIL_TOKENS * words; i += 32) {
             int slot = i / words, chunk = i % words / 4, s = i % 4, token = tail_token_of(slot);
 #pragma unroll
