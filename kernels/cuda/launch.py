@@ -40,7 +40,8 @@ class CudaLaunch:
         self.config = cuda.LaunchConfig(*grid, 1, threads, 1, 1, shared_bytes, None, None, 0)
         # One piece of memory, as a structure has them: pointers, then numbers of half their size.
         self.arguments = (ctypes.c_uint64 * (n_tensors + (len(scalars) + 1) // 2))()
-        (ctypes.c_int32 * len(scalars)).from_buffer(self.arguments, 8 * n_tensors)[:] = list(scalars)
+        self.scalars = (ctypes.c_int32 * len(scalars)).from_buffer(self.arguments, 8 * n_tensors)
+        self.scalars[:] = list(scalars)
         self.n_tensors = n_tensors
         self.size = ctypes.c_size_t(8 * n_tensors + 4 * len(scalars))
         self.extra = (ctypes.c_void_p * 5)(
