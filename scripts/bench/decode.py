@@ -150,9 +150,9 @@ def tune(
     shape = decode_shape(*q, kinds, *parts, tokens)
     by_reading: dict[Any, list[Any]] = {}
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    ways = [*table.candidates(shape, processors, in_cuda=nvrtc.version() is not None)]
+    ways = wanted(table.candidates(shape, processors, in_cuda=nvrtc.version() is not None), options)
     for config in ways:
-        if not config.early_join and is_wanted(config, options):
+        if not config.early_join:
             by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
@@ -176,7 +176,7 @@ def tune(
     for reading in list(dict.fromkeys(config.reading for config in sorted(tried, key=tried.__getitem__)))[:3]:
         attempt(by_reading[reading])
     present = table.measured().get(shape.key)
-    if options.only_cuda and tried and present is not None:
+    if tried and present is not None:
         attempt([present])
     best = sorted(tried, key=tried.__getitem__)
     if not best:
@@ -194,9 +194,11 @@ def tune(
     return f"tuned over {len(tried)}: {best[0]}{gain}"
 
 
-def is_wanted(way: Any, options: Any) -> bool:
-    """Whether a way is to be timed."""
-    return way.variant in options.variants if way.in_cuda else not options.only_cuda
+def wanted(ways: list[Any], options: Any) -> list[Any]:
+    """Return what is to be timed: the ways in CUDA C++ where there are any, which were faster wherever both were timed."""
+    in_cuda = [way for way in ways if way.in_cuda and way.variant in options.variants]
+    rest = [way for way in ways if not way.in_cuda]
+    return [*in_cuda, *rest] if options.triton or not in_cuda else in_cuda
 
 
 def forget_plans() -> None:
@@ -237,7 +239,7 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
             kinds = cases.FORMATS[form][: len(layout.widths)]
             rows = layout.heads // layout.kv_heads
             shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            ways = [way for way in candidates(shape, 132, in_cuda) if is_wanted(way, options)]
+            ways = wanted(candidates(shape, 132, in_cuda), options)
             readings = dict.fromkeys(way.reading for way in ways)
             # The count of splits is not compiled in, but for one.
             ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
@@ -304,7 +306,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument(
-        "--only-cuda", action="store_true", help="tune among ways in CUDA C++ and what the table has"
+        "--triton", action="store_true", help="tune among Triton's ways too where there are others"
     )
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--repeats", type=int, default=25)
