@@ -195,7 +195,7 @@ def tune(
 
 
 def wanted(ways: list[Any], options: Any) -> list[Any]:
-    """Return what is to be timed: the ways in CUDA C++ where there are any, which were faster wherever both were timed."""
+    """Return what is to be timed: the ways in CUDA C++ where there are any, which were the faster ones so far."""
     in_cuda = [way for way in ways if way.in_cuda and way.variant in options.variants]
     rest = [way for way in ways if not way.in_cuda]
     return [*in_cuda, *rest] if options.triton or not in_cuda else in_cuda
