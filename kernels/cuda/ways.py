@@ -27,6 +27,8 @@ GROUPED = 1
 """The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
 COUNTED = 1, 2, 3, 4
 """Blocks worth timing, in how many a multiprocessor has place for."""
+TAKEN = 1024
+"""Bytes of shared memory that a block takes beyond what it asks for."""
 LEAST_ROWS = 16
 """Rows of a product, for which a latent is read."""
 
@@ -76,7 +78,7 @@ def readings(
             n_heads=1 if is_latent else 2, in_cuda=blocks, variant=variant,
         )  # fmt: skip
         if can_read(way, formats, dims, 1 if is_latent else 2, rows) and (
-            blocks * shared_bytes(way, formats, dims, rows) <= per_sm_bytes
+            blocks * (shared_bytes(way, formats, dims, rows) + TAKEN) <= per_sm_bytes
         ):
             found.append(way)
     return found

@@ -149,7 +149,7 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
         assert ways[1 : 1 + len(made) // 2] == [way for way in made if not way.early_join]
         assert {way.n_heads for way in made} == {n_heads}
         for way in made:
-            assert way.in_cuda * table.shared_bytes(shape, way) <= table.SM_BYTES
+            assert way.in_cuda * (table.shared_bytes(shape, way) + 1024) <= table.SM_BYTES
             assert 2 <= way.n_splits <= 513
             # As many blocks as the processors have place for, a few times, and the tails'.
             blocks = (way.n_splits - 1) * shape.lanes // n_heads
