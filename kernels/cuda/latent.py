@@ -25,17 +25,17 @@ class LatentWay:
     Attributes:
         rows: of a block, 16 or 32.
         warps: at most 8.
-        stages: tiles of the latent and of the geometric stream that a warp holds.
+        stages: tiles of the latent and of the geometric stream that a warp holds at most: one of the latent where
+            shared memory has no place for more.
         tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
-        unrolled: groups of four chunks of keys that stand one after the other in the code; 0 is all for which there are
-            registers.
+        unrolled: groups of four chunks of keys that stand one after the other in the code.
     """
 
     rows: int = 32
     warps: int = 8
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
-    unrolled: int = 0
+    unrolled: int = 4
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
@@ -58,13 +58,21 @@ def _is_whole(kind: str, width: int) -> bool:
 
 def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> int:
     """Return the bytes of shared memory of a block."""
-    tiles = sum(
-        stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
-    )
+    return _bytes_of(kinds, dims, way, _stages(kinds, dims, way))
+
+
+def _stages(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> tuple[int, int]:
+    """Return the tiles of both streams that a warp holds."""
+    too_many = _bytes_of(kinds, dims, way, way.stages) > MOST_SHARED
+    return (1, way.stages[1]) if too_many else way.stages
+
+
+def _bytes_of(kinds: Sequence[str], dims: Sequence[int], way: LatentWay, held: tuple[int, int]) -> int:
+    tiles = sum(stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, held, strict=False))
     queries = sum(dims[:2]) // 16 * way.rows * 32
     tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
     read = queries + way.warps * max(tiles, tail)
-    met = way.warps * way.rows * (2 * dims[0] + 32)
+    met = way.warps * way.rows * (4 * dims[0] + 64)
     return 128 + way.warps * way.rows * 8 + max(read, met)
 
 
@@ -88,10 +96,9 @@ def macros(
     has_window: bool,
     final: bool,
     in_bf16: bool,
-    announced: bool = False,
 ) -> dict[str, object]:
-    """Return what the source is compiled with; queries are bfloat16 or else float16, and a join may begin early where
-    splits announce their end."""
+    """Return what the source is compiled with; queries are bfloat16 or else float16."""
+    stages = _stages(kinds, dims, way)
     return {
         "SEM_KIND": KINDS[kinds[0]],
         "SEM_D": dims[0],
@@ -99,16 +106,15 @@ def macros(
         "GEO_D": dims[1],
         "ROWS": way.rows,
         "WARPS": way.warps,
-        "SEM_STAGES": way.stages[0],
-        "GEO_STAGES": way.stages[1],
+        "SEM_STAGES": stages[0],
+        "GEO_STAGES": stages[1],
         "GROUP": group,
         "QUERIES": queries,
         "ROW_BLOCKS": -(-group * queries // way.rows),
         "HAS_WINDOW": int(has_window),
         "FINAL": int(final),
         "TAIL_APART": int(way.tail_apart),
-        "UNROLLED": way.unrolled or (1 if "nf4" in kinds else 4),
+        "UNROLLED": way.unrolled,
         "IN_BRAIN": int(in_bf16),
-        "ANNOUNCED": int(announced),
         "SHARED_BYTES": shared_bytes(kinds, dims, way),
     }

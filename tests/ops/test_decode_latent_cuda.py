@@ -158,11 +158,21 @@ def test_weights_that_rise_from_tile_to_tile() -> None:
     check(case, QUICK, 1, growth=0.05)
 
 
-def test_a_form_that_shared_memory_does_not_hold_is_refused() -> None:
+def test_forms_that_can_be_read() -> None:
     way = latent.LatentWay()
     assert latent.fits(MIXED, (128, 256), way)
-    assert not latent.fits(("q8_0", "q8_0"), (128, 256), way)
-    assert latent.fits(("q8_0", "q8_0"), (128, 256), replace(way, stages=(1, 2)))
     assert not latent.fits(MIXED, (256, 64), way), "more sums than registers"
+    assert latent.fits(MIXED, (256, 64), replace(way, rows=16))
     assert not latent.fits(("q4_0", "q4_0"), (128, 96), way), "three chunks for four lanes"
     assert not latent.fits(("bf16", "q8_0"), (128, 64), way)
+
+
+def test_fewer_tiles_of_the_latent_are_held_where_shared_memory_is_full() -> None:
+    for kinds, held in ((MIXED, 2), (("q8_0", "q8_0"), 1)):
+        way = latent.LatentWay()
+        made = latent.macros(
+            kinds, (128, 256), way, group=32, queries=1, has_window=False, final=False, in_bf16=True
+        )
+        assert (made["SEM_STAGES"], made["GEO_STAGES"]) == (held, 2)
+        assert made["SHARED_BYTES"] == latent.shared_bytes(kinds, (128, 256), way) <= latent.MOST_SHARED
+    assert not latent.fits(("q8_0", "q8_0"), (128, 512), latent.LatentWay())
