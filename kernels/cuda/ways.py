@@ -12,12 +12,9 @@ import caramba.kernels.cuda.latent as latent
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
-OF_HEADS = (
-    *((12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (16, 2, 1, 0), (8, 2, 2, 0)),
-    *((6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0), (4, 3, 4, 0)),
-)
+OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0)
 """Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
-OF_NF4 = (12, 2, 1, 2), (12, 2, 1, 1), (8, 3, 1, 2), (8, 3, 1, 1), (4, 2, 3, 2), (4, 2, 3, 1), (12, 2, 1, 0)
+OF_NF4 = (12, 2, 1, 0), (8, 3, 1, 0), (4, 2, 3, 0), (12, 2, 1, 2), (12, 2, 1, 1), (8, 3, 1, 2), (4, 2, 3, 2)
 """The same of values in nf4."""
 OF_LATENTS = (
     *((8, 2, 1, 1), (8, 1, 1, 1), (4, 2, 2, 1), (4, 1, 2, 1)),
