@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from caramba.kernels.cuda import ways
 from caramba.kernels.triton import dba_decode_table as table
 from caramba.kernels.triton.dba_decode_table import (
     DecodeConfig,
@@ -163,6 +164,20 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
     for other in ({"arch": "sm80"}, {"in_fp32": True}, {"formats": ("q4_0", "bf16")}):
         shape = replace(SHAPE, **other)
         assert candidates(shape, 132, in_cuda=True) == candidates(shape, 132)
+
+
+def test_what_is_shipped_in_cuda_can_be_read_so_and_has_place() -> None:
+    shipped = [(key, choice) for key, choice in table.measured().items() if choice.in_cuda]
+    assert shipped
+    for key, choice in shipped:
+        arch, formats, dims, rows, lanes, tokens = key.split("|")
+        widths = tuple(int(width) for width in dims.split("x"))
+        shape = DecodeShape(
+            arch, tuple(formats.split("+")), (widths[0], widths[1], widths[2]), int(rows), int(lanes), int(tokens)
+        )  # fmt: skip
+        assert arch == "sm90", key
+        assert ways.can_read(choice, shape.formats, shape.dims, len(shape.formats) - 1, shape.rows), key
+        assert choice.in_cuda * (table.shared_bytes(shape, choice) + 1024) <= table.SM_BYTES, key
 
 
 def test_what_was_measured_in_cuda_keeps_its_tails_split(monkeypatch: pytest.MonkeyPatch) -> None:
