@@ -16,10 +16,8 @@ OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0
 """Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
 OF_NF4 = (12, 2, 1, 0), (8, 3, 1, 0), (4, 2, 3, 0), (12, 2, 1, 2), (12, 2, 1, 1), (8, 3, 1, 2), (4, 2, 3, 2)
 """The same of values in nf4."""
-OF_LATENTS = (
-    *((8, 2, 1, 1), (8, 1, 1, 1), (4, 2, 2, 1), (4, 1, 2, 1)),
-    *((8, 2, 1, 0), (8, 1, 1, 0), (4, 2, 1, 0), (4, 1, 2, 0)),
-)
+OF_LATENTS = (8, 2, 1, 1), (4, 1, 2, 1), (8, 1, 1, 1), (8, 1, 1, 0)
+"""The same of latents, those that were best somewhere."""
 GROUPED = 1
 """The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
 COUNTED = 1, 2, 3, 4
