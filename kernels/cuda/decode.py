@@ -11,6 +11,7 @@ import caramba.kernels.cuda.nvrtc as nvrtc
 import caramba.kernels.cuda.ways as ways
 import torch
 from caramba.kernels.cuda.launch import CudaLaunch
+from caramba.kernels.triton.launch import INTERPRETED
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -45,13 +46,12 @@ def split_launch(
     group = n_heads // kv_heads
     dims = q_sem.shape[-1], q_geo.shape[-1], streams[-1][-1].shape[-1]
     if not (
-        q_sem.is_cuda
+        is_ready(q_sem.device)
         and q_sem.dtype in (torch.float16, torch.bfloat16)
         and ways.can_read(config, kinds, dims, kv_heads, group * n_queries)
         and all(_lies_in_chunks(parts) for parts in streams)
         and all(_steps(q, 3, CHUNK // 2) for q in queries)
         and all(abs(x) <= LARGEST for x in scalars)
-        and nvrtc.version() is not None
     ):
         return None
     tails = {parts[2].dtype for parts in streams}
@@ -68,6 +68,7 @@ def split_launch(
             return None
         macros = latent.macros(kinds, dims[:2], way, **form)
         shared = latent.shared_bytes(kinds, dims[:2], way)
+        features = "a" if config.variant == ways.GROUPED and is_hopper(q_sem.device) else ""
         name, blocks, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps
     else:
         own = ways.heads_way(config)
@@ -77,11 +78,31 @@ def split_launch(
             kinds, dims, own, **form, kv_heads=kv_heads, announced=announced, tail_in_bf16=tails == {torch.bfloat16}
         )  # fmt: skip
         shared = heads.shared_bytes(kinds, dims, group * n_queries, own)
+        features = ""
         name, blocks, threads = "decode_heads", kv_heads // 2, 32 * own.warps
-    if shared > torch.cuda.get_device_properties(q_sem.device).shared_memory_per_block_optin:
+    if shared > most_shared(q_sem.device):
         return None
     grid = batch * blocks, config.n_splits
-    return CudaLaunch(f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise)
+    return CudaLaunch(
+        f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise, features
+    )
+
+
+def is_ready(device: torch.device) -> bool:
+    """Whether kernels can be compiled for a device, and it has the instructions that all of them use."""
+    if device.type != "cuda" or INTERPRETED:
+        return False
+    return nvrtc.version() is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def most_shared(device: torch.device) -> int:
+    """Return the bytes of shared memory that a block may have."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device has the products of four warps, which its successors have not."""
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _lies_in_chunks(parts: Sequence[Tensor]) -> bool:

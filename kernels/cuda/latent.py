@@ -25,7 +25,8 @@ class LatentWay:
     Attributes:
         rows: of a block, 16 or 32.
         warps: at most 8.
-        stages: tiles of the latent and of the geometric stream that a warp holds.
+        stages: tiles of the latent and of the geometric stream that a warp holds at most: one of the latent where
+            shared memory has no place for more.
         tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
         unrolled: groups of four chunks of keys that stand one after the other in the code.
     """
@@ -34,7 +35,7 @@ class LatentWay:
     warps: int = 8
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
-    unrolled: int = 1
+    unrolled: int = 4
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
@@ -57,9 +58,17 @@ def _is_whole(kind: str, width: int) -> bool:
 
 def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> int:
     """Return the bytes of shared memory of a block."""
-    tiles = sum(
-        stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, way.stages, strict=False)
-    )
+    return _bytes_of(kinds, dims, way, _stages(kinds, dims, way))
+
+
+def _stages(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> tuple[int, int]:
+    """Return the tiles of both streams that a warp holds."""
+    too_many = _bytes_of(kinds, dims, way, way.stages) > MOST_SHARED
+    return (1, way.stages[1]) if too_many else way.stages
+
+
+def _bytes_of(kinds: Sequence[str], dims: Sequence[int], way: LatentWay, held: tuple[int, int]) -> int:
+    tiles = sum(stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, held, strict=False))
     queries = sum(dims[:2]) // 16 * way.rows * 32
     tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
     read = queries + way.warps * max(tiles, tail)
@@ -89,6 +98,7 @@ def macros(
     in_bf16: bool,
 ) -> dict[str, object]:
     """Return what the source is compiled with; queries are bfloat16 or else float16."""
+    stages = _stages(kinds, dims, way)
     return {
         "SEM_KIND": KINDS[kinds[0]],
         "SEM_D": dims[0],
@@ -96,8 +106,8 @@ def macros(
         "GEO_D": dims[1],
         "ROWS": way.rows,
         "WARPS": way.warps,
-        "SEM_STAGES": way.stages[0],
-        "GEO_STAGES": way.stages[1],
+        "SEM_STAGES": stages[0],
+        "GEO_STAGES": stages[1],
         "GROUP": group,
         "QUERIES": queries,
         "ROW_BLOCKS": -(-group * queries // way.rows),

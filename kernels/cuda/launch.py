@@ -18,7 +18,8 @@ class CudaLaunch:
     """A kernel of a source of this folder on a grid, with the macros that it is compiled with.
 
     Its arguments are the addresses of tensors and then `scalars`, of 32 bits. It reads vectors of 16 bytes: tensors of
-    which one begins elsewhere go to `otherwise`, which computes the same.
+    which one begins elsewhere go to `otherwise`, which computes the same. `features` is added to the architecture's
+    name: "a" for instructions that it alone has.
     """
 
     def __init__(
@@ -32,13 +33,15 @@ class CudaLaunch:
         n_tensors: int,
         scalars: Sequence[int],
         otherwise: Launch | None,
+        features: str = "",
     ) -> None:
         self.source, self.name, self.macros, self.otherwise = source, name, dict(macros), otherwise
-        self.shared_bytes = shared_bytes
+        self.shared_bytes, self.features = shared_bytes, features
         self.config = cuda.LaunchConfig(*grid, 1, threads, 1, 1, shared_bytes, None, None, 0)
         # One piece of memory, as a structure has them: pointers, then numbers of half their size.
         self.arguments = (ctypes.c_uint64 * (n_tensors + (len(scalars) + 1) // 2))()
-        (ctypes.c_int32 * len(scalars)).from_buffer(self.arguments, 8 * n_tensors)[:] = list(scalars)
+        self.scalars = (ctypes.c_int32 * len(scalars)).from_buffer(self.arguments, 8 * n_tensors)
+        self.scalars[:] = list(scalars)
         self.n_tensors = n_tensors
         self.size = ctypes.c_size_t(8 * n_tensors + 4 * len(scalars))
         self.extra = (ctypes.c_void_p * 5)(
@@ -68,7 +71,7 @@ class CudaLaunch:
         with torch.cuda.device_of(first):
             if self.made is None:
                 device = first.get_device()
-                code = nvrtc.compiled(self.source, self.macros, arch(device))
+                code = nvrtc.compiled(self.source, self.macros, arch(device) + self.features)
                 self.made = cuda.function(code, self.name, device, self.shared_bytes).value
             stream = torch._C._cuda_getCurrentRawStream(first.get_device())
             self.at(stream, 0, addresses)

@@ -12,27 +12,25 @@ import caramba.kernels.cuda.latent as latent
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
-OF_HEADS = tuple(
-    (n_warps, heads.TOKENS, n_stages, blocks)
-    for n_warps, n_stages, blocks in (
-        *((12, 3, 1), (12, 2, 1), (8, 3, 1), (16, 2, 1), (8, 2, 2)),
-        *((6, 2, 2), (4, 3, 2), (4, 2, 4), (4, 3, 4)),
-    )
-)
-"""Warps, tokens of a warp's tile, tiles that it holds, and blocks that a multiprocessor has place for."""
-OF_LATENTS = tuple(
-    (n_warps, heads.TOKENS, n_stages, blocks)
-    for n_warps, n_stages, blocks in ((8, 2, 1), (8, 1, 1), (4, 2, 1), (4, 1, 1), (4, 2, 2), (4, 1, 2))
-)
+OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0)
+"""Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
+OF_NF4 = (12, 2, 1, 0), (8, 3, 1, 0), (4, 2, 3, 0), (12, 2, 1, 2), (12, 2, 1, 1), (8, 3, 1, 2), (4, 2, 3, 2)
+"""The same of values in nf4."""
+OF_LATENTS = (8, 2, 1, 1), (4, 1, 2, 1), (8, 1, 1, 1), (8, 1, 1, 0)
+"""The same of latents, those that were best somewhere."""
+GROUPED = 1
+"""The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
 COUNTED = 1, 2, 3, 4
 """Blocks worth timing, in how many a multiprocessor has place for."""
+TAKEN = 1024
+"""Bytes of shared memory that a block takes beyond what it asks for."""
 LEAST_ROWS = 16
 """Rows of a product, for which a latent is read."""
 
 
 def heads_way(config: DecodeConfig) -> heads.HeadsWay:
     """Return how a choice reads heads."""
-    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda)
+    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda, config.variant)
 
 
 def latent_way(config: DecodeConfig) -> latent.LatentWay:
@@ -68,13 +66,14 @@ def readings(
     is_latent = len(formats) == 2
     block_rows = min(32, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
     found = []
-    for n_warps, tokens, n_stages, blocks in OF_LATENTS if is_latent else OF_HEADS:
+    ways = OF_LATENTS if is_latent else OF_NF4 if formats[-1] == "nf4" else OF_HEADS
+    for n_warps, n_stages, blocks, variant in ways:
         way = replace(
-            like, block_rows=block_rows, block_tokens=tokens, n_warps=n_warps, n_stages=n_stages, n_registers=0,
-            n_heads=1 if is_latent else 2, in_cuda=blocks,
+            like, block_rows=block_rows, block_tokens=heads.TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,
+            n_heads=1 if is_latent else 2, in_cuda=blocks, variant=variant,
         )  # fmt: skip
         if can_read(way, formats, dims, 1 if is_latent else 2, rows) and (
-            blocks * shared_bytes(way, formats, dims, rows) <= per_sm_bytes
+            blocks * (shared_bytes(way, formats, dims, rows) + TAKEN) <= per_sm_bytes
         ):
             found.append(way)
     return found

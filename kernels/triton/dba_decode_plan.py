@@ -218,7 +218,7 @@ def plan(
             },
             **options,
         )
-    if in_cuda.in_cuda and not INTERPRETED:
+    if in_cuda.in_cuda:
         given = [k_sem, k_geo, *([v] if v else [])]
         split = (
             split_launch(

@@ -9,6 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import caramba.kernels.cuda.ways as cuda
+from caramba.kernels.triton.dba_decode_sizes import (
+    BLOCKS,
+    GROUP_ROWS,
+    LEEWAY,
+    SHARED_BYTES,
+    SM_BYTES,
+    TOGETHER_ROWS,
+    bucket,
+    is_in_fp32,
+    shared_bytes,
+)
 
 TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2, 4
@@ -19,13 +30,6 @@ COUNTED_PER_SM = 1, 2, 3, 4, 6, 8, 12, 16
 processors read at unlike rates, and begins the pipeline of loads anew each time."""
 EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
 """Devices on which a kernel can be launched while the one ahead of it ends (programmatic dependent launch)."""
-SHARED_BYTES = 227 * 1024
-SM_BYTES = 228 * 1024 - 1024
-"""Shared memory of a multiprocessor of Hopper, of which each block takes 1 KB more than it asks for."""
-LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
-NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-BLOCKS = {"q8_0": (32, 1.0, 2), "q4_0": (32, 0.5, 2), "nf4": (64, 0.5, 4)}
-"""Elements of a block, bytes of a code and of a scale."""
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 READINGS = {
@@ -77,13 +81,10 @@ BY_WORDS = (
     (32, 1, 3, 0),
 )
 """The same for a quantised latent whose codes go to products by words."""
-TOGETHER_ROWS = 16
-"""Rows of a product, which heads that are read together fill."""
 MOST_ROWS_OF_WORDS = 32
 """Rows of a program that reads a latent by words: the sums of more take too many registers."""
 MOST_TOGETHER = 4
 """Heads that are read together at most: the sums of more take too many registers."""
-GROUP_ROWS = 64
 WIDEST_GROUPED = 384
 """Features of both parts up to which three stages of 64 tokens were measured beside the queries, 196 KB in all."""
 
@@ -109,7 +110,7 @@ class DecodeShape:
         dims = "x".join(str(d) for d in self.dims)
         # Of what is stored in float32 queries are too.
         queries = "fp32:" if self.in_fp32 and "fp32" not in self.formats else ""
-        return f"{self.arch}|{queries}{'+'.join(self.formats)}|{dims}|{_bucket(self.rows)}"
+        return f"{self.arch}|{queries}{'+'.join(self.formats)}|{dims}|{bucket(self.rows)}"
 
     @property
     def key(self) -> str:
@@ -117,7 +118,7 @@ class DecodeShape:
 
         Formats read by queries in float32 begin with `fp32:`.
         """
-        return f"{self.family}|{_bucket(self.lanes)}|{_bucket(self.tokens)}"
+        return f"{self.family}|{bucket(self.lanes)}|{bucket(self.tokens)}"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,9 @@ class DecodeConfig:
     scaled numbers in a tile of shared memory).
     `in_cuda` is how many blocks of a kernel of `caramba.kernels.cuda` a multiprocessor's registers are to have place for
     (0: Triton's kernels). There each warp reads tiles of its own, of which it holds `n_stages`. Where such a kernel cannot
-    be had `in_triton` takes its place.
+    be had `in_triton` takes its place. `variant` is which of a kernel's own ways to do
+    the same is taken there: of nf4's values two chunks, one or none go by a table in shared memory (2, 1, 0); products of
+    a latent are those of Hopper's groups of warps (1) or of each warp by itself (0).
     """
 
     block_rows: int = 16
@@ -146,6 +149,7 @@ class DecodeConfig:
     early_join: bool = False
     n_heads: int = 0
     in_cuda: int = 0
+    variant: int = 0
 
     @property
     def in_triton(self) -> DecodeConfig:
@@ -178,7 +182,11 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = 0 if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "early_join") else 1
+            least = (
+                0
+                if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "variant", "early_join")
+                else 1
+            )
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
             is_any = name == "n_warps" and choice.in_cuda
@@ -213,7 +221,7 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         key, choice = min(near, key=lambda item: (_distance(item[0], shape), int(item[0].rpartition("|")[2])))
         if _distance(key, shape) <= REACH:
             lanes = int(key.split("|")[-2])
-            scaled = max(1, round(choice.n_splits * lanes / _bucket(shape.lanes)))
+            scaled = max(1, round(choice.n_splits * lanes / bucket(shape.lanes)))
             return replace(choice, n_splits=min(scaled, _most_splits(shape.tokens, choice.block_tokens)))
         return replace(choice, n_splits=_splits(shape, choice, n_processors))
     return rule(shape, n_processors)
@@ -224,9 +232,9 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     if _is_grouped(shape):
         grouped = DecodeConfig(block_rows=GROUP_ROWS)  # what was measured for every such shape of the table
         return replace(grouped, n_splits=_splits(shape, grouped, n_processors))
-    block_rows = min(64, max(16, _bucket(shape.rows)))
+    block_rows = min(64, max(16, bucket(shape.rows)))
     exact = not _is_quantised(shape)
-    wide = max(shape.dims) > 256 or _is_in_fp32(shape)
+    wide = max(shape.dims) > 256 or is_in_fp32(shape)
     block_tokens = 32 if wide else 64 if exact or max(shape.dims) > 128 else 128
     reading = DecodeConfig(
         block_rows=block_rows,
@@ -246,13 +254,13 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
     first = rule(shape, n_processors)
     found = {first: None}
     readings = [(first.block_rows, *way) for way in READINGS[_is_quantised(shape)]]
-    widths = [max(16, _bucket(width)) for width in shape.dims[: len(shape.formats)]]
-    if not _is_quantised(shape) and not _is_in_fp32(shape) and sum(widths) <= NARROW:
+    widths = [max(16, bucket(width)) for width in shape.dims[: len(shape.formats)]]
+    if not _is_quantised(shape) and not is_in_fp32(shape) and sum(widths) <= NARROW:
         readings += [(first.block_rows, *way) for way in OF_NARROW_HEADS]
     if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
         readings += [(GROUP_ROWS, *way) for way in GROUPED]
     ways = []
-    n_heads = min(MOST_TOGETHER, TOGETHER_ROWS // _bucket(shape.rows))
+    n_heads = min(MOST_TOGETHER, TOGETHER_ROWS // bucket(shape.rows))
     if n_heads > 1 and _is_per_head_of_blocks(shape):
         ways += [(n_heads, TOGETHER_ROWS, *way) for way in TOGETHER]
     if _is_latent_of_words(shape):
@@ -275,8 +283,6 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
     for reading in made:
         per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
-        if reading.in_cuda and counts[0] == 2:
-            counts.append(1)  # which no kernel joins
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
     if shape.arch in EARLY_ARCHS:
         found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])
@@ -297,7 +303,7 @@ def _is_grouped(shape: DecodeShape) -> bool:
         and not shape.in_fp32
         and shape.formats in (("bf16", "bf16"), ("fp16", "fp16"))
         and GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2
-        and sum(_bucket(width) for width in shape.dims[:2]) <= WIDEST_GROUPED
+        and sum(bucket(width) for width in shape.dims[:2]) <= WIDEST_GROUPED
     )
 
 
@@ -322,66 +328,10 @@ def _is_latent_of_words(shape: DecodeShape) -> bool:
         and len(shape.formats) == 2
         and all(kind in BLOCKS for kind in shape.formats)
         and all(
-            width == _bucket(width) and width % BLOCKS[kind][0] == 0 and width * BLOCKS[kind][1] >= 32
+            width == bucket(width) and width % BLOCKS[kind][0] == 0 and width * BLOCKS[kind][1] >= 32
             for kind, width in zip(shape.formats, shape.dims, strict=False)
         )
     )
-
-
-def _is_in_fp32(shape: DecodeShape) -> bool:
-    """Whether a tile holds numbers of float32, which takes twice the shared memory."""
-    return shape.in_fp32 or "fp32" in shape.formats
-
-
-def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
-    """Return the shared memory of a program on Hopper, as compiled kernels have it.
-
-    It holds queries, stages of what is stored, one fewer than are under way, and a tile of what products cannot read as
-    it is stored. Products of a warp group's rows read numbers where they are loaded, so that all stages stay; those of
-    fewer rows hold scores. Of heads read together codes go to products as they are stored.
-    """
-    if reading.in_cuda:
-        return cuda.shared_bytes(reading, shape.formats, shape.dims, shape.rows)
-    if reading.n_heads and len(shape.formats) == 2:
-        stored = sum(
-            _loaded_bytes(kind, width) * width for kind, width in zip(shape.formats, shape.dims, strict=False)
-        )
-        elements, _, scale = BLOCKS[shape.formats[0]]
-        stored += (
-            shape.dims[0] / elements * scale
-        )  # the latent's scales are read by words of keys, and of values
-        numbers = 2 * (reading.block_rows * sum(shape.dims[:2]) + TOGETHER_ROWS * reading.block_tokens)
-        return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
-    if reading.n_heads:
-        numbers = reading.block_rows * (reading.n_heads * sum(shape.dims[:2]) + reading.block_tokens) * 2
-        stored = 0.0
-        for kind, width in zip(shape.formats, shape.dims, strict=True):
-            elements, code, scale = BLOCKS[kind]
-            stored += reading.n_heads * (width * code + max(1, width // elements) * scale)
-        return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
-    widths = [max(16, _bucket(width)) for width in shape.dims]
-    itemsize = 4 if _is_in_fp32(shape) else 2
-    is_grouped = reading.block_rows >= GROUP_ROWS
-    total = reading.block_rows * sum(widths[:2]) * itemsize
-    if not is_grouped:
-        total += reading.block_rows * reading.block_tokens * itemsize
-    for kind, width, padded in zip(shape.formats, shape.dims, widths, strict=False):
-        tile, stored = reading.block_tokens * padded, _loaded_bytes(kind, width)
-        is_read = stored == itemsize
-        total += int((reading.n_stages - (not (is_grouped and is_read))) * tile * stored)
-        total += 0 if is_read else tile * itemsize
-    return total
-
-
-def _loaded_bytes(kind: str, width: int) -> float:
-    """Return the bytes that are loaded of an element of a head, with its share of a scale."""
-    if kind in NUMBER_BYTES:
-        return NUMBER_BYTES[kind]
-    elements, code, scale = BLOCKS[kind]
-    if width % elements == 0:
-        return code + scale / elements
-    # A byte of codes is loaded for each that is in it, and for heads that lie across blocks each has its own scale.
-    return 1 + (scale / width if elements % width == 0 else scale)
 
 
 def _fitting(shape: DecodeShape, reading: DecodeConfig) -> DecodeConfig:
@@ -399,8 +349,8 @@ def _per_sm(shape: DecodeShape, reading: DecodeConfig) -> int:
         return reading.in_cuda
     if _is_quantised(shape):
         return PROGRAMS_PER_SM[0]
-    itemsize = 4 if _is_in_fp32(shape) else 2
-    *keys, values = (max(16, _bucket(width)) for width in shape.dims)
+    itemsize = 4 if is_in_fp32(shape) else 2
+    *keys, values = (max(16, bucket(width)) for width in shape.dims)
     stage = reading.block_tokens * (sum(keys) + (values if len(shape.formats) == 3 else 0))
     rows = reading.block_rows * (sum(keys) + reading.block_tokens)
     return min(PROGRAMS_PER_SM[1], max(1, SHARED_BYTES // ((reading.n_stages * stage + rows) * itemsize)))
@@ -421,13 +371,9 @@ def _most_splits(tokens: int, block_tokens: int) -> int:
     return max(1, min(512, math.ceil(tokens / block_tokens)))
 
 
-def _bucket(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
-
-
 def _distance(key: str, shape: DecodeShape) -> float:
     """Return how far a shape is from a measured one, in powers of two: of tokens from what it has, not from the power
     of two above, as a cache of 32,768 tokens and some is read like one of 32,768."""
     _, lanes, tokens = key.rsplit("|", 2)
-    of_lanes, of_tokens = int(lanes) / _bucket(shape.lanes), int(tokens) / shape.tokens
+    of_lanes, of_tokens = int(lanes) / bucket(shape.lanes), int(tokens) / shape.tokens
     return abs(math.log2(of_lanes)) + abs(math.log2(of_tokens))

@@ -132,8 +132,7 @@ def tune(
     tokens: int,
     turns: int,
     good: dict[Any, None],
-    only_cuda: bool,
-    path: Path,
+    options: Any,
 ) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
@@ -151,9 +150,9 @@ def tune(
     shape = decode_shape(*q, kinds, *parts, tokens)
     by_reading: dict[Any, list[Any]] = {}
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    ways = [*table.candidates(shape, processors, in_cuda=nvrtc.version() is not None)]
+    ways = wanted(table.candidates(shape, processors, in_cuda=nvrtc.version() is not None), options)
     for config in ways:
-        if not config.early_join and (config.in_cuda or not only_cuda):
+        if not config.early_join:
             by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
@@ -177,7 +176,7 @@ def tune(
     for reading in list(dict.fromkeys(config.reading for config in sorted(tried, key=tried.__getitem__)))[:3]:
         attempt(by_reading[reading])
     present = table.measured().get(shape.key)
-    if only_cuda and tried and present is not None:
+    if tried and present is not None:
         attempt([present])
     best = sorted(tried, key=tried.__getitem__)
     if not best:
@@ -188,11 +187,18 @@ def tune(
     good.clear()
     good.update(dict.fromkeys(readings))
     table.adopt({shape.key: asdict(best[0])})
-    write_whole(path, table.written({}))
+    write_whole(options.table, table.written({}))
     forget_plans()
     first = table.rule(shape, processors)
     gain = f", {tried[first] / tried[best[0]]:.2f}x the rule's choice" if first in tried else ""
     return f"tuned over {len(tried)}: {best[0]}{gain}"
+
+
+def wanted(ways: list[Any], options: Any) -> list[Any]:
+    """Return what is to be timed: the ways in CUDA C++ where there are any, which were the faster ones so far."""
+    in_cuda = [way for way in ways if way.in_cuda and way.variant in options.variants]
+    rest = [way for way in ways if not way.in_cuda]
+    return [*in_cuda, *rest] if options.triton or not in_cuda else in_cuda
 
 
 def forget_plans() -> None:
@@ -233,7 +239,7 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
             kinds = cases.FORMATS[form][: len(layout.widths)]
             rows = layout.heads // layout.kv_heads
             shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
-            ways = [way for way in candidates(shape, 132, in_cuda) if way.in_cuda or not options.only_cuda]
+            ways = wanted(candidates(shape, 132, in_cuda), options)
             readings = dict.fromkeys(way.reading for way in ways)
             # The count of splits is not compiled in, but for one.
             ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
@@ -272,7 +278,7 @@ def measure(
     if on_gpu:
         row["steps_of_a_graph"] = n_stores * turns
     if on_gpu and options.tune:
-        said = tune(layout, stores, q, tokens, turns, good, options.only_cuda, options.table)
+        said = tune(layout, stores, q, tokens, turns, good, options)
         print(f"  {said}", flush=True)
     step = calls(layout, stores, q, tokens)
     out, _ = step()
@@ -300,12 +306,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument(
-        "--only-cuda", action="store_true", help="tune among ways in CUDA C++ and what the table has"
+        "--triton", action="store_true", help="tune among Triton's ways too where there are others"
     )
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layouts", nargs="*", help="names or their beginnings")
     parser.add_argument("--formats", nargs="*", default=list(cases.FORMATS))
+    parser.add_argument("--variants", type=int, nargs="*", default=[0, 1, 2], help="of kernels in CUDA C++")
     parser.add_argument("--table", type=Path, default=TABLE, help="where --tune puts its choices")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/decode.json"))
     options = parser.parse_args()

@@ -198,12 +198,13 @@ def test_what_begins_beside_a_chunk_goes_to_triton() -> None:
     room = torch.empty(codes.numel() + 8, dtype=codes.dtype, device=DEVICE)
     shifted[0][0] = room[8:].view_as(codes).copy_(codes)
     config = DecodeConfig(block_tokens=32, n_warps=4, n_stages=2, n_splits=3, in_cuda=1, **reading)
-    found = [
-        launch(config, *args[:2], list(case.kinds), *streams, args[5], options["n_packed"], [], 0)
-        for streams in (parts, shifted)
-    ]
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-3, atol=1e-3)
+    wanted, wanted_sums = expected(case, args, options)
+    seen = wanted_sums.isfinite()
+    # Triton makes keys numbers of the queries' type, bfloat16; in CUDA codes go to products as they are.
+    for streams, bound in ((parts, 1e-4), (shifted, 2.5e-2)):
+        out, sums = launch(config, *args[:2], list(case.kinds), *streams, args[5], options["n_packed"], [], 0)
+        assert (out.double().cpu() - wanted).norm() / wanted.norm() < 2.5e-2
+        torch.testing.assert_close(sums.double().cpu()[seen], wanted_sums[seen], rtol=bound, atol=bound)
 
 
 @runs

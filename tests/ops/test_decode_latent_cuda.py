@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from caramba.kernels.cuda import latent
 from torch import Tensor
 
 from tests.ops.decode_cases import Case, arguments, expected
 from tests.ops.emulated import EARLY, KERNELS, MODES, EmulatedKernel, needs_compiler
 
+latent = importlib.import_module("caramba.kernels.cuda.latent")
 pytestmark = needs_compiler
 MIXED = ("q4_0", "q8_0")
 SMALL = Case(MIXED, (149,), heads=(4, 1), dims=(128, 64, 128), packed=128)
@@ -27,7 +28,7 @@ def bits(x: Tensor) -> np.ndarray:
 
 def attend(
     case: Case,
-    way: latent.LatentWay,
+    way: Any,
     n_splits: int,
     dtype: torch.dtype = torch.bfloat16,
     mode: int = 0,
@@ -76,7 +77,7 @@ def attend(
     return joined.reshape(*shape, width), total.reshape(shape), wanted, wanted_sums
 
 
-def check(case: Case, way: latent.LatentWay, n_splits: int, **options: Any) -> None:
+def check(case: Case, way: Any, n_splits: int, **options: Any) -> None:
     """Compare the splits with what is expected; numbers of nf4 and their weights are bfloat16."""
     out, sums, wanted, wanted_sums = attend(case, way, n_splits, **options)
     assert (out - wanted).norm() <= (1.6e-2 if "nf4" in case.kinds else 6e-3) * wanted.norm()
@@ -158,11 +159,21 @@ def test_weights_that_rise_from_tile_to_tile() -> None:
     check(case, QUICK, 1, growth=0.05)
 
 
-def test_a_form_that_shared_memory_does_not_hold_is_refused() -> None:
+def test_forms_that_can_be_read() -> None:
     way = latent.LatentWay()
     assert latent.fits(MIXED, (128, 256), way)
-    assert not latent.fits(("q8_0", "q8_0"), (128, 256), way)
-    assert latent.fits(("q8_0", "q8_0"), (128, 256), replace(way, stages=(1, 2)))
     assert not latent.fits(MIXED, (256, 64), way), "more sums than registers"
+    assert latent.fits(MIXED, (256, 64), replace(way, rows=16))
     assert not latent.fits(("q4_0", "q4_0"), (128, 96), way), "three chunks for four lanes"
     assert not latent.fits(("bf16", "q8_0"), (128, 64), way)
+
+
+def test_fewer_tiles_of_the_latent_are_held_where_shared_memory_is_full() -> None:
+    for kinds, held in ((MIXED, 2), (("q8_0", "q8_0"), 1)):
+        way = latent.LatentWay()
+        made = latent.macros(
+            kinds, (128, 256), way, group=32, queries=1, has_window=False, final=False, in_bf16=True
+        )
+        assert (made["SEM_STAGES"], made["GEO_STAGES"]) == (held, 2)
+        assert made["SHARED_BYTES"] == latent.shared_bytes(kinds, (128, 256), way) <= latent.MOST_SHARED
+    assert not latent.fits(("q8_0", "q8_0"), (128, 512), latent.LatentWay())
