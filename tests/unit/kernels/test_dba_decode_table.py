@@ -59,11 +59,12 @@ def test_of_two_neighbours_the_one_of_more_like_lengths_lends_its_choice(
 ) -> None:
     longer = replace(only, n_splits=64, n_heads=1)
     keys = replace(SHAPE, tokens=131072).key, SHAPE.key
-    monkeypatch.setattr(table, "measured", lambda: dict(zip(keys, (longer, only), strict=True)))
-    # All of these have the power of two between both lengths above them, or the longer one.
-    assert choose(replace(SHAPE, tokens=32768 + 128), 132) == only
-    assert choose(replace(SHAPE, tokens=65536), 132) == only
-    assert choose(replace(SHAPE, tokens=65536 + 128), 132) == longer
+    with monkeypatch.context() as patched:  # ended before `only`, which has patched the same
+        patched.setattr(table, "measured", lambda: dict(zip(keys, (longer, only), strict=True)))
+        # All of these have the power of two between both lengths above them, or the longer one.
+        assert choose(replace(SHAPE, tokens=32768 + 128), 132) == only
+        assert choose(replace(SHAPE, tokens=65536), 132) == only
+        assert choose(replace(SHAPE, tokens=65536 + 128), 132) == longer
 
 
 def test_latents_of_16_bits_are_read_for_a_warp_groups_rows_where_they_fit() -> None:
