@@ -15,6 +15,7 @@ from caramba.ops import dequantize, hadamard, quantize, stored_format
 
 TAIL_DTYPE = torch.bfloat16  # holds any bfloat16 model's keys and values as they are, and never overflows
 PACK_TOKENS = 1024  # quantised at once: bounds the float32 copy of a long prompt
+ALIGNED_TOKENS = 16  # blocks are allocated for multiples of it: every row of scales begins at a multiple of 16 bytes
 
 
 class Store(Protocol):
@@ -132,7 +133,7 @@ class BlockStore:
             )
 
         n_blocks = self.format.block.n_blocks(n_heads * width)
-        packed_limit = 0 if self.only_tail else max_tokens
+        packed_limit = 0 if self.only_tail else -(-max_tokens // ALIGNED_TOKENS) * ALIGNED_TOKENS
         self.codes = buffer(n_blocks, self.format.code_width, self.format.code_dtype, packed_limit)
         self.scales = buffer(n_blocks, 1, self.format.scale_dtype, packed_limit)
         self.tail = buffer(n_heads, width, TAIL_DTYPE, min(2 * tail_tokens, max_tokens))

@@ -64,6 +64,18 @@ def test_old_tokens_are_blocks_and_recent_ones_16_bit(
     torch.testing.assert_close(out[:, :, :packed], rounded(x, kind, rotate)[:, :, :packed], rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("max_tokens", [33, 60, 64, 1001])
+def test_rows_of_scales_begin_where_kernels_load_16_bytes(kind: KVCacheKind, max_tokens: int) -> None:
+    cache = tensor(kind, max_tokens, static=True)
+    codes, scales = cache.store.buffers["codes"], cache.store.buffers["scales"]
+    assert max_tokens <= codes.capacity == scales.capacity < max_tokens + 16
+    assert all(stride * scales.data.element_size() % 16 == 0 for stride in scales.data.stride()[:2])
+    cache.append(values(max_tokens))
+    with pytest.raises(CacheFull):  # what is allocated beyond it is nobody's
+        cache.append(values(1))
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 14), st.integers(0, 14)), min_size=1, max_size=8),
@@ -138,7 +150,7 @@ def test_padding_tail_and_slack_are_counted(kind: KVCacheKind) -> None:
     assert cache.bytes_per_token == row
     assert cache.tail_bytes == 2 * 1 * 60 * 2  # one token of 60 elements in 2 bytes, twice
     assert cache.used_bytes == 2 * 40 * row + cache.tail_bytes
-    assert cache.allocated_bytes == 2 * (60 * row + 2 * TILE * 60 * 2)
+    assert cache.allocated_bytes == 2 * (64 * row + 2 * TILE * 60 * 2)  # rows of scales in multiples of 16 tokens
     growing = tensor(kind)
     assert growing.allocated_bytes == 0
     growing.append(values(41))
@@ -225,9 +237,14 @@ def test_bad_input_is_named_and_changes_nothing() -> None:
     ):
         tensor(KVCacheKind.Q8_0).load_state_dict(state)
     small = tensor(KVCacheKind.Q4_0, max_tokens=15)
-    with pytest.raises(CacheFull, match=r"16 tokens of codes do not fit 15"):
+    with pytest.raises(CacheFull, match=r"18 tokens do not fit max_tokens=15"):
         small.load_state_dict(state)
+    large = tensor(KVCacheKind.Q4_0)
+    large.append(values(41))
+    with pytest.raises(CacheFull, match=r"40 tokens of codes do not fit 16"):
+        small.load_state_dict(large.state_dict())
     assert small.n_tokens == 0
+    small.append(values(15))
     with pytest.raises(ConfigError, match=r"got tail_tokens=0, expected 1 or more"):
         KVCacheTensor(KVCacheTensorConfig(KVCacheKind.NF4, 0), batch_size=1, n_heads=1, width=4, max_tokens=4)
     ctx = Context([new_layer_cache(decoupled("latent", 12, 4), 1, 8)])
