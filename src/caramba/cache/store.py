@@ -15,7 +15,9 @@ from caramba.ops import dequantize, hadamard, quantize, stored_format
 
 TAIL_DTYPE = torch.bfloat16  # holds any bfloat16 model's keys and values as they are, and never overflows
 PACK_TOKENS = 1024  # quantised at once: bounds the float32 copy of a long prompt
-ALIGNED_TOKENS = 16  # blocks are allocated for multiples of it: every row of scales begins at a multiple of 16 bytes
+ALIGNED_TOKENS = (
+    16  # blocks are allocated for multiples of it: every row of scales begins at a multiple of 16 bytes
+)
 
 
 class Store(Protocol):

@@ -150,7 +150,9 @@ def test_padding_tail_and_slack_are_counted(kind: KVCacheKind) -> None:
     assert cache.bytes_per_token == row
     assert cache.tail_bytes == 2 * 1 * 60 * 2  # one token of 60 elements in 2 bytes, twice
     assert cache.used_bytes == 2 * 40 * row + cache.tail_bytes
-    assert cache.allocated_bytes == 2 * (64 * row + 2 * TILE * 60 * 2)  # rows of scales in multiples of 16 tokens
+    assert cache.allocated_bytes == 2 * (
+        64 * row + 2 * TILE * 60 * 2
+    )  # rows of scales in multiples of 16 tokens
     growing = tensor(kind)
     assert growing.allocated_bytes == 0
     growing.append(values(41))
