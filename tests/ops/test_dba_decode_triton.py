@@ -6,19 +6,13 @@ Triton has to be told to interpret before it is first imported, so on a CPU `tes
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from tests.ops.decode_cases import Case, arguments, expected
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda"
-DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-runs = pytest.mark.skipif(not INTERPRETED and DEVICE == "cpu", reason="runs in the interpreter's process")
+from tests.ops.decode_runs import DEVICE, DTYPES, check, needs_gpu, runs
 
 CASES = {
     "per head, mixed": Case(("q4_0", "q8_0", "q4_0"), (105, 0, 70), packed=64),
@@ -37,205 +31,6 @@ CASES = {
     "fewer tokens than queries": Case(("fp16", "fp16"), (2, 0), heads=(3, 1), dims=(48, 24, 48), queries=5),
     "all in the tail": Case(("q8_0", "nf4"), (75,), heads=(2, 1), dims=(64, 32, 64)),
 }
-
-
-def check(
-    case: Case,
-    dtype: torch.dtype,
-    n_splits: int,
-    packed_math: bool = True,
-    block_tokens: int = 32,
-    **reading: int,
-) -> None:
-    from caramba.kernels.triton.dba_decode import launch
-    from caramba.kernels.triton.dba_decode_table import DecodeConfig
-
-    args, options = arguments(case, dtype, DEVICE)
-    streams = [stream for stream in args[2:5] if stream is not None]
-    parts = [stream.tensors for stream in streams] + [[]] * (3 - len(streams))
-    config = DecodeConfig(block_tokens=block_tokens, n_splits=n_splits, packed_math=packed_math, **reading)
-    null = list(options.get("null", ()))
-    kinds = [stream.kind for stream in streams]
-    out, sums = launch(
-        config, *args[:2], kinds, *parts, args[5], options.get("n_packed"), null, case.window or 0
-    )
-    wanted, wanted_sums = expected(case, args, options)
-    # Exact arithmetic on the queries as given; keys and values are rounded to the queries' type, probabilities too.
-    bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}[dtype]
-    if dtype == torch.float16 and reading.get("n_heads"):
-        # Values of heads together are summed by products of bfloat16. Of a latent in nf4, whose scales are float32,
-        # a GPU makes levels, scales, their products, queries and weights bfloat16: each 2^-9 off, not float16's 2^-12.
-        bound = 1e-2 if DEVICE == "cuda" and case.latent and "nf4" in kinds else 5e-3
-    error = (out.double().cpu() - wanted).norm() / wanted.norm().clamp(min=1e-30)
-    assert error < bound, f"{case}: relative error {error:.1e}"
-    seen = wanted_sums.isfinite()
-    assert (sums.cpu()[~seen] == -torch.inf).all()
-    assert (out.cpu()[~seen] == 0).all()
-    torch.testing.assert_close(sums.double().cpu()[seen], wanted_sums[seen], rtol=bound, atol=bound)
-
-
-TOGETHER = {
-    "mixed, a head of a block and half a head": (
-        Case(("q4_0", "q8_0", "q4_0"), (90, 0), heads=(8, 4), packed=80),
-        {"n_heads": 4},
-    ),
-    "nf4, questions, window, null": (
-        Case(("nf4",) * 3, (105,), heads=(4, 4), queries=3, packed=80, tail=48, window=50, null=True),
-        {"n_heads": 4},
-    ),
-    "heads of three blocks, more than one program": (
-        Case(("q8_0",) * 3, (70,), heads=(8, 4), dims=(32, 64, 96), packed=48),
-        {"n_heads": 2},
-    ),
-    "fewer together than the choice says": (
-        Case(("q4_0", "nf4", "q4_0"), (75,), heads=(6, 2), dims=(64, 128, 64), packed=48),
-        {"n_heads": 16, "block_rows": 32},
-    ),
-}
-
-
-@runs
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", TOGETHER)
-def test_heads_are_read_together(name: str, dtype: torch.dtype) -> None:
-    case, reading = TOGETHER[name]
-    if DEVICE == "cpu" and dtype == torch.float16 and not name.startswith("mixed"):
-        pytest.skip("the interpreter takes seconds")
-    on_plain = dtype == torch.float32 and DEVICE == "cuda"
-    assert kernel_of(case, dtype, **reading) == ("decode_split" if on_plain else "decode_heads")
-    check(case, dtype, 2, **reading)
-
-
-LATENTS = {
-    "mixed": (Case(("q4_0", "q8_0"), (90, 70), heads=(8, 1), dims=(128, 64, 128), packed=64), {}),
-    "nf4, questions, window, null, two programs of rows": (
-        Case(
-            ("nf4", "nf4"),
-            (105,),
-            heads=(6, 1),
-            dims=(64, 128, 64),
-            queries=3,
-            packed=80,
-            tail=48,
-            window=50,
-            null=True,
-        ),
-        {},
-    ),
-    "q8_0 and q4_0, two tiles of rows": (
-        Case(("q8_0", "q4_0"), (75, 0), heads=(20, 1), dims=(64, 64, 64), packed=48),
-        {"block_rows": 32},
-    ),
-}
-
-
-@runs
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", LATENTS)
-def test_a_latent_is_read_by_words(name: str, dtype: torch.dtype) -> None:
-    case, reading = LATENTS[name]
-    on_plain = dtype == torch.float32 and DEVICE == "cuda"
-    assert kernel_of(case, dtype, n_heads=1, **reading) == ("decode_split" if on_plain else "decode_latent")
-    check(case, dtype, 2, n_heads=1, **reading)
-
-
-IN_CUDA = {
-    "heads, mixed": (
-        Case(("q4_0", "q8_0", "q4_0"), (171, 0, 1, 90), heads=(8, 2), packed=101),
-        {"block_rows": 8, "n_heads": 2},
-    ),
-    "heads, nf4, questions, window, null": (
-        Case(("nf4",) * 3, (150,), heads=(4, 4), queries=3, packed=128, window=70, null=True),
-        {"block_rows": 8, "n_heads": 2},
-    ),
-    "a latent, mixed": (
-        Case(("q4_0", "q8_0"), (149, 60), heads=(32, 1), dims=(128, 64, 128), packed=128),
-        {"block_rows": 32, "n_heads": 1},
-    ),
-    "a latent, questions, window, null": (
-        Case(
-            ("q8_0", "q4_0"),
-            (149,),
-            heads=(8, 1),
-            dims=(128, 256, 128),
-            queries=3,
-            packed=100,
-            window=70,
-            null=True,
-        ),
-        {"block_rows": 32, "n_heads": 1},
-    ),
-}
-
-
-@runs
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", IN_CUDA)
-def test_a_way_in_cuda_is_taken_or_what_is_in_its_place(name: str, dtype: torch.dtype) -> None:
-    case, reading = IN_CUDA[name]
-    if DEVICE == "cpu" and (dtype == torch.float16 or "nf4" in name):
-        pytest.skip("the interpreter takes seconds")
-    reading = {**reading, "n_warps": 4, "n_stages": 2, "in_cuda": 1}
-    if DEVICE == "cuda":
-        assert type(split_of(case, dtype, **reading)).__name__ == (
-            "Launch" if dtype == torch.float32 else "CudaLaunch"
-        )
-    for n_splits in (1, 3) if DEVICE == "cuda" else (2,):
-        check(case, dtype, n_splits, **reading)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
-def test_what_begins_beside_a_chunk_goes_to_triton() -> None:
-    from caramba.kernels.triton.dba_decode import launch
-    from caramba.kernels.triton.dba_decode_table import DecodeConfig
-
-    case, reading = IN_CUDA["heads, mixed"]
-    args, options = arguments(case, torch.bfloat16, DEVICE)
-    parts = [stream.tensors for stream in args[2:5]]
-    shifted = [list(stream) for stream in parts]
-    codes = shifted[0][0]
-    room = torch.empty(codes.numel() + 8, dtype=codes.dtype, device=DEVICE)
-    shifted[0][0] = room[8:].view_as(codes).copy_(codes)
-    config = DecodeConfig(block_tokens=32, n_warps=4, n_stages=2, n_splits=3, in_cuda=1, **reading)
-    wanted, wanted_sums = expected(case, args, options)
-    seen = wanted_sums.isfinite()
-    # Triton makes keys numbers of the queries' type, bfloat16; in CUDA codes go to products as they are.
-    for streams, bound in ((parts, 1e-4), (shifted, 2.5e-2)):
-        out, sums = launch(config, *args[:2], list(case.kinds), *streams, args[5], options["n_packed"], [], 0)
-        assert (out.double().cpu() - wanted).norm() / wanted.norm() < 2.5e-2
-        torch.testing.assert_close(sums.double().cpu()[seen], wanted_sums[seen], rtol=bound, atol=bound)
-
-
-@runs
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(("q4_0", "q8_0"), (20,), heads=(8, 1), dims=(128, 96, 128), packed=16),
-        Case(("q4_0", "q8_0"), (20,), heads=(8, 1), dims=(32, 64, 32), packed=16),
-        Case(("q4_0", "bf16"), (20,), heads=(8, 1), dims=(128, 64, 128), packed=16),
-        Case(("q4_0", "q8_0"), (20,), heads=(8, 2), dims=(128, 64, 128), packed=16),
-    ],
-    ids=("no power of two", "too few words", "numbers", "heads"),
-)
-def test_what_cannot_be_read_by_words_of_a_latent_is_read_as_before(case: Case) -> None:
-    assert kernel_of(case, torch.float16, n_heads=1) == "decode_split"
-
-
-def kernel_of(case: Case, dtype: torch.dtype, **reading: int) -> str:
-    return split_of(case, dtype, **reading).kernel.__name__
-
-
-def split_of(case: Case, dtype: torch.dtype, **reading: int) -> Any:
-    from caramba.kernels.triton.dba_decode_plan import plan
-    from caramba.kernels.triton.dba_decode_table import DecodeConfig
-
-    args, options = arguments(case, dtype, DEVICE)
-    streams = [stream for stream in args[2:5] if stream is not None]
-    parts = [*(stream.tensors for stream in streams), []][:3]
-    kinds = [stream.kind for stream in streams]
-    made = plan(DecodeConfig(**reading), *args[:2], kinds, *parts, options["n_packed"], [], 0)
-    return made.split
 
 
 def small_enough(name: str, dtype: torch.dtype) -> bool:
@@ -342,7 +137,6 @@ def test_the_op_runs_the_launcher_with_a_choice_of_the_table() -> None:
 
 # Every pair of what a kernel is compiled for meets in some way; all products of them would compile for minutes.
 WAYS = ("one query", "packed", "plain")
-needs_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a CUDA device")
 
 
 @pytest.mark.gpu
@@ -438,34 +232,6 @@ def test_a_join_that_begins_while_the_splits_end_reads_all_that_they_stored(
             found[early] = [x.clone() for x in results]
             for x, y in zip(found[early], found[False], strict=True):
                 assert torch.equal(x, y), "the same sums in the same order"
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    "kinds", [("q8_0",) * 3, ("q4_0",) * 3, ("nf4",) * 3, ("q4_0", "q8_0", "q4_0")], ids="+".join
-)
-def test_long_sequences_by_heads_together_on_a_gpu(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
-    case = Case(kinds, (2100, 1999), heads=(32, 8), packed=1984, tail=128, capacity=2112)
-    more = replace(case, heads=(16, 8), queries=2, window=700, null=True)
-    assert kernel_of(case, dtype, n_heads=4) == "decode_heads"
-    check(case, dtype, 5, block_tokens=128, n_heads=4, n_registers=168)
-    check(case, dtype, 1, block_tokens=64, n_heads=4, n_warps=2, n_stages=2)
-    check(more, dtype, 3, block_tokens=64, n_heads=4)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kinds", [("q8_0", "q8_0"), ("q4_0", "q8_0"), ("nf4", "nf4")], ids="+".join)
-def test_long_sequences_by_words_of_a_latent_on_a_gpu(kinds: tuple[str, str], dtype: torch.dtype) -> None:
-    case = Case(kinds, (2100, 1999), heads=(32, 1), dims=(128, 64, 128), packed=1984, tail=128, capacity=2112)
-    more = replace(case, heads=(20, 1), queries=2, window=700, null=True)
-    assert kernel_of(case, dtype, n_heads=1) == "decode_latent"
-    check(case, dtype, 5, block_tokens=128, block_rows=32, n_heads=1, n_registers=168)
-    check(case, dtype, 1, block_tokens=64, block_rows=32, n_heads=1, n_warps=2, n_stages=3)
-    check(more, dtype, 3, block_tokens=64, n_heads=1)
 
 
 @pytest.mark.gpu
