@@ -92,9 +92,27 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(
     (tmp_path / "file").write_text("")
     nvrtc.keep_in(tmp_path / "file")
     monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
-    monkeypatch.setattr(nvrtc, "_read", lambda _: None)
     with pytest.warns(UserWarning, match="compiled anew by every process"):
         assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+
+
+def test_code_that_cannot_be_kept_or_read_is_compiled_anew_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvrtc = module("nvrtc")
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
+    assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    (kept,) = folder.iterdir()
+    nvrtc._compiled.clear()
+    kept.write_bytes(b"")  # of a machine that stopped before the file lay on its disk
+    assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    assert kept.read_bytes() == b"code"
+    nvrtc._compiled.clear()
+    kept.unlink()
+    kept.mkdir()  # read and replaced by nobody, as another user's file
+    with pytest.warns(UserWarning, match="compiled anew by every process"):
+        assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    assert list(folder.iterdir()) == [kept]
 
 
 class Driver:
