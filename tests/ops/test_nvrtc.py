@@ -174,6 +174,27 @@ def test_a_launch_in_a_new_thread_gets_a_context_and_errors_are_told(monkeypatch
         launch.at(9, 0, [16, 32, 48])
 
 
+def test_a_new_thread_may_ask_for_what_another_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, asked, allowed = module("driver"), [], []
+
+    def current(device: int) -> None:
+        asked.append((threading.get_ident(), device))
+
+    def allow(loaded: Any, shared_bytes: int) -> None:
+        assert asked[-1] == (threading.get_ident(), 3), "attributes are those of a context"
+        allowed.append((loaded, shared_bytes))
+
+    monkeypatch.setattr(driver, "make_current", current)
+    monkeypatch.setattr(driver, "_allow", allow)
+    monkeypatch.setattr(driver, "_load", lambda code, name, device: (code, name, device))
+    monkeypatch.setattr(driver, "_loaded", {})
+    for _ in range(2):
+        thread = threading.Thread(target=driver.function, args=(b"code", "x", 3, 100_000))
+        thread.start()
+        thread.join()
+    assert allowed == [((b"code", "x", 3), 100_000)] * 2
+
+
 def on_gpu(name: str, threads: int, shared_bytes: int, n_tensors: int, *scalars: int, grid: int = 1) -> Any:
     launch = module("launch").CudaLaunch
     return launch(str(SOURCE), name, {}, (grid, 1), threads, shared_bytes, n_tensors, scalars, None)
