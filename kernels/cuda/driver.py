@@ -77,6 +77,7 @@ def function(code: bytes, name: str, device: int, shared_bytes: int) -> ctypes.c
         DriverError: the code is not for this device, or its blocks cannot have that much.
     """
     with _lock:
+        make_current(device)  # attributes too are asked of a context
         found = _loaded.get((code, name, device))
         if found is None:
             found = _loaded[code, name, device] = _load(code, name, device)
@@ -87,7 +88,6 @@ def function(code: bytes, name: str, device: int, shared_bytes: int) -> ctypes.c
 
 def _load(code: bytes, name: str, device: int) -> ctypes.c_void_p:
     cuda, module, found = driver(), ctypes.c_void_p(), ctypes.c_void_p()
-    make_current(device)
     mode = ctypes.c_int(_RELAXED)
     check(cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:

@@ -123,8 +123,8 @@ def _tag(source: str, defines: tuple[str, ...], arch: str) -> str:
 def _read(tag: str) -> bytes | None:
     if _folder is None:
         return None
-    with contextlib.suppress(FileNotFoundError):
-        return (_folder / f"{tag}.cubin").read_bytes()
+    with contextlib.suppress(OSError):  # not there, or another user's: compiled here then
+        return (_folder / f"{tag}.cubin").read_bytes() or None
     return None
 
 
@@ -135,8 +135,13 @@ def _write(tag: str, code: bytes) -> None:
     try:
         _folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=_folder, prefix=f".{tag}.", delete=False) as file:
-            file.write(code)
-        os.replace(file.name, _folder / f"{tag}.cubin")
+            try:
+                file.write(code)
+                file.flush()
+                os.replace(file.name, _folder / f"{tag}.cubin")
+            except OSError:
+                os.unlink(file.name)
+                raise
     except OSError as error:
         warnings.warn(f"{_folder}: kernels are compiled anew by every process ({error})", stacklevel=2)
 

@@ -30,6 +30,7 @@ COUNTED_PER_SM = 1, 2, 3, 4, 6, 8, 12, 16
 processors read at unlike rates, and begins the pipeline of loads anew each time."""
 EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
 """Devices on which a kernel can be launched while the one ahead of it ends (programmatic dependent launch)."""
+MOST_SPLITS = 512  # that the op takes
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 READINGS = {
@@ -363,12 +364,14 @@ def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm
     programs = math.ceil(shape.lanes / max(1, reading.n_heads)) * math.ceil(shape.rows / reading.block_rows)
     wanted = max(1, per_sm * n_processors // programs)
     if reading.in_cuda:  # one more has the tail
-        return min(wanted, _most_splits(shape.tokens, reading.block_tokens * reading.n_warps)) + 1
+        return min(
+            MOST_SPLITS, min(wanted, _most_splits(shape.tokens, reading.block_tokens * reading.n_warps)) + 1
+        )
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
 
 
 def _most_splits(tokens: int, block_tokens: int) -> int:
-    return max(1, min(512, math.ceil(tokens / block_tokens)))
+    return max(1, min(MOST_SPLITS, math.ceil(tokens / block_tokens)))
 
 
 def _distance(key: str, shape: DecodeShape) -> float:

@@ -127,6 +127,13 @@ def test_what_cannot_be_read_in_cuda_is_read_in_triton(changed: dict[str, Any], 
     assert made.split.grid[1] == 3
 
 
+def test_the_only_row_of_scales_is_read_by_whole_chunks() -> None:
+    case = Case(("nf4", "nf4"), (149,), heads=(4, 1), dims=(64, 64, 64), packed=128)
+    for capacity, launch in ((256, "CudaLaunch"), (250, "Launch")):
+        made, _, _ = planned(replace(case, capacity=capacity), LATENT, 3, torch.bfloat16)
+        assert type(made.split).__name__ == launch
+
+
 def test_without_a_compiler_or_room_triton_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("is_ready", False), ("most_shared", 16 * 1024)):
         with monkeypatch.context() as patch:

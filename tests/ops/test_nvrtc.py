@@ -92,9 +92,27 @@ def test_a_folder_that_cannot_be_written_is_told_and_nothing_else(
     (tmp_path / "file").write_text("")
     nvrtc.keep_in(tmp_path / "file")
     monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
-    monkeypatch.setattr(nvrtc, "_read", lambda _: None)
     with pytest.warns(UserWarning, match="compiled anew by every process"):
         assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+
+
+def test_code_that_cannot_be_kept_or_read_is_compiled_anew_and_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvrtc = module("nvrtc")
+    monkeypatch.setattr(nvrtc, "_compile", lambda *_: b"code")
+    assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    (kept,) = folder.iterdir()
+    nvrtc._compiled.clear()
+    kept.write_bytes(b"")  # of a machine that stopped before the file lay on its disk
+    assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    assert kept.read_bytes() == b"code"
+    nvrtc._compiled.clear()
+    kept.unlink()
+    kept.mkdir()  # read and replaced by nobody, as another user's file
+    with pytest.warns(UserWarning, match="compiled anew by every process"):
+        assert nvrtc.compiled(str(SOURCE), {}, "sm_90") == b"code"
+    assert list(folder.iterdir()) == [kept]
 
 
 class Driver:
@@ -154,6 +172,27 @@ def test_a_launch_in_a_new_thread_gets_a_context_and_errors_are_told(monkeypatch
     monkeypatch.setattr(module("driver"), "check", told)
     with pytest.raises(module("driver").DriverError, match="x: cuLaunchKernelEx 700"):
         launch.at(9, 0, [16, 32, 48])
+
+
+def test_a_new_thread_may_ask_for_what_another_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, asked, allowed = module("driver"), [], []
+
+    def current(device: int) -> None:
+        asked.append((threading.get_ident(), device))
+
+    def allow(loaded: Any, shared_bytes: int) -> None:
+        assert asked[-1] == (threading.get_ident(), 3), "attributes are those of a context"
+        allowed.append((loaded, shared_bytes))
+
+    monkeypatch.setattr(driver, "make_current", current)
+    monkeypatch.setattr(driver, "_allow", allow)
+    monkeypatch.setattr(driver, "_load", lambda code, name, device: (code, name, device))
+    monkeypatch.setattr(driver, "_loaded", {})
+    for _ in range(2):
+        thread = threading.Thread(target=driver.function, args=(b"code", "x", 3, 100_000))
+        thread.start()
+        thread.join()
+    assert allowed == [((b"code", "x", 3), 100_000)] * 2
 
 
 def on_gpu(name: str, threads: int, shared_bytes: int, n_tensors: int, *scalars: int, grid: int = 1) -> Any:

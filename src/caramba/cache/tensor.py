@@ -293,9 +293,10 @@ class KVCacheTensor:
                     f"KV cache state: {got[2]} tokens of {name} do not fit {limit}; make the cache with the "
                     f"max_tokens and tail_tokens that it was saved with (here {self.max_tokens})"
                 )
+        used = self.store.used(self.n_tokens)
         n_tokens = self.store.restore(state)
         if n_tokens > self.max_tokens:
-            self.store.truncate(self.n_tokens)
+            self.store.restore({name: buffer.view(used[name]) for name, buffer in buffers.items()})
             raise CacheFull(f"KV cache state: {n_tokens} tokens do not fit max_tokens={self.max_tokens}")
         self.n_tokens = n_tokens
         for name, tensor in state.items():

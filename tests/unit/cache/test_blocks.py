@@ -247,6 +247,11 @@ def test_bad_input_is_named_and_changes_nothing() -> None:
         small.load_state_dict(large.state_dict())
     assert small.n_tokens == 0
     small.append(values(15))
+    small.truncate(13)  # of which fewer are blocks than of the state that it refuses
+    before = small.read()
+    with pytest.raises(CacheFull, match=r"18 tokens do not fit max_tokens=15"):
+        small.load_state_dict(state)
+    assert torch.equal(small.read(), before)
     with pytest.raises(ConfigError, match=r"got tail_tokens=0, expected 1 or more"):
         KVCacheTensor(KVCacheTensorConfig(KVCacheKind.NF4, 0), batch_size=1, n_heads=1, width=4, max_tokens=4)
     ctx = Context([new_layer_cache(decoupled("latent", 12, 4), 1, 8)])

@@ -22,6 +22,7 @@ from caramba.kernels.triton.dba_decode_table import (
 
 from caramba import kernels
 from caramba.errors import ConfigError
+from caramba.ops.decode_arguments import MAX_SPLITS
 
 SHAPE = DecodeShape("sm90", ("q4_0", "q8_0"), (128, 64, 128), rows=32, lanes=8, tokens=32768)
 
@@ -218,6 +219,14 @@ def test_long_tiles_are_timed_of_numbers_of_narrow_heads() -> None:
         (replace(narrow, in_fp32=True), False),
     ):
         assert any(way.block_tokens == 256 for way in candidates(shape, 132)) == wide
+
+
+@pytest.mark.parametrize("rows", [4, 32])
+def test_no_way_has_more_splits_than_the_op_takes(rows: int) -> None:
+    long = replace(SHAPE, lanes=1, rows=rows, tokens=2**20)
+    ways = candidates(long, 132, in_cuda=True)
+    assert any(way.in_cuda for way in ways)
+    assert max(way.n_splits for way in ways) <= MAX_SPLITS
 
 
 def test_a_refreshed_table_is_read_back(only: DecodeConfig) -> None:
