@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
 
 import caramba.kernels.cuda.driver as cuda
@@ -55,24 +56,28 @@ class CudaLaunch:
         self.lock = threading.Lock()  # two threads may launch what has one place for its arguments
         self.made: int | None = None
         """The loaded kernel, once it is."""
+        self.is_refused = False
+        """Whether it could not be had, so that `otherwise` runs."""
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on tensors, which are the kernel's first arguments, on the device of the first of them.
 
+        Where the kernel does not compile or load, as by a compiler newer than the driver, `otherwise` runs from then
+        on, with a warning that says why.
+
         Raises:
-            NotCompiled: the kernel does not compile; the message has the compiler's log.
-            DriverError: it cannot be loaded or launched.
+            NotCompiled: it does not compile and there is no `otherwise`; the message has the compiler's log.
+            DriverError: it cannot be loaded and there is no `otherwise`, or a launch failed.
         """
         addresses = [x.data_ptr() for x in tensors]
-        if any(address % ALIGNMENT for address in addresses):
+        if self.is_refused or any(address % ALIGNMENT for address in addresses):
             self._other()(*tensors)
             return
         first = tensors[0]
         with torch.cuda.device_of(first):
-            if self.made is None:
-                device = first.get_device()
-                code = nvrtc.compiled(self.source, self.macros, arch(device) + self.features)
-                self.made = cuda.function(code, self.name, device, self.shared_bytes).value
+            if self.made is None and not self._load(first.get_device()):
+                self._other()(*tensors)
+                return
             stream = torch._C._cuda_getCurrentRawStream(first.get_device())
             self.at(stream, 0, addresses)
 
@@ -82,7 +87,7 @@ class CudaLaunch:
 
         Return False where no kernel is loaded for that yet.
         """
-        if place:
+        if place or self.is_refused:
             return self._other().at(stream, place, addresses)
         if self.made is None:
             return False
@@ -97,6 +102,20 @@ class CudaLaunch:
         if status:
             cuda.check(status, f"{self.name}: cuLaunchKernelEx")
         return True
+
+    def _load(self, device: int) -> bool:
+        try:
+            code = nvrtc.compiled(self.source, self.macros, arch(device) + self.features)
+            self.made = cuda.function(code, self.name, device, self.shared_bytes).value
+        except (nvrtc.NotCompiled, cuda.DriverError) as error:
+            if self.otherwise is None:
+                raise
+            self.is_refused = True
+            warnings.warn(
+                f"{self.name} in CUDA C++ is not to be had, Triton's kernel runs in its place: {error}",
+                stacklevel=3,
+            )
+        return self.made is not None
 
     def _other(self) -> Launch:
         if self.otherwise is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -172,6 +173,41 @@ def test_a_launch_in_a_new_thread_gets_a_context_and_errors_are_told(monkeypatch
     monkeypatch.setattr(module("driver"), "check", told)
     with pytest.raises(module("driver").DriverError, match="x: cuLaunchKernelEx 700"):
         launch.at(9, 0, [16, 32, 48])
+
+
+def test_what_does_not_compile_or_load_is_said_and_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, nvrtc, driver = module("launch"), module("nvrtc"), module("driver")
+    ran: list[Any] = []
+
+    class Other:
+        def __call__(self, *tensors: torch.Tensor) -> None:
+            ran.append(len(tensors))
+
+        def at(self, stream: int, place: int, addresses: Sequence[int]) -> bool:
+            ran.append(place)
+            return True
+
+    def refuses(error: Exception) -> Callable[..., bytes]:
+        def compiled(*_: object) -> bytes:
+            raise error
+
+        return compiled
+
+    monkeypatch.setattr(launches, "arch", lambda device: "sm_90")
+    x = torch.zeros(16)
+    for error in (nvrtc.NotCompiled("no builtins"), driver.DriverError("no kernel image (209)")):
+        monkeypatch.setattr(nvrtc, "compiled", refuses(error))
+        launch = launches.CudaLaunch("x.cu", "x", {}, (1, 1), 32, 0, 1, [], Other())
+        with pytest.warns(
+            UserWarning, match=f"x in CUDA C.* Triton's kernel runs in its place: {str(error)[:9]}"
+        ):
+            launch(x)
+        launch(x)
+        assert launch.at(9, 0, [16])
+        alone = launches.CudaLaunch("x.cu", "x", {}, (1, 1), 32, 0, 1, [], None)
+        with pytest.raises(type(error)):
+            alone(x)
+    assert ran == 2 * [1, 1, 0]
 
 
 def test_a_new_thread_may_ask_for_what_another_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

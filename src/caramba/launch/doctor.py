@@ -92,7 +92,7 @@ def _torch() -> Iterator[Finding]:
     device = facts["device"]
     if facts["driver"]:
         yield Finding("driver", facts["driver"])
-    if cuda != "none":
+    if cuda != "none" and facts["ops"].get("dba_decode") == "triton":
         missing = (
             "not found; quantised decode attention runs Triton's kernels (pip install nvidia-cuda-nvrtc)"
         )
