@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from caramba.kernels.cuda.blocks import BLOCKS, MOST_SHARED, TOKENS
+
 KINDS = {"q8_0": 0, "q4_0": 1, "nf4": 2}
-BLOCKS = {"q8_0": (32, 32, 2), "q4_0": (32, 16, 2), "nf4": (64, 32, 4)}
-"""Elements of a block, bytes of its codes and of its scale."""
-TOKENS = 32
-"""Tokens of a warp's tile."""
 TABLE_BYTES = 256 * 128
 """Of a table of two codes' numbers, a word for each lane."""
-MOST_SHARED = 232448
-"""Bytes of shared memory that a block of Hopper may have."""
 MOST_ROWS = 8
 """Queries of a key/value head: a product's columns."""
 MOST_VALUES = 128

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from caramba.kernels.cuda.blocks import BLOCKS, MOST_SHARED, TOKENS
+
 KINDS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "nf4": "NF4"}
 FIELDS = {"q8_0": 2, "q4_0": 4, "nf4": 4}
 """Codes in two bytes."""
-BLOCKS = {"q8_0": (32, 2), "q4_0": (32, 2), "nf4": (64, 4)}
-"""Elements of a block, bytes of its scale."""
-TILE = 32
-"""Tokens that a warp reads at a time."""
-MOST_SHARED = 232448
-"""Bytes of shared memory that a block of Hopper may have."""
 MOST_SUMS = 256
 """Tiles of 16 rows times values' features: what a lane has registers for."""
 
@@ -77,8 +73,8 @@ def _bytes_of(kinds: Sequence[str], dims: Sequence[int], way: LatentWay, held: t
 
 
 def _tile_bytes(kind: str, width: int) -> int:
-    elements, scale = BLOCKS[kind]
-    stored = width // (8 * FIELDS[kind]) * 16 * TILE + width // elements * TILE * scale
+    elements, codes, scale = BLOCKS[kind]
+    stored = width // elements * TOKENS * (codes + scale)
     return _aligned(stored)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import caramba.kernels.cuda.heads as heads
 import caramba.kernels.cuda.latent as latent
+from caramba.kernels.cuda.blocks import TOKENS
 
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
@@ -45,7 +46,7 @@ def can_read(
     config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int
 ) -> bool:
     """Whether a choice can read streams of these formats and widths in CUDA, for `rows` queries of a key/value head."""
-    if config.block_tokens != heads.TOKENS:
+    if config.block_tokens != TOKENS:
         return False
     if len(formats) == 2:
         return kv_heads == 1 and latent.fits(formats, dims[:2], latent_way(config))
@@ -69,7 +70,7 @@ def readings(
     ways = OF_LATENTS if is_latent else OF_NF4 if formats[-1] == "nf4" else OF_HEADS
     for n_warps, n_stages, blocks, variant in ways:
         way = replace(
-            like, block_rows=block_rows, block_tokens=heads.TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,
+            like, block_rows=block_rows, block_tokens=TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,
             n_heads=1 if is_latent else 2, in_cuda=blocks, variant=variant,
         )  # fmt: skip
         if can_read(way, formats, dims, 1 if is_latent else 2, rows) and (

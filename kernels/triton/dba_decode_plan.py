@@ -114,7 +114,7 @@ def plan(
         raise ValueError(
             f"dba_decode: q_sem: got {q_sem.dtype}, expected float32, float16 or bfloat16 on a GPU"
         )
-    in_cuda, config = config, config.in_triton if config.in_cuda else config
+    asked, config = config, config.in_triton if config.in_cuda else config
     batch, heads, n_queries, width = q_sem.shape
     kv_heads = k_sem[-1].shape[1]
     group = heads // kv_heads
@@ -218,11 +218,11 @@ def plan(
             },
             **options,
         )
-    if in_cuda.in_cuda:
+    if asked.in_cuda:
         given = [k_sem, k_geo, *([v] if v else [])]
         split = (
             split_launch(
-                in_cuda, kinds, queries, given, [*strides, *capacities],
+                asked, kinds, queries, given, [*strides, *capacities],
                 has_window=window > 0, final=final, announced=announced, otherwise=split,
             )
             or split

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import caramba.kernels.cuda.blocks as blocks
 import caramba.kernels.cuda.ways as cuda
 
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape
 
-SHARED_BYTES = 227 * 1024
+SHARED_BYTES = blocks.MOST_SHARED
 SM_BYTES = 228 * 1024
 """Shared memory of a multiprocessor of Hopper, of which each block takes 1 KB more than it asks for."""
 LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
 NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-BLOCKS = {"q8_0": (32, 1.0, 2), "q4_0": (32, 0.5, 2), "nf4": (64, 0.5, 4)}
+BLOCKS = {
+    kind: (elements, codes / elements, scale) for kind, (elements, codes, scale) in blocks.BLOCKS.items()
+}
 """Elements of a block, bytes of a code and of a scale."""
 TOGETHER_ROWS = 16
 """Rows of a product, which heads that are read together fill."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caramba.kernels.cuda import ways
+from caramba.kernels.cuda import blocks, ways
 from caramba.kernels.triton import dba_decode_table as table
 from caramba.kernels.triton.dba_decode_table import (
     DecodeConfig,
@@ -21,6 +21,7 @@ from caramba.kernels.triton.dba_decode_table import (
 )
 
 from caramba import kernels
+from caramba.config.kvcache import BLOCKS
 from caramba.errors import ConfigError
 from caramba.ops.decode_arguments import MAX_SPLITS
 
@@ -178,6 +179,13 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
     for other in ({"arch": "sm80"}, {"in_fp32": True}, {"formats": ("q4_0", "bf16")}):
         shape = replace(SHAPE, **other)
         assert candidates(shape, 132, in_cuda=True) == candidates(shape, 132)
+
+
+def test_blocks_are_those_that_caches_store() -> None:
+    stored = {
+        kind.value: (block.elements, block.code_bytes, block.scale_bytes) for kind, block in BLOCKS.items()
+    }
+    assert stored == blocks.BLOCKS
 
 
 def test_what_is_shipped_in_cuda_can_be_read_so_and_has_place() -> None:
