@@ -1,7 +1,8 @@
 // Codes of quantised blocks made into pairs of 16-bit numbers, times their scales, in registers.
 //
 // A unit is two bytes of a token's codes: two codes of q8_0, four of q4_0 and nf4. A word of 32 bits is two units: neighbours
-// of one token where keys are read, the same unit of two tokens where values are. Field f of both units is one pair.
+// of one token where keys are read, the same unit of two tokens where values are. Field f of both units is one pair; fields are
+// made two at a time, those of a word's half.
 #ifndef CARAMBA_CODES_CUH
 #define CARAMBA_CODES_CUH
 #include "warp.cuh"
@@ -20,10 +21,11 @@ struct Format<Q8_0> {
 
     // 2^10 + 128 + q has the byte q as the lowest bits of float16, its sign turned round; over 128, less 9, it is q / 128
     // exactly. The one rounding is that of the product with the scale.
-    DEVICE static void pairs(u32 word, u32 scale, u32 (&out)[FIELDS]) {
-        out[0] = lop3_xor(word, 0x00ff00ffu, 0x64806480u);
-        out[1] = lop3_xor(word >> 8, 0x00ff00ffu, 0x64806480u);
-        for (int f = 0; f < FIELDS; ++f) out[f] = mul_f16x2(fma_f16x2(out[f], 0x20002000u, 0xc880c880u), scale);
+    DEVICE static void pairs(u32 word, int, u32 scale, u32& first, u32& second) {
+        first = lop3_xor(word, 0x00ff00ffu, 0x64806480u);
+        second = lop3_xor(word >> 8, 0x00ff00ffu, 0x64806480u);
+        first = mul_f16x2(fma_f16x2(first, 0x20002000u, 0xc880c880u), scale);
+        second = mul_f16x2(fma_f16x2(second, 0x20002000u, 0xc880c880u), scale);
     }
 };
 
@@ -34,13 +36,12 @@ struct Format<Q4_0> {
 
     // 2^10 + n has the nibble n as the lowest bits of float16, 2^10 + 16 n as those above: over 8, less 129, and over 128,
     // less 9, both are (n - 8) / 8 exactly.
-    DEVICE static void pairs(u32 word, u32 scale, u32 (&out)[FIELDS]) {
-        u32 upper = word >> 8;
-        out[0] = fma_f16x2(lop3_or(word, 0x000f000fu, 0x64006400u), 0x30003000u, 0xd808d808u);
-        out[1] = fma_f16x2(lop3_or(word, 0x00f000f0u, 0x64006400u), 0x20002000u, 0xc880c880u);
-        out[2] = fma_f16x2(lop3_or(upper, 0x000f000fu, 0x64006400u), 0x30003000u, 0xd808d808u);
-        out[3] = fma_f16x2(lop3_or(upper, 0x00f000f0u, 0x64006400u), 0x20002000u, 0xc880c880u);
-        for (int f = 0; f < FIELDS; ++f) out[f] = mul_f16x2(out[f], scale);
+    DEVICE static void pairs(u32 word, int half, u32 scale, u32& first, u32& second) {
+        word >>= 8 * half;
+        first = fma_f16x2(lop3_or(word, 0x000f000fu, 0x64006400u), 0x30003000u, 0xd808d808u);
+        second = fma_f16x2(lop3_or(word, 0x00f000f0u, 0x64006400u), 0x20002000u, 0xc880c880u);
+        first = mul_f16x2(first, scale);
+        second = mul_f16x2(second, scale);
     }
 };
 
@@ -51,17 +52,13 @@ struct Format<NF4> {
 
     // The levels in bfloat16, their low bytes and their high bytes looked up by themselves: four nibbles select from the first
     // eight levels and from the last, and the nibbles' highest bits between the two.
-    DEVICE static void pairs(u32 word, u32 scale, u32 (&out)[FIELDS]) {
+    DEVICE static void pairs(u32 word, int half, u32 scale, u32& first, u32& second) {
         u32 mixed = prmt(word, word, 0x3120u);  // nibbles 0 and 1 of both units, then 2 and 3 of both
-        u32 inside = mixed & 0x77777777u, side = lop3_or(mixed >> 1, 0x44444444u, 0x32103210u);
-        for (int half = 0; half < 2; ++half) {
-            u32 low = prmt(prmt(0xca063280u, 0x00ba3d92u, inside), prmt(0xad7c25a3u, 0x803910e2u, inside), side);
-            u32 high = prmt(prmt(0xbebfbfbfu, 0x00bdbebeu, inside), prmt(0x3e3e3e3du, 0x3f3f3f3eu, inside), side);
-            out[2 * half] = mul_bf16x2(prmt(low, high, 0x6240u), scale);
-            out[2 * half + 1] = mul_bf16x2(prmt(low, high, 0x7351u), scale);
-            inside >>= 16;
-            side >>= 16;
-        }
+        u32 inside = (mixed & 0x77777777u) >> 16 * half, side = lop3_or(mixed >> 1, 0x44444444u, 0x32103210u) >> 16 * half;
+        u32 low = prmt(prmt(0xca063280u, 0x00ba3d92u, inside), prmt(0xad7c25a3u, 0x803910e2u, inside), side);
+        u32 high = prmt(prmt(0xbebfbfbfu, 0x00bdbebeu, inside), prmt(0x3e3e3e3du, 0x3f3f3f3eu, inside), side);
+        first = mul_bf16x2(prmt(low, high, 0x6240u), scale);
+        second = mul_bf16x2(prmt(low, high, 0x7351u), scale);
     }
 };
 

@@ -7,7 +7,7 @@
 // Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS (at most 8),
 // SEM_STAGES, GEO_STAGES (tiles held), UNROLLED (groups of chunks of keys written out), GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split, which writes
 // the output), TAIL_APART (the last split of several has the tail and nothing else), IN_BRAIN (queries are bfloat16, else
-// float16), SHARED_BYTES (of a block, as `latent.py` counts them).
+// float16), ANNOUNCED (see `launch_dependents`), SHARED_BYTES (of a block, as `latent.py` counts them).
 #include "latent_end.cuh"
 #include "latent_tail.cuh"
 
@@ -140,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
             Staged::add(rows, own, queries, geo_queries, sem_tail, geo_tail, sem_tn, geo_tn, held, i, length, first, window, by);
         }
     }
+    if (ANNOUNCED) launch_dependents();
     finish<Sem, SEM_KIND>(rows, warp, shared + SUMS_AT, queries, out, sums, (b * GROUP * QUERIES + first) * n_splits + split, n_splits,
                           GROUP * QUERIES - first);
 }

@@ -24,14 +24,15 @@ class LatentWay:
         stages: tiles of the latent and of the geometric stream that a warp holds at most: one of the latent where
             shared memory has no place for more.
         tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
-        unrolled: groups of four chunks of keys that stand one after the other in the code.
+        unrolled: groups of four chunks of keys that stand one after the other in the code; 0 is all for which there are
+            registers.
     """
 
     rows: int = 32
     warps: int = 8
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
-    unrolled: int = 4
+    unrolled: int = 0
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
@@ -68,7 +69,7 @@ def _bytes_of(kinds: Sequence[str], dims: Sequence[int], way: LatentWay, held: t
     queries = sum(dims[:2]) // 16 * way.rows * 32
     tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
     read = queries + way.warps * max(tiles, tail)
-    met = way.warps * way.rows * (4 * dims[0] + 64)
+    met = way.warps * way.rows * (2 * dims[0] + 32)
     return 128 + way.warps * way.rows * 8 + max(read, met)
 
 
@@ -92,8 +93,10 @@ def macros(
     has_window: bool,
     final: bool,
     in_bf16: bool,
+    announced: bool = False,
 ) -> dict[str, object]:
-    """Return what the source is compiled with; queries are bfloat16 or else float16."""
+    """Return what the source is compiled with; queries are bfloat16 or else float16, and a join may begin early where
+    splits announce their end."""
     stages = _stages(kinds, dims, way)
     return {
         "SEM_KIND": KINDS[kinds[0]],
@@ -110,7 +113,8 @@ def macros(
         "HAS_WINDOW": int(has_window),
         "FINAL": int(final),
         "TAIL_APART": int(way.tail_apart),
-        "UNROLLED": way.unrolled,
+        "UNROLLED": way.unrolled or (1 if "nf4" in kinds else 4),
         "IN_BRAIN": int(in_bf16),
+        "ANNOUNCED": int(announced),
         "SHARED_BYTES": shared_bytes(kinds, dims, way),
     }

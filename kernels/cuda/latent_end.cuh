@@ -3,7 +3,8 @@
 #define CARAMBA_LATENT_END_CUH
 #include "latent_rows.cuh"
 
-constexpr int OUT_BYTES = SEM_D * 4 + 64;  // of a row's sums in float32; rows begin at other banks each
+// Of what a warp hands over of a row, rounded as the output is; rows begin at other banks each.
+constexpr int OUT_BYTES = SEM_D * 2 + 32;
 
 // Write the block's rows: what each attended over its weights, and the logarithm of those, to base 2 (FINAL: natural).
 // `at` is where the block's first row goes, rows are `row_stride` apart, of which there are `n_rows`.
@@ -47,8 +48,8 @@ DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out,
             for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
                 const float* even = &rows.acc[r / 2][chunk * S::FIELDS + quad][r % 2 * 2];
                 const float* odd = &rows.acc[r / 2][chunk * S::FIELDS + quad + S::FIELDS / 2][r % 2 * 2];
-                u32 to = own + (8 * r + g) * OUT_BYTES + (feature_of<KIND>(chunk, 0, quad * (S::FIELDS / 4)) + 4 * j) * 4;
-                store_shared_u128(to, {to_bits(even[0] * by), to_bits(odd[0] * by), to_bits(even[1] * by), to_bits(odd[1] * by)});
+                u32 to = own + (8 * r + g) * OUT_BYTES + (feature_of<KIND>(chunk, 0, quad * (S::FIELDS / 4)) + 4 * j) * 2;
+                store_shared_u64(to, {pack<IN_BRAIN>(even[0] * by, odd[0] * by), pack<IN_BRAIN>(even[1] * by, odd[1] * by)});
             }
     }
     sync_block();
@@ -57,8 +58,8 @@ DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out,
         float found[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) {
-            u32x4 x = load_shared_u128(parts + (w * ROWS + r) * OUT_BYTES + d * 4);
-            found[0] += from_bits(x.x), found[1] += from_bits(x.y), found[2] += from_bits(x.z), found[3] += from_bits(x.w);
+            u32x2 x = load_shared_u64(parts + (w * ROWS + r) * OUT_BYTES + d * 2);
+            found[0] += first_of(x.x), found[1] += second_of(x.x), found[2] += first_of(x.y), found[3] += second_of(x.y);
         }
         if (r < n_rows)
             *reinterpret_cast<u32x2*>(out + (at + i64(r) * row_stride) * SEM_D + d) = {pack<IN_BRAIN>(found[0], found[1]),

@@ -124,8 +124,10 @@ struct Running {
 
     // Raise the maxima to those of all lanes, which have rows of scores each, and take what has been summed down.
     DEVICE void raise(float (&own)[OWN]) {
+        bool is_first = true;  // nothing has been summed
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
+            is_first = is_first && top[c] == NOTHING;
 #pragma unroll
             for (int mask = 4; mask < 32; mask *= 2) own[c] = max(own[c], shuffle_xor(own[c], mask));
             own[c] = max(own[c], top[c]);
@@ -134,6 +136,7 @@ struct Running {
             sum[c] *= left;
             own[c] = left;
         }
+        if (!any_lane(!is_first)) return;
 #pragma unroll
         for (int r = 0; r < SUMMED; ++r) {
             int g = lane_id() / 4;

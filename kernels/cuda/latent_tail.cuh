@@ -17,25 +17,44 @@ struct Tail {
     static constexpr int WIDTH = max_of(Sem::WIDTH, Geo::WIDTH < 128 ? Geo::WIDTH : 128);  // features that are staged at a time
     static constexpr int TOKEN_BYTES = 2 * WIDTH + 16, BYTES = (TAIL_TOKENS * TOKEN_BYTES + 127) / 128 * 128;  // tokens begin at other banks each
 
-    // Put chunks from `begin` on, as many as fit, of the tokens at `x` into shared memory; those from `left` on as zeros.
+    // Chunks on their way to shared memory, all at once: nothing is made of a tail's tokens that hides how far they are.
     template <class S, Kind KIND>
-    DEVICE static void stage(u32 to, const u16* x, int token_stride, int begin, int chunks, int left) {
-        constexpr float LESS = 1.0f / (1 << S::SHIFT);
-        int words = 4 * chunks;
-#pragma unroll 4
-        for (int i = lane_id(); i < TAIL_TOKENS * words; i += 32) {
-            int slot = i / words, chunk = i % words / 4, s = i % 4, token = tail_token_of(slot);
+    struct Chunks {
+        static constexpr int MOST = WIDTH / (8 * S::FIELDS), AT_ONCE = S::CHUNKS < MOST ? S::CHUNKS : MOST;
+        static constexpr int WORDS = 4 * AT_ONCE, TURNS = TAIL_TOKENS * WORDS / 32;
+        u32x2 fours[TURNS][S::FIELDS / 2];
+
+        // Load the chunks from `begin` on of the tokens at `x`; those from `left` on are zeros.
+        DEVICE void load(const u16* x, int token_stride, int begin, int left) {
 #pragma unroll
-            for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
-                u32x2 four = {0, 0};
-                if (token < left)
-                    four = *reinterpret_cast<const u32x2*>(x + i64(token) * token_stride + feature_of<KIND>(begin + chunk, 2 * s, quad));
-                u32 at = to + slot * TOKEN_BYTES + (chunk * S::FIELDS + quad) * 16 + 4 * s;
-                store_shared_u32(at, pack<S::BRAIN>(low_bf16(four.x) * LESS, low_bf16(four.y) * LESS));
-                store_shared_u32(at + S::FIELDS / 2 * 16, pack<S::BRAIN>(high_bf16(four.x) * LESS, high_bf16(four.y) * LESS));
+            for (int turn = 0; turn < TURNS; ++turn) {
+                int i = lane_id() + 32 * turn, chunk = i % WORDS / 4, token = tail_token_of(i / WORDS);
+#pragma unroll
+                for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
+                    fours[turn][quad] = {0, 0};
+                    if (token < left)
+                        fours[turn][quad] = *reinterpret_cast<const u32x2*>(
+                            x + i64(token) * token_stride + feature_of<KIND>(begin + chunk, i % 4 * 2, quad));
+                }
             }
         }
-    }
+
+        DEVICE void store(u32 to) const {
+            constexpr float LESS = 1.0f / (1 << S::SHIFT);
+#pragma unroll
+            for (int turn = 0; turn < TURNS; ++turn) {
+                int i = lane_id() + 32 * turn, chunk = i % WORDS / 4;
+#pragma unroll
+                for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
+                    u32x2 four = fours[turn][quad];
+                    u32 at = to + i / WORDS * TOKEN_BYTES + (chunk * S::FIELDS + quad) * 16 + i % 4 * 4;
+                    store_shared_u32(at, pack<S::BRAIN>(low_bf16(four.x) * LESS, low_bf16(four.y) * LESS));
+                    store_shared_u32(at + S::FIELDS / 2 * 16,
+                                     pack<S::BRAIN>(high_bf16(four.x) * LESS, high_bf16(four.y) * LESS));
+                }
+            }
+        }
+    };
 
     // Add the products of queries with staged keys.
     template <class S>
@@ -64,15 +83,19 @@ struct Tail {
         for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
             for (int k = 0; k < 4; ++k) s[0][n][k] = 0;
-        constexpr int MOST = WIDTH / (8 * Geo::FIELDS), AT_ONCE = Geo::CHUNKS < MOST ? Geo::CHUNKS : MOST;
-        for (int begin = 0; begin < Geo::CHUNKS; begin += AT_ONCE) {
+        using FarChunks = Chunks<Geo, GEO_FORMAT>;
+        FarChunks far;
+        Chunks<Sem, SEM_FORMAT> near;
+        for (int begin = 0; begin < Geo::CHUNKS; begin += FarChunks::AT_ONCE) {
+            far.load(geo + i64(i) * geo_stride, geo_stride, begin, left);
             sync_warp();
-            stage<Geo, GEO_FORMAT>(own, geo + i64(i) * geo_stride, geo_stride, begin, AT_ONCE, left);
+            far.store(own);
             sync_warp();
-            add_keys<Geo>(s, own, geo_queries, begin, AT_ONCE);
+            add_keys<Geo>(s, own, geo_queries, begin, FarChunks::AT_ONCE);
         }
+        near.load(sem + i64(i) * sem_stride, sem_stride, 0, left);
         sync_warp();
-        stage<Sem, SEM_FORMAT>(own, sem + i64(i) * sem_stride, sem_stride, 0, Sem::CHUNKS, left);
+        near.store(own);
         sync_warp();
         add_keys<Sem>(s, own, sem_queries, 0, Sem::CHUNKS);
 #pragma unroll

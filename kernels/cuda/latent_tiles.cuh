@@ -125,7 +125,7 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
                 j % S::PER_CHUNK * 8;
     u32 scales = tile + S::SCALES_AT + j / S::PER_CHUNK / S::PER_PLANE * S::PLANE_BYTES + n / 2 * 8 * S::SCALE_BYTES;
     u64 description = described(queries);
-    u32 keys[2][S::FIELDS / 2][2][4];  // of two words: one is made while products read the other
+    u32 keys[2][2][4];  // of two products: one is made while the other is read
 #pragma unroll WRITTEN_OUT
     for (int chunk = 0; chunk < S::CHUNKS; chunk += S::PIECE) {
         u32 words[PRODUCTS][4], scale[PRODUCTS];
@@ -143,31 +143,24 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
         }
         key_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES, n);
 #pragma unroll
-        for (int word = 0; word < S::PIECE; ++word) {
-            if (IS_GROUPED) wait_products<1>();
-#pragma unroll
-            for (int i = 0; i < PRODUCTS; ++i) {
-                u32 numbers[S::FIELDS];
-                S::pairs(words[i][word], scale[i], numbers);
-#pragma unroll
-                for (int half = 0; half < S::FIELDS / 2; ++half) {
-                    keys[word % 2][half][i / 2][i % 2] = numbers[2 * half];
-                    keys[word % 2][half][i / 2][2 + i % 2] = numbers[2 * half + 1];
-                }
-            }
-            if (IS_GROUPED) begin_products();
+        for (int word = 0; word < S::PIECE; ++word)
 #pragma unroll
             for (int half = 0; half < S::FIELDS / 2; ++half) {
+                u32(&own)[2][4] = keys[(word * S::FIELDS / 2 + half) % 2];
                 int at = (S::step_of(chunk, word) + half) * STEP_BYTES;
+                if (IS_GROUPED) wait_products<1>();
+#pragma unroll
+                for (int i = 0; i < PRODUCTS; ++i)
+                    S::pairs(words[i][word], half, scale[i], own[i / 2][i % 2], own[i / 2][2 + i % 2]);
                 if constexpr (IS_GROUPED) {
-                    multiply_group<S::BRAIN>(s[0], keys[word % 2][half][0], description + at / 16);
-                    multiply_group<S::BRAIN>(s[1], keys[word % 2][half][1], description + at / 16);
+                    begin_products();
+                    multiply_group<S::BRAIN>(s[0], own[0], description + at / 16);
+                    multiply_group<S::BRAIN>(s[1], own[1], description + at / 16);
+                    commit_products();
                 } else {
-                    multiply_rows<S::BRAIN, 2>(s, keys[word % 2][half], queries + at);
+                    multiply_rows<S::BRAIN, 2>(s, own, queries + at);
                 }
             }
-            if (IS_GROUPED) commit_products();
-        }
     }
     if (IS_GROUPED) wait_products<0>();
 }
@@ -185,7 +178,10 @@ DEVICE void add_values(float (&acc)[ROW_TILES][S::CHUNKS * S::FIELDS][4], const 
         ldmatrix_x4_trans(words, (codes ^ S::turn_of(chunk)) + S::behind(chunk));
         if (chunk % S::PER_PLANE == 0) value_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES);
 #pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i) S::pairs(words[i], scale[i], numbers[i]);
+        for (int i = 0; i < PRODUCTS; ++i)
+#pragma unroll
+            for (int half = 0; half < S::FIELDS / 2; ++half)
+                S::pairs(words[i], half, scale[i], numbers[i][2 * half], numbers[i][2 * half + 1]);
 #pragma unroll
         for (int i = 0; i < PRODUCTS; i += 2)
 #pragma unroll
