@@ -6,3 +6,5 @@ TOKENS = 32
 """Tokens of a warp's tile."""
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block of Hopper may have."""
+TAKEN = 1024
+"""Bytes of shared memory that a block takes beyond what it asks for."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import caramba.kernels.cuda.heads as heads
@@ -64,11 +65,12 @@ def split_launch(
     }
     if len(kinds) == 2:
         way = ways.latent_way(config)
+        way = replace(way, grouped=way.grouped and is_hopper(q_sem.device))
         if tails != {torch.bfloat16}:
             return None
         macros = latent.macros(kinds, dims[:2], way, **form)
         shared = latent.shared_bytes(kinds, dims[:2], way)
-        features = "a" if config.variant == ways.GROUPED and is_hopper(q_sem.device) else ""
+        features = "a" if way.grouped else ""
         name, blocks, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps
     else:
         own = ways.heads_way(config)

@@ -1,13 +1,15 @@
 // Split-K decode attention on a quantised latent, whose numbers are the values too, and its geometric stream.
 //
-// A warp is on its own: it copies its tiles of tokens to its own part of shared memory, makes codes to operands of products in
-// registers, and keeps maxima, sums and weighed values of all the block's rows. The warps meet when the queries are laid out,
-// and at the end.
+// A warp copies its tiles of tokens to its own part of shared memory, makes keys of their codes, operands of products in
+// registers, and weighs their scores. Four warps are a team: of all its tokens' values a warp has a fourth of the features, which
+// it makes of the codes where they lie, so that its sums are few. Teams are on their own but where the queries are laid out, and
+// at the end: while one waits, another multiplies.
 //
-// Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS (at most 8),
-// SEM_STAGES, GEO_STAGES (tiles held), UNROLLED (groups of chunks of keys written out), GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split, which writes
-// the output), TAIL_APART (the last split of several has the tail and nothing else), IN_BRAIN (queries are bfloat16, else
-// float16), ANNOUNCED (see `launch_dependents`), SHARED_BYTES (of a block, as `latent.py` counts them).
+// Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS (4, 8, 12 or 16), BLOCKS
+// (that a processor has at once), GROUPED (products of four warps, which Hopper has), SEM_STAGES, GEO_STAGES (tiles held),
+// UNROLLED (groups of chunks of keys written out), GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split,
+// which writes the output), TAIL_APART (the last split of several has the tail and nothing else), IN_BRAIN (queries are bfloat16,
+// else float16), ANNOUNCED (see `launch_dependents`), SHARED_BYTES (of a block, as `latent.py` counts them).
 #include "latent_end.cuh"
 #include "latent_tail.cuh"
 
@@ -18,14 +20,17 @@ using Staged = Tail<Sem, Geo, SEM_KIND, GEO_KIND>;
 
 constexpr int FEW_SPLITS = 8;  // fewer have no split for the tail alone: it would take more of their tokens than it has
 constexpr int QUERY_BYTES = (Sem::STEPS + Geo::STEPS) * STEP_BYTES;
+constexpr int WEIGHT_BYTES = TEAM * TILE / 16 * STEP_BYTES;  // of a team's tiles
 constexpr int WARP_BYTES = max_of(SEM_STAGES * Sem::BYTES + GEO_STAGES * Geo::BYTES, Staged::BYTES);
-// Largest numbers of warps, then maxima and sums of warps, then queries and tiles, in whose place weighed values meet.
-constexpr int SUMS_AT = 128, QUERIES_AT = SUMS_AT + WARPS * ROWS * 8;
-static_assert(QUERIES_AT + max_of(QUERY_BYTES + WARPS * WARP_BYTES, WARPS * ROWS * OUT_BYTES) == SHARED_BYTES,
+// Where others read a tile's values too, the next one is asked for when all have: later, where it has a place of its own.
+constexpr int SEM_AHEAD = max_of(SEM_STAGES - 1, 1);
+// Largest numbers of warps, then maxima and sums of warps, then queries, weights and tiles, in whose place weighed values meet.
+constexpr int SUMS_AT = 128, QUERIES_AT = SUMS_AT + WARPS * SUM_BYTES;
+static_assert(QUERIES_AT + max_of(QUERY_BYTES + TEAMS * WEIGHT_BYTES + WARPS * WARP_BYTES, TEAMS * ROWS * OUT_BYTES) == SHARED_BYTES,
               "what latent.py counts");
-static_assert(ROW_TILES * SEM_D <= 256 && WARPS <= 8, "a lane's sums lie in its registers, a block's in its processor's");
+static_assert(WARPS % TEAM == 0 && WARPS <= 16 && SEM_D % 64 == 0, "teams of four, each warp of which has whole products");
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_latent(
     const u16* q_sem, const u16* q_geo, const u8* sem, const u8* geo, const u8* v, const u8* sem_scale, const u8* geo_scale,
     const u8* v_scale, const u16* sem_tail, const u16* geo_tail, const u16* v_tail, const int* seqlens, const int* packed,
     u16* out, float* sums, int qs_b, int qs_h, int qs_t, int qg_b, int qg_h, int qg_t, int sem_b, int sem_k, int sem_n,
@@ -33,11 +38,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
     int geo_zn, int v_zb, int v_zk, int v_zn, int sem_tb, int sem_tk, int sem_tn, int geo_tb, int geo_tk, int geo_tn, int v_tb,
     int v_tk, int v_tn, int packed_b, int packed_capacity, int tail_capacity, int window) {
     i64 b = block_x() / ROW_BLOCKS;
-    int warp = warp_id();
+    int warp = warp_id(), team = warp / TEAM, member = warp % TEAM;
     int first = block_x() % ROW_BLOCKS * ROWS, split = block_y(), n_splits = grid_y();
     u32 shared = shared_address(shared_memory());
     u32 queries = shared + QUERIES_AT, geo_queries = queries + Sem::STEPS * STEP_BYTES;
-    u32 own = queries + QUERY_BYTES + warp * WARP_BYTES, own_geo = own + SEM_STAGES * Sem::BYTES;
+    u32 weights = queries + QUERY_BYTES + team * WEIGHT_BYTES, exchanged = shared + SUMS_AT + team * TEAM * SUM_BYTES;
+    u32 tiles_at = queries + QUERY_BYTES + TEAMS * WEIGHT_BYTES + team * TEAM * WARP_BYTES;  // the team's
+    u32 own = tiles_at + member * WARP_BYTES, own_geo = own + SEM_STAGES * Sem::BYTES;
 
     int held = packed[b * packed_b], length = seqlens[b];
     // On their way beside what says where the tokens are, and used when the first tokens are on theirs.
@@ -52,9 +59,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
     bool is_apart = TAIL_APART && n_splits >= FEW_SPLITS;
     int tiles = (max(held - start, 0) + TILE - 1) / TILE, sharing = n_splits - is_apart;
     int each = (tiles + sharing - 1) / sharing;
-    // Four warps multiply together: where one has a tile, so have all of them, with nothing in it where the split has ended.
+    // Where one of a team has a tile, so have all, with nothing in it where the split has ended.
     int begin_tile = min(split * each, tiles), end_tile = min((split + 1) * each, tiles);
-    int tile = begin_tile + warp, last_tile = IS_GROUPED ? end_tile + warp % 4 : end_tile;
+    int tile = begin_tile + warp, last_tile = end_tile + member;
     int until = min(held, start + end_tile * TILE);
 
     sem += b * sem_b, geo += b * geo_b;
@@ -70,10 +77,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
         commit_copies();
     };
     // Groups of copies alternate, so that as many may be on their way at each wait as there are later ones of both streams.
-    constexpr int STAGES = max_of(SEM_STAGES, GEO_STAGES);
+    constexpr int STAGES = max_of(SEM_AHEAD, GEO_STAGES);
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) {
-        int g = i - (STAGES - GEO_STAGES), s = i - (STAGES - SEM_STAGES);
+        int g = i - (STAGES - GEO_STAGES), s = i - (STAGES - SEM_AHEAD);
         copy_geo(g < 0 ? last_tile : tile + g * WARPS, max(g, 0));
         copy_sem(s < 0 ? last_tile : tile + s * WARPS, max(s, 0));
     }
@@ -109,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
         add_keys<Geo>(s, geo_tile, geo_queries);
         sync_warp();  // all lanes have read what is overwritten
         copy_geo(tile + GEO_STAGES * WARPS, geo_stage);
-        wait_copies<2 * SEM_STAGES - 1>();
+        wait_copies<2 * SEM_AHEAD - 1>();
         sync_warp();
         bool is_part = from + TILE > until;
         if (is_part) {
@@ -123,21 +130,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) decode_latent(
                 int token = from + token_of(i, lane_id() / 4);
                 hide(s[i / 2], i % 2, token, token < until, length, first, window);
             }
-        u32 weights[ROW_TILES][PRODUCTS / 2][4];
-        rows.weigh<2>(s, weights, by);
-        add_values<Sem>(rows.acc, weights, sem_tile);
-        sync_warp();
-        copy_sem(tile + SEM_STAGES * WARPS, sem_stage);
+        rows.weigh<2>(s, weights, by, team, member, exchanged);
+        int next_stage = (sem_stage + SEM_AHEAD) % SEM_STAGES;
+        if (SEM_STAGES > 1) copy_sem(tile + SEM_AHEAD * WARPS, next_stage);  // the team has read what was there, as it weighs
+        show_products();
+        sync_team(team);
+        add_values<Sem>(rows.acc, weights, tiles_at + sem_stage * Sem::BYTES, WARP_BYTES, member);
+        if (SEM_STAGES == 1) {
+            sync_team(team);
+            copy_sem(tile + WARPS, 0);
+        }
         sem_stage = sem_stage + 1 == SEM_STAGES ? 0 : sem_stage + 1;
         geo_stage = geo_stage + 1 == GEO_STAGES ? 0 : geo_stage + 1;
     }
     if (split == n_splits - 1) {
         sem_tail += b * sem_tb, geo_tail += b * geo_tb;
-        // Warps that had a tile less than others begin.
-        int before = (end_tile - begin_tile) % WARPS;
-        for (int i = max(start - held, 0) / TAIL_TOKENS * TAIL_TOKENS + (warp + WARPS - before) % WARPS * TAIL_TOKENS;
-             i < length - held; i += WARPS * TAIL_TOKENS) {
-            Staged::add(rows, own, queries, geo_queries, sem_tail, geo_tail, sem_tn, geo_tn, held, i, length, first, window, by);
+        sync_team(team);  // all have read the tiles in whose place tokens are staged
+        // Teams that had a tile less than others begin.
+        constexpr int TOGETHER = TEAM * TAIL_TOKENS;
+        int before = (end_tile - begin_tile + TEAM - 1) / TEAM % TEAMS;
+        for (int i = max(start - held, 0) / TAIL_TOKENS * TAIL_TOKENS + (team + TEAMS - before) % TEAMS * TOGETHER;
+             i < length - held; i += TEAMS * TOGETHER) {
+            Staged::add(rows, tiles_at, WARP_BYTES, queries, geo_queries, weights, exchanged, sem_tail, geo_tail, sem_tn, geo_tn,
+                        held, i + member * TAIL_TOKENS, length, first, window, by, team, member);
         }
     }
     if (ANNOUNCED) launch_dependents();

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from caramba.kernels.cuda.blocks import BLOCKS, MOST_SHARED, TOKENS
+from caramba.kernels.cuda.blocks import BLOCKS, MOST_SHARED, TAKEN, TOKENS
 
 KINDS = {"q8_0": "Q8_0", "q4_0": "Q4_0", "nf4": "NF4"}
 FIELDS = {"q8_0": 2, "q4_0": 4, "nf4": 4}
 """Codes in two bytes."""
-MOST_SUMS = 256
-"""Tiles of 16 rows times values' features: what a lane has registers for."""
+TEAM = 4
+"""Warps that multiply values together."""
+MOST_SUMS = 128
+"""Weighed values of a lane, in registers."""
+REGISTERS, OTHER_REGISTERS = 65536, 96
+"""Of a multiprocessor, and what a lane has beside those at least."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,9 @@ class LatentWay:
 
     Attributes:
         rows: of a block, 16 or 32.
-        warps: at most 8.
+        warps: of a block, in teams of four, 16 at most.
+        blocks: that a multiprocessor has place for.
+        grouped: products are those of four warps at once, by instructions that Hopper alone has.
         stages: tiles of the latent and of the geometric stream that a warp holds at most: one of the latent where
             shared memory has no place for more.
         tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
@@ -30,6 +36,8 @@ class LatentWay:
 
     rows: int = 32
     warps: int = 8
+    blocks: int = 1
+    grouped: bool = True
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
     unrolled: int = 0
@@ -37,12 +45,20 @@ class LatentWay:
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
     """Return whether streams of these formats and widths can be read this way."""
+    sums = way.rows * dims[0] // (32 * TEAM)
     return (
         len(kinds) == 2
         and all(kind in KINDS and _is_whole(kind, d) for kind, d in zip(kinds, dims, strict=False))
-        and way.rows // 16 * dims[0] <= MOST_SUMS
-        and shared_bytes(kinds, dims, way) <= MOST_SHARED
+        and way.warps % TEAM == 0
+        and dims[0] % (16 * TEAM) == 0
+        and sums <= REGISTERS // (32 * way.warps * way.blocks) - OTHER_REGISTERS
+        and sums <= MOST_SUMS
+        and shared_bytes(kinds, dims, way) <= _most_shared(way)
     )
+
+
+def _most_shared(way: LatentWay) -> int:
+    return (MOST_SHARED + TAKEN) // way.blocks - TAKEN
 
 
 def _is_whole(kind: str, width: int) -> bool:
@@ -60,16 +76,17 @@ def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> i
 
 def _stages(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> tuple[int, int]:
     """Return the tiles of both streams that a warp holds."""
-    too_many = _bytes_of(kinds, dims, way, way.stages) > MOST_SHARED
+    too_many = _bytes_of(kinds, dims, way, way.stages) > _most_shared(way)
     return (1, way.stages[1]) if too_many else way.stages
 
 
 def _bytes_of(kinds: Sequence[str], dims: Sequence[int], way: LatentWay, held: tuple[int, int]) -> int:
     tiles = sum(stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, held, strict=False))
     queries = sum(dims[:2]) // 16 * way.rows * 32
+    weights = way.warps * TOKENS // 16 * way.rows * 32
     tail = _aligned(16 * (2 * max(dims[0], min(dims[1], 128)) + 16))
-    read = queries + way.warps * max(tiles, tail)
-    met = way.warps * way.rows * (2 * dims[0] + 32)
+    read = queries + weights + way.warps * max(tiles, tail)
+    met = way.warps // TEAM * way.rows * (4 * dims[0] + 16)
     return 128 + way.warps * way.rows * 8 + max(read, met)
 
 
@@ -105,6 +122,8 @@ def macros(
         "GEO_D": dims[1],
         "ROWS": way.rows,
         "WARPS": way.warps,
+        "BLOCKS": way.blocks,
+        "GROUPED": int(way.grouped),
         "SEM_STAGES": stages[0],
         "GEO_STAGES": stages[1],
         "GROUP": group,

@@ -1,10 +1,9 @@
-// The end of decode_latent: warps put together what they have, and the block writes it.
+// The end of decode_latent: teams put together what they have, and the block writes it.
 #ifndef CARAMBA_LATENT_END_CUH
 #define CARAMBA_LATENT_END_CUH
 #include "latent_rows.cuh"
 
-// Of what a warp hands over of a row, rounded as the output is; rows begin at other banks each.
-constexpr int OUT_BYTES = SEM_D * 2 + 32;
+constexpr int OUT_BYTES = SEM_D * 4 + 16;  // of what a team hands over of a row; rows begin at other banks each
 
 // Write the block's rows: what each attended over its weights, and the logarithm of those, to base 2 (FINAL: natural).
 // `at` is where the block's first row goes, rows are `row_stride` apart, of which there are `n_rows`.
@@ -12,7 +11,7 @@ template <class S, Kind KIND>
 DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out, float* sums, i64 at, int row_stride,
                    int n_rows) {
     int g = lane_id() / 4, j = lane_id() % 4;
-    u32 own_sums = sums_at + warp * ROWS * 8;
+    u32 own_sums = sums_at + warp * SUM_BYTES;
 #pragma unroll
     for (int c = 0; c < OWN; ++c) {
 #pragma unroll
@@ -25,7 +24,7 @@ DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out,
     float tops[WARPS], totals[WARPS], top = NOTHING, total = 0;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-        u32x2 x = load_shared_u64(sums_at + (w * ROWS + row) * 8);
+        u32x2 x = load_shared_u64(sums_at + w * SUM_BYTES + row * 8);
         tops[w] = from_bits(x.x), totals[w] = from_bits(x.y);
         top = max(top, tops[w]);
     }
@@ -37,29 +36,31 @@ DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out,
         float log = top + log2_fast(total) - LIFT;
         sums[at + i64(row) * row_stride] = is_some ? (FINAL ? log * LN_2 : log) : minus_infinity();
     }
-    u32 own = parts + warp * ROWS * OUT_BYTES;
+    u32 own = parts + warp / TEAM * ROWS * OUT_BYTES;
+    constexpr int QUADS = S::FIELDS / 2;
 #pragma unroll
-    for (int r = 0; r < SUMMED; ++r) {
-        float top_of_row = shuffle_from(top, 8 * r + g), own_top = load_shared_f32(own_sums + (8 * r + g) * 8);
-        float by = exp2_fast(own_top - top_of_row) * shuffle_from(inverse, 8 * r + g);
+    for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
-        for (int chunk = 0; chunk < S::CHUNKS; ++chunk)
+        for (int k = 0; k < 2; ++k) {
+            int query = 8 * n + 2 * j + k;
+            float by = exp2_fast(rows.top[2 * n + k] - shuffle_from(top, query)) * shuffle_from(inverse, query);
 #pragma unroll
-            for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
-                const float* even = &rows.acc[r / 2][chunk * S::FIELDS + quad][r % 2 * 2];
-                const float* odd = &rows.acc[r / 2][chunk * S::FIELDS + quad + S::FIELDS / 2][r % 2 * 2];
-                u32 to = own + (8 * r + g) * OUT_BYTES + (feature_of<KIND>(chunk, 0, quad * (S::FIELDS / 4)) + 4 * j) * 2;
-                store_shared_u64(to, {pack<IN_BRAIN>(even[0] * by, odd[0] * by), pack<IN_BRAIN>(even[1] * by, odd[1] * by)});
+            for (int m = 0; m < S::MINE; ++m) {
+                int product = warp % TEAM * S::MINE + m;
+#pragma unroll
+                for (int odd = 0; odd < 2; ++odd)
+                    store_shared_f32(own + query * OUT_BYTES + feature_of<KIND>(product / QUADS, g, product % QUADS * 2 + odd) * 4,
+                                     rows.acc[m][n][2 * odd + k] * by);
             }
-    }
+        }
     sync_block();
     for (int i = 32 * warp + lane_id(); i < ROWS * SEM_D / 4; i += 32 * WARPS) {
         int r = i / (SEM_D / 4), d = i % (SEM_D / 4) * 4;
         float found[4] = {0, 0, 0, 0};
 #pragma unroll
-        for (int w = 0; w < WARPS; ++w) {
-            u32x2 x = load_shared_u64(parts + (w * ROWS + r) * OUT_BYTES + d * 2);
-            found[0] += first_of(x.x), found[1] += second_of(x.x), found[2] += first_of(x.y), found[3] += second_of(x.y);
+        for (int team = 0; team < TEAMS; ++team) {
+            u32x4 x = load_shared_u128(parts + (team * ROWS + r) * OUT_BYTES + d * 4);
+            found[0] += from_bits(x.x), found[1] += from_bits(x.y), found[2] += from_bits(x.z), found[3] += from_bits(x.w);
         }
         if (r < n_rows)
             *reinterpret_cast<u32x2*>(out + (at + i64(r) * row_stride) * SEM_D + d) = {pack<IN_BRAIN>(found[0], found[1]),

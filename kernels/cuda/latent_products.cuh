@@ -1,16 +1,13 @@
 // Products of 16 tokens' keys, a warp's registers, with a block's queries in shared memory: [16 tokens, ROWS queries].
 //
-// Hopper has an instruction for four warps that all come to it (64 tokens), each with its own keys. It reads the queries from
-// shared memory and is four times as fast as products of one warp, which do the same elsewhere.
+// Hopper has an instruction for four warps that all come to it (64 tokens), each with its own keys, which reads the queries from
+// shared memory (GROUPED). Elsewhere products of one warp do the same; they take half as long again on Hopper. Values' products
+// are of the same kind: of 16 features, a warp's registers, with weights that lie as queries do, tokens in features' place.
 #ifndef CARAMBA_LATENT_PRODUCTS_CUH
 #define CARAMBA_LATENT_PRODUCTS_CUH
 #include "codes.cuh"
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
-constexpr bool IS_GROUPED = WARPS % 4 == 0;  // on a host too, where tests see what becomes of warps without a tile
-#else
-constexpr bool IS_GROUPED = false;
-#endif
+constexpr bool IS_GROUPED = GROUPED;
 
 // Queries of a product: 16 features of ROWS queries, as lines of 8 queries of 8 features each, those of the first 8 features
 // first.
@@ -39,7 +36,7 @@ DEVICE void multiply_rows(float (&c)[TILES][COLUMN_TILES][4], const u32 (&a)[TIL
     }
 }
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#if GROUPED && defined(__CUDACC__)
 // What the instruction is told of the queries at a shared address: how far the other 8 features and the next 8 queries are.
 DEVICE u64 described(u32 queries) {
     return u64((queries & 0x3ffffu) >> 4) | u64(STEP_BYTES / 2 / 16) << 16 | u64(128 / 16) << 32;
@@ -51,7 +48,7 @@ DEVICE void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(N) : "memory");
 }
 // What was stored in shared memory is there for products of four warps after this and a sync.
-DEVICE void show_products() { asm volatile("fence.proxy.async;" : : : "memory"); }
+DEVICE void show_products() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
 template <bool BRAIN>
 DEVICE void multiply_group(float (&c)[COLUMN_TILES][4], const u32 (&a)[4], u64 queries) {

@@ -10,7 +10,7 @@ constexpr float LARGEST = 128;  // what the largest query number is made to, or 
 constexpr float SMALLEST = 0x1p-64f;
 constexpr float NOTHING = -1e30f;  // the maximum of no scores, of which differences are finite
 constexpr int OWN = ROWS / 4;  // queries of which a lane holds scores: 8n + 2j + k as 2n + k, of j = lane % 4
-constexpr int SUMMED = ROWS / 8;  // rows of which a lane holds weighed values: 8n + lane / 4
+constexpr int SUM_BYTES = ROWS * 8;  // of a warp's maxima and sums, or maxima alone
 
 DEVICE float first_of(u32 x) { return IN_BRAIN ? low_bf16(x) : low_f16(x); }
 DEVICE float second_of(u32 x) { return IN_BRAIN ? high_bf16(x) : high_f16(x); }
@@ -106,51 +106,58 @@ DEVICE float largest_of_lanes(float x) {
     return x;
 }
 
-// What a warp has of its rows so far: maxima in base 2 and sums of weights (each lane's own) of OWN queries, and weighed values.
+// What a warp has of its rows so far: maxima in base 2 (a team's), sums of weights (each lane's own) of OWN queries, and of all the
+// team's tokens the weighed values of its own features, see `add_values`.
 template <class S>
 struct Running {
-    float top[OWN], sum[OWN], acc[ROW_TILES][S::CHUNKS * S::FIELDS][4];
+    float top[OWN], sum[OWN], acc[S::MINE][COLUMN_TILES][4];
 
     DEVICE void start() {
 #pragma unroll
         for (int c = 0; c < OWN; ++c) top[c] = NOTHING, sum[c] = 0;
 #pragma unroll
-        for (int m = 0; m < ROW_TILES; ++m)
+        for (int m = 0; m < S::MINE; ++m)
 #pragma unroll
-            for (int n = 0; n < S::CHUNKS * S::FIELDS; ++n)
+            for (int n = 0; n < COLUMN_TILES; ++n)
 #pragma unroll
                 for (int k = 0; k < 4; ++k) acc[m][n][k] = 0;
     }
 
-    // Raise the maxima to those of all lanes, which have rows of scores each, and take what has been summed down.
-    DEVICE void raise(float (&own)[OWN]) {
-        bool is_first = true;  // nothing has been summed
+    // Raise the maxima to those of all lanes of the team, which have rows of scores each, and take what has been summed down.
+    // At `exchanged` the team has SUM_BYTES a warp.
+    DEVICE void raise(float (&own)[OWN], int team, int member, u32 exchanged) {
+        int j = lane_id() % 4;
 #pragma unroll
         for (int c = 0; c < OWN; ++c) {
-            is_first = is_first && top[c] == NOTHING;
 #pragma unroll
             for (int mask = 4; mask < 32; mask *= 2) own[c] = max(own[c], shuffle_xor(own[c], mask));
-            own[c] = max(own[c], top[c]);
-            float left = exp2_fast(top[c] - own[c]);
-            top[c] = own[c];
-            sum[c] *= left;
-            own[c] = left;
+            if (lane_id() < 4) store_shared_f32(exchanged + member * SUM_BYTES + (c / 2 * 8 + 2 * j + c % 2) * 4, own[c]);
         }
-        if (!any_lane(!is_first)) return;
+        sync_team(team);
 #pragma unroll
-        for (int r = 0; r < SUMMED; ++r) {
-            int g = lane_id() / 4;
-            float even = shuffle_from(own[2 * r], g / 2), odd = shuffle_from(own[2 * r + 1], g / 2), left = g % 2 ? odd : even;
+        for (int n = 0; n < COLUMN_TILES; ++n) {
+            float highest[2] = {top[2 * n], top[2 * n + 1]};
 #pragma unroll
-            for (int n = 0; n < S::CHUNKS * S::FIELDS; ++n)
-                acc[r / 2][n][r % 2 * 2] *= left, acc[r / 2][n][r % 2 * 2 + 1] *= left;
+            for (int w = 0; w < TEAM; ++w) {
+                u32x2 x = load_shared_u64(exchanged + w * SUM_BYTES + (n * 8 + 2 * j) * 4);
+                highest[0] = max(highest[0], from_bits(x.x)), highest[1] = max(highest[1], from_bits(x.y));
+            }
+#pragma unroll
+            for (int k = 0; k < 2; ++k) {
+                float left = exp2_fast(top[2 * n + k] - highest[k]);
+                top[2 * n + k] = highest[k];
+                sum[2 * n + k] *= left;
+#pragma unroll
+                for (int m = 0; m < S::MINE; ++m) acc[m][n][k] *= left, acc[m][n][2 + k] *= left;
+            }
         }
     }
 
-    // Make scores of TILES times 16 tokens to weights, as products of rows read them. `by` turns scores to base 2. Maxima are
-    // raised when a weight would be beyond 2^(LIFT + RISE): seldom.
+    // Make scores of TILES times 16 tokens to weights, which lie in shared memory as queries do. `by` turns scores to base 2.
+    // Maxima are raised when a weight would be beyond 2^(LIFT + RISE): seldom. The team has read its last weights when all come
+    // here, and these are there for all after `show_products` and a sync.
     template <int TILES>
-    DEVICE void weigh(float (&s)[TILES][COLUMN_TILES][4], u32 (&weights)[ROW_TILES][TILES][4], float by) {
+    DEVICE void weigh(float (&s)[TILES][COLUMN_TILES][4], u32 weights, float by, int team, int member, u32 exchanged) {
         float own[OWN];
         bool is_higher = false;
 #pragma unroll
@@ -160,7 +167,8 @@ struct Running {
             own[c] *= by;
             is_higher |= own[c] > top[c] + RISE;
         }
-        if (any_lane(is_higher)) raise(own);
+        if (any_of_team(team, is_higher)) raise(own, team, member, exchanged);
+        u32 at = weights + query_place(member * TILES, 0, lane_id() / 4, lane_id() % 4);
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; ++n) {
             float first_less = LIFT - top[2 * n], second_less = LIFT - top[2 * n + 1];
@@ -169,7 +177,7 @@ struct Running {
                 float first = exp2_fast(s[i / 2][n][i % 2 * 2] * by + first_less);
                 float second = exp2_fast(s[i / 2][n][i % 2 * 2 + 1] * by + second_less);
                 sum[2 * n] += first, sum[2 * n + 1] += second;
-                weights[n / 2][i / 2][i % 2 * 2 + n % 2] = transpose(pack<S::BRAIN>(first, second));
+                store_shared_u32(at + query_place(i / 2, i % 2, 8 * n, 0), transpose(pack<S::BRAIN>(first, second)));
             }
         }
     }

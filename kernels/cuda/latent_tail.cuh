@@ -1,4 +1,4 @@
-// The tokens that are not blocks yet, bfloat16 numbers, 16 of them at a time for a warp.
+// The tokens that are not blocks yet, bfloat16 numbers, 16 of them at a time for a warp of a team.
 //
 // They pass through the warp's shared memory as 16-bit numbers in the order of their stream's units: position 8 n + u of a
 // token is unit u of value product n, so that a pair of keys is one word, and a row of 8 values one line.
@@ -73,10 +73,13 @@ struct Tail {
                 }
     }
 
-    // Attend tokens held + i and 15 more, as far as `length`.
+    // Attend tokens held + i and 15 more, as far as `length`, with the rest of the team: its other warps have 16 others each.
+    // `staged` is where the team's warps stage, `warp_bytes` each.
     template <class Rows>
-    DEVICE static void add(Rows& rows, u32 own, u32 sem_queries, u32 geo_queries, const u16* sem, const u16* geo, int sem_stride,
-                           int geo_stride, int held, int i, int length, int first, int window, float by) {
+    DEVICE static void add(Rows& rows, u32 staged, int warp_bytes, u32 sem_queries, u32 geo_queries, u32 team_weights, u32 exchanged,
+                           const u16* sem, const u16* geo, int sem_stride, int geo_stride, int held, int i, int length, int first,
+                           int window, float by, int team, int member) {
+        u32 own = staged + member * warp_bytes;
         int left = length - held - i;
         TailScores s;
 #pragma unroll
@@ -103,20 +106,17 @@ struct Tail {
             int token = held + i + tail_token_of(8 * k + lane_id() / 4);
             hide(s[0], k, token, token < length, length, first, window);
         }
-        u32 weights[ROW_TILES][1][4];
-        rows.template weigh<1>(s, weights, by);
-        u32 values = own + lane_id() % 16 * TOKEN_BYTES + lane_id() / 16 * 16;
+        rows.template weigh<1>(s, team_weights, by, team, member, exchanged);
+        sync_team(team);
+        u32 values = staged + lane_id() % 8 * TOKEN_BYTES + lane_id() / 16 * 8 * TOKEN_BYTES + lane_id() / 8 % 2 * 16 +
+                     member * Sem::MINE * 32;
+        for (int w = 0; w < TEAM; ++w, values += warp_bytes, team_weights += STEP_BYTES) {
+            u32 numbers[Sem::MINE][4];
 #pragma unroll
-        for (int n = 0; n < Sem::CHUNKS * Sem::FIELDS; n += 2) {
-            u32 numbers[4];
-            ldmatrix_x4_trans(numbers, values + n * 16);
-#pragma unroll
-            for (int m = 0; m < ROW_TILES; ++m) {
-                multiply<Sem::BRAIN>(rows.acc[m][n], weights[m][0], numbers[0], numbers[1]);
-                multiply<Sem::BRAIN>(rows.acc[m][n + 1], weights[m][0], numbers[2], numbers[3]);
-            }
+            for (int m = 0; m < Sem::MINE; ++m) ldmatrix_x4_trans(numbers[m], values + m * 32);
+            multiply_rows<Sem::BRAIN, Sem::MINE>(rows.acc, numbers, team_weights);
         }
-        sync_warp();
+        sync_team(team);  // all have read what is staged and weighed next
     }
 };
 

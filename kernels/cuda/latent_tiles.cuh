@@ -9,7 +9,7 @@
 #include "latent_products.cuh"
 
 constexpr int TILE = 32, PRODUCTS = TILE / 8;  // tokens, and products of keys with 8 of them each
-constexpr int ROW_TILES = ROWS / 16;
+constexpr int TEAM = 4, TEAMS = WARPS / TEAM;  // warps that multiply values together, of all their tokens
 constexpr int WRITTEN_OUT = UNROLLED;  // groups of chunks of keys, one after the other in the code
 
 DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
@@ -22,6 +22,7 @@ struct Stream : Format<KIND> {
     static constexpr int PIECE = CHUNKS < 4 ? 2 : 4;      // words of a token that a lane makes keys of, at a time
     static constexpr int PER_CHUNK = 4 / PIECE;           // lanes that share a chunk then
     static constexpr int STEPS = D / 16;                  // products along the features
+    static constexpr int MINE = D / (16 * TEAM);          // products of values of a warp
     static constexpr int WIDE = 16 * PER_PLANE, CODE_BYTES = TILE * WIDE;  // of a token of a block, and of the tile's
     static constexpr int SCALES_AT = PLANES * CODE_BYTES, PLANE_BYTES = TILE * F::SCALE_BYTES;
     static constexpr int BYTES = (SCALES_AT + PLANES * PLANE_BYTES + 127) / 128 * 128;
@@ -165,31 +166,54 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
     if (IS_GROUPED) wait_products<0>();
 }
 
-// Add a tile's values by their weights: chunk after chunk, whose fields are products of 8 features each.
+// Add the values of a team's tiles by their weights: a warp has the features of its own products, of all four warps' tokens.
+//
+// `tiles` is where the first warp's tile lies, `tile_bytes` how far the next one's. acc[m] is features of product
+// MINE * member + m: rows g and g + 8 of it are units g of fields 2 quad and 2 quad + 1.
 template <class S>
-DEVICE void add_values(float (&acc)[ROW_TILES][S::CHUNKS * S::FIELDS][4], const u32 (&weights)[ROW_TILES][PRODUCTS / 2][4],
-                       u32 tile) {
-    u32 codes = tile + S::place_of(token_of(lane_id() / 8, lane_id() % 8));
-    u32 scales = tile + S::SCALES_AT + lane_id() % 4 * 8 * S::SCALE_BYTES;
-    u32 scale[PRODUCTS];
+DEVICE void add_values(float (&acc)[S::MINE][COLUMN_TILES][4], u32 weights, u32 tiles, int tile_bytes, int member) {
+    constexpr int QUADS = S::FIELDS / 2, CHUNKS = S::MINE < QUADS ? 1 : S::MINE / QUADS, EACH = S::MINE / CHUNKS;
+    u32 places[CHUNKS], scale_places[CHUNKS];
 #pragma unroll
-    for (int chunk = 0; chunk < S::CHUNKS; ++chunk) {
-        u32 words[PRODUCTS], numbers[PRODUCTS][S::FIELDS];
-        ldmatrix_x4_trans(words, (codes ^ S::turn_of(chunk)) + S::behind(chunk));
-        if (chunk % S::PER_PLANE == 0) value_scales<S>(scale, scales + chunk / S::PER_PLANE * S::PLANE_BYTES);
-#pragma unroll
-        for (int i = 0; i < PRODUCTS; ++i)
-#pragma unroll
-            for (int half = 0; half < S::FIELDS / 2; ++half)
-                S::pairs(words[i], half, scale[i], numbers[i][2 * half], numbers[i][2 * half + 1]);
-#pragma unroll
-        for (int i = 0; i < PRODUCTS; i += 2)
-#pragma unroll
-            for (int f = 0; f < S::FIELDS; ++f)
-#pragma unroll
-                for (int m = 0; m < ROW_TILES; ++m)
-                    multiply<S::BRAIN>(acc[m][chunk * S::FIELDS + f], weights[m][i / 2], numbers[i][f], numbers[i + 1][f]);
+    for (int c = 0; c < CHUNKS; ++c) {
+        int chunk = member * S::MINE / QUADS + c;
+        places[c] = tiles + (S::place_of(token_of(lane_id() / 8, lane_id() % 8)) ^ S::turn_of(chunk)) + S::behind(chunk);
+        scale_places[c] = tiles + S::SCALES_AT + lane_id() % 4 * 8 * S::SCALE_BYTES + chunk / S::PER_PLANE * S::PLANE_BYTES;
     }
+    u64 description = described(weights);
+    u32 numbers[2][2][S::MINE][4];  // of two tiles: one is made while products read the other
+#pragma unroll
+    for (int t = 0; t < TEAM; ++t) {
+        u32(&own)[2][S::MINE][4] = numbers[t % 2];
+        if (IS_GROUPED) wait_products<1>();
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+            u32 words[PRODUCTS], scale[PRODUCTS];
+            ldmatrix_x4_trans(words, places[c] + t * tile_bytes);
+            value_scales<S>(scale, scale_places[c] + t * tile_bytes);
+#pragma unroll
+            for (int i = 0; i < PRODUCTS; ++i)
+#pragma unroll
+                for (int m = 0; m < EACH; ++m) {
+                    int quad = EACH == QUADS ? m : member % QUADS;
+                    u32(&of)[4] = own[i / 2][c * EACH + m];
+                    S::pairs(words[i], quad, scale[i], of[i % 2 * 2], of[i % 2 * 2 + 1]);
+                }
+        }
+        if (IS_GROUPED) begin_products();
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            int at = (2 * t + step) * STEP_BYTES;
+            if constexpr (IS_GROUPED) {
+#pragma unroll
+                for (int m = 0; m < S::MINE; ++m) multiply_group<S::BRAIN>(acc[m], own[step][m], description + at / 16);
+            } else {
+                multiply_rows<S::BRAIN, S::MINE>(acc, own[step], weights + at);
+            }
+        }
+        if (IS_GROUPED) commit_products();
+    }
+    if (IS_GROUPED) wait_products<0>();
 }
 
 #endif

@@ -209,6 +209,18 @@ DEVICE u32 shuffle_from(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, la
 DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_block() { __syncthreads(); }
+// Four warps of a block, those of 4 team to 4 team + 3, wait for each other.
+DEVICE void sync_team(int team) { asm volatile("bar.sync %0, 128;" : : "r"(team + 1) : "memory"); }
+// The same, and whether `x` is true in any of their lanes.
+DEVICE bool any_of_team(int team, bool x) {
+    u32 d;
+    asm volatile(
+        "{ .reg .pred own, any; setp.ne.u32 own, %2, 0; bar.red.or.pred any, %1, 128, own; selp.u32 %0, 1, 0, any; }"
+        : "=r"(d)
+        : "r"(team + 1), "r"(u32(x))
+        : "memory");
+    return d != 0;
+}
 
 // Numbers
 

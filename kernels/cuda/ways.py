@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import caramba.kernels.cuda.heads as heads
 import caramba.kernels.cuda.latent as latent
-from caramba.kernels.cuda.blocks import TOKENS
+from caramba.kernels.cuda.blocks import TAKEN, TOKENS
 
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
@@ -17,14 +17,14 @@ OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0
 """Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
 OF_NF4 = (12, 2, 1, 0), (8, 3, 1, 0), (4, 2, 3, 0), (12, 2, 1, 2), (12, 2, 1, 1), (8, 3, 1, 2), (4, 2, 3, 2)
 """The same of values in nf4."""
-OF_LATENTS = (8, 2, 1, 1), (4, 1, 2, 1), (8, 1, 1, 1), (8, 1, 1, 0)
-"""The same of latents, those that were best somewhere."""
+OF_LATENTS = (8, 2, 1, 1), (12, 1, 1, 1), (12, 2, 1, 1), (16, 1, 1, 1), (4, 1, 2, 1), (4, 1, 3, 1), (12, 1, 1, 0)
+"""The same of latents, whose tiles held are those of the geometric stream."""
 GROUPED = 1
 """The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
+LATENT_TILES = 2
+"""Tiles of the latent that a warp holds, where there is place: one is read by others while the next one comes."""
 COUNTED = 1, 2, 3, 4
 """Blocks worth timing, in how many a multiprocessor has place for."""
-TAKEN = 1024
-"""Bytes of shared memory that a block takes beyond what it asks for."""
 LEAST_ROWS = 16
 """Rows of a product, for which a latent is read."""
 
@@ -36,10 +36,10 @@ def heads_way(config: DecodeConfig) -> heads.HeadsWay:
 
 def latent_way(config: DecodeConfig) -> latent.LatentWay:
     """Return how a choice reads a latent, whose tail is a split of its own where there are several."""
-    stages = config.n_stages, config.n_stages
     return latent.LatentWay(
-        rows=config.block_rows, warps=config.n_warps, stages=stages, tail_apart=config.n_splits > 1
-    )
+        rows=config.block_rows, warps=config.n_warps, blocks=config.in_cuda, grouped=config.variant == GROUPED,
+        stages=(LATENT_TILES, config.n_stages), tail_apart=config.n_splits > 1,
+    )  # fmt: skip
 
 
 def can_read(

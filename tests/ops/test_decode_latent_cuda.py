@@ -19,7 +19,7 @@ latent = importlib.import_module("caramba.kernels.cuda.latent")
 pytestmark = needs_compiler
 MIXED = ("q4_0", "q8_0")
 SMALL = Case(MIXED, (149,), heads=(4, 1), dims=(128, 64, 128), packed=128)
-QUICK = latent.LatentWay(rows=16, warps=2, stages=(1, 1))
+QUICK = latent.LatentWay(rows=16, warps=4, stages=(1, 1))
 
 
 def bits(x: Tensor) -> np.ndarray:
@@ -87,17 +87,18 @@ def check(case: Case, way: Any, n_splits: int, **options: Any) -> None:
 @pytest.mark.parametrize(
     "kinds", [("q8_0", "q8_0"), MIXED, ("q4_0", "q4_0"), ("nf4", "nf4"), ("nf4", "q8_0")]
 )
-@pytest.mark.parametrize("unrolled", [1, 4])
-def test_every_format_is_read(kinds: tuple[str, str], unrolled: int) -> None:
-    check(replace(SMALL, kinds=kinds), replace(QUICK, unrolled=unrolled), n_splits=3)
+@pytest.mark.parametrize(("unrolled", "grouped"), [(1, True), (4, True), (4, False)])
+def test_every_format_is_read(kinds: tuple[str, str], unrolled: int, grouped: bool) -> None:
+    check(replace(SMALL, kinds=kinds), replace(QUICK, unrolled=unrolled, grouped=grouped), n_splits=3)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("stages", [(1, 1), (2, 2), (1, 2), (3, 1)])
 def test_tiles_are_held_in_any_number(stages: tuple[int, int], mode: int) -> None:
-    """Nine tiles for two warps, which begin and end in the middle of their stages."""
-    way = replace(QUICK, stages=stages)
-    check(replace(SMALL, lengths=(295,), packed=281, capacity=512), way, n_splits=1, mode=mode)
+    """Seventeen tiles for four or eight warps, which begin and end in the middle of their stages."""
+    for warps in (4, 8):
+        way = replace(QUICK, stages=stages, warps=warps)
+        check(replace(SMALL, lengths=(551,), packed=537, capacity=1024), way, n_splits=1, mode=mode)
 
 
 @pytest.mark.parametrize("dims", [(128, 256, 128), (64, 64, 64), (64, 128, 64)])
@@ -108,13 +109,13 @@ def test_widths(dims: tuple[int, int, int], kind: str) -> None:
 
 @pytest.mark.parametrize(("packed", "n_splits"), [(32, 1), (160, 1), (161, 2), (280, 2), (0, 1)])
 def test_warps_that_multiply_together_go_without_a_tile(packed: int, n_splits: int) -> None:
-    way = replace(QUICK, warps=4, stages=(2, 1))
+    way = replace(QUICK, stages=(2, 1))
     check(replace(SMALL, lengths=(packed + 3,), packed=packed, capacity=512), way, n_splits)
 
 
-@pytest.mark.parametrize(("heads", "rows", "warps"), [(32, 32, 4), (20, 32, 2), (32, 16, 8), (5, 16, 3)])
+@pytest.mark.parametrize(("heads", "rows", "warps"), [(32, 32, 4), (20, 32, 12), (32, 16, 8), (5, 16, 16)])
 def test_rows_of_a_block(heads: int, rows: int, warps: int) -> None:
-    """As many as it has, fewer, and more than one block of them; also in eight warps, which lay out a row of queries each."""
+    """As many as it has, fewer, and more than one block of them; also in warps that lay out a row of queries each, or none."""
     check(replace(SMALL, heads=(heads, 1)), replace(QUICK, rows=rows, warps=warps), n_splits=2)
 
 
@@ -162,18 +163,21 @@ def test_weights_that_rise_from_tile_to_tile() -> None:
 def test_forms_that_can_be_read() -> None:
     way = latent.LatentWay()
     assert latent.fits(MIXED, (128, 256), way)
-    assert not latent.fits(MIXED, (256, 64), way), "more sums than registers"
-    assert latent.fits(MIXED, (256, 64), replace(way, rows=16))
+    assert not latent.fits(MIXED, (512, 64), replace(way, warps=12, stages=(1, 1))), "more sums than registers"
+    assert latent.fits(MIXED, (512, 64), replace(way, rows=16, warps=12, stages=(1, 1)))
+    assert not latent.fits(MIXED, (128, 256), replace(way, warps=6)), "no whole teams"
     assert not latent.fits(("q4_0", "q4_0"), (128, 96), way), "three chunks for four lanes"
+    assert not latent.fits(("q8_0", "q8_0"), (32, 64), way), "fewer products than warps of a team"
     assert not latent.fits(("bf16", "q8_0"), (128, 64), way)
 
 
 def test_fewer_tiles_of_the_latent_are_held_where_shared_memory_is_full() -> None:
-    for kinds, held in ((MIXED, 2), (("q8_0", "q8_0"), 1)):
-        way = latent.LatentWay()
+    for kinds, warps, stages in ((MIXED, 8, (2, 2)), (("q8_0", "q8_0"), 8, (1, 2)), (MIXED, 12, (2, 1))):
+        way = latent.LatentWay(warps=warps, stages=(2, stages[1]))
         made = latent.macros(
             kinds, (128, 256), way, group=32, queries=1, has_window=False, final=False, in_bf16=True
         )
-        assert (made["SEM_STAGES"], made["GEO_STAGES"]) == (held, 2)
+        assert (made["SEM_STAGES"], made["GEO_STAGES"]) == stages
         assert made["SHARED_BYTES"] == latent.shared_bytes(kinds, (128, 256), way) <= latent.MOST_SHARED
     assert not latent.fits(("q8_0", "q8_0"), (128, 512), latent.LatentWay())
+    assert not latent.fits(MIXED, (128, 256), latent.LatentWay(blocks=2))

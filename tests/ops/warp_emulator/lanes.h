@@ -83,6 +83,12 @@ struct Warp {
     u32 taken[WARP][4];
 };
 
+// Four warps that meet, and what any of their lanes brought last.
+struct Team {
+    Meeting meeting;
+    bool gathers = false, found = false;
+};
+
 struct Block {
     int x, y, grid_y;
     bool early, descending;
@@ -90,6 +96,7 @@ struct Block {
     u8* shared;
     std::vector<Lane> lanes;
     std::vector<Warp> warps;
+    std::vector<Team> teams;
     Meeting meeting;
     ucontext_t scheduler;
     std::string error;
@@ -209,6 +216,7 @@ inline std::string launch(void (*with)(void**), int grid_x, int grid_y, int thre
             own.memory.assign(shared_bytes + 128, 0xff);
             own.shared = own.memory.data() + (128 - reinterpret_cast<std::uintptr_t>(own.memory.data()) % 128) % 128;
             own.warps.assign((threads + WARP - 1) / WARP, Warp());
+            own.teams.assign((own.warps.size() + 3) / 4, Team());
             own.meeting = Meeting();
             for (Lane& x : own.lanes) x.is_done = false, x.at = nullptr, x.groups.clear();
             std::string error = run(own);

@@ -240,6 +240,18 @@ inline void sync_block() {
     emulated::meet(emulated::block->meeting, int(emulated::block->lanes.size()), "sync_block", [] {});
 }
 
+inline void meet_team(int team, const char* what, bool x) {
+    if (team != emulated::lane->thread / 128) emulated::fail("a lane meets a team that is not its own");
+    emulated::Team& own = emulated::block->teams[team];
+    own.gathers |= x;
+    emulated::meet(own.meeting, 128, what, [&own] { own.found = own.gathers, own.gathers = false; });
+}
+inline void sync_team(int team) { meet_team(team, "sync_team", false); }
+inline bool any_of_team(int team, bool x) {
+    meet_team(team, "any_of_team", x);
+    return emulated::block->teams[team].found;
+}
+
 inline float exp2_fast(float x) {
     float found = std::exp2(x);
     return found < 0x1p-126f ? 0.0f : found;
