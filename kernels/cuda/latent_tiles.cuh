@@ -92,7 +92,7 @@ DEVICE void key_scales(u32 (&scale)[PRODUCTS], u32 at, int n) {
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
             float x = load_shared_f32(at + (2 * i + n % 2) * 4);
-            scale[i] = pack_bf16x2(x, x);
+            scale[i] = pack<S::BRAIN>(x, x);
         }
     } else {
         u32 pick = n % 2 ? 0x3232u : 0x1010u;
@@ -109,8 +109,8 @@ DEVICE void value_scales(u32 (&scale)[PRODUCTS], u32 at) {
 #pragma unroll
         for (int i = 0; i < PRODUCTS; i += 2) {
             u32x4 x = load_shared_u128(at + 8 * i);
-            scale[i] = pack_bf16x2(from_bits(x.x), from_bits(x.y));
-            scale[i + 1] = pack_bf16x2(from_bits(x.z), from_bits(x.w));
+            scale[i] = pack<S::BRAIN>(from_bits(x.x), from_bits(x.y));
+            scale[i + 1] = pack<S::BRAIN>(from_bits(x.z), from_bits(x.w));
         }
     } else {
         u32x4 x = load_shared_u128(at);

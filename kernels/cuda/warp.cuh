@@ -98,6 +98,12 @@ DEVICE u32 pack_f16x2(float low, float high) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
 }
+// Beyond float16's range its largest number.
+DEVICE u32 pack_finite_f16x2(float low, float high) {
+    u32 d;
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
 DEVICE u32 pack_bf16x2(float low, float high) {
     u32 d;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));

@@ -78,7 +78,7 @@ def attend(
 
 
 def check(case: Case, way: Any, n_splits: int, **options: Any) -> None:
-    """Compare the splits with what is expected; numbers of nf4 and their weights are bfloat16."""
+    """Compare the splits with what is expected; levels of nf4 are a byte."""
     out, sums, wanted, wanted_sums = attend(case, way, n_splits, **options)
     assert (out - wanted).norm() <= (1.6e-2 if "nf4" in case.kinds else 6e-3) * wanted.norm()
     torch.testing.assert_close(sums, wanted_sums, rtol=2e-3, atol=1e-2 if "nf4" in case.kinds else 4e-3)
@@ -158,6 +158,16 @@ def test_weights_that_rise_from_tile_to_tile() -> None:
     """Keys that grow along the tokens raise the maximum again and again, by less than is put off and by more."""
     case = replace(SMALL, lengths=(250,), packed=224, capacity=256)
     check(case, QUICK, 1, growth=0.05)
+
+
+def test_scales_of_nf4_beyond_float16_count_as_its_largest() -> None:
+    """Nothing is infinite or NaN; scales that float16 holds are right as far as it."""
+    case = replace(SMALL, kinds=("nf4", "nf4"), lengths=(40,), packed=40)
+    out, sums, _, _ = attend(case, QUICK, 1, growth=1e6)
+    assert out.isfinite().all()
+    assert sums.isfinite().all()
+    out, _, wanted, _ = attend(case, QUICK, 1, growth=500)
+    assert (out - wanted).norm() <= 1.6e-2 * wanted.norm()
 
 
 def test_forms_that_can_be_read() -> None:

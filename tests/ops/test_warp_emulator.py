@@ -79,7 +79,7 @@ def test_numbers() -> None:
     a[:4], b[:4] = [0x3C003C00, 0x7BFF7BFF, 0x00010001, 0x80018001], [0x3C013C01, 0x7BFF7BFF, 0x38003800, 0]
     floats = (rng().standard_normal((2, 32)) * np.exp2(np.arange(-28, 36, 2))).astype(np.float32)
     kernel = EmulatedKernel(SOURCE, "numbers")
-    out = np.zeros((18, 32), np.uint32)
+    out = np.zeros((19, 32), np.uint32)
     kernel((1, 1), 32, 0, [out, a, b, c])
 
     np.testing.assert_array_equal(out[0], (a & b) | c)
@@ -120,6 +120,9 @@ def test_numbers() -> None:
     with np.errstate(over="ignore"):
         np.testing.assert_array_equal(out[8].view(np.float16).reshape(32, 2).T, floats.astype(np.float16))
     np.testing.assert_array_equal(out[9].view(np.uint16).reshape(32, 2).T, to_bf16(floats))
+    assert (np.abs(floats) > 65504).any()
+    finite = np.clip(floats, -65504, 65504).astype(np.float16)
+    np.testing.assert_array_equal(out[18].view(np.float16).reshape(32, 2).T, finite)
 
 
 def test_functions() -> None:

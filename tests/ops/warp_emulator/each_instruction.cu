@@ -68,10 +68,10 @@ extern "C" __global__ void copies(u32* out, const u32* x, int warps) {
     }
 }
 
-// One warp of 32 lanes, a, b, c [32]: out [18, 32].
+// One warp of 32 lanes, a, b, c [32]: out [19, 32].
 extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u32* c) {
     int i = lane_id();
-    u32 found[18] = {
+    u32 found[19] = {
         lop3_or(a[i], b[i], c[i]),
         lop3_xor(a[i], b[i], c[i]),
         prmt(a[i], b[i], c[i]),
@@ -90,8 +90,9 @@ extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u
         shuffle_from(a[i], 31 - i),
         high_product(a[i], b[i]),
         byte_products(a[i], b[i], c[i]),
+        pack_finite_f16x2(from_bits(a[i]), from_bits(b[i])),
     };
-    for (int k = 0; k < 18; ++k) out[32 * k + i] = found[k];
+    for (int k = 0; k < 19; ++k) out[32 * k + i] = found[k];
 }
 
 // One warp. x [32]: out [3, 32], 2^x, log2 |x|, whether any lane of those below 16 bits' largest is 1.

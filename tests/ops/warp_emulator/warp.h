@@ -154,6 +154,10 @@ inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
 }
 inline u32 mul_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }
 inline u32 pack_f16x2(float low, float high) { return emulated::pair(emulated::to_half(low), emulated::to_half(high)); }
+inline u32 pack_finite_f16x2(float low, float high) {
+    auto within = [](float x) { return x > 65504 ? 65504 : x < -65504 ? -65504 : x; };  // neither for NaN, which is kept
+    return pack_f16x2(within(low), within(high));
+}
 inline u32 pack_bf16x2(float low, float high) { return emulated::pair(emulated::to_brain(low), emulated::to_brain(high)); }
 inline float from_f16(u16 x) { return emulated::from_half(x); }
 inline float low_f16(u32 x) { return from_f16(u16(x)); }
