@@ -51,7 +51,7 @@ DEVICE void wait_products() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(N) : "memory");
 }
 // What was stored in shared memory is there for products of four warps after this and a sync.
-DEVICE void show_products() { asm volatile("fence.proxy.async;" : : : "memory"); }
+DEVICE void show_products() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
 template <bool BRAIN>
 DEVICE void multiply_group(float (&c)[COLUMN_TILES][4], const u32 (&a)[4], u64 queries) {
