@@ -11,6 +11,7 @@
 // which writes the output), TAIL_APART (the last split of several has the tail and nothing else), IN_BRAIN (queries are bfloat16,
 // else float16), ANNOUNCED (see `launch_dependents`), SHARED_BYTES (of a block, as `latent.py` counts them).
 #include "latent_end.cuh"
+#include "latent_queries.cuh"
 #include "latent_tail.cuh"
 
 using Sem = Stream<SEM_KIND, SEM_D>;
@@ -85,12 +86,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_latent(
         copy_sem(s < 0 ? last_tile : tile + s * WARPS, max(s, 0));
     }
     // The queries are multiplied by a power of two, which changes no digit: float16 reaches less far than they may.
-    float largest = largest_of_lanes(asked_geo.largest(asked_sem.largest(0)));
-    if (lane_id() == 0) store_shared_f32(shared + warp * 4, largest);
-    sync_block();
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) largest = max(largest, load_shared_f32(shared + w * 4));
-    float unit = min(max(from_bits(to_bits(largest) & 0x7f800000u), SMALLEST), 0x1p126f);
+    float unit = unit_of_block(asked_geo.largest(asked_sem.largest(0)), shared, warp);
     float by = from_bits(0x7f000000u - to_bits(unit)) * LARGEST;
     asked_sem.store(queries, by, warp);
     asked_geo.store(geo_queries, by, warp);

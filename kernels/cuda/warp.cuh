@@ -109,6 +109,25 @@ DEVICE u32 pack_bf16x2(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
     return d;
 }
+// The larger of the absolute values, of numbers and not of what is none; the sign is anything.
+DEVICE u32 abs_max_f16x2(u32 a, u32 b) {
+    u32 d;
+#if __CUDA_ARCH__ >= 860
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else
+    asm("max.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
+    return d;
+}
+DEVICE u32 abs_max_bf16x2(u32 a, u32 b) {
+    u32 d;
+#if __CUDA_ARCH__ >= 860
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+#else
+    asm("max.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a & 0x7fff7fffu), "r"(b & 0x7fff7fffu));
+#endif
+    return d;
+}
 DEVICE float from_f16(u16 x) {
     float d;
     asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(x));
@@ -141,6 +160,14 @@ DEVICE u32 transpose(u32 x) {
     return d;
 }
 
+// Global memory, at a multiple of 16 bytes
+
+DEVICE u32x4 load_u128(const void* from) {
+    u32x4 d;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(d.x), "=r"(d.y), "=r"(d.z), "=r"(d.w) : "l"(from));
+    return d;
+}
+
 // Shared memory, at addresses of `shared_address`
 
 // Four tiles of 8 rows of 16 bytes: lane 8t + i names row i of tile t. Of lane l, r[t] is 4 bytes l % 4 of row l / 4;
@@ -154,6 +181,20 @@ DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address));
+}
+// Store what `ldmatrix_x4` would load from the same rows.
+DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#else
+    for (int t = 0; t < 4; ++t) {
+        u32 row = __shfl_sync(0xffffffffu, address, 8 * t + threadIdx.x % 32 / 4);
+        asm volatile("st.shared.u32 [%0], %1;" : : "r"(row + threadIdx.x % 4 * 4), "r"(r[t]) : "memory");
+    }
+#endif
 }
 DEVICE u16 load_shared_u16(u32 address) {
     u16 d;
@@ -212,6 +253,7 @@ DEVICE float shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xffffffffu
 DEVICE u32 shuffle_xor(u32 x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEVICE float shuffle_from(float x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
 DEVICE u32 shuffle_from(u32 x, int lane) { return __shfl_sync(0xffffffffu, x, lane); }
+DEVICE u32 max_of_lanes(u32 x) { return __reduce_max_sync(0xffffffffu, x); }
 DEVICE bool any_lane(bool x) { return __any_sync(0xffffffffu, x); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE void sync_block() { __syncthreads(); }

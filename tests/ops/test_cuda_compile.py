@@ -68,14 +68,14 @@ def test_heads(kinds: tuple[str, ...], way: Any, changed: dict[str, Any], tmp_pa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("geo", [64, 256])
-@pytest.mark.parametrize("arch", ["sm_90", "sm_90a"], ids=("products of a warp", "of four warps"))
-def test_latents(kind: str, geo: int, arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("grouped", [False, True], ids=("products of a warp", "of four warps"))
+def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
     kinds, dims = (kind, "q8_0"), (128, geo)
-    way = latent.LatentWay(stages=(1, 1))
+    way = latent.LatentWay(warps=12, grouped=grouped, stages=(1, 1))
     assert latent.fits(kinds, dims, way)
     assert latent.shared_bytes(kinds, dims, way) <= SHARED_BYTES
     macros = latent.macros(kinds, dims, way, **{**FORM, "group": 32})
-    assert compiled("decode_latent", macros, tmp_path, arch, spills=True).startswith(b"\x7fELF")
+    assert compiled("decode_latent", macros, tmp_path, "sm_90a" if grouped else "sm_90", spills=True).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize(

@@ -43,12 +43,13 @@ def test_products_take_their_fragments_from_where_a_gpu_does(name: str) -> None:
 
 def test_tiles_are_given_by_rows_and_by_columns() -> None:
     x = rng().integers(0, 1 << 16, (4, 8, 8), dtype=np.uint16)
-    out = np.zeros(288 * 2, np.uint16)
+    out = np.zeros(416 * 2, np.uint16)
     EmulatedKernel(SOURCE, "matrices")((1, 1), 32, SHARED, [out, x])
     plain = x.reshape(4, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4, 2)
     turned = x.transpose(0, 2, 1).reshape(4, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4, 2)
     np.testing.assert_array_equal(out[:512].reshape(2, 32, 4, 2), [plain, turned])
-    np.testing.assert_array_equal(out[512:].reshape(32, 2), turned[:, 0])
+    np.testing.assert_array_equal(out[512:576].reshape(32, 2), turned[:, 0])
+    np.testing.assert_array_equal(out[576:].reshape(4, 8, 8), x)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -79,7 +80,7 @@ def test_numbers() -> None:
     a[:4], b[:4] = [0x3C003C00, 0x7BFF7BFF, 0x00010001, 0x80018001], [0x3C013C01, 0x7BFF7BFF, 0x38003800, 0]
     floats = (rng().standard_normal((2, 32)) * np.exp2(np.arange(-28, 36, 2))).astype(np.float32)
     kernel = EmulatedKernel(SOURCE, "numbers")
-    out = np.zeros((19, 32), np.uint32)
+    out = np.zeros((22, 32), np.uint32)
     kernel((1, 1), 32, 0, [out, a, b, c])
 
     np.testing.assert_array_equal(out[0], (a & b) | c)
@@ -114,6 +115,11 @@ def test_numbers() -> None:
     np.testing.assert_array_equal(out[15], a[31 - lanes])
     np.testing.assert_array_equal(out[16], a.astype(np.uint64) * b >> 32)
     bytes_ = [x[:, None].view(np.uint8).astype(np.uint32) for x in (a, b)]
+    for i, make in ((19, lambda x: x.view(np.float16)), (20, lambda x: from_bf16(x.view(np.uint16)))):
+        with np.errstate(invalid="ignore"):
+            larger = np.fmax(abs(make(a)), abs(make(b)))
+        np.testing.assert_array_equal(abs(make(out[i])), larger)
+    np.testing.assert_array_equal(out[21], a.max())
     np.testing.assert_array_equal(out[17], (bytes_[0] * bytes_[1]).sum(1, dtype=np.uint32) + c)
 
     kernel((1, 1), 32, 0, [out, floats[0], floats[1], c])
@@ -149,6 +155,6 @@ def test_lanes_that_do_not_meet_are_an_error(mode: int) -> None:
 
 
 def test_leaving_shared_memory_is_an_error() -> None:
-    out, x = np.zeros(288, np.uint32), np.zeros((4, 8, 8), np.uint16)
+    out, x = np.zeros(416, np.uint32), np.zeros((4, 8, 8), np.uint16)
     with pytest.raises(RuntimeError, match="out of shared memory's bounds"):
         EmulatedKernel(SOURCE, "matrices")((1, 1), 32, 256, [out, x])

@@ -27,16 +27,19 @@ extern "C" __global__ void product_f16(float* out, const u16* a, const u16* b) {
 extern "C" __global__ void product_bf16(float* out, const u16* a, const u16* b) { product<true>(out, a, b); }
 
 // One warp. Of x [32, 8] 16-bit numbers, four tiles of 8 rows: out [2, 32 lanes, 4] 32-bit registers, then transposed ones,
-// and [32 lanes] of the first tile's transposed in registers.
+// and [32 lanes] of the first tile's transposed in registers; then [4, 8, 4] the tiles as they are stored from registers.
 extern "C" __global__ void matrices(u32* out, const u16* x) {
     u32 own = shared_address(shared_memory()) + 16 * lane_id();
     const u32* from = reinterpret_cast<const u32*>(x + 8 * lane_id());
-    store_shared_u128(own, {from[0], from[1], from[2], from[3]});
+    store_shared_u128(own, load_u128(from));
     sync_warp();
     u32 r[4];
     ldmatrix_x4(r, own);
     for (int t = 0; t < 4; ++t) out[4 * lane_id() + t] = r[t];
     out[256 + lane_id()] = transpose(r[0]);
+    stmatrix_x4(own + 512, r);
+    sync_warp();
+    for (int k = 0; k < 4; ++k) out[288 + 4 * lane_id() + k] = load_shared_u32(own + 512 + 4 * k);
     ldmatrix_x4_trans(r, own);
     for (int t = 0; t < 4; ++t) out[128 + 4 * lane_id() + t] = r[t];
 }
@@ -68,10 +71,10 @@ extern "C" __global__ void copies(u32* out, const u32* x, int warps) {
     }
 }
 
-// One warp of 32 lanes, a, b, c [32]: out [19, 32].
+// One warp of 32 lanes, a, b, c [32]: out [22, 32].
 extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u32* c) {
     int i = lane_id();
-    u32 found[19] = {
+    u32 found[22] = {
         lop3_or(a[i], b[i], c[i]),
         lop3_xor(a[i], b[i], c[i]),
         prmt(a[i], b[i], c[i]),
@@ -91,8 +94,11 @@ extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u
         high_product(a[i], b[i]),
         byte_products(a[i], b[i], c[i]),
         pack_finite_f16x2(from_bits(a[i]), from_bits(b[i])),
+        abs_max_f16x2(a[i], b[i]),
+        abs_max_bf16x2(a[i], b[i]),
+        max_of_lanes(a[i]),
     };
-    for (int k = 0; k < 19; ++k) out[32 * k + i] = found[k];
+    for (int k = 0; k < 22; ++k) out[32 * k + i] = found[k];
 }
 
 // One warp. x [32]: out [3, 32], 2^x, log2 |x|, whether any lane of those below 16 bits' largest is 1.

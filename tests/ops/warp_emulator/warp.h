@@ -159,6 +159,14 @@ inline u32 pack_finite_f16x2(float low, float high) {
     return pack_f16x2(within(low), within(high));
 }
 inline u32 pack_bf16x2(float low, float high) { return emulated::pair(emulated::to_brain(low), emulated::to_brain(high)); }
+inline u32 abs_max_f16x2(u32 a, u32 b) {
+    return ((a ^ b) & 0x80008000u) | emulated::each(a & 0x7fff7fffu, b & 0x7fff7fffu, 0, emulated::from_half, emulated::to_half,
+                          [](double x, double y, double) { return std::fmax(x, y); });
+}
+inline u32 abs_max_bf16x2(u32 a, u32 b) {
+    return ((a ^ b) & 0x80008000u) | emulated::each(a & 0x7fff7fffu, b & 0x7fff7fffu, 0, emulated::from_brain, emulated::to_brain,
+                          [](double x, double y, double) { return std::fmax(x, y); });
+}
 inline float from_f16(u16 x) { return emulated::from_half(x); }
 inline float low_f16(u32 x) { return from_f16(u16(x)); }
 inline float high_f16(u32 x) { return from_f16(u16(x >> 16)); }
@@ -208,6 +216,22 @@ inline void store_shared_f32(u32 address, float x) { emulated::store(address, x)
 inline void store_shared_u64(u32 address, u32x2 x) { emulated::store(address, x); }
 inline void store_shared_u128(u32 address, u32x4 x) { emulated::store(address, x); }
 
+inline void stmatrix_x4(u32 address, const u32 (&r)[4]) {
+    emulated::Warp& own = emulated::warp();
+    int i = emulated::place();
+    for (int t = 0; t < 4; ++t) own.brought[i][t] = r[t];
+    emulated::meet_warp("stmatrix_x4", [] {});
+    for (int j = 0; j < 4; ++j) emulated::store(address + 4 * j, own.brought[i % 8 * 4 + j][i / 8]);
+    emulated::meet_warp("the end of stmatrix", [] {});
+}
+
+inline u32x4 load_u128(const void* from) {
+    if (reinterpret_cast<std::uintptr_t>(from) % 16) emulated::fail("a load from an address that is not a multiple of 16");
+    u32x4 found;
+    std::memcpy(&found, from, sizeof found);
+    return found;
+}
+
 inline void copy_async_16(u32 to, const void* from, bool is_there) {
     if (is_there && reinterpret_cast<std::uintptr_t>(from) % 16) emulated::fail("a copy from an address that is not a multiple of 16");
     emulated::at(to, 16, "a copy");
@@ -230,6 +254,15 @@ inline u32 shuffle_xor(u32 x, int mask) { return emulated::shuffled(x, emulated:
 inline float shuffle_xor(float x, int mask) { return from_bits(shuffle_xor(to_bits(x), mask)); }
 inline u32 shuffle_from(u32 x, int lane) { return emulated::shuffled(x, lane, "shuffle_from"); }
 inline float shuffle_from(float x, int lane) { return from_bits(shuffle_from(to_bits(x), lane)); }
+inline u32 max_of_lanes(u32 x) {
+    emulated::Warp& own = emulated::warp();
+    own.brought[emulated::place()][0] = x;
+    emulated::meet_warp("max_of_lanes", [] {});
+    u32 found = 0;
+    for (auto& brought : own.brought) found = std::max(found, brought[0]);
+    emulated::meet_warp("the end of max_of_lanes", [] {});
+    return found;
+}
 inline bool any_lane(bool x) {
     emulated::Warp& own = emulated::warp();
     own.brought[emulated::place()][0] = x;
