@@ -86,7 +86,10 @@ struct Running {
             is_higher |= own[c] > top[c] + RISE;
         }
         if (any_of_team(team, is_higher)) raise(own, team, member, exchanged);
-        u32 at = weights + query_place(member * TILES, 0, lane_id() / 4, lane_id() % 4);
+        // Four tiles of 8 tokens and 8 queries are stored at once: of one column tile, or of 16 tokens and two.
+        int tile = lane_id() / 8, step = TILES == 2 ? tile / 2 : 0, columns = TILES == 2 ? 0 : tile / 2;
+        u32 at = weights + query_place(member * TILES + step, tile % 2, columns * 8 + lane_id() % 8, 0);
+        u32 made[4];
 #pragma unroll
         for (int n = 0; n < COLUMN_TILES; ++n) {
             float first_less = LIFT - top[2 * n], second_less = LIFT - top[2 * n + 1];
@@ -95,8 +98,12 @@ struct Running {
                 float first = exp2_fast(s[i / 2][n][i % 2 * 2] * by + first_less);
                 float second = exp2_fast(s[i / 2][n][i % 2 * 2 + 1] * by + second_less);
                 sum[2 * n] += first, sum[2 * n + 1] += second;
-                store_shared_u32(at + query_place(i / 2, i % 2, 8 * n, 0), transpose(pack<S::BRAIN>(first, second)));
+                made[TILES == 2 ? i : n % 2 * 2 + i] = pack<S::BRAIN>(first, second);
             }
+            if (TILES == 2)
+                stmatrix_x4_trans(at + query_place(0, 0, 8 * n, 0), made);
+            else if (n % 2)
+                stmatrix_x4_trans(at + query_place(0, 0, 8 * n - 8, 0), made);
         }
     }
 };

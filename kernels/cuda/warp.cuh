@@ -196,6 +196,17 @@ DEVICE void stmatrix_x4(u32 address, const u32 (&r)[4]) {
     }
 #endif
 }
+// The same of columns: lane 8t + i names where column i of tile t is stored, as a row.
+DEVICE void stmatrix_x4_trans(u32 address, const u32 (&r)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+#else
+    stmatrix_x4(address, {transpose(r[0]), transpose(r[1]), transpose(r[2]), transpose(r[3])});
+#endif
+}
 DEVICE u16 load_shared_u16(u32 address) {
     u16 d;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(d) : "r"(address));

@@ -225,6 +225,12 @@ inline void stmatrix_x4(u32 address, const u32 (&r)[4]) {
     emulated::meet_warp("the end of stmatrix", [] {});
 }
 
+inline void stmatrix_x4_trans(u32 address, const u32 (&r)[4]) {
+    u32 turned[4];
+    for (int t = 0; t < 4; ++t) turned[t] = transpose(r[t]);
+    stmatrix_x4(address, turned);
+}
+
 inline u32x4 load_u128(const void* from) {
     if (reinterpret_cast<std::uintptr_t>(from) % 16) emulated::fail("a load from an address that is not a multiple of 16");
     u32x4 found;
