@@ -287,7 +287,8 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
     for reading in made:
         per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
-        if reading.in_cuda:  # and with one fewer: the tails' blocks then lie on the processors beside the others
+        if reading.in_cuda:
+            # With one fewer the tails' blocks lie on the processors beside the others.
             counts += [n - 1 for n in counts if n > FEW_READERS]
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
     if shape.arch in EARLY_ARCHS:
