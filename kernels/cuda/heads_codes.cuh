@@ -33,11 +33,16 @@ struct Table {
     u32 own;  // of this lane
     static constexpr int BYTES = 256 * 128;
 
+    // Each lane looks up one of 32 words, of which a store takes four, for all lanes.
     DEVICE static void fill(u32 at, const Levels& levels) {
-        for (int both = warp_id(); both < 256; both += WARPS) {
-            u32 pairs[4];
+        for (int first = 32 * warp_id(); first < 256; first += 32 * WARPS) {
+            u32 both = first + lane_id(), pairs[4];
             levels.look_up((both & 15) | both >> 4 << 8, pairs);
-            store_shared_u32(at + 128 * both + 4 * lane_id(), pairs[0]);
+            for (int k = 0; k < 8; ++k) {
+                int of = 4 * k + lane_id() / 8;
+                u32 pair = shuffle_from(pairs[0], of);
+                store_shared_u128(at + 128 * (first + of) + 16 * (lane_id() % 8), {pair, pair, pair, pair});
+            }
         }
     }
     // Bytes 0 and 2 of a word as pairs, and 1 and 3, of the low nibbles, then of the high ones.

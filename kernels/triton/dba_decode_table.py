@@ -28,6 +28,9 @@ the first, and what was measured of narrow heads is best with as many as the sec
 COUNTED_PER_SM = 1, 2, 3, 4, 6, 8, 12, 16
 """Programs on a processor worth timing. More than lie on it at once are begun as others end, which levels out that
 processors read at unlike rates, and begins the pipeline of loads anew each time."""
+FEW_READERS = 8
+"""Blocks that read a sequence's key/value head up to which one fewer is not worth timing: the others would read an
+eighth more."""
 EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
 """Devices on which a kernel can be launched while the one ahead of it ends (programmatic dependent launch)."""
 MOST_SPLITS = 512  # that the op takes
@@ -284,6 +287,9 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
     for reading in made:
         per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
+        if reading.in_cuda:
+            # With one fewer the tails' blocks lie on the processors beside the others.
+            counts += [n - 1 for n in counts if n > FEW_READERS]
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
     if shape.arch in EARLY_ARCHS:
         found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])

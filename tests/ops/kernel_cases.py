@@ -363,6 +363,7 @@ def decoding() -> Iterator[Case]:
     for name, kinds, dims, batch, queries, n_splits, kernels in (
         ("bf16, one row", ("bf16",) * 2, wide, 1, 1, 64, (*split, "_up_row")),
         ("mixed, one row", ("q4_0", "q8_0"), wide, 1, 1, 33, (*split, "_up_row")),
+        ("bf16, one row, more splits", ("bf16",) * 2, wide, 1, 1, 132, (*split, "_up_many")),
         ("mixed, many splits", ("q4_0", "q8_0"), wide, 1, 1, 264, apart),
         ("bf16, questions", ("bf16",) * 2, (128, 64), 1, 8, 8, (*split, "_up_row")),
         ("bf16, questions, many splits", ("bf16",) * 2, (128, 64), 2, 8, 33, apart),

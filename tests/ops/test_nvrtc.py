@@ -263,17 +263,57 @@ def test_a_gpu_does_what_the_emulator_does() -> None:
         if arrays[0].dtype == np.float32:
             np.testing.assert_allclose(found, arrays[0], rtol=1e-5, atol=1e-5, err_msg=name)
         else:
-            differ = found != arrays[0]
-            if name == "numbers":  # what is no number has many forms
-                differ[3:7] &= ~_is_nan(arrays[0][3:7], 0x7C00) & ~_is_nan(arrays[0][3:7], 0x7F80)
-                differ[7:10] &= ~_is_nan(arrays[0][7:10], 0x7F80)
+            forms = OF_NUMBERS if name == "numbers" else {}
+            differ = _differ(found, arrays[0], forms)
             assert not differ.any(), (name, np.argwhere(differ)[:5], found[differ][:5], arrays[0][differ][:5])
 
 
-def _is_nan(words: np.ndarray, exponent: int) -> np.ndarray:
-    """Whether either half of a word has this exponent, all ones, and digits."""
-    halves = words.copy().view(np.uint16).reshape(*words.shape, 2)
-    return ((halves & 0x7FFF) > exponent).any(-1)
+# Rows that "numbers" writes, by the form of what they hold; the others hold integers.
+F16_PAIRS, BF16_PAIRS, FLOATS = ((np.uint16, 0x7C00), (np.uint16, 0x7F80), (np.uint32, 0x7F800000))
+OF_NUMBERS = {
+    **dict.fromkeys((3, 4, 5, 8), F16_PAIRS),
+    **dict.fromkeys((6, 7, 9), BF16_PAIRS),
+    **dict.fromkeys((10, 11, 12, 13), FLOATS),
+}
+
+
+def _differ(
+    found: np.ndarray, wanted: np.ndarray, forms: dict[int, tuple[type[np.unsignedinteger[Any]], int]]
+) -> np.ndarray:
+    """Where words differ: what is no number has many forms, of which one is as good as another; all else bit by bit.
+
+    `forms` are the type and the infinity of rows that hold numbers.
+    """
+    differ = found != wanted
+    for row, (word, infinity) in forms.items():
+        one, other = (np.ascontiguousarray(x[row]).view(word) for x in (found, wanted))
+        sign = np.iinfo(word).max >> 1
+        are_nan = ((one & sign) > infinity) & ((other & sign) > infinity)
+        differ[row] = ((one != other) & ~are_nan).reshape(len(wanted[row]), -1).any(-1)
+    return differ
+
+
+def test_what_is_no_number_equals_any_other_and_nothing_else() -> None:
+    halves = [(0x7C01, 0xFFFF), (0x7C00, 0x7FFF), (0x8000, 0x0000), (0x7E00, 0x3C00)]
+    words = [(0x7FFFFFFF, 0x7FC00000), (0x7F800000, 0x7FC00000), (0x80000000, 0), (0x7F7FFFFF, 0x7F7FFFFF)]
+    found, wanted = (
+        np.array(
+            [[pair[k] << 16 | 0x3C00 for pair in halves], [pair[k] for pair in words], [7] * 4], np.uint32
+        )
+        for k in range(2)
+    )
+    wanted[2, 1] = 8
+    differ = _differ(found, wanted, {0: F16_PAIRS, 1: FLOATS})
+    assert differ.tolist() == [
+        [False, True, True, True],
+        [False, True, True, False],
+        [False, True, False, False],
+    ]
+    bf16 = _differ(found[:1], wanted[:1], {0: BF16_PAIRS})
+    assert bf16.tolist() == [[True, True, True, True]], "what float16 holds none of bfloat16 may"
+    assert not _differ(
+        np.array([[0x7FFF3F80]], np.uint32), np.array([[0xFFC03F80]], np.uint32), {0: BF16_PAIRS}
+    ).any()
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ in both dtypes and at the widths of the presets, without one in Triton's interpr
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -23,12 +24,32 @@ STEPS = [(1, 1, 3, 6, 10, 4), (33, 1, 2, 16, 70, 70), (3, 7, 2, 24, 130, 80)]
 STEPS += [(32, 1, 32, 64, 128, 64), (1, 1, 32, 64, 128, 256), (130, 1, 16, 128, 512, 64)] if HAS_GPU else []
 # Sequences, queries, heads, of the latent, of a head, splits, by the kernel that ends the read in 16 bits.
 UPS = {
-    "_values_kernel": [(1, 1, 3, 10, 6, 1), (1, 1, 2, 256, 16, 33), (1, 2, 1, 128, 6, 65)],
+    "_values_kernel": [
+        (1, 1, 3, 10, 6, 1),
+        (1, 2, 1, 128, 6, 65),
+        (1, 1, 2, 520, 16, 64),
+        (1, 1, 1, 128, 16, 161),
+        (1, 1, 1, 128, 16, 264),
+    ],
+    "_up_many": [
+        (1, 1, 2, 256, 16, 33),
+        (1, 1, 2, 130, 70, 60),
+        (1, 1, 1, 128, 6, 65),
+        (1, 1, 1, 128, 16, 132),
+        (1, 1, 1, 128, 16, 160),
+        (1, 1, 3, 20, 8, 512),
+    ],
     "_up_row": [(1, 1, 2, 48, 40, 7), (2, 3, 2, 16, 20, 5), (1, 1, 2, 256, 16, 32), (1, 2, 1, 128, 6, 64)],
     "_up_rows": [(17, 1, 2, 24, 40, 3), (5, 7, 2, 48, 8, 8), (16, 1, 3, 33, 64, 16)],
 }
 if HAS_GPU:
-    UPS["_values_kernel"] += [(1, 1, 32, 128, 64, 132), (1, 8, 32, 128, 64, 33), (2, 1, 32, 512, 64, 9)]
+    UPS["_values_kernel"] += [
+        (1, 1, 32, 128, 64, 264),
+        (1, 1, 32, 128, 128, 132),
+        (1, 4, 32, 128, 64, 33),
+        (2, 1, 32, 512, 64, 9),
+    ]
+    UPS["_up_many"] += [(1, 1, 32, 128, 64, n) for n in (65, 132, 133, 160)]
     UPS["_up_row"] += [(1, 1, 32, 128, 64, 64), (1, 8, 32, 128, 64, 8), (2, 1, 32, 512, 64, 8)]
     UPS["_up_rows"] += [(32, 1, 32, 128, 64, 8), (64, 1, 32, 512, 128, 2)]
 READS = [(kernel, shape) for kernel, shapes in UPS.items() for shape in shapes]
@@ -125,7 +146,9 @@ def test_a_read_is_joined_and_mapped(
     found = launcher.dba_decode_up(q_sem, q_geo, kinds, [c], [k_geo], seqlens, None, up, 0, 0, n_splits)
     read = _read(q_sem.double(), q_geo.double(), c.double(), k_geo.double(), seqlens).to(dtype)
     wanted = reference_head_values(read.transpose(1, 2).double(), up.double())
-    if kernel == "_up_rows" and dtype == torch.float32:  # its product would be in tf32
+    if kernel == "_up_many" and dtype == torch.float32:  # products of float32 would be in tf32
+        kernel = "_values_kernel"
+    if kernel == "_up_rows" and dtype == torch.float32:
         kernel = "_values_kernel" if batch * n_queries * heads > launcher.MOST_LANES else "_up_row"
     is_joined_apart = kernel == "_values_kernel" and n_splits > 1
     assert ran[1:] == ["decode_join", kernel] if is_joined_apart else [kernel]
@@ -133,6 +156,48 @@ def test_a_read_is_joined_and_mapped(
     assert found.is_contiguous()
     bound = {torch.float32: 1e-5, torch.float16: 3e-3}.get(dtype, 2e-2)
     torch.testing.assert_close(found.double(), wanted, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("kernel", "n_splits"),
+    [("_up_row", n) for n in (2, 9, 64)]
+    + [("_up_many", n) for n in (65, 132, 160, 264)]
+    + [("_up_row", 264), ("decode_join", 264)],
+)
+def test_every_split_counts_by_its_sum(
+    kernel: str, n_splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where splits hold unlike much, the last ones too; also beyond the limits, which are those of speed alone."""
+    launcher = importlib.import_module("caramba.kernels.triton.dba_decode_up")
+    plans = importlib.import_module("caramba.kernels.triton.dba_decode")
+    heads, rank, width = 2, 128, 24
+    q, c = drawn(1, heads, 1, rank, dtype=dtype), drawn(1, 1, 20, rank, dtype=dtype)
+    kinds, up = (
+        ["fp16" if dtype == torch.float16 else "bf16"] * 2,
+        drawn(heads, rank, width, seed=1, dtype=dtype),
+    )
+    up = up * rank**-0.5
+    plan = plans.chosen(q, q, kinds, [c], [c], [], None, [], 0, 0, n_splits)
+    parts, sums = drawn(heads * n_splits, rank, seed=2, dtype=dtype), drawn(heads, n_splits, seed=3) * 2
+    sums[0, 1], sums[1, -1] = -torch.inf, 20.0
+    if n_splits == 264 and kernel != "decode_join":
+        monkeypatch.setattr(
+            launcher, {"_up_row": "MOST_ELEMENTS", "_up_many": "MOST_OF_MANY"}[kernel], 1 << 17
+        )
+    finish = launcher.planned(plan, q, up).finish
+    y = q.new_empty(1, 1, heads, width)
+    shares = torch.softmax(sums.double() * math.log(2), -1)
+    wanted = (shares[:, None] @ parts.double().view(heads, n_splits, rank)).to(dtype).double()
+    if kernel == "decode_join":
+        assert finish is None
+        y, wanted = q.new_empty(1, heads, 1, rank), wanted[None]
+        plan.join(parts, sums, *([q] * len(plan.joined)), y, sums.new_empty(1, heads, 1))
+    else:
+        assert finish.kernel.fn.__name__ == kernel
+        finish(parts, sums, up, y)
+        wanted = (wanted @ up.double()).view(y.shape)
+    torch.testing.assert_close(y.double(), wanted, rtol=0, atol=4 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize(
