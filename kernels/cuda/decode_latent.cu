@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_latent(
     int start = HAS_WINDOW ? max(length - QUERIES + 1 - window, 0) / TILE * TILE : 0;
     bool is_apart = TAIL_APART && n_splits >= FEW_SPLITS;
     int tiles = (max(held - start, 0) + TILE - 1) / TILE, sharing = n_splits - is_apart;
-    int each = (tiles + sharing - 1) / sharing;
+    int each = u32(tiles + sharing - 1) / u32(sharing);
     // Where one of a team has a tile, so have all, with nothing in it where the split has ended.
     int begin_tile = min(split * each, tiles), end_tile = min((split + 1) * each, tiles);
     int tile = begin_tile + warp, last_tile = end_tile + member;
