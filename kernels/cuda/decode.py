@@ -68,7 +68,7 @@ def split_launch(
         way = replace(way, grouped=way.grouped and is_hopper(q_sem.device))
         if tails != {torch.bfloat16}:
             return None
-        macros = latent.macros(kinds, dims[:2], way, **form)
+        macros = latent.macros(kinds, dims[:2], way, **form, announced=announced)
         shared = latent.shared_bytes(kinds, dims[:2], way)
         features = "a" if way.grouped else ""
         name, blocks, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps

@@ -44,8 +44,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
                       geo_scale + (b * geo_zb + i64(pair * 2 * D_GEO / Geo::BLOCK) * geo_zk) * Geo::SCALE_BYTES, geo_zk};
     from.stream[2] = {v + b * v_b + i64(pair * 2 * D_V / Values::BLOCK) * v_k, v_k, v_n,
                       v_scale + (b * v_zb + i64(pair * 2 * D_V / Values::BLOCK) * v_zk) * Values::SCALE_BYTES, v_zk};
-    // As many as there is place for: while they come, queries and a table are made.
-    for (int stage = 0; stage < STAGES; ++stage) {
+    for (int stage = 0; stage < STAGES - 1; ++stage) {
         int tile = first + stage * WARPS;
         if (tile < end) from.tile(ring + stage * STAGE, start + tile * TOKENS, held);
         commit_copies();
@@ -65,8 +64,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
     }
     int stage = 0, since = 0;
     for (int tile = first; tile < end; tile += WARPS) {
-        wait_copies<STAGES - 1>();
+        wait_copies<STAGES - 2>();
         sync_warp();
+        // Where the tile before this was, which all lanes have read.
+        int next = tile + (STAGES - 1) * WARPS;
+        u32 to = ring + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE;
+        if (next < end) from.tile(to, start + next * TOKENS, held);
+        commit_copies();
+
         int i = start + tile * TOKENS;
         u32 at = ring + stage * STAGE;
         float s[N_TILES][M_TILES][4];
@@ -80,10 +85,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
             own.settle();
             since = 0;
         }
-        sync_warp();  // all lanes have read this tile, in whose place the next copy goes
-        int next = tile + STAGES * WARPS;
-        if (next < end) from.tile(at, start + next * TOKENS, held);
-        commit_copies();
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     own.settle();

@@ -18,8 +18,8 @@ OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0
 OF_NF4 = (12, 2, 1, 2), (4, 2, 3, 2), (4, 2, 3, 0), (4, 3, 2, 0)
 """The same of values in nf4, those that were best somewhere: with a table where each warp reads many tiles, without one
 where they are few."""
-OF_LATENTS = (8, 2, 1, 1), (12, 1, 1, 1), (12, 2, 1, 1), (16, 1, 1, 1), (4, 1, 2, 1), (4, 1, 3, 1), (12, 1, 1, 0)
-"""The same of latents, whose tiles held are those of the geometric stream."""
+OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
+"""The same of latents, those that were best somewhere; the tiles held are those of the geometric stream."""
 GROUPED = 1
 """The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
 LATENT_TILES = 2

@@ -56,6 +56,8 @@ class Plan:
     join: Launch | None
     is_empty: bool
     """Whether there is nothing to write."""
+    early: bool
+    """Whether what joins the splits begins while they end, and waits for what they have stored."""
 
 
 def arguments(
@@ -248,7 +250,7 @@ def plan(
             "EARLY": early,
         },
         num_warps=4 if config.n_splits > 32 else 1,
-        **({"launch_pdl": True} if early else {}),
+        **early_launch(early),
     )
     numbers = rows * config.n_splits * v_width * q_sem.element_size()
     sums_from = ceil_div(numbers, ALIGNMENT) * ALIGNMENT
@@ -271,6 +273,7 @@ def plan(
         split=split,
         join=None if final else join,
         is_empty=not rows * v_width,
+        early=early,
     )
 
 
@@ -286,6 +289,11 @@ def _places(counts: list[int], n_packed: Tensor | None) -> list[list[int]]:
 
 def _capacity(parts: list[Tensor]) -> int:
     return parts[0].shape[2] + (parts[2].shape[2] if len(parts) == 3 else 0)
+
+
+def early_launch(early: bool) -> dict[str, int]:
+    """Return the options of a kernel that may begin while the one ahead ends."""
+    return {"launch_pdl": True} if early else {}
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import caramba.kernels.triton.dba_decode as decode
 import torch
 from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.dba_decode_plan import Plan, arguments
+from caramba.kernels.triton.dba_decode_plan import Plan, arguments, early_launch
 from caramba.kernels.triton.head_products import head_values
 from caramba.kernels.triton.launch import Launch
 from torch import Tensor
@@ -58,6 +58,7 @@ def _up_row(
     MORE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row of one head. The splits are a power of two and up to MORE others, so that few places stay empty."""
     DTYPE: tl.constexpr = y.dtype.element_ty
@@ -67,7 +68,11 @@ def _up_row(
     split, feature = tl.arange(0, SPLITS), tl.arange(0, BLOCK_R)
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rank, in_width = feature < R, column < D
-    # All reads before anything that waits for one of them.
+    # All reads before anything that waits for one of them, the map's while splits may still end.
+    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
+    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     read_at = parts + (lane + split)[:, None] * R + feature[None, :]
     read = tl.load(read_at, (split >= 0)[:, None] & in_rank[None, :], other=0.0)
     l = tl.load(part_sums + lane + split)
@@ -76,8 +81,6 @@ def _up_row(
         other_at = parts + (lane + other)[:, None] * R + feature[None, :]
         more = tl.load(other_at, (other < n_splits)[:, None] & in_rank[None, :], other=0.0)
         l_more = tl.load(part_sums + lane + other, other < n_splits, other=-float("inf"))
-    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
-    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
     top = tl.max(l, 0)
     if MORE:
         top = tl.maximum(top, tl.max(l_more, 0))
@@ -119,6 +122,7 @@ def _up_many(
     MORE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """The only row of one head that many splits have read, joined and mapped by products on tensor cores: sums over
     threads take longer. A product's other rows are the same."""
@@ -129,15 +133,17 @@ def _up_many(
     split, other, feature = tl.arange(0, SPLITS), SPLITS + tl.arange(0, MORE), tl.arange(0, BLOCK_R)
     column = part * BLOCK_N + tl.arange(0, BLOCK_N)
     is_other, in_rank, in_width = other < n_splits, feature < R, column < D
-    # All reads before anything that waits for one of them.
+    # All reads before anything that waits for one of them, the map's while splits may still end.
+    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
+    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     read_at = parts + (lane + split)[:, None] * R + feature[None, :]
     read = tl.load(read_at, (split >= 0)[:, None] & in_rank[None, :], other=0.0)
     other_at = parts + (lane + other)[:, None] * R + feature[None, :]
     more = tl.load(other_at, is_other[:, None] & in_rank[None, :], other=0.0)
     l = tl.load(part_sums + lane + split)
     l_more = tl.load(part_sums + lane + other, is_other, other=-float("inf"))
-    up_at = up + head.to(tl.int64) * (R * D) + feature[:, None] * D + column[None, :]
-    weight = tl.load(up_at, in_rank[:, None] & in_width[None, :], other=0.0)
     top = tl.maximum(tl.max(l, 0), tl.max(l_more, 0))
     top = tl.where(top == -float("inf"), 0.0, top)  # -inf minus -inf where nothing has been read
     share, share_more = tl.exp2(l - top), tl.exp2(l_more - top)
@@ -279,12 +285,14 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
         return UpPlan(plan, None)
     if not is_little:
         return UpPlan(plan, _of_many(plan, q, up) if rows == 1 else None)
+    sizes = {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n}
     finish = Launch(
         _up_row,
         (heads * -(-width // block_n), rows),
         (n_splits, n_queries, heads),
-        {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n},
+        {**sizes, "EARLY": plan.early},
         num_warps=min(16, max(4, power_of_2(-(-n_elements // (32 * PER_THREAD))))),
+        **early_launch(plan.early),
     )
     return UpPlan(plan, finish)
 
@@ -299,5 +307,6 @@ def _of_many(plan: Plan, q: Tensor, up: Tensor) -> Launch | None:
     is_much = (whole + more) * block_r > MOST_OF_MANY or programs * n_splits * rank > MOST_READ
     if is_much or whole < 16 or q.dtype == torch.float32:
         return None
-    constants = {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n}
-    return Launch(_up_many, (programs,), (n_splits, heads), constants, num_warps=4)
+    sizes = {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n}
+    constants = {**sizes, "EARLY": plan.early}
+    return Launch(_up_many, (programs,), (n_splits, heads), constants, num_warps=4, **early_launch(plan.early))

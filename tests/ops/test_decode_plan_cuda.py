@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="which has no ways in CUDA")
 MIXED = ("q4_0", "q8_0", "q4_0")
 HEADS = {"block_rows": 8, "block_tokens": 32, "n_warps": 2, "n_stages": 2, "n_heads": 2, "in_cuda": 1}
-LATENT = {"block_rows": 16, "block_tokens": 32, "n_warps": 2, "n_stages": 1, "n_heads": 1, "in_cuda": 1}
+LATENT = {"block_rows": 16, "block_tokens": 32, "n_warps": 4, "n_stages": 1, "n_heads": 1, "in_cuda": 1}
 CASES = {
     "heads": (Case(MIXED, (130, 40), heads=(8, 2), packed=101), HEADS),
     "heads, questions, window": (Case(MIXED, (130,), heads=(4, 2), packed=100, queries=3, window=60), HEADS),
