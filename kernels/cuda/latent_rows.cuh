@@ -6,7 +6,7 @@
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float LIFT = 8;       // powers of two that weights are multiplied by: float16 holds those down to 2^-32 of the largest
 constexpr float RISE = 7;       // powers of two by which weights may be larger still before the maximum is raised
-constexpr float LARGEST = 128;  // what the largest query number is made to, or up to twice it, before its stream's shift
+constexpr float LARGEST = 64;   // what the largest query number is made to, or up to twice it, before its stream's shift
 constexpr float SMALLEST = 0x1p-64f;
 constexpr float NOTHING = -1e30f;  // the maximum of no scores, of which differences are finite
 constexpr int OWN = ROWS / 4;  // queries of which a lane holds scores: 8n + 2j + k as 2n + k, of j = lane % 4
