@@ -9,49 +9,39 @@
 
 enum Kind { Q8_0, Q4_0, NF4 };
 
-// A code among the lowest bits of a float16 x: x is m + (code + z) / 2^SHIFT, m a power of two above and z what codes begin
-// below zero. `less` is m + z / 2^SHIFT.
-
-// (x - less) * scale, rounded once.
-DEVICE u32 in_two_steps(u32 x, u32 less, u32 scale) { return mul_f16x2(add_f16x2(x, less ^ 0x80008000u), scale); }
-// The same, but less * scale is rounded by itself, which moves all of a block's numbers by as much. It is made once a scale.
-DEVICE u32 in_one_step(u32 x, u32 less, u32 scale) { return fma_f16x2(x, scale, mul_f16x2(scale, less ^ 0x80008000u)); }
-
 // A format. BLOCK elements share a scale of SCALE_BYTES. Numbers are bfloat16 (BRAIN) or float16, over 2^SHIFT: the largest
-// code times the largest scale is in range then, and `less` times that. Scales of nf4, float32, count as 65504 where they are
-// more.
+// code times the largest scale is in range then. Scales of nf4, float32, count as 65504 where they are more.
 template <Kind KIND>
 struct Format;
 
 template <>
 struct Format<Q8_0> {
-    static constexpr int FIELDS = 2, BLOCK = 32, SCALE_BYTES = 2, SHIFT = 9;
+    static constexpr int FIELDS = 2, BLOCK = 32, SCALE_BYTES = 2, SHIFT = 7;
     static constexpr bool BRAIN = false;
 
-    // Bytes, their signs turned round, at the lowest bits and two further up: less is 2 1/4, or 1152 codes, and 3/4, or 384.
-    // The latter times a scale is off by 0.19 codes at most when rounded; the former would be by 0.57.
+    // 2^10 + 128 + q has the byte q as the lowest bits of float16, its sign turned round; over 128, less 9, it is q / 128
+    // exactly. The one rounding is that of the product with the scale.
     DEVICE static void pairs(u32 word, int, u32 scale, u32& first, u32& second) {
-        first = in_two_steps(lop3_xor(word, 0x00ff00ffu, 0x40804080u), 0x40804080u, scale);
-        second = in_one_step(lop3_xor(word >> 6, 0x03fc03fcu, 0x3a003a00u), 0x3a003a00u, scale);
+        first = lop3_xor(word, 0x00ff00ffu, 0x64806480u);
+        second = lop3_xor(word >> 8, 0x00ff00ffu, 0x64806480u);
+        first = mul_f16x2(fma_f16x2(first, 0x20002000u, 0xc880c880u), scale);
+        second = mul_f16x2(fma_f16x2(second, 0x20002000u, 0xc880c880u), scale);
     }
 };
 
 template <>
 struct Format<Q4_0> {
-    static constexpr int FIELDS = 4, BLOCK = 32, SCALE_BYTES = 2, SHIFT = 5;
+    static constexpr int FIELDS = 4, BLOCK = 32, SCALE_BYTES = 2, SHIFT = 3;
     static constexpr bool BRAIN = false;
 
-    // Nibbles at the lowest bits, four and two and six further up: less is 32 1/4, 2 1/4, 8 1/4 and 3/4. The last times a
-    // scale is off by 0.012 codes at most when rounded; the second would be by 0.036.
+    // 2^10 + n has the nibble n as the lowest bits of float16, 2^10 + 16 n as those above: over 8, less 129, and over 128,
+    // less 9, both are (n - 8) / 8 exactly.
     DEVICE static void pairs(u32 word, int half, u32 scale, u32& first, u32& second) {
-        if (half == 0) {
-            first = in_two_steps(lop3_or(word, 0x000f000fu, 0x50005000u), 0x50085008u, scale);
-            second = in_two_steps(lop3_or(word, 0x00f000f0u, 0x40004000u), 0x40804080u, scale);
-        } else {
-            word >>= 6;
-            first = in_two_steps(lop3_or(word, 0x003c003cu, 0x48004800u), 0x48204820u, scale);
-            second = in_one_step(lop3_or(word, 0x03c003c0u, 0x38003800u), 0x3a003a00u, scale);
-        }
+        word >>= 8 * half;
+        first = fma_f16x2(lop3_or(word, 0x000f000fu, 0x64006400u), 0x30003000u, 0xd808d808u);
+        second = fma_f16x2(lop3_or(word, 0x00f000f0u, 0x64006400u), 0x20002000u, 0xc880c880u);
+        first = mul_f16x2(first, scale);
+        second = mul_f16x2(second, scale);
     }
 };
 

@@ -7,7 +7,7 @@
 #define CARAMBA_LATENT_QUERIES_CUH
 #include "latent_rows.cuh"
 
-constexpr float LARGEST = 64;  // what the largest query number is made to, or up to twice it, before its stream's shift
+constexpr float LARGEST = 128;  // what the largest query number is made to, or up to twice it, before its stream's shift
 constexpr float SMALLEST = 0x1p-64f;
 
 DEVICE u32 abs_max(u32 a, u32 b) { return IN_BRAIN ? abs_max_bf16x2(a, b) : abs_max_f16x2(a, b); }

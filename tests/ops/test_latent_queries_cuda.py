@@ -17,7 +17,7 @@ from tests.ops.emulated import MODES, EmulatedKernel, needs_compiler
 latent = importlib.import_module("caramba.kernels.cuda.latent")
 pytestmark = needs_compiler
 SOURCE = Path(__file__).parent / "warp_emulator" / "laid_out.cu"
-SHIFTS = {"q8_0": 9, "q4_0": 5, "nf4": 2}
+SHIFTS = {"q8_0": 7, "q4_0": 3, "nf4": 2}
 """Powers of two that codes are divided by."""
 
 
@@ -81,14 +81,14 @@ def lay_out(
 def test_every_number_is_where_products_read_it(
     kinds: tuple[str, str], dims: tuple[int, int], rows: int, warps: int, dtype: torch.dtype, scale: float
 ) -> None:
-    """The largest is 64 to 128 times its stream's power of two, and no number is rounded but those too small."""
+    """The largest is 128 to 256 times its stream's power of two, and no number is rounded but those too small."""
     generator = torch.Generator().manual_seed(sum(dims))
     q = [(torch.randn(rows, 1, d, generator=generator) * scale).to(dtype) for d in dims]
     found, unit = lay_out(kinds, dims, q, rows, warps)
     largest = max(float(x.abs().max()) for x in q)
     assert unit == 2.0 ** math.floor(math.log2(largest))
     for x, kind, laid in zip(q, kinds, found, strict=True):
-        wanted = x[:, 0].double() * (64 / unit * 2 ** SHIFTS[kind])
+        wanted = x[:, 0].double() * (128 / unit * 2 ** SHIFTS[kind])
         torch.testing.assert_close(laid, lines(wanted.to(laid.dtype), kind, rows), rtol=0, atol=0)
 
 
@@ -100,7 +100,7 @@ def test_rows_are_queries_of_heads(mode: int) -> None:
     found, unit = lay_out(("q8_0", "q4_0"), (64, 128), q, 16, 4, first=16, mode=mode)
     for x, kind, laid in zip(q, ("q8_0", "q4_0"), found, strict=True):
         rows = torch.cat([x.reshape(24, -1)[16:], x.new_zeros(8, x.shape[-1])]).double()
-        wanted = (rows * (64 / unit * 2 ** SHIFTS[kind])).half()
+        wanted = (rows * (128 / unit * 2 ** SHIFTS[kind])).half()
         torch.testing.assert_close(laid, lines(wanted, kind, 16), rtol=0, atol=0)
 
 
