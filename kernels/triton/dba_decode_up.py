@@ -309,4 +309,6 @@ def _of_many(plan: Plan, q: Tensor, up: Tensor) -> Launch | None:
         return None
     sizes = {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n}
     constants = {**sizes, "EARLY": plan.early}
-    return Launch(_up_many, (programs,), (n_splits, heads), constants, num_warps=4, **early_launch(plan.early))
+    return Launch(
+        _up_many, (programs,), (n_splits, heads), constants, num_warps=4, **early_launch(plan.early)
+    )

@@ -39,7 +39,7 @@ from caramba.runs.files import write_json
 from caramba.runtime import synchronize
 
 # (cache, prompt) of short prefixes, tokens of the long one, (batch, tokens) of the batch, contexts of the curve, and
-# new tokens.
+# new tokens, of the long prefix and of the others.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {
         "short": ((64, 16), (128, 16), (128, 112)),
@@ -47,6 +47,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "batch": (2, 64),
         "contexts": (32, 64),
         "new": 8,
+        "new_of_long": 8,
     },
     "1b": {
         "short": ((512, 128), (4096, 128), (4096, 3584)),
@@ -54,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "batch": (32, 8192),
         "contexts": (512, 2048, 8192, 32768, 131072),
         "new": 256,
+        "new_of_long": 512,
     },
 }
 PARTS = ("short", "long", "batch", "context")
@@ -242,7 +244,7 @@ class Bench:
 
     def long(self) -> Iterator[dict[str, Any]]:
         """Batch 1 behind a long prefix, llama32_dba: a 16-bit cache and a mixed one."""
-        model, context, new = self.model("llama32_dba"), self.shapes["long"], min(self.shapes["new"], 128)
+        model, context, new = self.model("llama32_dba"), self.shapes["long"], self.shapes["new_of_long"]
         sides = [
             ours("16-bit cache", model, 1, context, new, compiled=self.form, cache_kind=self.kind()),
             ours("mixed cache", model, 1, context, new, compiled=self.form, cache_kind="mixed"),

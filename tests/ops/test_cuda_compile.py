@@ -75,7 +75,9 @@ def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
     assert latent.fits(kinds, dims, way)
     assert latent.shared_bytes(kinds, dims, way) <= SHARED_BYTES
     macros = latent.macros(kinds, dims, way, **{**FORM, "group": 32})
-    assert compiled("decode_latent", macros, tmp_path, "sm_90a" if grouped else "sm_90", spills=True).startswith(b"\x7fELF")
+    assert compiled(
+        "decode_latent", macros, tmp_path, "sm_90a" if grouped else "sm_90", spills=True
+    ).startswith(b"\x7fELF")
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,9 @@ def test_scales_of_nf4_beyond_float16_count_as_its_largest() -> None:
 def test_forms_that_can_be_read() -> None:
     way = latent.LatentWay()
     assert latent.fits(MIXED, (128, 256), way)
-    assert not latent.fits(MIXED, (512, 64), replace(way, warps=12, stages=(1, 1))), "more sums than registers"
+    assert not latent.fits(MIXED, (512, 64), replace(way, warps=12, stages=(1, 1))), (
+        "more sums than registers"
+    )
     assert latent.fits(MIXED, (512, 64), replace(way, rows=16, warps=12, stages=(1, 1)))
     assert not latent.fits(MIXED, (128, 256), replace(way, warps=6)), "no whole teams"
     assert not latent.fits(("q4_0", "q4_0"), (128, 96), way), "three chunks for four lanes"

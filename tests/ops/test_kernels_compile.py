@@ -121,7 +121,7 @@ def test_decode_attention_needs_the_shared_memory_that_its_table_counts_on(case:
     table = module("dba_decode_table")
     way = table.choose(shape, PROCESSORS)
     counted = table.shared_bytes(shape, way.in_triton if way.in_cuda else way)
-    assert made[0][0] in ("decode_split", "decode_heads")
+    assert made[0][0] in ("decode_split", "decode_heads", "decode_latent")
     assert made[0][1].metadata.shared <= counted + table.LEEWAY
 
 
@@ -136,3 +136,22 @@ def test_a_join_that_begins_early_waits_before_it_reads() -> None:
     waits, reads = join.asm["ptx"].index("griddepcontrol.wait"), join.asm["ptx"].index("ld.global")
     assert waits < reads
     assert join.metadata.launch_pdl
+
+
+@pytest.mark.parametrize("name", ["bf16, one row", "bf16, one row, more splits"])
+def test_what_joins_and_maps_early_reads_the_map_and_waits_for_splits(name: str) -> None:
+    case = next(case for case in CASES if case.op == "dba_decode_up" and case.name == name)
+    *given, up, window, _, n_splits = case.arguments()
+    decode, plans = module("dba_decode"), module("dba_decode_plan")
+    way = module("dba_decode_table").DecodeConfig(block_tokens=16, n_splits=n_splits, early_join=True)
+    q, (lengths, packed) = given[0], given[-2:]
+    with hopper() as made:
+        plan = plans.plan(way, *given[:5], [], packed, [], window)
+        finish = module("dba_decode_up").planned(plan, q, up).finish
+        tensors = plans.arguments(*given[:2], *given[3:5], [], lengths, packed, [])
+        finish(*decode.run_splits(plan, tensors), up, q.new_empty((1, 1, 32, up.shape[-1])))
+    _, (joined, kernel) = made
+    assert (joined, kernel.metadata.launch_pdl) == (case.kernels[1], True)
+    before, after = kernel.asm["ptx"].split("griddepcontrol.wait")
+    assert "ld.global" in before
+    assert "ld.global" in after
