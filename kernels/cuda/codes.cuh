@@ -9,15 +9,14 @@
 
 enum Kind { Q8_0, Q4_0, NF4 };
 
-// A format. BLOCK elements share a scale of SCALE_BYTES. Numbers are bfloat16 (BRAIN) or float16, over 2^SHIFT: the largest
-// code times the largest scale is in range then. Scales of nf4, float32, count as 65504 where they are more.
+// A format. BLOCK elements share a scale of SCALE_BYTES. Numbers are float16, over 2^SHIFT: the largest code times
+// the largest scale is in range then. Scales of nf4, float32, count as 65504 where they are more.
 template <Kind KIND>
 struct Format;
 
 template <>
 struct Format<Q8_0> {
     static constexpr int FIELDS = 2, BLOCK = 32, SCALE_BYTES = 2, SHIFT = 7;
-    static constexpr bool BRAIN = false;
 
     // 2^10 + 128 + q has the byte q as the lowest bits of float16, its sign turned round; over 128, less 9, it is q / 128
     // exactly. The one rounding is that of the product with the scale.
@@ -32,7 +31,6 @@ struct Format<Q8_0> {
 template <>
 struct Format<Q4_0> {
     static constexpr int FIELDS = 4, BLOCK = 32, SCALE_BYTES = 2, SHIFT = 3;
-    static constexpr bool BRAIN = false;
 
     // 2^10 + n has the nibble n as the lowest bits of float16, 2^10 + 16 n as those above: over 8, less 129, and over 128,
     // less 9, both are (n - 8) / 8 exactly.
@@ -48,7 +46,6 @@ struct Format<Q4_0> {
 template <>
 struct Format<NF4> {
     static constexpr int FIELDS = 4, BLOCK = 64, SCALE_BYTES = 4, SHIFT = 2;
-    static constexpr bool BRAIN = false;
 
     // Levels are bytes b of (b - 128) / 112.03, within 0.0039 of what they stand for (0.0017 in the mean of squares), and
     // nothing exactly. A nibble with its highest bit left out names one of the last eight; from it is taken how much less the
@@ -74,18 +71,7 @@ DEVICE constexpr int feature_of(int chunk, int unit, int field) {
     return chunk / PER_BLOCK * F::BLOCK + byte + field % 2 * (F::BLOCK / 2);
 }
 
-// What is beyond float16 becomes its largest number.
-template <bool BRAIN>
-DEVICE u32 pack(float low, float high) {
-    return BRAIN ? pack_bf16x2(low, high) : pack_finite_f16x2(low, high);
-}
-
-template <bool BRAIN>
-DEVICE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    if (BRAIN)
-        mma_bf16(c, a, b0, b1);
-    else
-        mma_f16(c, a, b0, b1);
-}
+// Numbers of products. What is beyond float16 becomes its largest number.
+DEVICE u32 pack(float low, float high) { return pack_finite_f16x2(low, high); }
 
 #endif

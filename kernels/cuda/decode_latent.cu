@@ -7,9 +7,9 @@
 //
 // Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS (4, 8, 12 or 16), BLOCKS
 // (that a processor has at once), GROUPED (products of four warps, which Hopper has), SEM_STAGES, GEO_STAGES (tiles held),
-// UNROLLED (groups of chunks of keys written out), GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split,
-// which writes the output), TAIL_APART (the last split of several has the tail and nothing else), IN_BRAIN (queries are bfloat16,
-// else float16), ANNOUNCED (see `launch_dependents`), SHARED_BYTES (of a block, as `latent.py` counts them).
+// GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split, which writes the output), TAIL_APART (the last split
+// of several has the tail and nothing else), IN_BRAIN (queries are bfloat16, else float16), ANNOUNCED (see `launch_dependents`),
+// SHARED_BYTES (of a block, as `latent.py` counts them).
 #include "latent_end.cuh"
 #include "latent_queries.cuh"
 #include "latent_tail.cuh"

@@ -30,8 +30,6 @@ class LatentWay:
         stages: tiles of the latent and of the geometric stream that a warp holds at most: one of the latent where
             shared memory has no place for more.
         tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
-        unrolled: groups of four chunks of keys that stand one after the other in the code; 0 is all for which there are
-            registers.
     """
 
     rows: int = 32
@@ -40,7 +38,6 @@ class LatentWay:
     grouped: bool = True
     stages: tuple[int, int] = (2, 2)
     tail_apart: bool = True
-    unrolled: int = 0
 
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
@@ -132,7 +129,6 @@ def macros(
         "HAS_WINDOW": int(has_window),
         "FINAL": int(final),
         "TAIL_APART": int(way.tail_apart),
-        "UNROLLED": way.unrolled or (1 if "nf4" in kinds else 4),
         "IN_BRAIN": int(in_bf16),
         "ANNOUNCED": int(announced),
         "SHARED_BYTES": shared_bytes(kinds, dims, way),

@@ -5,6 +5,8 @@
 
 constexpr int OUT_BYTES = SEM_D * 4 + 16;  // of what a team hands over of a row; rows begin at other banks each
 
+DEVICE u32 pack_out(float low, float high) { return IN_BRAIN ? pack_bf16x2(low, high) : pack_f16x2(low, high); }
+
 // Write the block's rows: what each attended over its weights, and the logarithm of those, to base 2 (FINAL: natural).
 // `at` is where the block's first row goes, rows are `row_stride` apart, of which there are `n_rows`.
 template <class S, Kind KIND>
@@ -63,8 +65,8 @@ DEVICE void finish(Running<S>& rows, int warp, u32 sums_at, u32 parts, u16* out,
             found[0] += from_bits(x.x), found[1] += from_bits(x.y), found[2] += from_bits(x.z), found[3] += from_bits(x.w);
         }
         if (r < n_rows)
-            *reinterpret_cast<u32x2*>(out + (at + i64(r) * row_stride) * SEM_D + d) = {pack<IN_BRAIN>(found[0], found[1]),
-                                                                                     pack<IN_BRAIN>(found[2], found[3])};
+            *reinterpret_cast<u32x2*>(out + (at + i64(r) * row_stride) * SEM_D + d) = {pack_out(found[0], found[1]),
+                                                                                     pack_out(found[2], found[3])};
     }
 }
 

@@ -21,7 +21,7 @@ DEVICE int query_place(int step, int half, int row, int j) {
 }
 
 // Add the products of one warp, of TILES times 16 tokens.
-template <bool BRAIN, int TILES>
+template <int TILES>
 DEVICE void multiply_rows(float (&c)[TILES][COLUMN_TILES][4], const u32 (&a)[TILES][4], u32 queries) {
     int l = lane_id();
 #pragma unroll
@@ -30,8 +30,8 @@ DEVICE void multiply_rows(float (&c)[TILES][COLUMN_TILES][4], const u32 (&a)[TIL
         ldmatrix_x4(b, queries + l / 8 % 2 * (STEP_BYTES / 2) + (n + l / 16) * 128 + l % 8 * 16);
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile) {
-            multiply<BRAIN>(c[tile][n], a[tile], b[0], b[1]);
-            multiply<BRAIN>(c[tile][n + 1], a[tile], b[2], b[3]);
+            mma_f16(c[tile][n], a[tile], b[0], b[1]);
+            mma_f16(c[tile][n + 1], a[tile], b[2], b[3]);
         }
     }
 }
@@ -50,35 +50,23 @@ DEVICE void wait_products() {
 // What was stored in shared memory is there for products of four warps after this and a sync.
 DEVICE void show_products() { asm volatile("fence.proxy.async.shared::cta;" : : : "memory"); }
 
-template <bool BRAIN>
 DEVICE void multiply_group(float (&c)[COLUMN_TILES][4], const u32 (&a)[4], u64 queries) {
     static_assert(COLUMN_TILES == 4 || COLUMN_TILES == 2, "32 rows or 16");
-    if constexpr (COLUMN_TILES == 4) {
-#define CARAMBA_PRODUCT(TYPE)                                                                                             \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32." TYPE "." TYPE                                              \
-                 " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;" \
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),              \
-                   "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),              \
-                   "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])                                             \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(queries))
-        if constexpr (BRAIN)
-            CARAMBA_PRODUCT("bf16");
-        else
-            CARAMBA_PRODUCT("f16");
-#undef CARAMBA_PRODUCT
-    } else {
-#define CARAMBA_PRODUCT(TYPE)                                                                                             \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n16k16.f32." TYPE "." TYPE                                              \
-                 " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"                                \
-                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]),              \
-                   "+f"(c[1][2]), "+f"(c[1][3])                                                                           \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(queries))
-        if constexpr (BRAIN)
-            CARAMBA_PRODUCT("bf16");
-        else
-            CARAMBA_PRODUCT("f16");
-#undef CARAMBA_PRODUCT
-    }
+    if constexpr (COLUMN_TILES == 4)
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16"
+            " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, {%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+            : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
+              "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),
+              "+f"(c[3][2]), "+f"(c[3][3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(queries));
+    else
+        asm volatile(
+            "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16"
+            " {%0, %1, %2, %3, %4, %5, %6, %7}, {%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+            : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),
+              "+f"(c[1][3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(queries));
 }
 #else
 DEVICE u64 described(u32 queries) { return queries / 16; }
@@ -87,13 +75,12 @@ DEVICE void commit_products() {}
 template <int N>
 DEVICE void wait_products() {}
 DEVICE void show_products() {}
-template <bool BRAIN>
 DEVICE void multiply_group(float (&c)[COLUMN_TILES][4], const u32 (&a)[4], u64 queries) {
     float sums[1][COLUMN_TILES][4];
     u32 keys[1][4];
     for (int n = 0; n < COLUMN_TILES; ++n)
         for (int k = 0; k < 4; ++k) sums[0][n][k] = c[n][k], keys[0][k] = a[k];
-    multiply_rows<BRAIN, 1>(sums, keys, static_cast<u32>(queries) * 16);
+    multiply_rows<1>(sums, keys, static_cast<u32>(queries) * 16);
     for (int n = 0; n < COLUMN_TILES; ++n)
         for (int k = 0; k < 4; ++k) c[n][k] = sums[0][n][k];
 }

@@ -12,6 +12,13 @@ constexpr float SMALLEST = 0x1p-64f;
 
 DEVICE u32 abs_max(u32 a, u32 b) { return IN_BRAIN ? abs_max_bf16x2(a, b) : abs_max_f16x2(a, b); }
 
+DEVICE void multiply_asked(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (IN_BRAIN)
+        mma_bf16(c, a, b0, b1);
+    else
+        mma_f16(c, a, b0, b1);
+}
+
 // Find the power of two of the block's largest query number from pairs of the largest of each lane; `at` is the place of WARPS
 // words in shared memory. All lanes of the block come to it.
 DEVICE float unit_of_block(u32 top, u32 at, int warp) {
@@ -91,9 +98,9 @@ struct Part {
 #pragma unroll
             for (int upper = 0; upper < 2; ++upper) {
                 float c[4] = {0, 0, 0, 0};
-                multiply<IN_BRAIN>(c, four, even << 16 * upper, odd << 16 * upper);
-                lines[2 * upper] = pack<S::BRAIN>(c[0] * after, c[2] * after);
-                lines[2 * upper + 1] = pack<S::BRAIN>(c[1] * after, c[3] * after);
+                multiply_asked(c, four, even << 16 * upper, odd << 16 * upper);
+                lines[2 * upper] = pack(c[0] * after, c[2] * after);
+                lines[2 * upper + 1] = pack(c[1] * after, c[3] * after);
             }
             stmatrix_x4(to + task.eight * 128 + line_at(task.unit) + line_at(task.later), lines);
         }

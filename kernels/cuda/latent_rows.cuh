@@ -11,7 +11,6 @@ constexpr int OWN = ROWS / 4;  // queries of which a lane holds scores: 8n + 2j 
 constexpr int SUM_BYTES = ROWS * 8;  // of a warp's maxima and sums, or maxima alone
 
 DEVICE float first_of(u32 x) { return IN_BRAIN ? low_bf16(x) : low_f16(x); }
-DEVICE float second_of(u32 x) { return IN_BRAIN ? high_bf16(x) : high_f16(x); }
 
 // Make scores minus infinity of a lane's queries that do not see a token: half of its scores of 16 tokens.
 DEVICE void hide(float (&s)[COLUMN_TILES][4], int half, int token, bool is_there, int length, int first, int window) {
@@ -98,7 +97,7 @@ struct Running {
                 float first = exp2_fast(s[i / 2][n][i % 2 * 2] * by + first_less);
                 float second = exp2_fast(s[i / 2][n][i % 2 * 2 + 1] * by + second_less);
                 sum[2 * n] += first, sum[2 * n + 1] += second;
-                made[TILES == 2 ? i : n % 2 * 2 + i] = pack<S::BRAIN>(first, second);
+                made[TILES == 2 ? i : n % 2 * 2 + i] = pack(first, second);
             }
             if (TILES == 2)
                 stmatrix_x4_trans(at + query_place(0, 0, 8 * n, 0), made);

@@ -48,9 +48,9 @@ struct Tail {
                 for (int quad = 0; quad < S::FIELDS / 2; ++quad) {
                     u32x2 four = fours[turn][quad];
                     u32 at = to + i / WORDS * TOKEN_BYTES + (chunk * S::FIELDS + quad) * 16 + i % 4 * 4;
-                    store_shared_u32(at, pack<S::BRAIN>(low_bf16(four.x) * LESS, low_bf16(four.y) * LESS));
+                    store_shared_u32(at, pack(low_bf16(four.x) * LESS, low_bf16(four.y) * LESS));
                     store_shared_u32(at + S::FIELDS / 2 * 16,
-                                     pack<S::BRAIN>(high_bf16(four.x) * LESS, high_bf16(four.y) * LESS));
+                                     pack(high_bf16(four.x) * LESS, high_bf16(four.y) * LESS));
                 }
             }
         }
@@ -69,7 +69,7 @@ struct Tail {
                     u32 keys[1][4], at = own + ((chunk * S::FIELDS + 2 * half) * 8 + 2 * word) * 2;
 #pragma unroll
                     for (int k = 0; k < 4; ++k) keys[0][k] = load_shared_u32(at + k % 2 * 8 * TOKEN_BYTES + k / 2 * 16);
-                    multiply_rows<S::BRAIN, 1>(s, keys, queries + (S::step_of(begin + chunk, word) + half) * STEP_BYTES);
+                    multiply_rows<1>(s, keys, queries + (S::step_of(begin + chunk, word) + half) * STEP_BYTES);
                 }
     }
 
@@ -114,7 +114,7 @@ struct Tail {
             u32 numbers[Sem::MINE][4];
 #pragma unroll
             for (int m = 0; m < Sem::MINE; ++m) ldmatrix_x4_trans(numbers[m], values + m * 32);
-            multiply_rows<Sem::BRAIN, Sem::MINE>(rows.acc, numbers, team_weights);
+            multiply_rows<Sem::MINE>(rows.acc, numbers, team_weights);
         }
         sync_team(team);  // all have read what is staged and weighed next
     }

@@ -10,7 +10,7 @@
 
 constexpr int TILE = 32, PRODUCTS = TILE / 8;  // tokens, and products of keys with 8 of them each
 constexpr int TEAM = 4, TEAMS = WARPS / TEAM;  // warps that multiply values together, of all their tokens
-constexpr int WRITTEN_OUT = UNROLLED;  // groups of chunks of keys, one after the other in the code
+constexpr int WRITTEN_OUT = 4;  // groups of chunks of keys, one after the other in the code
 
 DEVICE constexpr int max_of(int a, int b) { return a > b ? a : b; }
 
@@ -28,9 +28,8 @@ struct Stream : Format<KIND> {
     static constexpr int BYTES = (SCALES_AT + PLANES * PLANE_BYTES + 127) / 128 * 128;
     static_assert(CHUNKS % PIECE == 0 && PLANES * F::BLOCK == D, "a stream is whole products of whole blocks");
 
-    // Which product's queries word s of a chunk goes with, and as which lane of four.
+    // Which product's queries word s of a chunk goes with.
     DEVICE static constexpr int step_of(int chunk, int s) { return (chunk / PIECE * PIECE + s % PIECE) * FIELDS / 2; }
-    DEVICE static constexpr int column_of(int chunk, int s) { return chunk % PIECE * PER_CHUNK + s / PIECE; }
 
     // Where a token's first chunk lies in its block, and where further ones do: by these bits within a line, and behind it. The
     // tokens of a product, and the chunks and two tokens that eight lanes load, lie in all banks.
@@ -92,7 +91,7 @@ DEVICE void key_scales(u32 (&scale)[PRODUCTS], u32 at, int n) {
 #pragma unroll
         for (int i = 0; i < PRODUCTS; ++i) {
             float x = load_shared_f32(at + (2 * i + n % 2) * 4);
-            scale[i] = pack<S::BRAIN>(x, x);
+            scale[i] = pack(x, x);
         }
     } else {
         u32 pick = n % 2 ? 0x3232u : 0x1010u;
@@ -109,8 +108,8 @@ DEVICE void value_scales(u32 (&scale)[PRODUCTS], u32 at) {
 #pragma unroll
         for (int i = 0; i < PRODUCTS; i += 2) {
             u32x4 x = load_shared_u128(at + 8 * i);
-            scale[i] = pack<S::BRAIN>(from_bits(x.x), from_bits(x.y));
-            scale[i + 1] = pack<S::BRAIN>(from_bits(x.z), from_bits(x.w));
+            scale[i] = pack(from_bits(x.x), from_bits(x.y));
+            scale[i + 1] = pack(from_bits(x.z), from_bits(x.w));
         }
     } else {
         u32x4 x = load_shared_u128(at);
@@ -155,11 +154,11 @@ DEVICE void add_keys(Scores& s, u32 tile, u32 queries) {
                     S::pairs(words[i][word], half, scale[i], own[i / 2][i % 2], own[i / 2][2 + i % 2]);
                 if constexpr (IS_GROUPED) {
                     begin_products();
-                    multiply_group<S::BRAIN>(s[0], own[0], description + at / 16);
-                    multiply_group<S::BRAIN>(s[1], own[1], description + at / 16);
+                    multiply_group(s[0], own[0], description + at / 16);
+                    multiply_group(s[1], own[1], description + at / 16);
                     commit_products();
                 } else {
-                    multiply_rows<S::BRAIN, 2>(s, own, queries + at);
+                    multiply_rows<2>(s, own, queries + at);
                 }
             }
     }
@@ -206,9 +205,9 @@ DEVICE void add_values(float (&acc)[S::MINE][COLUMN_TILES][4], u32 weights, u32 
             int at = (2 * t + step) * STEP_BYTES;
             if constexpr (IS_GROUPED) {
 #pragma unroll
-                for (int m = 0; m < S::MINE; ++m) multiply_group<S::BRAIN>(acc[m], own[step][m], description + at / 16);
+                for (int m = 0; m < S::MINE; ++m) multiply_group(acc[m], own[step][m], description + at / 16);
             } else {
-                multiply_rows<S::BRAIN, S::MINE>(acc, own[step], weights + at);
+                multiply_rows<S::MINE>(acc, own[step], weights + at);
             }
         }
         if (IS_GROUPED) commit_products();

@@ -71,11 +71,6 @@ DEVICE u32 byte_products(u32 a, u32 b, u32 c) {
 
 // Pairs of 16-bit numbers, the first in the low half
 
-DEVICE u32 add_f16x2(u32 a, u32 b) {
-    u32 d;
-    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    return d;
-}
 DEVICE u32 mul_f16x2(u32 a, u32 b) {
     u32 d;
     asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -86,13 +81,6 @@ DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
-DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
-    u32 d;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-    return d;
-}
-// By adding -0, which changes no product.
-DEVICE u32 mul_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }
 DEVICE u32 pack_f16x2(float low, float high) {
     u32 d;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));

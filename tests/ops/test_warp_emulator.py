@@ -80,7 +80,7 @@ def test_numbers() -> None:
     a[:4], b[:4] = [0x3C003C00, 0x7BFF7BFF, 0x00010001, 0x80018001], [0x3C013C01, 0x7BFF7BFF, 0x38003800, 0]
     floats = (rng().standard_normal((2, 32)) * np.exp2(np.arange(-28, 36, 2))).astype(np.float32)
     kernel = EmulatedKernel(SOURCE, "numbers")
-    out = np.zeros((22, 32), np.uint32)
+    out = np.zeros((19, 32), np.uint32)
     kernel((1, 1), 32, 0, [out, a, b, c])
 
     np.testing.assert_array_equal(out[0], (a & b) | c)
@@ -93,42 +93,33 @@ def test_numbers() -> None:
 
     halves = [x.view(np.uint16).view(np.float16).astype(np.float64) for x in (a, b, c)]
     with np.errstate(all="ignore"):
-        made = halves[0] + halves[1], halves[0] * halves[1], halves[0] * halves[1] + halves[2]
+        made = halves[0] * halves[1], halves[0] * halves[1] + halves[2]
         for i, expected in enumerate(made):
             found = out[3 + i].view(np.float16)
             np.testing.assert_array_equal(found, expected.astype(np.float16), err_msg=str(i))
-        brains = [from_bf16(x.view(np.uint16)).astype(np.float64) for x in (a, b, c)]
-        exact = brains[0] * brains[1] + brains[2]
-        found = from_bf16(out[6].view(np.uint16))
-        inside = np.isfinite(exact) & (np.abs(exact) < 3e38) & (np.abs(exact) > 1e-37)
-        np.testing.assert_array_equal(found[inside], from_bf16(to_bf16(exact))[inside])
-        exact = brains[0] * brains[1]
-        inside = np.isfinite(exact) & (np.abs(exact) < 3e38) & (np.abs(exact) > 1e-37)
-        found = from_bf16(out[7].view(np.uint16))
-        np.testing.assert_array_equal(found[inside], from_bf16(to_bf16(exact))[inside])
-    np.testing.assert_array_equal(out[10].view(np.float32), a.view(np.float16)[::2].astype(np.float32))
-    np.testing.assert_array_equal(out[11].view(np.float32), a.view(np.float16)[1::2].astype(np.float32))
-    np.testing.assert_array_equal(out[12], a << 16)
-    np.testing.assert_array_equal(out[13], a & 0xFFFF0000)
+    np.testing.assert_array_equal(out[7].view(np.float32), a.view(np.float16)[::2].astype(np.float32))
+    np.testing.assert_array_equal(out[8].view(np.float32), a.view(np.float16)[1::2].astype(np.float32))
+    np.testing.assert_array_equal(out[9], a << 16)
+    np.testing.assert_array_equal(out[10], a & 0xFFFF0000)
     lanes = np.arange(32)
-    np.testing.assert_array_equal(out[14], a[lanes ^ 5])
-    np.testing.assert_array_equal(out[15], a[31 - lanes])
-    np.testing.assert_array_equal(out[16], a.astype(np.uint64) * b >> 32)
+    np.testing.assert_array_equal(out[11], a[lanes ^ 5])
+    np.testing.assert_array_equal(out[12], a[31 - lanes])
+    np.testing.assert_array_equal(out[13], a.astype(np.uint64) * b >> 32)
     bytes_ = [x[:, None].view(np.uint8).astype(np.uint32) for x in (a, b)]
-    for i, make in ((19, lambda x: x.view(np.float16)), (20, lambda x: from_bf16(x.view(np.uint16)))):
+    for i, make in ((16, lambda x: x.view(np.float16)), (17, lambda x: from_bf16(x.view(np.uint16)))):
         with np.errstate(invalid="ignore"):
             larger = np.fmax(abs(make(a)), abs(make(b)))
         np.testing.assert_array_equal(abs(make(out[i])), larger)
-    np.testing.assert_array_equal(out[21], a.max())
-    np.testing.assert_array_equal(out[17], (bytes_[0] * bytes_[1]).sum(1, dtype=np.uint32) + c)
+    np.testing.assert_array_equal(out[18], a.max())
+    np.testing.assert_array_equal(out[14], (bytes_[0] * bytes_[1]).sum(1, dtype=np.uint32) + c)
 
     kernel((1, 1), 32, 0, [out, floats[0], floats[1], c])
     with np.errstate(over="ignore"):
-        np.testing.assert_array_equal(out[8].view(np.float16).reshape(32, 2).T, floats.astype(np.float16))
-    np.testing.assert_array_equal(out[9].view(np.uint16).reshape(32, 2).T, to_bf16(floats))
+        np.testing.assert_array_equal(out[5].view(np.float16).reshape(32, 2).T, floats.astype(np.float16))
+    np.testing.assert_array_equal(out[6].view(np.uint16).reshape(32, 2).T, to_bf16(floats))
     assert (np.abs(floats) > 65504).any()
     finite = np.clip(floats, -65504, 65504).astype(np.float16)
-    np.testing.assert_array_equal(out[18].view(np.float16).reshape(32, 2).T, finite)
+    np.testing.assert_array_equal(out[15].view(np.float16).reshape(32, 2).T, finite)
 
 
 def test_functions() -> None:

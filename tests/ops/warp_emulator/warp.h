@@ -138,9 +138,6 @@ inline u32 prmt(u32 a, u32 b, u32 selector) {
     return found;
 }
 
-inline u32 add_f16x2(u32 a, u32 b) {
-    return emulated::each(a, b, 0, emulated::from_half, emulated::to_half, [](double x, double y, double) { return x + y; });
-}
 inline u32 mul_f16x2(u32 a, u32 b) {
     return emulated::each(a, b, 0, emulated::from_half, emulated::to_half, [](double x, double y, double) { return x * y; });
 }
@@ -148,11 +145,6 @@ inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
     return emulated::each(a, b, c, emulated::from_half, emulated::to_half,
                           [](double x, double y, double z) { return x * y + z; });
 }
-inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
-    return emulated::each(a, b, c, emulated::from_brain, emulated::to_brain,
-                          [](double x, double y, double z) { return x * y + z; });
-}
-inline u32 mul_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }
 inline u32 pack_f16x2(float low, float high) { return emulated::pair(emulated::to_half(low), emulated::to_half(high)); }
 inline u32 pack_finite_f16x2(float low, float high) {
     auto within = [](float x) { return x > 65504 ? 65504 : x < -65504 ? -65504 : x; };  // neither for NaN, which is kept
