@@ -249,7 +249,7 @@ def test_a_gpu_does_what_the_emulator_does() -> None:
     floats = np.linspace(-30, 30, 32, dtype=np.float32)
     cases = {
         "numbers": (32, 0, 1, [np.zeros((19, 32), np.uint32), *words], []),
-        "matrices": (32, 8192, 1, [np.zeros(288, np.uint32), halves], []),
+        "matrices": (32, 8192, 1, [np.zeros(544, np.uint32), halves], []),
         "copies": (64, 60_000, 3, [np.zeros_like(copied), copied], [2]),
         "product_f16": (32, 0, 1, [np.ones((16, 8), np.float32), left, right], []),
         "product_bf16": (32, 0, 1, [np.ones((16, 8), np.float32), left, right], []),

@@ -43,13 +43,14 @@ def test_products_take_their_fragments_from_where_a_gpu_does(name: str) -> None:
 
 def test_tiles_are_given_by_rows_and_by_columns() -> None:
     x = rng().integers(0, 1 << 16, (4, 8, 8), dtype=np.uint16)
-    out = np.zeros(416 * 2, np.uint16)
+    out = np.zeros(544 * 2, np.uint16)
     EmulatedKernel(SOURCE, "matrices")((1, 1), 32, SHARED, [out, x])
     plain = x.reshape(4, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4, 2)
     turned = x.transpose(0, 2, 1).reshape(4, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4, 2)
     np.testing.assert_array_equal(out[:512].reshape(2, 32, 4, 2), [plain, turned])
     np.testing.assert_array_equal(out[512:576].reshape(32, 2), turned[:, 0])
-    np.testing.assert_array_equal(out[576:].reshape(4, 8, 8), x)
+    np.testing.assert_array_equal(out[576:832].reshape(4, 8, 8), x)
+    np.testing.assert_array_equal(out[832:].reshape(4, 8, 8), x.transpose(0, 2, 1))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -146,6 +147,6 @@ def test_lanes_that_do_not_meet_are_an_error(mode: int) -> None:
 
 
 def test_leaving_shared_memory_is_an_error() -> None:
-    out, x = np.zeros(416, np.uint32), np.zeros((4, 8, 8), np.uint16)
+    out, x = np.zeros(544, np.uint32), np.zeros((4, 8, 8), np.uint16)
     with pytest.raises(RuntimeError, match="out of shared memory's bounds"):
         EmulatedKernel(SOURCE, "matrices")((1, 1), 32, 256, [out, x])

@@ -27,7 +27,8 @@ extern "C" __global__ void product_f16(float* out, const u16* a, const u16* b) {
 extern "C" __global__ void product_bf16(float* out, const u16* a, const u16* b) { product<true>(out, a, b); }
 
 // One warp. Of x [32, 8] 16-bit numbers, four tiles of 8 rows: out [2, 32 lanes, 4] 32-bit registers, then transposed ones,
-// and [32 lanes] of the first tile's transposed in registers; then [4, 8, 4] the tiles as they are stored from registers.
+// and [32 lanes] of the first tile's transposed in registers; then [2, 4, 8, 4] the tiles as they are stored from registers, and
+// transposed.
 extern "C" __global__ void matrices(u32* out, const u16* x) {
     u32 own = shared_address(shared_memory()) + 16 * lane_id();
     const u32* from = reinterpret_cast<const u32*>(x + 8 * lane_id());
@@ -38,8 +39,10 @@ extern "C" __global__ void matrices(u32* out, const u16* x) {
     for (int t = 0; t < 4; ++t) out[4 * lane_id() + t] = r[t];
     out[256 + lane_id()] = transpose(r[0]);
     stmatrix_x4(own + 512, r);
+    stmatrix_x4_trans(own + 1024, r);
     sync_warp();
     for (int k = 0; k < 4; ++k) out[288 + 4 * lane_id() + k] = load_shared_u32(own + 512 + 4 * k);
+    for (int k = 0; k < 4; ++k) out[416 + 4 * lane_id() + k] = load_shared_u32(own + 1024 + 4 * k);
     ldmatrix_x4_trans(r, own);
     for (int t = 0; t < 4; ++t) out[128 + 4 * lane_id() + t] = r[t];
 }

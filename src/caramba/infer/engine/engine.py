@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 import time
 from collections import deque
@@ -72,6 +73,7 @@ class Engine:
         self._news = threading.Condition()
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._has_frozen = False
         self._is_closed = self._is_draining = False
         self._has_cancelled = False  # somebody, since the queue was looked through
         self._failure: Exception | None = None
@@ -132,11 +134,16 @@ class Engine:
         return not self._is_idle()
 
     def start(self) -> Engine:
-        """Step in a thread of its own, which sleeps while there is nothing to do."""
+        """Step in a thread of its own, which sleeps while there is nothing to do. Python's collector leaves what there is
+        by then alone, until `close`."""
         with self._news:
             if self._is_closed:
                 raise EngineClosed("engine: closed, make another")
             if self._thread is None:
+                # A full collection looks at all that the process has made by now, which takes a tenth of a second
+                # while everybody waits for a token, and comes as often as requests queue up.
+                self._has_frozen = gc.get_freeze_count() == 0
+                gc.freeze()
                 self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
                 self._thread.start()
         return self
@@ -148,6 +155,9 @@ class Engine:
             self._news.notify_all()
         if self._thread is not None:
             self._thread.join()
+            if self._has_frozen:
+                self._has_frozen = False
+                gc.unfreeze()
         elif drain:
             while self.step():
                 pass

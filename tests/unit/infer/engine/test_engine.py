@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from typing import Any
@@ -237,6 +238,20 @@ def test_bad_requests_are_refused_and_leave_no_trace(model: Model) -> None:
     positions = build_model(spec(block("standard"), max_positions=8), seed=0)
     with pytest.raises(ConfigError, match="max_len=16 exceeds the 8 positions"):
         Engine(positions, max_len=16)
+
+
+def test_the_collector_leaves_alone_what_was_there_before_the_thread(model: Model) -> None:
+    assert gc.get_freeze_count() == 0
+    first, second = (Engine(model, n_slots=1, max_len=64) for _ in range(2))
+    assert gc.get_freeze_count() == 0
+    first.start()
+    second.start()
+    assert gc.get_freeze_count() > 1000
+    second.close()
+    assert gc.get_freeze_count() > 1000, "the first still runs"
+    first.close()
+    first.close()
+    assert gc.get_freeze_count() == 0
 
 
 def test_threads_submit_while_the_engine_runs(model: Model) -> None:
