@@ -134,8 +134,10 @@ class Engine:
         return not self._is_idle()
 
     def start(self) -> Engine:
-        """Step in a thread of its own, which sleeps while there is nothing to do. Python's collector leaves what there is
-        by then alone, until `close`."""
+        """Step in a thread of its own, which sleeps while there is nothing to do.
+
+        Python's collector leaves what there is by then alone (`gc.freeze`), until `close` where nothing was so before.
+        """
         with self._news:
             if self._is_closed:
                 raise EngineClosed("engine: closed, make another")
