@@ -12,10 +12,8 @@ FIELDS = {"q8_0": 2, "q4_0": 4, "nf4": 4}
 """Codes in two bytes."""
 TEAM = 4
 """Warps that multiply values together."""
-MOST_SUMS = 128
-"""Weighed values of a lane, in registers."""
-REGISTERS, OTHER_REGISTERS = 65536, 96
-"""Of a multiprocessor, and what a lane has beside those at least."""
+REGISTERS, MOST_REGISTERS, OTHER_REGISTERS = 65536, 255, 96
+"""Of a multiprocessor, of a lane at most, and what a lane has beside weighed values and those that are made."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +40,16 @@ class LatentWay:
 
 def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
     """Return whether streams of these formats and widths can be read this way."""
-    sums = way.rows * dims[0] // (32 * TEAM)
+    # Sums of weighed values, and the values of two tiles that products read: of 32 tokens for a fourth of the features.
+    held = way.rows * dims[0] // (32 * TEAM) + dims[0] // TEAM
+    registers = min(MOST_REGISTERS, REGISTERS // (32 * way.warps * way.blocks))
     return (
         len(kinds) == 2
+        and way.rows in (16, 32)
         and all(kind in KINDS and _is_whole(kind, d) for kind, d in zip(kinds, dims, strict=False))
         and way.warps % TEAM == 0
         and dims[0] % (16 * TEAM) == 0
-        and sums <= REGISTERS // (32 * way.warps * way.blocks) - OTHER_REGISTERS
-        and sums <= MOST_SUMS
+        and held + OTHER_REGISTERS <= registers
         and shared_bytes(kinds, dims, way) <= _most_shared(way)
     )
 
@@ -60,7 +60,7 @@ def _most_shared(way: LatentWay) -> int:
 
 def _is_whole(kind: str, width: int) -> bool:
     """Return whether a width is whole blocks, and chunks of 16 bytes go to four lanes evenly."""
-    if width % BLOCKS[kind][0] or width % (8 * FIELDS[kind]):
+    if width <= 0 or width % BLOCKS[kind][0] or width % (8 * FIELDS[kind]):
         return False
     chunks = width // (8 * FIELDS[kind])
     return chunks == 2 or chunks % 4 == 0

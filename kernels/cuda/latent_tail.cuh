@@ -20,7 +20,10 @@ struct Tail {
     // Chunks on their way to shared memory, all at once: nothing is made of a tail's tokens that hides how far they are.
     template <class S, Kind KIND>
     struct Chunks {
-        static constexpr int MOST = WIDTH / (8 * S::FIELDS), AT_ONCE = S::CHUNKS < MOST ? S::CHUNKS : MOST;
+        static constexpr int MOST = WIDTH / (8 * S::FIELDS);
+        // Rounds of as many chunks are all of them: where there are more than two, a multiple of four.
+        static constexpr int AT_ONCE = S::CHUNKS < MOST ? S::CHUNKS : S::CHUNKS % MOST == 0 ? MOST : 4;
+        static_assert(S::CHUNKS % AT_ONCE == 0 && AT_ONCE <= MOST, "chunks of a token in even rounds");
         static constexpr int WORDS = 4 * AT_ONCE, TURNS = TAIL_TOKENS * WORDS / 32;
         u32x2 fours[TURNS][S::FIELDS / 2];
 

@@ -2,8 +2,8 @@
 
 A program makes some columns of one head. It joins all that the head read of the latent itself, as others of that head
 do: what a few splits left lies in L2, and to read it again costs less than another launch and its wait. Of more splits
-products on tensor cores make the sums, and of many it costs more: they are joined in a launch of their own. All reads of a program are under way at once, the map's among
-them; one split after the other took longer than two launches do.
+products on tensor cores make the sums, and of many it costs more: they are joined in a launch of their own. All reads
+of a program are under way at once, the map's among them; one split after the other took longer than two launches do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ in a chain of a layer's kernels, 132 splits took 1.2 us less than with two launc
 COLUMNS_OF_MANY = 64
 MOST_READ = 2**20
 """Numbers of splits that all programs of one row read together. On an H200 decode of one sequence by 32 heads, as 128
-programs, took 1% longer than with two launches with 132 splits of 128 numbers (2.2 million), and 15% with 264."""
+programs that sum over threads, took 1% longer than with two launches with 132 splits of 128 numbers (2.2 million), and
+15% with 264."""
 
 
 @triton.jit
@@ -244,7 +245,8 @@ def dba_decode_up(
         return head_values(read.transpose(1, 2), up)
     batch, heads, n_queries, _ = q_sem.shape
     y = q_sem.new_empty((batch, n_queries, heads, up.shape[-1]))
-    found.finish(*decode.run_splits(found.plan, tensors), up.contiguous(), y)
+    up = up.contiguous()  # ahead of the splits: what joins them early waits for nothing that runs between
+    found.finish(*decode.run_splits(found.plan, tensors), up, y)
     return y
 
 

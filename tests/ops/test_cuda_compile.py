@@ -26,10 +26,10 @@ FORM = {"group": 4, "queries": 1, "has_window": False, "final": False, "in_bf16"
 
 
 def compiled(
-    name: str, macros: dict[str, object], folder: Path, arch: str = "sm_90", spills: bool = False
+    name: str, macros: dict[str, object], folder: Path, arch: str = "sm_90", most_spilled: int = 0
 ) -> bytes:
-    """Return a kernel's machine code for Hopper, and check that a lane's numbers stay in its registers, unless it
-    `spills`, as far as the compiler says it."""
+    """Return a kernel's machine code for Hopper, and check that a lane's numbers stay in its registers, but for so many
+    bytes, as far as the compiler says it."""
     if nvrtc.version() is not None:
         return nvrtc.compiled(f"{name}.cu", macros, arch)
     defines = [f"-D{key}={value}" for key, value in macros.items()]
@@ -43,7 +43,7 @@ def compiled(
     assert done.returncode == 0, done.stderr
     spilled = re.findall(r"(\d+) bytes spill", done.stderr)
     assert spilled, done.stderr
-    assert spills or set(spilled) == {"0"}, done.stderr
+    assert max(map(int, spilled)) <= most_spilled, done.stderr
     return (folder / "x").read_bytes()
 
 
@@ -76,7 +76,7 @@ def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
     assert latent.shared_bytes(kinds, dims, way) <= SHARED_BYTES
     macros = latent.macros(kinds, dims, way, **{**FORM, "group": 32})
     assert compiled(
-        "decode_latent", macros, tmp_path, "sm_90a" if grouped else "sm_90", spills=True
+        "decode_latent", macros, tmp_path, "sm_90a" if grouped else "sm_90", most_spilled=48
     ).startswith(b"\x7fELF")
 
 

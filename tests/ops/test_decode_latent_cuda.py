@@ -107,6 +107,23 @@ def test_widths(dims: tuple[int, int, int], kind: str) -> None:
     check(replace(SMALL, kinds=(kind, kind), dims=dims, lengths=(85,), packed=64), QUICK, n_splits=2)
 
 
+@pytest.mark.parametrize(
+    ("kinds", "dims"),
+    [
+        (("q8_0", "q8_0"), (128, 192)),
+        (("q8_0", "q8_0"), (192, 256)),
+        (MIXED, (64, 192)),
+        (("q4_0", "q4_0"), (256, 384)),
+    ],
+)
+def test_tails_of_widths_that_are_no_multiple_of_what_is_staged(
+    kinds: tuple[str, str], dims: tuple[int, int]
+) -> None:
+    case = replace(SMALL, kinds=kinds, dims=(*dims, dims[0]), lengths=(85,), packed=64)
+    assert latent.fits(kinds, dims, QUICK)
+    check(case, QUICK, n_splits=2)
+
+
 @pytest.mark.parametrize(("packed", "n_splits"), [(32, 1), (160, 1), (161, 2), (280, 2), (0, 1)])
 def test_warps_that_multiply_together_go_without_a_tile(packed: int, n_splits: int) -> None:
     way = replace(QUICK, stages=(2, 1))
@@ -176,7 +193,10 @@ def test_forms_that_can_be_read() -> None:
     assert not latent.fits(MIXED, (512, 64), replace(way, warps=12, stages=(1, 1))), (
         "more sums than registers"
     )
-    assert latent.fits(MIXED, (512, 64), replace(way, rows=16, warps=12, stages=(1, 1)))
+    assert latent.fits(MIXED, (256, 64), way)
+    assert not latent.fits(MIXED, (256, 64), replace(way, warps=12, stages=(1, 1)))
+    assert not latent.fits(MIXED, (128, 64), replace(way, rows=64)), "more rows than columns of a product"
+    assert not latent.fits(MIXED, (128, 0), way)
     assert not latent.fits(MIXED, (128, 256), replace(way, warps=6)), "no whole teams"
     assert not latent.fits(("q4_0", "q4_0"), (128, 96), way), "three chunks for four lanes"
     assert not latent.fits(("q8_0", "q8_0"), (32, 64), way), "fewer products than warps of a team"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import threading
 import time
 from collections import deque
@@ -18,6 +17,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull
+from caramba.infer.engine import collector
 from caramba.infer.engine.batch import Batch, Request
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import FinishReason, OnEvent, Ticket
@@ -136,18 +136,20 @@ class Engine:
     def start(self) -> Engine:
         """Step in a thread of its own, which sleeps while there is nothing to do.
 
-        Python's collector leaves what there is by then alone (`gc.freeze`), until `close` where nothing was so before.
+        Python's collector leaves what there is by then alone until `close`.
         """
         with self._news:
             if self._is_closed:
                 raise EngineClosed("engine: closed, make another")
             if self._thread is None:
-                # A full collection looks at all that the process has made by now, which takes a tenth of a second
-                # while everybody waits for a token, and comes as often as requests queue up.
-                self._has_frozen = gc.get_freeze_count() == 0
-                gc.freeze()
-                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                collector.leave_alone()
+                try:
+                    thread.start()
+                except RuntimeError:  # there are too many
+                    collector.look_again()
+                    raise
+                self._thread, self._has_frozen = thread, True
         return self
 
     def close(self, *, drain: bool = False) -> None:
@@ -157,9 +159,10 @@ class Engine:
             self._news.notify_all()
         if self._thread is not None:
             self._thread.join()
-            if self._has_frozen:
-                self._has_frozen = False
-                gc.unfreeze()
+            with self._news:
+                has_frozen, self._has_frozen = self._has_frozen, False
+            if has_frozen:
+                collector.look_again()
         elif drain:
             while self.step():
                 pass

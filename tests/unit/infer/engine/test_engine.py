@@ -241,17 +241,27 @@ def test_bad_requests_are_refused_and_leave_no_trace(model: Model) -> None:
 
 
 def test_the_collector_leaves_alone_what_was_there_before_the_thread(model: Model) -> None:
-    gc.unfreeze()  # what libraries have frozen in this process
-    first, second = (Engine(model, n_slots=1, max_len=64) for _ in range(2))
-    assert gc.get_freeze_count() == 0
-    first.start()
-    second.start()
-    assert gc.get_freeze_count() > 1000
-    second.close()
-    assert gc.get_freeze_count() > 1000, "the first still runs"
-    first.close()
-    first.close()
-    assert gc.get_freeze_count() == 0
+    had = gc.get_freeze_count()
+    gc.unfreeze()  # what is frozen in this process
+    try:
+        first, second = (Engine(model, n_slots=1, max_len=64) for _ in range(2))
+        assert gc.get_freeze_count() == 0
+        first.start()
+        second.start()
+        assert gc.get_freeze_count() > 1000
+        first.close()
+        first.close()
+        assert gc.get_freeze_count() > 1000, "the second still runs"
+        second.close()
+        assert gc.get_freeze_count() == 0
+        gc.freeze()
+        third = Engine(model, n_slots=1, max_len=64).start()
+        third.close()
+        assert gc.get_freeze_count() > 1000, "what others have frozen stays"
+    finally:
+        gc.unfreeze()
+        if had:
+            gc.freeze()
 
 
 def test_threads_submit_while_the_engine_runs(model: Model) -> None:
