@@ -10,6 +10,7 @@
 constexpr float LARGEST = 128;  // what the largest query number is made to, or up to twice it, before its stream's shift
 constexpr float SMALLEST = 0x1p-64f;
 
+DEVICE float first_of(u32 x) { return IN_BRAIN ? low_bf16(x) : low_f16(x); }
 DEVICE u32 abs_max(u32 a, u32 b) { return IN_BRAIN ? abs_max_bf16x2(a, b) : abs_max_f16x2(a, b); }
 
 DEVICE void multiply_asked(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {

@@ -10,8 +10,6 @@ constexpr float NOTHING = -1e30f;  // the maximum of no scores, of which differe
 constexpr int OWN = ROWS / 4;  // queries of which a lane holds scores: 8n + 2j + k as 2n + k, of j = lane % 4
 constexpr int SUM_BYTES = ROWS * 8;  // of a warp's maxima and sums, or maxima alone
 
-DEVICE float first_of(u32 x) { return IN_BRAIN ? low_bf16(x) : low_f16(x); }
-
 // Make scores minus infinity of a lane's queries that do not see a token: half of its scores of 16 tokens.
 DEVICE void hide(float (&s)[COLUMN_TILES][4], int half, int token, bool is_there, int length, int first, int window) {
 #pragma unroll

@@ -1,22 +1,28 @@
 """What Python's garbage collector looks at while engines run.
 
 A full collection looks at all that the process has made, some 400,000 objects with torch loaded, for 0.2 to 0.4 s in
-which nobody gets a token, and comes as often as requests queue up. What is there before the first engine's thread is
-left alone until the last one has ended.
+which nobody gets a token, and comes as often as requests queue up.
 """
 
 from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _lock = threading.Lock()
 _engines = 0
 _was_empty = False
 
 
-def leave_alone() -> None:
-    """Collect, and leave what is left alone until as many `look_again` as there were of these."""
+@contextmanager
+def left_alone() -> Iterator[None]:
+    """Collect, and let the collector leave what is left alone in this block.
+
+    Blocks may overlap, in threads of their own. After the last one the collector looks at everything again, unless
+    something had been left alone before the first.
+    """
     global _engines, _was_empty
     with _lock:
         if _engines == 0:
@@ -24,13 +30,10 @@ def leave_alone() -> None:
         _engines += 1
         gc.collect()
         gc.freeze()
-
-
-def look_again() -> None:
-    """Take back one `leave_alone`. After the last, the collector looks at everything again, unless something had been
-    left alone before the first."""
-    global _engines
-    with _lock:
-        _engines -= 1
-        if _engines == 0 and _was_empty:
-            gc.unfreeze()
+    try:
+        yield
+    finally:
+        with _lock:
+            _engines -= 1
+            if _engines == 0 and _was_empty:
+                gc.unfreeze()

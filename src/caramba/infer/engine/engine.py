@@ -17,8 +17,8 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError, EngineClosed, QueueFull
-from caramba.infer.engine import collector
 from caramba.infer.engine.batch import Batch, Request
+from caramba.infer.engine.collector import left_alone
 from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import FinishReason, OnEvent, Ticket
 from caramba.infer.prompts import refuse_prompts
@@ -73,7 +73,6 @@ class Engine:
         self._news = threading.Condition()
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._has_frozen = False
         self._is_closed = self._is_draining = False
         self._has_cancelled = False  # somebody, since the queue was looked through
         self._failure: Exception | None = None
@@ -136,20 +135,14 @@ class Engine:
     def start(self) -> Engine:
         """Step in a thread of its own, which sleeps while there is nothing to do.
 
-        Python's collector leaves what there is by then alone until `close`.
+        Python's collector leaves what there is when it begins alone until it ends.
         """
         with self._news:
             if self._is_closed:
                 raise EngineClosed("engine: closed, make another")
             if self._thread is None:
-                thread = threading.Thread(target=self._run, name="engine", daemon=True)
-                collector.leave_alone()
-                try:
-                    thread.start()
-                except RuntimeError:  # there are too many
-                    collector.look_again()
-                    raise
-                self._thread, self._has_frozen = thread, True
+                self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+                self._thread.start()
         return self
 
     def close(self, *, drain: bool = False) -> None:
@@ -159,10 +152,6 @@ class Engine:
             self._news.notify_all()
         if self._thread is not None:
             self._thread.join()
-            with self._news:
-                has_frozen, self._has_frozen = self._has_frozen, False
-            if has_frozen:
-                collector.look_again()
         elif drain:
             while self.step():
                 pass
@@ -280,7 +269,7 @@ class Engine:
 
     def _run(self) -> None:
         slots = self.batch.slots
-        with joined_weights(slots.model, is_compiled=slots.form.startswith("compiled")):
+        with joined_weights(slots.model, is_compiled=slots.form.startswith("compiled")), left_alone():
             self._work()
 
     def _work(self) -> None:

@@ -246,8 +246,8 @@ def test_the_collector_leaves_alone_what_was_there_before_the_thread(model: Mode
     try:
         first, second = (Engine(model, n_slots=1, max_len=64) for _ in range(2))
         assert gc.get_freeze_count() == 0
-        first.start()
-        second.start()
+        for engine in (first, second):
+            engine.start().submit([1], max_new_tokens=2).wait(30)  # the thread runs then
         assert gc.get_freeze_count() > 1000
         first.close()
         first.close()
