@@ -35,6 +35,7 @@ def split_launch(
     has_window: bool,
     final: bool,
     announced: bool,
+    early: bool,
     otherwise: Launch,
 ) -> CudaLaunch | None:
     """Return what launches the splits of a call in CUDA, or None where it is of another form or no compiler is here.
@@ -86,7 +87,7 @@ def split_launch(
         return None
     grid = batch * blocks, config.n_splits
     return CudaLaunch(
-        f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise, features
+        f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise, features, early
     )
 
 

@@ -19,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
     int geo_b, int geo_k, int geo_n, int v_b, int v_k, int v_n, int sem_zb, int sem_zk, int sem_zn, int geo_zb, int geo_zk,
     int geo_zn, int v_zb, int v_zk, int v_zn, int sem_tb, int sem_tk, int sem_tn, int geo_tb, int geo_tk, int geo_tn,
     int v_tb, int v_tk, int v_tn, int packed_b, int packed_capacity, int tail_capacity, int window) {
+    wait_for_kernel_ahead();
     i64 b = block_x() / PAIRS;
     int pair = block_x() % PAIRS;
     u32 ring = shared_address(shared_memory()) + warp_id() * STAGES * STAGE;

@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) decode_latent(
     int geo_b, int geo_k, int geo_n, int v_b, int v_k, int v_n, int sem_zb, int sem_zk, int sem_zn, int geo_zb, int geo_zk,
     int geo_zn, int v_zb, int v_zk, int v_zn, int sem_tb, int sem_tk, int sem_tn, int geo_tb, int geo_tk, int geo_tn, int v_tb,
     int v_tk, int v_tn, int packed_b, int packed_capacity, int tail_capacity, int window) {
+    wait_for_kernel_ahead();
     i64 b = block_x() / ROW_BLOCKS;
     int warp = warp_id(), team = warp / TEAM, member = warp % TEAM;
     int first = block_x() % ROW_BLOCKS * ROWS, split = block_y(), n_splits = grid_y();

@@ -13,6 +13,8 @@ ARGUMENTS_AT, ARGUMENTS_SIZE = 1, 2
 """What a launch is told of its arguments: where they lie, side by side, and where their size is in bytes."""
 _MOST_SHARED, _CARVEOUT = 8, 9  # attributes of a function
 _RELAXED = 2  # mode of capture
+BEGINS_EARLY = 6
+"""Attribute of a launch: it may begin while the kernel ahead on its stream ends (programmatic stream serialization)."""
 _loaded: dict[tuple[bytes, str, int], ctypes.c_void_p] = {}
 _lock = threading.Lock()
 
@@ -32,6 +34,12 @@ class LaunchConfig(ctypes.Structure):
         ("attributes", ctypes.c_void_p),
         ("n_attributes", ctypes.c_uint),
     ]
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: which one, and its value, of which these take a number."""
+
+    _fields_ = [("which", ctypes.c_uint64), ("value", ctypes.c_uint32), ("rest", ctypes.c_uint32 * 15)]
 
 
 @functools.cache

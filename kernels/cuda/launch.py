@@ -20,7 +20,7 @@ class CudaLaunch:
 
     Its arguments are the addresses of tensors and then `scalars`, of 32 bits. It reads vectors of 16 bytes: tensors of
     which one begins elsewhere go to `otherwise`, which computes the same. `features` is added to the architecture's
-    name: "a" for instructions that it alone has.
+    name: "a" for instructions that it alone has. `early`: it may begin while the kernel ahead ends, and waits for that.
     """
 
     def __init__(
@@ -35,10 +35,14 @@ class CudaLaunch:
         scalars: Sequence[int],
         otherwise: Launch | None,
         features: str = "",
+        early: bool = False,
     ) -> None:
         self.source, self.name, self.macros, self.otherwise = source, name, dict(macros), otherwise
         self.shared_bytes, self.features = shared_bytes, features
         self.config = cuda.LaunchConfig(*grid, 1, threads, 1, 1, shared_bytes, None, None, 0)
+        self.attribute = cuda.LaunchAttribute(cuda.BEGINS_EARLY, 1)
+        if early:
+            self.config.attributes, self.config.n_attributes = ctypes.addressof(self.attribute), 1
         # One piece of memory, as a structure has them: pointers, then numbers of half their size.
         self.arguments = (ctypes.c_uint64 * (n_tensors + (len(scalars) + 1) // 2))()
         self.scalars = (ctypes.c_int32 * len(scalars)).from_buffer(self.arguments, 8 * n_tensors)

@@ -283,6 +283,12 @@ DEVICE float log2_fast(float x) {
 }
 DEVICE float minus_infinity() { return from_bits(0xff800000u); }
 
+// Until the kernel ahead has ended and what it stored can be read, where this one was launched to begin before; else no wait.
+DEVICE void wait_for_kernel_ahead() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
+}
 // A kernel that was launched to begin early (programmatic dependent launch) may, once all blocks are here; it waits for what
 // they store. Nothing else begins by it.
 DEVICE void launch_dependents() {

@@ -6,6 +6,7 @@ programs copy parts of the latent and turn pairs of the geometric key while thos
 
 from __future__ import annotations
 
+from caramba.kernels.triton.early import begins_early, early_launch
 from caramba.kernels.triton.forms import form
 from caramba.kernels.triton.head_products import QUERY_COLUMNS, loaded, power_of_2, query_part, rows_of
 from caramba.kernels.triton.launch import Launches
@@ -112,7 +113,10 @@ def _step_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     head, part = tl.program_id(0) % (n_heads + 1), tl.program_id(0) // (n_heads + 1)
     if head == n_heads:
         _append_part(
@@ -167,13 +171,15 @@ def absorbed_step(
             *(into_c.stride(0), into_c.stride(2), into_geo.stride(0), into_geo.stride(2)),
         ]
         capacity = min(into_c.shape[2], into_geo.shape[2])
+        early = begins_early(q.device)
         launch = _steps.add(
             key,
             ((heads + 1) * blocks, -(-rows // block_t)),
             (*strides, table_batch, rows, n_tokens, heads, scale, capacity),
             *(width, latent, pairs, latent if len(buffers) == 1 else 0),
-            *(sem_blocks, block_t, power_of_2(width), QUERY_COLUMNS),
+            *(sem_blocks, block_t, power_of_2(width), QUERY_COLUMNS, early),
             num_warps=4,
+            **early_launch(early),
         )
     launch(q, sem_map, geo_map, cos, sin, y, c, k_geo, into_c, into_geo, lengths)
     return y

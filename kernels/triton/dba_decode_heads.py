@@ -219,13 +219,16 @@ def decode_heads(
     TAIL_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
     ANNOUNCED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One split of HEADS key/value heads of one sequence, for the GROUP * QUERIES queries of each.
 
     SEM, GEO and V describe a stream: (KIND, D, WORDS, E, PHASES, PER_BLOCK, HEADS, FIELDS). WORDS are those of a phase,
     PER_BLOCK those of a block; phase f of PHASES is block f of every head, or there is one, of all blocks that hold the
-    heads. Outputs and ANNOUNCED are those of `decode_split`.
+    heads. Outputs, ANNOUNCED and EARLY are those of `decode_split`.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     V_D: tl.constexpr = V[1]
     V_WORDS: tl.constexpr = V[2]
     V_PHASES: tl.constexpr = V[4]

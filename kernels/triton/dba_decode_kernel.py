@@ -183,13 +183,17 @@ def decode_split(
     BLOCK_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
     ANNOUNCED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One split of one sequence's key/value head, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
     SEM, GEO and V describe a stream: (KIND, D, P, E, SPREAD, HALVED, UNIFORM), see `dba_decode_tile`. Numbers
     have strides (b, head, token), blocks (b, plane, token). With FINAL there is one split and no other kernel. With
     ANNOUNCED the kernel that joins may begin when every program has read its tokens; it waits there for what they store.
+    EARLY it may itself begin before the kernel ahead has ended, whose numbers it waits for.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = q_sem.dtype.element_ty
     pid = tl.program_id(0)
     rows = pid % ROW_BLOCKS * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

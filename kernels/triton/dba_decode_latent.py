@@ -258,12 +258,15 @@ def decode_latent(
     TAIL_TOKENS: tl.constexpr,
     PACKED_MATH: tl.constexpr,
     ANNOUNCED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One split of one sequence, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
     SEM and GEO describe a stream: (KIND, D, WORDS, E, 1, PER_BLOCK, 1, FIELDS), see `dba_decode_modes`. The values are the
-    latent, SEM; what `v` names is not read. Outputs and ANNOUNCED are those of `decode_split`.
+    latent, SEM; what `v` names is not read. Outputs, ANNOUNCED and EARLY are those of `decode_split`.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     WIDTH: tl.constexpr = SEM[1]
     WORDS: tl.constexpr = SEM[2]
     FIELDS: tl.constexpr = SEM[7]

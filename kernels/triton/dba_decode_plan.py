@@ -19,7 +19,8 @@ from caramba.kernels.triton.dba_decode_modes import (
     power_of_2,
     word_mode,
 )
-from caramba.kernels.triton.dba_decode_table import EARLY_ARCHS, DecodeConfig, DecodeShape
+from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape
+from caramba.kernels.triton.early import arch, begins_early, early_launch
 from caramba.kernels.triton.launch import ALIGNMENT, INTERPRETED, Launch, contiguous_strides
 from torch import Tensor
 
@@ -130,9 +131,8 @@ def plan(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
-    # The splits announce their end wherever there is a join, so that ways with and without differ in that alone.
-    announced = not final and arch(q_sem.device) in EARLY_ARCHS
-    early = config.early_join and announced
+    early = begins_early(q_sem.device)
+    announced = early and not final  # a join begins while the splits end
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     dims = width, q_geo.shape[-1], v_width
     is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
@@ -166,7 +166,7 @@ def plan(
         "BLOCK_TOKENS": config.block_tokens,
         "PACKED_MATH": is_packed_math,
     }
-    options = {"num_warps": config.n_warps, "num_stages": config.n_stages}
+    options = {"num_warps": config.n_warps, "num_stages": config.n_stages, **early_launch(early)}
     if config.n_registers:
         options["maxnreg"] = config.n_registers
     split: Launch | CudaLaunch
@@ -184,6 +184,7 @@ def plan(
                 "V": by_words[2],
                 "TAIL_TOKENS": min(TAIL_TOKENS, config.block_tokens),
                 "ANNOUNCED": announced,
+                "EARLY": early,
             },
             **options,
         )
@@ -200,6 +201,7 @@ def plan(
                 "GEO": geo,
                 "TAIL_TOKENS": min(2 * TAIL_TOKENS, config.block_tokens),
                 "ANNOUNCED": announced,
+                "EARLY": early,
             },
             **options,
         )
@@ -217,6 +219,7 @@ def plan(
                 "LATENT": not v,
                 "HAS_PACKED": bool(quantised),
                 "ANNOUNCED": announced,
+                "EARLY": early,
             },
             **options,
         )
@@ -225,7 +228,7 @@ def plan(
         split = (
             split_launch(
                 asked, kinds, queries, given, [*strides, *capacities],
-                has_window=window > 0, final=final, announced=announced, otherwise=split,
+                has_window=window > 0, final=final, announced=announced, early=early, otherwise=split,
             )
             or split
         )  # fmt: skip
@@ -247,10 +250,10 @@ def plan(
             "HAS_NULL": bool(null),
             "SPLITS": power_of_2(config.n_splits),
             "BLOCK": block,
-            "EARLY": early,
+            "EARLY": announced,
         },
         num_warps=4 if config.n_splits > 32 else 1,
-        **early_launch(early),
+        **early_launch(announced),
     )
     numbers = rows * config.n_splits * v_width * q_sem.element_size()
     sums_from = ceil_div(numbers, ALIGNMENT) * ALIGNMENT
@@ -273,7 +276,7 @@ def plan(
         split=split,
         join=None if final else join,
         is_empty=not rows * v_width,
-        early=early,
+        early=announced,
     )
 
 
@@ -291,11 +294,6 @@ def _capacity(parts: list[Tensor]) -> int:
     return parts[0].shape[2] + (parts[2].shape[2] if len(parts) == 3 else 0)
 
 
-def early_launch(early: bool) -> dict[str, int]:
-    """Return the options of a kernel that may begin while the one ahead ends."""
-    return {"launch_pdl": True} if early else {}
-
-
 def ceil_div(a: int, b: int) -> int:
     """Return a / b rounded up, see `power_of_2`."""
     return -(-a // b)
@@ -305,12 +303,3 @@ def ceil_div(a: int, b: int) -> int:
 def processors(device: torch.device) -> int:
     """Return how many programs a device runs side by side, at one a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
-@functools.cache
-def arch(device: torch.device) -> str:
-    """Return how the table names a device."""
-    if device.type != "cuda":
-        return "interpreter"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"

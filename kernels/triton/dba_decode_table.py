@@ -20,6 +20,7 @@ from caramba.kernels.triton.dba_decode_sizes import (
     is_in_fp32,
     shared_bytes,
 )
+from caramba.kernels.triton.early import EARLY_ARCHS
 
 TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2, 4
@@ -31,8 +32,6 @@ processors read at unlike rates, and begins the pipeline of loads anew each time
 FEW_READERS = 8
 """Blocks that read a sequence's key/value head up to which one fewer is not worth timing: the others would read an
 eighth more."""
-EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
-"""Devices on which a kernel can be launched while the one ahead of it ends (programmatic dependent launch)."""
 MOST_SPLITS = 512  # that the op takes
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
@@ -132,7 +131,6 @@ class DecodeConfig:
     `n_splits` programs share a sequence's key/value head. `packed_math` dequantises with instructions that
     take several codes at once, which 16-bit queries on an NVIDIA GPU can have. `n_registers` is the most that a thread
     may take (0: as many as the compiler wants): what it wants is decided by the rare masked tiles at the end.
-    `early_join` launches the kernel that joins the splits while the last of them end, where the device can.
     `n_heads` is how many key/value heads of quantised streams a program reads together, codes going to products by words
     and scales to the products' results; 1 of a latent has its codes scaled by words (0: one, of which blocks are made into
     scaled numbers in a tile of shared memory).
@@ -150,7 +148,6 @@ class DecodeConfig:
     n_splits: int = 1
     packed_math: bool = True
     n_registers: int = 0
-    early_join: bool = False
     n_heads: int = 0
     in_cuda: int = 0
     variant: int = 0
@@ -161,12 +158,12 @@ class DecodeConfig:
         latent = {"block_rows": max(16, self.block_rows), "n_heads": 1}
         heads = {"block_rows": TOGETHER_ROWS, "n_heads": MOST_TOGETHER}
         sizes = latent if self.n_heads == 1 else heads
-        return DecodeConfig(n_splits=self.n_splits, n_registers=168, early_join=self.early_join, **sizes)
+        return DecodeConfig(n_splits=self.n_splits, n_registers=168, **sizes)
 
     @property
     def reading(self) -> DecodeConfig:
         """How a tile is read, which is a matter of the format and hardly of how much there is."""
-        return replace(self, n_splits=1, early_join=False)
+        return replace(self, n_splits=1)
 
 
 @functools.cache
@@ -186,11 +183,7 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
     made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = (
-                0
-                if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "variant", "early_join")
-                else 1
-            )
+            least = 0 if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "variant") else 1
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
             is_any = name == "n_warps" and choice.in_cuda
@@ -209,7 +202,8 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     """Return what was measured for a shape; else the nearest one's of its family, or the rule's choice.
 
     Up to a factor of two away the splits are scaled so that sequences times splits stay, further away they are the
-    rule's and the tiles are read as there.
+    rule's and the tiles are read as there. Of more tokens than were measured splits in CUDA stay as long, as far as
+    there are processors for more: their warps take few tiles each, and one more would make all wait for it.
     """
     table = measured()
     exact = table.get(shape.key)
@@ -224,8 +218,11 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         # Of two as near the shorter one: sequences rarely fill what is allocated.
         key, choice = min(near, key=lambda item: (_distance(item[0], shape), int(item[0].rpartition("|")[2])))
         if _distance(key, shape) <= REACH:
-            lanes = int(key.split("|")[-2])
+            lanes, tokens = (int(number) for number in key.split("|")[-2:])
             scaled = max(1, round(choice.n_splits * lanes / bucket(shape.lanes)))
+            if choice.in_cuda and scaled > 1 and shape.tokens > tokens:
+                as_long = math.ceil((scaled - 1) * shape.tokens / tokens) + 1  # the last has the tail
+                scaled = max(scaled, min(as_long, _places(shape, choice, n_processors)))
             return replace(choice, n_splits=min(scaled, _most_splits(shape.tokens, choice.block_tokens)))
         return replace(choice, n_splits=_splits(shape, choice, n_processors))
     return rule(shape, n_processors)
@@ -253,7 +250,7 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
 def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> list[DecodeConfig]:
     """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each.
 
-    Those of `caramba.kernels.cuda` come first, if it has a compiler here (`in_cuda`). Last come all of them with a join that begins early.
+    Those of `caramba.kernels.cuda` come first, if it has a compiler here (`in_cuda`).
     """
     first = rule(shape, n_processors)
     found = {first: None}
@@ -291,8 +288,6 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
             # With one fewer the tails' blocks lie on the processors beside the others.
             counts += [n - 1 for n in counts if n > FEW_READERS]
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
-    if shape.arch in EARLY_ARCHS:
-        found |= dict.fromkeys([replace(way, early_join=True) for way in found if way.n_splits > 1])
     return list(found)
 
 
@@ -374,6 +369,12 @@ def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm
             MOST_SPLITS, min(wanted, _most_splits(shape.tokens, reading.block_tokens * reading.n_warps)) + 1
         )
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
+
+
+def _places(shape: DecodeShape, choice: DecodeConfig, n_processors: int) -> int:
+    """Return the splits of a choice in CUDA that processors have place for at once."""
+    programs = math.ceil(shape.lanes / max(1, choice.n_heads)) * math.ceil(shape.rows / choice.block_rows)
+    return max(1, choice.in_cuda * n_processors // programs)
 
 
 def _most_splits(tokens: int, block_tokens: int) -> int:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import caramba.kernels.triton.dba_decode as decode
 import torch
 from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.dba_decode_plan import Plan, arguments, early_launch
+from caramba.kernels.triton.dba_decode_plan import Plan, arguments
+from caramba.kernels.triton.early import early_launch
 from caramba.kernels.triton.head_products import head_values
 from caramba.kernels.triton.launch import Launch
 from torch import Tensor

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from caramba.kernels.triton.early import begins_early, early_launch
 from caramba.kernels.triton.forms import dtype_of
 from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.row_tiles import row_tiles
@@ -92,7 +93,10 @@ def _kernel(
     IS_WHOLE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HAS_BIAS: tl.constexpr = bias_ptr is not None
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -200,10 +204,12 @@ def row_linear(
         block_n, warps = tile_of(Product(n_out, width, rows, x.element_size(), gated))
         block_k = block_of(width)
         is_whole = block_k == width and n_out % block_n == 0
+        early = begins_early(x.device)
         launch = _launches.add(
             *(key, (-(-n_out // block_n),), (n_out, width, 0.0 if eps is None else eps)),
-            *(rows, eps is not None, gated, is_whole, block_n, block_k),
+            *(rows, eps is not None, gated, is_whole, block_n, block_k, early),
             num_warps=warps,
+            **early_launch(early),
         )
     launch(x, weight.contiguous(), bias, residual, norm, y)
     return y

@@ -136,8 +136,7 @@ def tune(
 ) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
-    First every way to read a tile with two programs a processor, then the best three with other counts of splits, and
-    the best of all with a join that begins early.
+    First every way to read a tile with two programs a processor, then the best three with other counts of splits.
     `good` are the ways that were compiled, all where it is empty; it becomes those that were best here, which later
     shapes of this layout and format try alone.
     """
@@ -152,8 +151,7 @@ def tune(
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     ways = wanted(table.candidates(shape, processors, in_cuda=nvrtc.version() is not None), options)
     for config in ways:
-        if not config.early_join:
-            by_reading.setdefault(config.reading, []).append(config)
+        by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
     def attempt(configs: list[Any]) -> None:
@@ -181,8 +179,6 @@ def tune(
     best = sorted(tried, key=tried.__getitem__)
     if not best:
         return "no way ran: the rule's choice stays"
-    attempt([early for early in (replace(way, early_join=True) for way in best[:2]) if early in ways])
-    best = sorted(tried, key=tried.__getitem__)
     readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
     good.clear()
     good.update(dict.fromkeys(readings))
@@ -227,8 +223,8 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
     What has begun then is waited for.
     """
     from caramba.kernels.cuda import nvrtc
-    from caramba.kernels.triton.dba_decode_plan import arch
     from caramba.kernels.triton.dba_decode_table import DecodeShape, candidates
+    from caramba.kernels.triton.early import arch
 
     kind, in_cuda = arch(torch.device("cuda")), nvrtc.version() is not None
     ranked: list[tuple[int, tuple[int, str, Any]]] = []

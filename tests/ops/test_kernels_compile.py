@@ -125,17 +125,40 @@ def test_decode_attention_needs_the_shared_memory_that_its_table_counts_on(case:
     assert made[0][1].metadata.shared <= counted + table.LEEWAY
 
 
-def test_a_join_that_begins_early_waits_before_it_reads() -> None:
-    case = next(case for case in CASES if case.op == "dba_decode" and case.name == "bf16")
+def waits_first(kernel: Any) -> bool:
+    """Whether a kernel is launched before the one ahead has ended, and reads nothing until that has."""
+    ptx = kernel.asm["ptx"]
+    return kernel.metadata.launch_pdl and ptx.index("griddepcontrol.wait") < ptx.index("ld.global")
+
+
+@pytest.mark.parametrize(
+    ("name", "reading"),
+    [
+        ("bf16", {"block_tokens": 16}),
+        ("q8_0", {"block_rows": 16, "block_tokens": 32, "n_heads": 4}),
+        ("latent q4_0 and q8_0", {"block_rows": 32, "block_tokens": 32, "n_heads": 1}),
+    ],
+)
+def test_splits_and_their_join_begin_early_and_wait_before_they_read(
+    name: str, reading: dict[str, int]
+) -> None:
+    case = next(case for case in CASES if case.op == "dba_decode" and case.name == name)
     arguments = case.arguments()
-    way = module("dba_decode_table").DecodeConfig(block_tokens=16, n_splits=4, early_join=True)
+    way = module("dba_decode_table").DecodeConfig(n_splits=4, **reading)
     with hopper() as made:
         module("dba_decode").launch(way, *arguments[:10])
     (_, split), (_, join) = made
     assert split.asm["ptx"].count("griddepcontrol.launch_dependents") == 1
-    waits, reads = join.asm["ptx"].index("griddepcontrol.wait"), join.asm["ptx"].index("ld.global")
-    assert waits < reads
-    assert join.metadata.launch_pdl
+    assert waits_first(split)
+    assert waits_first(join)
+
+
+@pytest.mark.parametrize("op", ["row_linear", "absorbed_step"])
+def test_the_products_of_one_row_begin_early_and_wait_before_they_read(op: str) -> None:
+    case = next(case for case in CASES if case.op == op)
+    with hopper() as made:
+        launcher(op)(*case.arguments())
+    assert all(waits_first(kernel) for _, kernel in made)
 
 
 @pytest.mark.parametrize("name", ["bf16, one row", "bf16, one row, more splits"])
@@ -143,7 +166,7 @@ def test_what_joins_and_maps_early_reads_the_map_and_waits_for_splits(name: str)
     case = next(case for case in CASES if case.op == "dba_decode_up" and case.name == name)
     *given, up, window, _, n_splits = case.arguments()
     decode, plans = module("dba_decode"), module("dba_decode_plan")
-    way = module("dba_decode_table").DecodeConfig(block_tokens=16, n_splits=n_splits, early_join=True)
+    way = module("dba_decode_table").DecodeConfig(block_tokens=16, n_splits=n_splits)
     q, (lengths, packed) = given[0], given[-2:]
     with hopper() as made:
         plan = plans.plan(way, *given[:5], [], packed, [], window)

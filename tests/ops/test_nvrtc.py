@@ -121,6 +121,7 @@ class Driver:
 
     def __init__(self, *statuses: int) -> None:
         self.launched: list[Any] = []
+        self.attributes: list[bytes] = []
         self.statuses = list(statuses)
 
     def cuLaunchKernelEx(self, config_at: int, made: int, arguments: None, extra_at: int) -> int:  # noqa: N802
@@ -133,14 +134,26 @@ class Driver:
         sizes = [
             getattr(config, name) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z")
         ]
+        if config.n_attributes:
+            self.attributes.append(ctypes.string_at(config.attributes, 72 * config.n_attributes))
         self.launched.append((sizes, config.shared_bytes, config.stream, made, addresses, scalars))
         return self.statuses.pop(0) if self.statuses else 0
 
 
-def launch_on(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Any:
+def launch_on(driver: Driver, monkeypatch: pytest.MonkeyPatch, early: bool = False) -> Any:
     monkeypatch.setattr(module("driver"), "driver", lambda: driver)
     other = SimpleNamespace(at=lambda stream, place, addresses: ("other", stream, place, addresses))
-    return module("launch").CudaLaunch("x.cu", "x", {}, (6, 5), 128, 4000, 3, [7, -8], other)
+    return module("launch").CudaLaunch("x.cu", "x", {}, (6, 5), 128, 4000, 3, [7, -8], other, early=early)
+
+
+def test_a_launch_that_may_begin_early_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    for early in (False, True):
+        launch = launch_on(driver, monkeypatch, early)
+        launch.made = 77
+        assert launch.at(9, 0, [16, 32, 48])
+    # CUlaunchAttribute: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, padding, and a value of 64 bytes.
+    assert driver.attributes == [bytes([6, *[0] * 7, 1, *[0] * 63])]
 
 
 def test_arguments_of_a_launch_are_where_the_driver_looks(monkeypatch: pytest.MonkeyPatch) -> None:

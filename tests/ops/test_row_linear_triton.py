@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -215,3 +216,40 @@ def test_graphs_beside_each_other_count_apart() -> None:
     torch.cuda.synchronize()
     for made, right in zip(results, wanted, strict=True):
         assert all(torch.equal(one, right) for one in made)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_a_product_that_begins_while_the_kernel_ahead_ends_reads_all_that_it_stored() -> None:
+    module = importlib.import_module("caramba.kernels.triton.row_linear")
+    first, second = (torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45 for _ in range(2))
+    x, weight = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16), first.clone()
+
+    def chain(wait: Callable[[], None]) -> list[Tensor]:
+        found = [x]
+        for step in range(40):
+            # By turns another product, a kernel of torch's and a copy lie right ahead.
+            if step % 3 == 1:
+                torch.mul(second if step % 2 else first, 1.0, out=weight)
+            elif step % 3 == 2:
+                weight.copy_(first)
+            wait()
+            found.append(module.row_linear(found[-1], weight, None, found[-1], None, 1e-5, False))
+            wait()
+        return found
+
+    wanted = chain(torch.cuda.synchronize)
+    for _ in range(20):
+        for got, want in zip(chain(lambda: None), wanted, strict=True):
+            assert torch.equal(got, want)
+    weight.copy_(first)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(lambda: None)
+    for _ in range(20):
+        for y in found[1:]:
+            y.fill_(float("nan"))
+        weight.copy_(first)
+        graph.replay()
+        for got, want in zip(found, wanted, strict=True):
+            assert torch.equal(got, want)

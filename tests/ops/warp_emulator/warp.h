@@ -293,6 +293,7 @@ inline float exp2_fast(float x) {
 }
 inline float log2_fast(float x) { return std::log2(x < 0x1p-126f ? 0.0f : x); }
 inline float minus_infinity() { return -INFINITY; }
+inline void wait_for_kernel_ahead() {}
 inline void launch_dependents() {}
 
 #endif

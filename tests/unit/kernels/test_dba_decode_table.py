@@ -56,6 +56,22 @@ def test_what_was_measured_is_chosen_and_a_near_neighbour_borrows_it(only: Decod
         assert choose(other, 132) == rule(other, 132)
 
 
+@pytest.mark.parametrize(("tokens", "n_splits"), [(32768, 129), (33280, 131), (65536, 132)])
+def test_splits_in_cuda_of_more_tokens_than_were_measured_stay_as_long_while_there_are_processors(
+    tokens: int, n_splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(SHAPE, lanes=1)
+    choice = DecodeConfig(block_rows=32, block_tokens=32, n_warps=8, n_splits=129, n_heads=1, in_cuda=1)
+    choose.cache_clear()
+    monkeypatch.setattr(table, "measured", lambda: {shape.key: choice})
+    assert choose(replace(shape, tokens=tokens), 132) == replace(choice, n_splits=n_splits)
+    in_triton = replace(choice, in_cuda=0)
+    monkeypatch.setattr(table, "measured", lambda: {shape.key: in_triton})
+    choose.cache_clear()
+    assert choose(replace(shape, tokens=tokens), 132) == in_triton
+    choose.cache_clear()
+
+
 def test_of_two_neighbours_the_one_of_more_like_lengths_lends_its_choice(
     only: DecodeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +178,7 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
         assert [way for way in ways if not way.in_cuda] == plain
         made = [way for way in ways if way.in_cuda]
         assert ways[0] == plain[0] == rule(shape, 132), "what was measured"
-        assert ways[1 : 1 + len(made) // 2] == [way for way in made if not way.early_join]
+        assert ways[1 : 1 + len(made)] == made
         assert {way.n_heads for way in made} == {n_heads}
         for way in made:
             assert way.in_cuda * (table.shared_bytes(shape, way) + 1024) <= table.SM_BYTES
@@ -171,7 +187,7 @@ def test_ways_in_cuda_are_timed_first_where_their_compiler_is() -> None:
             blocks = (way.n_splits - 1) * shape.lanes // n_heads
             assert blocks <= 4 * way.in_cuda * 132
             assert way.in_triton == replace(
-                DecodeConfig(), n_splits=way.n_splits, n_registers=168, early_join=way.early_join,
+                DecodeConfig(), n_splits=way.n_splits, n_registers=168,
                 block_rows=32 if n_heads == 1 else 16, n_heads=1 if n_heads == 1 else 4,
             )  # fmt: skip
     alone = {way.n_splits for way in made if way.in_cuda == 1}
@@ -211,14 +227,6 @@ def test_what_was_measured_in_cuda_keeps_its_tails_split(monkeypatch: pytest.Mon
     far = choose(replace(SHAPE, lanes=64, tokens=262144), 132)
     assert far == replace(choice, n_splits=132 // 64 + 1)
     choose.cache_clear()
-
-
-def test_a_join_that_begins_early_is_timed_after_all_else_where_there_is_a_join() -> None:
-    ways = candidates(SHAPE, 132)
-    plain = [way for way in ways if not way.early_join]
-    assert ways == plain + [replace(way, early_join=True) for way in plain if way.n_splits > 1]
-    assert {way.reading for way in ways} == {way.reading for way in plain}
-    assert not any(way.early_join for way in candidates(replace(SHAPE, arch="sm80"), 132))
 
 
 def test_long_tiles_are_timed_of_numbers_of_narrow_heads() -> None:
