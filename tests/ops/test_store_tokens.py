@@ -29,8 +29,7 @@ CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
     "more than a program's": ((40, 300), (9, 9), (40, 300)),
     "no features": ((8, 0, 8), (2, 2, 2), (16,)),
 }
-# Rows and places of tokens: the last place of a row, beyond it, before the first, rows that are none, and no tokens.
-# The same in any number of rows and places, as long as there are some.
+# Rows and places of tokens: the last place of a row, beyond it, before the first, and rows that are none.
 PLACES: dict[str, tuple[list[int], list[int]]] = {
     "inside": ([2, 0, 2, 3, 1], [0, 5, 1, 3, 0]),
     "some outside": ([2, -1, 3, 0, 1, 4, 2, 2**40], [5, 0, 6, -1, 2, 0, 0, 1]),
