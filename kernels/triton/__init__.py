@@ -35,6 +35,7 @@ LAUNCHERS: dict[str, str] = {
     "row_linear": "caramba.kernels.triton.row_linear:row_linear",
     "scale_": "caramba.kernels.triton.scale:scale_",
     "step_angles": "caramba.kernels.triton.step_angles:step_angles",
+    "store_tokens": "caramba.kernels.triton.store_tokens:store_tokens",
     "swiglu": "caramba.kernels.triton.swiglu:swiglu",
     "swiglu_backward": "caramba.kernels.triton.swiglu:swiglu_backward",
     "swiglu_packed": "caramba.kernels.triton.swiglu:swiglu_packed",

@@ -309,6 +309,29 @@ def appended() -> Iterator[Case]:
         yield Case("dba_append", name, ("_append",), lambda a=call: a)
 
 
+def stored_tokens() -> Iterator[Case]:
+    for name, dtype, store, n_tokens, heads, widths, joins in (
+        ("grouped", BF16, BF16, 384, 8, (64, 64), (1, 1)),
+        ("many heads, wide", BF16, BF16, 2048, 32, (128, 128), (1, 1)),
+        ("decoupled, into fp16", BF16, F16, 384, 8, (16, 32, 64), (1, 1, 1)),
+        ("latent, side by side", BF16, BF16, 384, 1, (128, 64), (2,)),
+        ("latent, widest", F16, F16, 384, 1, (512, 64), (2,)),
+        ("uneven", F32, F32, 65, 3, (40, 24), (1, 1)),
+    ):
+        # Parts of a product of queries, keys and values.
+        sizes = [heads * d for d in widths]
+        parts = one(1, n_tokens, 2048 + sum(sizes), dtype=dtype)[..., 2048:].split(sizes, -1)
+        streams = [
+            part.unflatten(-1, (heads, d)).transpose(1, 2) for part, d in zip(parts, widths, strict=True)
+        ]
+        left, buffers = list(widths), []
+        for n in joins:
+            buffers.append(one(8, heads, 4096, sum(left[:n]), dtype=store))
+            del left[:n]
+        call = (streams, buffers, one(n_tokens, dtype=torch.int64), one(n_tokens, dtype=torch.int64))
+        yield Case("store_tokens", name, ("_store_tokens",), lambda a=call: a)
+
+
 def stream(kind: str, width: int, batch: int, kv_heads: int, capacity: int, tail: int) -> list[Tensor]:
     """A cache's stream as the op takes it: numbers, or codes, scales and a tail."""
     if kind in NUMBERS:
@@ -384,6 +407,6 @@ def decoding() -> Iterator[Case]:
 
 FAMILIES = (
     *(norms, norms_with_activations, elementwise, rotations, latent, blocks, optimisers, float8),
-    *(row_products, appended, decoding),
+    *(row_products, appended, stored_tokens, decoding),
 )
 CASES = [case for family in FAMILIES for case in family()]

@@ -53,6 +53,7 @@ NEVER_CALLED = (
     "rope",
     "rope_qkv",
     "step_angles",
+    "store_tokens",
     "swiglu",
 )
 """Ops, each in the module of its name."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from caramba.cache import LayerCache
 from caramba.errors import ConfigError
 from caramba.layer.varlen import active_kernel
+from caramba.ops import store_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,6 @@ class StoredDocuments(Documents):
 
     rows: Tensor = field(kw_only=True)
     caches: Iterator[LayerCache] = field(kw_only=True)
-    _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def packed(
@@ -105,32 +105,8 @@ class StoredDocuments(Documents):
             raise ConfigError(
                 "context: an attention application has no cache; make the context with this model's new_context()"
             )
-        parts, into = [streams[name] for name in cache.names], cache.allocations
-        if len(into) < len(parts):
-            parts = [torch.cat(parts, dim=-1)]
-        parts = [part.to(memory.dtype) for part, memory in zip(parts, into, strict=True)]
-        for part, memory in zip(parts, into, strict=True):
-            lines = part[0].transpose(0, 1).reshape(-1, part.shape[-1])
-            memory.view(-1, memory.shape[-1]).index_copy_(0, self._lines_of(memory), lines)
-        if len(parts) == 1:
-            return {"joined": parts[0]} | dict(
-                zip(
-                    cache.names,
-                    parts[0].split([streams[name].shape[-1] for name in cache.names], dim=-1),
-                    strict=True,
-                )
-            )
-        return dict(zip(cache.names, parts, strict=True))
-
-    def _lines_of(self, memory: Tensor) -> Tensor:
-        """Return where the heads of each token go, as lines of a cache's memory [B, K, S, D]: made once for all layers.
-
-        Shape: int64 [T * K].
-        """
-        n_heads, capacity = memory.shape[1:3]
-        lines = self._lines.get((n_heads, capacity))
-        if lines is None:
-            heads = self.rows[:, None] * n_heads + torch.arange(n_heads, device=memory.device)
-            lines = (heads * capacity + self.positions[0][:, None]).flatten()
-            self._lines[n_heads, capacity] = lines
-        return lines
+        # An exact cache has one type, whether its streams have a buffer each or lie side by side in one.
+        into = cache.allocations
+        stored = {name: streams[name].to(into[0].dtype) for name in cache.names}
+        store_tokens(list(stored.values()), into, self.rows, self.positions[0])
+        return stored

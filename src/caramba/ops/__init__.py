@@ -42,6 +42,7 @@ from caramba.ops.round_at_random import round_at_random
 from caramba.ops.row_linear import row_linear, rows_fit, weight_fits
 from caramba.ops.scale import scale_
 from caramba.ops.step_angles import step_angles
+from caramba.ops.store_tokens import store_tokens
 from caramba.ops.swiglu import swiglu
 
 __all__ = [
@@ -94,6 +95,7 @@ __all__ = [
     "rows_fit",
     "scale_",
     "step_angles",
+    "store_tokens",
     "stored_format",
     "swiglu",
     "weight_fits",

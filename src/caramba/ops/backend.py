@@ -51,6 +51,7 @@ OPS = (
     "row_linear",
     "scale_",
     "step_angles",
+    "store_tokens",
     "swiglu",
     "swiglu_backward",
     "swiglu_packed",

@@ -164,6 +164,7 @@ def test_sequences_begin_where_documents_do() -> None:
 @pytest.mark.parametrize("kernel", [None, on_cpu(newer)])
 def test_packed_prompts_fill_the_rows_of_a_context(kernel: VarlenKernel | None) -> None:
     layers = [attention("gqa_scaled"), block("decoupled_gate"), attention("window"), attention("latent")]
+    layers.append(attention("latent_gate"))  # absorbed, where the other latent expands its keys
     model = lively(spec(*layers, max_positions=12)).double()
     tokens = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1))
     # The third has no tokens; what is behind the fourth's is beyond a row of 5, and goes to its last place.
@@ -172,7 +173,9 @@ def test_packed_prompts_fill_the_rows_of_a_context(kernel: VarlenKernel | None) 
     ctx.clear()
     with torch.no_grad(), fixed_documents(kernel):
         prompts = StoredDocuments.packed(starts, rows, 12, 5, ctx.caches)
-        hidden = model.hidden(tokens[None], prompts)
+        with Calls("caramba.store_tokens") as stores, Calls("index_copy") as copies:
+            hidden = model.hidden(tokens[None], prompts)
+        assert (stores.count, copies.count) == (len(ctx.caches), 0)
         assert next(prompts.caches, None) is None
         for row, begin, end in ((2, 0, 3), (0, 3, 4), (1, 4, 8)):
             alone = model.new_context(1, 5, KVCacheKind.FP32, static=True)
@@ -187,6 +190,25 @@ def test_packed_prompts_fill_the_rows_of_a_context(kernel: VarlenKernel | None) 
         assert not any(memory[3].any() for cache in ctx.caches for memory in cache.allocations)
         with pytest.raises(ConfigError, match="an attention application has no cache"):
             model.hidden(tokens[None], prompts)
+
+
+@pytest.mark.parametrize("name", ["standard", "decoupled", "latent"])
+def test_what_packed_prompts_attend_to_is_what_their_cache_holds(name: str) -> None:
+    model = lively(spec(attention(name), max_positions=12))
+    ctx = model.new_context(3, 5, KVCacheKind.BF16, static=True)
+    (cache,) = ctx.caches
+    starts, rows = torch.tensor([0, 3, 7]), torch.tensor([2, 1])
+    prompts = StoredDocuments.packed(starts, rows, 7, 5, ctx.caches)
+    streams = {stream: torch.randn(1, heads, 7, width) for stream, heads, width in cache.streams}
+    kept = prompts.kept(streams)
+    assert list(kept) == [stream for stream, _, _ in cache.streams]
+    held = torch.cat(cache.allocations, dim=-1)
+    for row, begin, end in ((2, 0, 3), (1, 3, 7)):
+        mine = torch.cat([x[0, :, begin:end] for x in kept.values()], dim=-1)
+        assert mine.dtype == torch.bfloat16
+        assert torch.equal(held[row, :, : end - begin], mine)
+        wanted = torch.cat([x[0, :, begin:end] for x in streams.values()], dim=-1)
+        torch.testing.assert_close(mine.float(), wanted, rtol=2**-8, atol=0)
 
 
 def test_what_needs_a_mask_keeps_it_and_says_so() -> None:
