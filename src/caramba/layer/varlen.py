@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,14 +32,16 @@ class VarlenKernel:
 
     Attributes:
         takes: names of its parameters. Causality is a window of (-1, 0) or the flag `is_causal`; without `scale` it
-            is 1/sqrt(D); without `enable_gqa` keys and values are repeated to the query heads.
+            is 1/sqrt(D).
         device: type of the tensors it serves. dtypes: theirs.
+        is_grouped: query heads may share key/value heads; else these are repeated to the query heads.
     """
 
     call: Callable[..., Any]
     takes: frozenset[str]
     device: str = "cuda"
     dtypes: tuple[torch.dtype, ...] = (torch.float16, torch.bfloat16)
+    is_grouped: bool = False
 
     @classmethod
     def of(cls, call: Callable[..., Any], **serves: Any) -> VarlenKernel:
@@ -60,7 +62,7 @@ class VarlenKernel:
                 f"varlen_attn of torch {torch.__version__} has neither window_size nor is_causal, so no causality; "
                 "documents are kept apart by a mask"
             )
-        return cls(call, frozenset(parameters), **serves)
+        return cls(call, frozenset(parameters), is_grouped="enable_gqa" in parameters, **serves)
 
     def serves(self, q: Tensor, v: Tensor, window: int | None) -> bool:
         """Return whether it takes these queries [B, H, T, Dqk] and values [B, K, T, Dv]."""
@@ -89,7 +91,7 @@ class VarlenKernel:
             q = q * math.sqrt(width)
         if groups > 1 and "enable_gqa" in self.takes:
             words["enable_gqa"] = True
-        elif groups > 1:
+        elif groups > 1 and not self.is_grouped:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         if "window_size" in self.takes:
             words["window_size"] = (-1 if window is None else window - 1, 0)
@@ -165,17 +167,30 @@ def find_kernel(device: torch.device) -> VarlenKernel | str:
 
 
 def checked(call: Callable[..., Any], device: torch.device, **serves: Any) -> VarlenKernel | str:
-    """Return the kernel of a function that gives the numbers of a mask on a device, or what is wrong with it."""
+    """Return the kernel of a function that gives the numbers of a mask on a device, or what is wrong with it.
+
+    torch 2.11 has no word for grouped heads, and its kernel reads them: that is tried first.
+    """
     try:
-        kernel = VarlenKernel.of(call, device=device.type, **serves)
-        error = measured_error(kernel, device)
+        plain = VarlenKernel.of(call, device=device.type, **serves)
     except KernelUnavailable as refusal:
         return str(refusal)
+    grouped = replace(plain, is_grouped=True)
+    refused = _refusal(grouped, device)
+    if refused is not None and grouped != plain:
+        return _refusal(plain, device) or plain
+    return refused or grouped
+
+
+def _refusal(kernel: VarlenKernel, device: torch.device) -> str | None:
+    """Return what is wrong with a kernel on a device, None where it gives the numbers of a mask."""
+    try:
+        error = measured_error(kernel, device)
     except (RuntimeError, TypeError, ValueError) as refusal:
         return f"varlen_attn does not run: {type(refusal).__name__}: {str(refusal).partition(chr(10))[0]}"
     if not error <= TOLERANCE:
         return f"varlen_attn differs from the mask by {error:.2g} relative, expected at most {TOLERANCE:g}"
-    return kernel
+    return None
 
 
 def measured_error(kernel: VarlenKernel, device: torch.device) -> float:

@@ -85,7 +85,8 @@ def older(
     is_causal: bool = False,
     return_aux: Any = None,
 ) -> Tensor:
-    assert query.shape[1] == key.shape[1]
+    if query.shape[1] != key.shape[1]:
+        raise ValueError("heads")
     return by_sequence(query, key, value, cu_seq_q, query.shape[-1] ** -0.5, -1, 0 if is_causal else -1)
 
 
@@ -278,7 +279,22 @@ def test_a_function_is_taken_only_if_it_gives_the_numbers_of_the_mask() -> None:
     ) -> Tensor:
         raise RuntimeError("no kernel image\nmore")
 
-    assert isinstance(checked(newer, CPU, **serves), VarlenKernel)
+    def reads_groups(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        is_causal: bool = False,
+    ) -> Tensor:
+        return by_sequence(query, key, value, cu_seq_q, query.shape[-1] ** -0.5, -1, 0 if is_causal else -1)
+
+    for call, is_grouped in ((newer, True), (older, False), (reads_groups, True)):
+        kernel = checked(call, CPU, **serves)
+        assert isinstance(kernel, VarlenKernel)
+        assert kernel.is_grouped == is_grouped, "keys and values are repeated where they have to be"
     assert "differs from the mask by" in str(checked(rows_only, CPU, **serves))
     assert checked(fails, CPU, **serves) == "varlen_attn does not run: RuntimeError: no kernel image"
     assert "expected (query, key" in str(checked(lambda q: q, CPU, **serves))
