@@ -20,8 +20,8 @@ from caramba.kernels.triton.dba_decode_modes import (
     word_mode,
 )
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape
-from caramba.kernels.triton.early import arch, begins_early, early_launch
-from caramba.kernels.triton.launch import ALIGNMENT, INTERPRETED, Launch, contiguous_strides
+from caramba.kernels.triton.early import begins_early, early_launch
+from caramba.kernels.triton.launch import ALIGNMENT, INTERPRETED, Launch, arch, contiguous_strides
 from torch import Tensor
 
 JOIN_FEATURES = 32, 128
@@ -57,8 +57,8 @@ class Plan:
     join: Launch | None
     is_empty: bool
     """Whether there is nothing to write."""
-    early: bool
-    """Whether what joins the splits begins while they end, and waits for what they have stored."""
+    announced: bool
+    """Whether splits say when what joins them may begin, which then waits for what they have stored."""
 
 
 def arguments(
@@ -276,7 +276,7 @@ def plan(
         split=split,
         join=None if final else join,
         is_empty=not rows * v_width,
-        early=announced,
+        announced=announced,
     )
 
 

@@ -33,6 +33,8 @@ FEW_READERS = 8
 """Blocks that read a sequence's key/value head up to which one fewer is not worth timing: the others would read an
 eighth more."""
 MOST_SPLITS = 512  # that the op takes
+RETIRED = ("early_join",)
+"""Fields of choices that older versions measured, which nothing depends on any more."""
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 READINGS = {
@@ -180,7 +182,11 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
         TypeError: a field that a choice has not.
         ValueError: a size that no kernel can have.
     """
-    made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
+    kept = (
+        (key, {name: size for name, size in choice.items() if name not in RETIRED})
+        for key, choice in choices.items()
+    )
+    made = {key: DecodeConfig(**choice) for key, choice in kept}
     for choice in made.values():
         for name, size in asdict(choice).items():
             least = 0 if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "variant") else 1
@@ -220,9 +226,10 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         if _distance(key, shape) <= REACH:
             lanes, tokens = (int(number) for number in key.split("|")[-2:])
             scaled = max(1, round(choice.n_splits * lanes / bucket(shape.lanes)))
-            if choice.in_cuda and scaled > 1 and shape.tokens > tokens:
+            if choice.in_cuda and scaled >= FEW_READERS and shape.tokens > tokens:
                 as_long = math.ceil((scaled - 1) * shape.tokens / tokens) + 1  # the last has the tail
-                scaled = max(scaled, min(as_long, _places(shape, choice, n_processors)))
+                places = choice.in_cuda * n_processors // _programs(shape, choice)
+                scaled = max(scaled, min(as_long, places))
             return replace(choice, n_splits=min(scaled, _most_splits(shape.tokens, choice.block_tokens)))
         return replace(choice, n_splits=_splits(shape, choice, n_processors))
     return rule(shape, n_processors)
@@ -362,8 +369,7 @@ def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm
     """Return the most splits that give no processor more than `per_sm` programs, of a tile at least: one program more
     than there is place for takes as long again as all the others."""
     per_sm = per_sm or _per_sm(shape, reading)
-    programs = math.ceil(shape.lanes / max(1, reading.n_heads)) * math.ceil(shape.rows / reading.block_rows)
-    wanted = max(1, per_sm * n_processors // programs)
+    wanted = max(1, per_sm * n_processors // _programs(shape, reading))
     if reading.in_cuda:  # one more has the tail
         return min(
             MOST_SPLITS, min(wanted, _most_splits(shape.tokens, reading.block_tokens * reading.n_warps)) + 1
@@ -371,10 +377,9 @@ def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
 
 
-def _places(shape: DecodeShape, choice: DecodeConfig, n_processors: int) -> int:
-    """Return the splits of a choice in CUDA that processors have place for at once."""
-    programs = math.ceil(shape.lanes / max(1, choice.n_heads)) * math.ceil(shape.rows / choice.block_rows)
-    return max(1, choice.in_cuda * n_processors // programs)
+def _programs(shape: DecodeShape, reading: DecodeConfig) -> int:
+    """Return the programs of a split."""
+    return math.ceil(shape.lanes / max(1, reading.n_heads)) * math.ceil(shape.rows / reading.block_rows)
 
 
 def _most_splits(tokens: int, block_tokens: int) -> int:

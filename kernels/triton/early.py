@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
-from caramba.kernels.triton.launch import INTERPRETED
+from caramba.kernels.triton.launch import INTERPRETED, arch
 
 EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
 """Devices that have it."""
-
-
-@functools.cache
-def arch(device: torch.device) -> str:
-    """Return how tables name a device."""
-    if device.type != "cuda":
-        return "interpreter"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"
 
 
 def begins_early(device: torch.device) -> bool:
@@ -26,7 +15,8 @@ def begins_early(device: torch.device) -> bool:
     What is between two kernels then costs less: a step of one sequence, whose kernels are short, takes 5% less on an
     H200. To ask for weights ahead of the wait, or to let the next kernel begin before this one ends, took longer.
     """
-    return not INTERPRETED and arch(device) in EARLY_ARCHS
+    # AMD names devices by the same numbers.
+    return not INTERPRETED and torch.version.hip is None and arch(device) in EARLY_ARCHS
 
 
 def early_launch(early: bool) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -83,6 +84,15 @@ def straight(made: Any) -> tuple[Any, tuple[Any, ...], bool]:
 def askew(addresses: Sequence[int | None]) -> int:
     """Return which addresses are not aligned, a bit each; None is."""
     return sum(1 << i for i, address in enumerate(addresses) if address and address % ALIGNMENT)
+
+
+@functools.cache
+def arch(device: torch.device) -> str:
+    """Return how tables name a device."""
+    if device.type != "cuda":
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
 
 
 class Launch:

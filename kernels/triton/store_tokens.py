@@ -13,7 +13,7 @@ from torch import Tensor
 import triton
 import triton.language as tl
 
-MAX_STREAMS = 3
+MOST_STREAMS = 3
 TILE = 2048
 """Numbers of a stream in a program; more heads than fit are for others."""
 NUMBERS_PER_WARP = 256
@@ -138,10 +138,10 @@ class _Part:
 def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> Plan:
     """Lay out calls of this form."""
     dtypes = [x.dtype for x in (*streams, *buffers)]
-    if len(streams) > MAX_STREAMS or torch.float64 in dtypes:
+    if len(streams) > MOST_STREAMS or torch.float64 in dtypes:
         raise ValueError(
             f"store_tokens: streams, buffers: got {len(streams)} and {', '.join(map(str, dtypes))}, "
-            f"expected at most {MAX_STREAMS} streams, of 16 or 32 bits, on a GPU"
+            f"expected at most {MOST_STREAMS} streams, of 16 or 32 bits, on a GPU"
         )
     n_tokens, (n_rows, _, capacity, _) = streams[0].shape[2], buffers[0].shape
     parts = [part for part in _parts(streams, buffers) if part.x.numel()]
@@ -150,7 +150,7 @@ def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places:
     tiles = [part.tile for part in parts]
     n_blocks = max(-(-part.n_heads // heads) for part, (heads, _) in zip(parts, tiles, strict=True))
     n_warps = min(8, max(1, max(heads * wide for heads, wide in tiles) // NUMBERS_PER_WARP))
-    fill = MAX_STREAMS - len(parts)
+    fill = MOST_STREAMS - len(parts)
     filled, tiles = parts + parts[:1] * fill, tiles + tiles[:1] * fill
     scalars = [
         *(stride for part in filled for stride in part.x.stride()[1:3]),

@@ -1,6 +1,6 @@
 """Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
 
-Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 6144 --chunks 512,1024]
+Usage on a GPU: python scripts/bench/batching.py [--model 1b --slots 64 --requests 6144 --chunks 512,1024 --ahead 0,4]
 The file is written after every side, and the same call again measures those that are not in it yet; what was measured
 on another device, at another commit or with another torch is measured anew.
 On any machine: python scripts/bench/batching.py --device cpu --model tiny --slots 8 --requests 32 --out /tmp/b.json
@@ -15,6 +15,8 @@ for as many steps as the longest answer has tokens, which static batching has in
 for each slot, that is 13 to 18% of all places in continuous steps by simulation, of 3,072 4 to 5% and of 6,144 2 to 3%,
 where half as many again change the ratio by no more than 1%. With one chunk and one repeat the sides take about 130 s
 on an H200, of which static batching takes half.
+
+Rows for prompts ahead (`--ahead`) are cache that static batching has no use for: `cache_bytes` says how much.
 
 Requests come as fast whatever their number: 400 a second are nearly twice those that continuous batching ended there,
 215 a second, so that some wait at any time but in the first second, as at a server that has all it can do.
@@ -84,11 +86,12 @@ def requests_of(words: argparse.Namespace, rate: float, seed: int) -> list[Reque
     return found
 
 
-def engine_of(model: Model, words: argparse.Namespace, n_slots: int, chunk: int) -> Engine:
+def engine_of(model: Model, words: argparse.Namespace, n_slots: int, chunk: int, n_ahead: int = 0) -> Engine:
     """Return a running engine whose steps and prompts have been captured or warmed."""
     engine = Engine(
         model,
         n_slots=n_slots,
+        n_ahead=n_ahead,
         max_len=words.prompt[1] + words.new[1],
         prefill_chunk=chunk,
         max_queue=words.requests,
@@ -168,12 +171,17 @@ def arrivals(
 ) -> Iterator[dict[str, Any]]:
     """Measure the ways that are not known yet at one rate of arrivals."""
     whole = words.slots * words.prompt[1]  # all prompts of a batch before its first step
-    sides = [("static", whole, static)]
-    sides += [(f"continuous, {chunk} prompt tokens a step", chunk, continuous) for chunk in words.chunks]
-    for name, chunk, way in sides:
+    sides = [("static", whole, 0, static)]
+    for n_ahead in words.ahead:
+        said = f", {n_ahead} prompts ahead" if n_ahead else ""
+        sides += [
+            (f"continuous, {chunk} prompt tokens a step{said}", chunk, n_ahead, continuous)
+            for chunk in words.chunks
+        ]
+    for name, chunk, n_ahead, way in sides:
         if any(row["way"] == name for row in known):
             continue
-        engine = engine_of(model, words, words.slots, chunk)
+        engine = engine_of(model, words, words.slots, chunk, n_ahead)
         slots = engine.batch.slots
         n_captured = captures_of(slots)
         runs = []
@@ -190,6 +198,7 @@ def arrivals(
             flush=True,
         )
         captures = {"prompt_graphs": n_captured, "captured_while_measured": n_later}
+        captures["cache_bytes"] = stats.cache_bytes
         yield {"way": name, "ran": stats.decode, **captures, **middle(runs), "all": runs}
 
 
@@ -278,7 +287,10 @@ def main() -> int:
     parser.add_argument("--new", type=pair, default=(16, 512))
     parser.add_argument("--batch-prompt", type=int, default=64)
     parser.add_argument("--batch-new", type=int, default=128)
-    parser.add_argument("--chunks", type=pair, default=(512, 1024))
+    parser.add_argument("--chunks", type=pair, default=(512,))
+    parser.add_argument(
+        "--ahead", type=pair, default=(0, 4), help="rows for prompts that run before a slot is free"
+    )
     parser.add_argument(
         "--itl-ms", type=float, default=10.0, help="bound of the p99 between tokens that the must is at"
     )
@@ -320,7 +332,7 @@ def main() -> int:
         print(f"continuous over static {data['over_static']:.2f}x")
     if "over_one_at_a_time" in data:
         print(f"batch over one {data['over_one_at_a_time']:.1f}x")
-    n_missing = 1 + len(words.chunks) + 2 - len(data["arrivals"]) - len(data["batch"])
+    n_missing = 1 + len(words.chunks) * len(words.ahead) + 2 - len(data["arrivals"]) - len(data["batch"])
     print(f"{n_missing} sides left; the same call again measures them")
     return 0
 

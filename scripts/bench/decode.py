@@ -224,7 +224,7 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
     """
     from caramba.kernels.cuda import nvrtc
     from caramba.kernels.triton.dba_decode_table import DecodeShape, candidates
-    from caramba.kernels.triton.early import arch
+    from caramba.kernels.triton.launch import arch
 
     kind, in_cuda = arch(torch.device("cuda")), nvrtc.version() is not None
     ranked: list[tuple[int, tuple[int, str, Any]]] = []

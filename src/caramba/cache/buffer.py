@@ -66,10 +66,10 @@ class TokenBuffer:
             self.data[:, :, :start].copy_(old[:, :, :start])
         self.data.narrow(2, start, n_tokens).copy_(values)
 
-    def row(self, index: int) -> TokenBuffer:
-        """Return the buffer of one sequence, in this one's memory."""
+    def row(self, index: int, n_rows: int = 1) -> TokenBuffer:
+        """Return the buffer of one sequence, or of `n_rows` from one on, in this one's memory."""
         alone = copy.copy(self)
-        alone.data = self.data[index : index + 1]
+        alone.data = self.data[index : index + n_rows]
         return alone
 
     def select(self, rows: Tensor) -> None:

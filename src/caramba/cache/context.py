@@ -119,8 +119,8 @@ class Context:
         """Tokens that quantised caches hold as blocks, all as many; None where none is quantised."""
         return next((cache.n_packed for cache in self.caches if cache.n_packed is not None), None)
 
-    def row(self, index: int) -> Context:
-        """Return the context of one sequence, which goes on by itself in this one's memory.
+    def row(self, index: int, n_rows: int = 1) -> Context:
+        """Return the context of one sequence, or of `n_rows` from one on, which goes on by itself in this one's memory.
 
         Raises:
             ConfigError: buffers that grow, and so would part from it.
@@ -130,7 +130,7 @@ class Context:
             raise ConfigError(
                 "context: a row of a cache that grows shares no memory; make it with static=True"
             )
-        alone = Context([cache.row(index) for cache in self.caches])
+        alone = Context([cache.row(index, n_rows) for cache in self.caches])
         alone.position = self.position
         return alone
 

@@ -115,9 +115,9 @@ class FirstTokensKVCache(LatentLayerKVCache):
         for tensor in self._first.values():
             tensor.select(rows)
 
-    def row(self, index: int) -> Self:
-        alone = super().row(index)
-        alone._first = {name: tensor.row(index) for name, tensor in self._first.items()}
+    def row(self, index: int, n_rows: int = 1) -> Self:
+        alone = super().row(index, n_rows)
+        alone._first = {name: tensor.row(index, n_rows) for name, tensor in self._first.items()}
         return alone
 
     @property

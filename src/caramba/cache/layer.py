@@ -180,10 +180,10 @@ class LayerCache:
         for tensor in self._tensors.values():
             tensor.select(rows)
 
-    def row(self, index: int) -> Self:
-        """Return the cache of one sequence: it counts its own tokens, in this one's memory."""
+    def row(self, index: int, n_rows: int = 1) -> Self:
+        """Return the cache of one sequence, or of `n_rows`: it counts its own tokens, in this one's memory."""
         alone = copy.copy(self)
-        alone._tensors = {name: tensor.row(index) for name, tensor in self._tensors.items()}
+        alone._tensors = {name: tensor.row(index, n_rows) for name, tensor in self._tensors.items()}
         return alone
 
     @property

@@ -40,7 +40,7 @@ class Store(Protocol):
 
     def extend(self, max_tokens: int) -> None: ...
 
-    def row(self, index: int) -> Store: ...
+    def row(self, index: int, n_rows: int = 1) -> Store: ...
 
 
 class ExactStore:
@@ -87,9 +87,9 @@ class ExactStore:
     def extend(self, max_tokens: int) -> None:
         self.values.limit = max_tokens
 
-    def row(self, index: int) -> ExactStore:
+    def row(self, index: int, n_rows: int = 1) -> ExactStore:
         alone = copy.copy(self)
-        alone.values = self.values.row(index)
+        alone.values = self.values.row(index, n_rows)
         return alone
 
 
@@ -180,9 +180,9 @@ class BlockStore:
             f"KV cache: a quantised cache cannot grow to {max_tokens} tokens; make it with a larger max_tokens"
         )
 
-    def row(self, index: int) -> BlockStore:
+    def row(self, index: int, n_rows: int = 1) -> BlockStore:
         alone = copy.copy(self)
-        alone.codes, alone.scales, alone.tail = (part.row(index) for part in self.buffers.values())
+        alone.codes, alone.scales, alone.tail = (part.row(index, n_rows) for part in self.buffers.values())
         return alone
 
     def restore(self, state: Mapping[str, Tensor]) -> int:

@@ -241,10 +241,10 @@ class KVCacheTensor:
             buffer.select(rows)
         self.batch_size = rows.shape[0]
 
-    def row(self, index: int) -> KVCacheTensor:
-        """Return the stream of one sequence: it counts its own tokens, in this one's memory."""
+    def row(self, index: int, n_rows: int = 1) -> KVCacheTensor:
+        """Return the stream of one sequence, or of `n_rows`: it counts its own tokens, in this one's memory."""
         alone = copy.copy(self)
-        alone.batch_size, alone.store = 1, self.store.row(index)
+        alone.batch_size, alone.store = n_rows, self.store.row(index, n_rows)
         return alone
 
     @property

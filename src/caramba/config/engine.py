@@ -12,10 +12,15 @@ from caramba.config.leaf import Positive
 
 
 class EngineConfig(Config):
-    """An engine of `n_slots` requests at a time. Its cache is allocated once, n_slots * max_len tokens."""
+    """An engine of `n_slots` requests at a time. Its cache is allocated once, (n_slots + n_ahead) * max_len tokens."""
 
     n_slots: Positive = Field(
         default=8, description="requests that decode together, one row of the cache each"
+    )
+    n_ahead: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="requests whose prompts run before a slot is free, each in one more row of the cache: no slot "
+        "stands idle for a prompt then; on CUDA, with captured steps, an exact cache and no prefix_cache_bytes",
     )
     max_len: Positive = Field(
         default=2048, description="most tokens of a request's prompt and new text together"

@@ -169,17 +169,17 @@ def find_kernel(device: torch.device) -> VarlenKernel | str:
 def checked(call: Callable[..., Any], device: torch.device, **serves: Any) -> VarlenKernel | str:
     """Return the kernel of a function that gives the numbers of a mask on a device, or what is wrong with it.
 
-    torch 2.11 has no word for grouped heads, and its kernel reads them: that is tried first.
+    torch 2.11 has no word for grouped heads, and its kernel for NVIDIA's devices reads them (seen on an H200): that is
+    tried first.
     """
     try:
         plain = VarlenKernel.of(call, device=device.type, **serves)
     except KernelUnavailable as refusal:
         return str(refusal)
     grouped = replace(plain, is_grouped=True)
-    refused = _refusal(grouped, device)
-    if refused is not None and grouped != plain:
+    if plain.is_grouped or torch.version.hip is not None:
         return _refusal(plain, device) or plain
-    return refused or grouped
+    return grouped if _refusal(grouped, device) is None else _refusal(plain, device) or plain
 
 
 def _refusal(kernel: VarlenKernel, device: torch.device) -> str | None:

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from caramba.serve.service import Service
 
 OPTIONS = (
-    "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--max-len N] [--cache-kind KIND] [--max-tokens N] "
-    "[--max-queue 256] [--batch-timeout 0] [--max-request-bytes 1048576] [--timeout 300] [--api-key-env NAME] "
-    "[--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|true|false] [--plain]" + WEIGHTS_OPTIONS
+    "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--prompts-ahead 0] [--max-len N] [--cache-kind KIND] "
+    "[--max-tokens N] [--max-queue 256] [--batch-timeout 0] [--max-request-bytes 1048576] [--timeout 300] "
+    "[--api-key-env NAME] [--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|true|false] [--plain]"
+    + WEIGHTS_OPTIONS
 )
 MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
 COMPILED: dict[str, bool | str] = {"graph": "graph", "true": True, "false": False}
@@ -86,8 +87,9 @@ def _engine(opened: OpenedModel, tokenizer: Tokenizer, config: EngineConfig) -> 
         return Engine(opened.model, config, tokenizer=tokenizer, eos_token_id=end_marks(opened, tokenizer))
     except torch.OutOfMemoryError:
         raise ConfigError(
-            f"serve: the cache of {config.n_slots} slots of {config.max_len} tokens does not fit beside the model; "
-            "lower --max-batch or --max-len, or take a smaller --cache-kind"
+            f"serve: the cache of {config.n_slots} slots and {config.n_ahead} prompts ahead, {config.max_len} tokens "
+            "each, does not fit beside the model; lower --max-batch, --prompts-ahead or --max-len, or take a "
+            "smaller --cache-kind"
         ) from None
 
 
@@ -115,6 +117,7 @@ def _words(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=_whole(0, 65535), default=8000)
     parser.add_argument("--max-batch", type=_whole(1), default=16)
+    parser.add_argument("--prompts-ahead", type=_whole(0), default=0)
     parser.add_argument("--max-len", type=_whole(2))
     parser.add_argument("--cache-kind")
     parser.add_argument("--max-tokens", type=_whole(1))
@@ -135,6 +138,7 @@ def _words(argv: list[str]) -> argparse.Namespace:
 def _engine_config(words: argparse.Namespace, max_len: int | None) -> EngineConfig:
     given = {
         "n_slots": words.max_batch,
+        "n_ahead": words.prompts_ahead,
         "max_len": max_len,
         "cache_kind": words.cache_kind,
         "max_queue": words.max_queue,

@@ -51,7 +51,7 @@ class Batch:
     """What is in the slots. One thread works it; the engine holds what waits.
 
     Attributes:
-        requests: of every slot, None where it is free.
+        requests: of every slot and then of every row ahead, None where it is free.
         stats: the engine's counts.
     """
 
@@ -59,10 +59,11 @@ class Batch:
         self.config = config
         self.slots = Slots(model, config)
         self.prefixes = self._prefix_cache()
-        self.requests: list[Request | None] = [None] * config.n_slots
+        self.requests: list[Request | None] = [None] * (config.n_slots + self.slots.n_ahead)
         self.stats = EngineStats(n_slots=config.n_slots, cache_kind=self.slots.kind.value)
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._beside: list[int] = []  # slots whose prompts run beside a step, whole
+        self._ahead: list[int] = []  # rows ahead whose prompts have run, the earliest first
         self._n_waited = 0  # steps, of prompts that have not begun
         self._n_beside = 0  # steps that have been launched since the prompts beside them
         self._patience = PATIENCE * max(1, min(config.prefill_chunk, MOST) // WHOLE)
@@ -70,15 +71,28 @@ class Batch:
 
     @property
     def n_active(self) -> int:
-        """Slots that are taken."""
+        """Slots and rows ahead that are taken."""
         return sum(request is not None for request in self.requests)
 
-    def place(self, request: Request) -> int:
-        """Give a request a free slot."""
-        slot = self.requests.index(None)
+    @property
+    def n_free(self) -> int:
+        """Requests that may come in before one waits."""
+        return len(self.requests) - self.n_active
+
+    def place_for(self, request: Request) -> int | None:
+        """Return a free slot that no request ahead is to have, else a free row ahead where its prompt can run there."""
+        n_slots = self.config.n_slots
+        slots, ahead = self.requests[:n_slots], self.requests[n_slots:]
+        if slots.count(None) > len(ahead) - ahead.count(None):
+            return slots.index(None)
+        if None in ahead and self.slots.has_shape(len(request.row.prompt)):
+            return n_slots + ahead.index(None)
+        return None
+
+    def place(self, request: Request, slot: int) -> None:
+        """Give a request a slot or row."""
         self.requests[slot] = request
         self._order.append(slot)
-        return slot
 
     def drop_cancelled(self) -> None:
         """Free the slots of requests that were cancelled."""
@@ -147,7 +161,7 @@ class Batch:
             try:
                 self.slots.prefill(slot, part, is_last=is_last)
                 if is_last:
-                    self._ready(slot, request)
+                    self._has_run(slot)
             except Exception as error:
                 self.leave(slot, "error", error)
                 continue
@@ -164,11 +178,11 @@ class Batch:
         waiting = [request for slot in self._order if (request := self.requests[slot]) is not None]
         n_tokens = sum(len(request.row.prompt) for request in waiting)
         is_new = not any(request.done for request in waiting)
-        return (
-            is_new
-            and self._n_waited < self._patience
-            and n_tokens < FULL * min(self.config.prefill_chunk, MOST)
-        )
+        if not is_new or n_tokens >= FULL * min(self.config.prefill_chunk, MOST):
+            return False
+        if self._ahead:  # no slot stands idle, nor will the next one that is free
+            return None in self.requests[self.config.n_slots :]
+        return self._n_waited < self._patience
 
     def _prefill_together(self, left: int) -> int:
         """Run the earliest prompts in one forward where they are new and fit together; return its tokens."""
@@ -219,17 +233,31 @@ class Batch:
         try:
             self.slots.begin(group)
             for slot in group:
-                request = self.requests[slot]
-                assert request is not None
-                self._ready(slot, request)
+                self._has_run(slot)
         except Exception as error:
             for slot in group:
                 self.leave(slot, "error", error)
 
-    def _ready(self, slot: int, request: Request) -> None:
-        """Let a slot whose prompt has run decode: from here on each step draws for it."""
+    def _has_run(self, slot: int) -> None:
+        """Let a slot whose prompt has run decode: from here on each step draws for it; a row ahead waits for a slot."""
+        if slot >= self.config.n_slots:
+            self._ahead.append(slot)
+            return
+        request = self.requests[slot]
+        assert request is not None
         self.slots.sampler.admit(slot, request.row.prompt, request.row.seed, request.config)
         self._keep(slot)
+
+    def seat(self) -> None:
+        """Give free slots to the requests whose prompts have run ahead, the earliest first."""
+        while self._ahead and None in self.requests[: self.config.n_slots]:
+            row, slot = self._ahead.pop(0), self.requests.index(None)
+            self.requests[slot], self.requests[row] = self.requests[row], None
+            try:
+                self.slots.move(row, slot)
+                self._has_run(slot)
+            except Exception as error:
+                self.leave(slot, "error", error)
 
     def decode(self) -> None:
         """Draw a token of every decoding slot, start the forward of those that go on, and meanwhile hand tokens out."""
@@ -285,8 +313,9 @@ class Batch:
         try:
             self.slots.clear(slot)
         finally:
-            if slot in self._order:
-                self._order.remove(slot)
+            for rows in (self._order, self._ahead):
+                if slot in rows:
+                    rows.remove(slot)
             self.requests[slot] = None
             self.finish(request, reason, error)
 

@@ -37,7 +37,8 @@ class Engine:
     `step` does everything: it frees slots of cancelled requests, draws a token and runs a forward of all decoding
     slots, gives free slots to those that wait, and runs up to `prefill_chunk` tokens of their prompts; with captured
     steps, an exact cache and nothing kept of it, a prompt of up to 512 tokens runs whole, beside the next steps, and
-    while requests queue up few tokens wait some steps for others to run with. Call it until it returns False,
+    while requests queue up few tokens wait some steps for others to run with. With `n_ahead` the prompts of requests
+    that wait for a slot run meanwhile, and go on in the next one that gets free. Call it until it returns False,
     or let `start` do so in a thread; `submit`, `cancel` and `stats` may come from any thread. What fails ends the
     requests that it was for, with the error on their tickets; a slot is overwritten before another takes it.
 
@@ -106,8 +107,7 @@ class Engine:
             if self._is_closed or self._is_draining:
                 why = "" if self._failure is None else f" by a failure: {self._failure}"
                 raise EngineClosed(f"engine: closed{why}; no request is taken any more")
-            n_free = self.config.n_slots - self.batch.n_active
-            if len(self._queue) >= self.config.max_queue + n_free:
+            if len(self._queue) >= self.config.max_queue + self.batch.n_free:
                 self.batch.stats.refused += 1
                 raise QueueFull(
                     f"engine: {len(self._queue)} requests wait, as many as max_queue={self.config.max_queue} allows; "
@@ -126,10 +126,12 @@ class Engine:
             self.batch.drop_cancelled()
             # Prompts are launched while the device still runs the forward of the rows that decode.
             self.batch.decode()
+            self.batch.seat()
             self._admit()
             with self._news:
                 is_queueing = bool(self._queue)
             self.batch.prefill(is_queueing=is_queueing)
+            self.batch.seat()
         return not self._is_idle()
 
     def start(self) -> Engine:
@@ -239,12 +241,13 @@ class Engine:
             self.batch.finish(request, "cancelled")
 
     def _admit(self) -> None:
-        for _ in range(self.config.n_slots - self.batch.n_active):
+        while True:
             with self._news:
-                if not self._queue:
+                slot = self.batch.place_for(self._queue[0]) if self._queue else None
+                if slot is None:
                     return
                 request = self._queue.popleft()
-                slot = self.batch.place(request)
+                self.batch.place(request, slot)
             self.batch.reuse(slot, request)
 
     def _end_all(self, reason: FinishReason, error: BaseException | None) -> None:

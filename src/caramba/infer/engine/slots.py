@@ -10,7 +10,7 @@ from torch import Tensor
 from caramba.cache import Context, SlotContext
 from caramba.cache.slots import IDLE
 from caramba.config.engine import EngineConfig
-from caramba.config.kvcache import KVCacheKind
+from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.decode import decode_step
@@ -41,14 +41,15 @@ ROUND = 64
 class Slots:
     """`n_slots` rows of one static cache. A prompt runs in its row alone; a step runs all decoding rows in one
     forward, each at its own position, where the cache's lengths can be counted on the device, and else one row after
-    the other.
+    the other. `n_ahead` more rows hold prompts that have run ahead of a free slot; they `move` there.
 
     Attributes:
         form: how steps run; `rows` one row after the other.
         not_compiled: why they run otherwise than asked, if so.
         n_weights: of the model, what a row of a step multiplies by.
         prompts: whole prompts in captured forwards, None where they run as they come, or once a capture has failed.
-        lengths: tokens that each slot holds.
+        n_ahead: rows behind the slots, see `EngineConfig`; 0 where prompts do not run so.
+        lengths: tokens that each row holds.
         logits: after each slot's last token, [n_slots, V].
     """
 
@@ -62,10 +63,12 @@ class Slots:
                 "`caramba generate --cache-kind auto` reports it"
             )
         n, vocab_size = config.n_slots, model.spec.embedder.vocab_size
-        self.ctx = model.new_context(n, config.max_len, self.kind, static=True)
-        self.rows = [self.ctx.row(index) for index in range(n)]
-        refused = step_refusal(model, self.ctx, SlotContext)
-        self.step = SlotContext(self.ctx) if refused is None else None
+        self.n_slots, self.n_ahead = n, config.n_ahead if self._runs_ahead(config) else 0
+        self.ctx = model.new_context(n + self.n_ahead, config.max_len, self.kind, static=True)
+        self.rows = [self.ctx.row(index) for index in range(n + self.n_ahead)]
+        stepped = self.ctx.row(0, n)
+        refused = step_refusal(model, stepped, SlotContext)
+        self.step = SlotContext(stepped) if refused is None else None
         self.form, self.not_compiled = self._choose_form(config, refused)
         self._row_limit = model.row_limit()
         self.prompts: PromptForwards | None = None
@@ -73,15 +76,16 @@ class Slots:
             sizes = sizes_of(config.prefill_chunk, config.max_len, self._row_limit)
             self.prompts = PromptForwards(model, self.ctx, sizes, is_captured=True)
         self.n_weights = n_weights_of(model)
-        self.lengths = [0] * n
-        self.is_decoding = [False] * n
+        self.lengths = [0] * len(self.rows)
+        self.is_decoding = [False] * len(self.rows)
         self.sampler = SlotSampler(n, config.max_len, vocab_size, self.device)
         self.logits: Tensor | None = None
+        self._all_logits: Tensor | None = None  # of the rows ahead too
         self._first: Tensor | None = None  # after the prompts that ran last, [n, V]
         self._run = next_logits
         if self.form.startswith("compiled") and self.step is not None:
             find_angles(model, self.step)
-            self._run = compiled_logits(model, n, config.max_len, *form_of(model, self.ctx))
+            self._run = compiled_logits(model, n, config.max_len, *form_of(model, stepped))
         # Of more priority than prompts that run beside a step, and so another stream than these were captured on:
         # libraries keep their working memory by stream, and graphs that run at once may not share it.
         is_captured = self.form.endswith("graph")
@@ -146,7 +150,8 @@ class Slots:
             self.lengths[slot] = len(prompt)
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Let the slots that `prefill_together` was given last decode, on the device when their prompts have run."""
+        """Let the slots that `prefill_together` was given last decode, on the device when their prompts have run; rows
+        ahead wait for a slot to `move` to."""
         assert self._first is not None
         if self.prompts is not None:
             self.prompts.wait()
@@ -164,6 +169,18 @@ class Slots:
             self.prompts = None
             logger.warning(f"engine: forwards over prompts cannot be captured, prompts run without: {error}")
         return self.prompts
+
+    def move(self, row: int, slot: int) -> None:
+        """Let an idle slot go on from where a row ahead stands, and overwrite what that row holds."""
+        assert self._all_logits is not None
+        memory, into = (
+            [part for cache in self.rows[index].caches for part in cache.memory] for index in (row, slot)
+        )
+        torch._foreach_copy_(into, memory)  # pyright: ignore[reportPrivateImportUsage]
+        self._all_logits[slot].copy_(self._all_logits[row])
+        self.lengths[slot] = self.lengths[row]
+        self.clear(row)
+        self.set_decoding(slot, True)
 
     def restore(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Fill a slot with what a row held."""
@@ -219,9 +236,10 @@ class Slots:
         self.set_decoding(slot, False)
         self.lengths[slot] = 0
         self.rows[slot].clear()
-        self.sampler.leave(slot)
-        if self.logits is not None:
-            self.logits[slot] = 0.0
+        if slot < self.n_slots:
+            self.sampler.leave(slot)
+        if self._all_logits is not None:
+            self._all_logits[slot] = 0.0
 
     @property
     def nbytes(self) -> int:
@@ -247,20 +265,29 @@ class Slots:
             return "eager", f"CUDA graphs need a CUDA device, the model is on {self.device.type}"
         return ("graph" if config.compiled else "eager"), None
 
-    def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
-        """Let slots decode from these logits, [n, V]."""
-        if self.logits is None:
-            self.logits = self._no_logits(logits)
-        self.logits.index_copy_(0, uploaded(slots, self.device), logits)
-        for slot in slots:
-            self.set_decoding(slot, True)
+    def _runs_ahead(self, config: EngineConfig) -> bool:
+        """Whether prompts can run whole ahead of a free slot: in captured forwards, which nothing kept goes into."""
+        is_captured = self.device.type == "cuda" and config.compiled is not False
+        return is_captured and self.kind in EXACT_KINDS and not config.prefix_cache_bytes
 
-    def _no_logits(self, like: Tensor) -> Tensor:
-        return like.new_zeros(len(self.rows), like.shape[-1])
+    def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
+        """Let slots decode from these logits, [n, V], which those of rows ahead wait with."""
+        if self._all_logits is None:
+            self._all_logits = logits.new_zeros(len(self.rows), logits.shape[-1])
+            self.logits = self._all_logits[: self.n_slots]
+        self._all_logits.index_copy_(0, uploaded(slots, self.device), logits)
+        for slot in slots:
+            if slot < self.n_slots:
+                self.set_decoding(slot, True)
 
     def _hold(self, step: SlotContext) -> None:
-        lengths = [n if on else IDLE for n, on in zip(self.lengths, self.is_decoding, strict=True)]
-        packed = None if step.packed is None else [row.caches[0].n_packed or 0 for row in self.rows]
+        slots = range(self.n_slots)
+        lengths = [self.lengths[slot] if self.is_decoding[slot] else IDLE for slot in slots]
+        packed = (
+            None
+            if step.packed is None
+            else [row.caches[0].n_packed or 0 for row in self.rows[: self.n_slots]]
+        )
         step.hold(lengths, packed)
 
     def _forward(self, step: SlotContext, longest: int) -> None:
@@ -275,7 +302,7 @@ class Slots:
         if self.form == "eager":
             step.visible = min(-(-longest // ROUND) * ROUND, step.limit)
         if not self.form.endswith("graph"):
-            with unplanned_attention(self.device, len(self.rows) * longest):
+            with unplanned_attention(self.device, self.n_slots * longest):
                 run(self.sampler.token)
             return
         self._follow_weights()

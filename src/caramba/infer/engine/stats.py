@@ -9,13 +9,14 @@ from caramba.infer.device_steps import DecodeForm
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made; `active`, `queued` and the bytes are of this moment.
+    """Counts since the engine was made; `active` (in a slot, or ahead of one), `queued` and the bytes are of
+    this moment.
 
     Attributes:
         prefilled_tokens: prompt tokens that ran through the model; `prefix_tokens` did not have to.
         steps: draws for all decoding rows at once.
         prefix_hits: requests whose beginning was taken from an earlier one.
-        cache_bytes: of all slots, allocated; `prefix_bytes` come besides.
+        cache_bytes: of all slots and rows ahead, allocated; `prefix_bytes` come besides.
         decode: how steps run, see `GenerateConfig.compiled`; `rows` one row after the other.
         not_compiled: why they run otherwise than asked, if so.
     """

@@ -101,7 +101,7 @@ class Waits(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("beside", [1, 3])
+@pytest.mark.parametrize("beside", [1, batch.BESIDE])
 def test_nothing_but_the_read_of_tokens_waits_for_the_device(
     beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

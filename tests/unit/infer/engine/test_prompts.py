@@ -191,6 +191,99 @@ def test_prompts_that_take_long_run_beside_several_steps(
         assert (ticket.tokens, n_new) == (wanted.tokens, 4 if index else 20)
 
 
+def engine_ahead(monkeypatch: pytest.MonkeyPatch, n_slots: int, n_ahead: int, chunk: int = 32) -> Engine:
+    """Return an engine of rows ahead as on a CUDA device."""
+    stand_for_graphs(monkeypatch)
+    monkeypatch.setattr(slots_module.Slots, "_runs_ahead", lambda *_: True)
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=n_slots, n_ahead=n_ahead, max_len=48, prefill_chunk=chunk)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(chunk, 48), is_captured=True)
+    return engine
+
+
+@pytest.mark.parametrize(("n_slots", "n_ahead"), [(1, 1), (2, 3), (3, 1)])
+def test_prompts_that_run_ahead_of_a_slot_give_what_each_gives_alone(
+    n_slots: int, n_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_ahead(monkeypatch, n_slots, n_ahead)
+    slots, most, moved = engine.batch.slots, 0, list[tuple[int, int]]()
+    move = slots.move
+    monkeypatch.setattr(slots, "move", lambda row, slot: moved.append((row, slot)) or move(row, slot))
+    tickets = submit_all(engine)
+    while engine.step():
+        most = max(most, engine.stats().active)
+        assert not any(slots.is_decoding[n_slots:])
+    assert [ticket.tokens for ticket in tickets] == alone(engine.model)
+    assert most == n_slots + n_ahead
+    assert {row for row, _ in moved} == set(range(n_slots, n_slots + n_ahead))
+    assert {slot for _, slot in moved} <= set(range(n_slots))
+    # What has left, or moved, is overwritten.
+    assert not any(part.any() for cache in slots.ctx.caches for part in cache.memory)
+    assert (engine.stats().finished, engine.stats().failed) == (len(TEXTS), 0)
+    assert engine.batch.requests == [None] * (n_slots + n_ahead)
+
+
+def test_a_slot_that_gets_free_decodes_what_has_run_ahead_in_the_next_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_ahead(monkeypatch, 1, 1)
+    slots = engine.batch.slots
+    first, second, third = (engine.submit(TEXTS[1][:n], max_new_tokens=4, seed=n) for n in (8, 5, 3))
+    engine.step()  # the first prompt runs
+    seen = []
+    while engine.step():
+        seen.append((len(first.tokens), len(second.tokens), len(third.tokens)))
+        assert slots.is_decoding[0] or not engine.stats().active
+    drawn = (
+        [(n, 0, 0) for n in range(1, 5)] + [(4, n, 0) for n in range(1, 5)] + [(4, 4, n) for n in range(1, 4)]
+    )
+    assert seen == drawn, "a token in every step, of one request or the next"
+
+
+def test_requests_ahead_of_a_slot_are_cancelled_and_ended_at_any_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Steps until the cancelled request waits ahead for others to run with, runs beside a step, has run.
+    for n_steps in range(1, 8):
+        engine = engine_ahead(monkeypatch, 1, 2)
+        first = engine.submit(TEXTS[1][:8], max_new_tokens=12, seed=1, temperature=0.7)
+        gone, late = (engine.submit(TEXTS[1][:n], max_new_tokens=3, seed=n, temperature=0.7) for n in (9, 5))
+        for _ in range(n_steps):
+            engine.step()
+        gone.cancel()
+        run(engine)
+        assert (len(first.tokens), gone.tokens, len(late.tokens)) == (12, (), 3)
+        for ticket, n_tokens, seed in ((first, 8, 1), (late, 5, 5)):
+            (wanted,) = generate(
+                engine.model,
+                [TEXTS[1][:n_tokens]],
+                seeds=[seed],
+                max_new_tokens=len(ticket.tokens),
+                temperature=0.7,
+            )
+            assert ticket.tokens == wanted.tokens
+        assert not any(part.any() for cache in engine.batch.slots.ctx.caches for part in cache.memory)
+        engine = engine_ahead(monkeypatch, 1, 2)
+        tickets = submit_all(engine)
+        for _ in range(n_steps):
+            engine.step()
+        engine.close()
+        assert all(ticket.finish_reason in ("cancelled", "length") for ticket in tickets)
+        assert engine.batch.n_active == 0
+
+
+def test_rows_ahead_are_for_captured_prompts_of_exact_caches_alone() -> None:
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=2, n_ahead=3, max_len=48)
+    assert (engine.batch.slots.n_ahead, len(engine.batch.slots.rows)) == (0, 2), (
+        "nothing is captured on a CPU"
+    )
+    tickets = submit_all(engine)
+    run(engine)
+    assert [ticket.tokens for ticket in tickets] == alone(model)
+
+
 def test_layers_of_equal_frequencies_share_the_angles_of_packed_prompts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
