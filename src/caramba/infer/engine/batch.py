@@ -28,6 +28,9 @@ BESIDE = 2
 """Steps that prompts may run beside before the next one waits for them: with 3, slots stood idle longer, and 2% fewer
 tokens came a second on an H200. Prompts in a step's own forward, which read the weights once for both, gave as many
 tokens a second as beside and came later between two tokens (p99 3.7 ms, 2.9 beside)."""
+LEAST_AHEAD = 1
+"""Requests that have run ahead of a slot with which the next ones wait no longer for others: a slot or two get free
+while their prompts run."""
 FULL = 0.7
 """Part of `prefill_chunk` with which prompts wait no longer: a forward of few tokens takes long for each of them."""
 
@@ -130,10 +133,10 @@ class Batch:
         """Run up to `prefill_chunk` tokens of prompts, the earliest first.
 
         While others decode and more requests wait for slots (`is_queueing`), few new tokens wait some steps, see
-        `PATIENCE`, for the prompts of the slots that get free next.
+        `PATIENCE`, for the prompts of the slots that get free next; with rows ahead, until few have run there.
 
-        Whole prompts run beside the next steps where a device can, up to `BESIDE` of them, and begin to decode once
-        they have run; until then no others are launched.
+        Whole prompts run beside the next steps where a device can, up to `BESIDE` of them or as long as all slots
+        decode, and begin to decode once they have run; until then no others are launched.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
@@ -180,8 +183,8 @@ class Batch:
         is_new = not any(request.done for request in waiting)
         if not is_new or n_tokens >= FULL * min(self.config.prefill_chunk, MOST):
             return False
-        if self._ahead:  # no slot stands idle, nor will the next one that is free
-            return None in self.requests[self.config.n_slots :]
+        if self.slots.n_ahead:
+            return len(self._ahead) > LEAST_AHEAD
         return self._n_waited < self._patience
 
     def _prefill_together(self, left: int) -> int:
@@ -219,11 +222,12 @@ class Batch:
         return n_tokens
 
     def _run_on(self) -> bool:
-        """Whether the prompts that were launched run on beside the next step too."""
+        """Whether the prompts that were launched run on beside the next step too: no slot waits where all decode."""
         if not self._beside or self.slots.are_prompts_done or not any(self.slots.is_decoding):
             return False
         self._n_beside += 1
-        return self._n_beside < BESIDE
+        is_idle = not all(self.slots.is_decoding[: self.config.n_slots])
+        return self._n_beside < BESIDE or not is_idle
 
     def _join(self) -> None:
         """Let the slots whose prompts have been launched decode, once these have run."""
