@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from caramba.kernels.triton.early import begins_early
-from torch import Tensor
-
 import triton
 import triton.language as tl
+from caramba.kernels.triton.early import begins_early
+from torch import Tensor
 
 STEPS = 16384
 """Steps of what is computed before anything is stored. Each needs the one before, which takes four cycles or more: some
@@ -16,7 +15,7 @@ STEPS = 16384
 
 
 @triton.jit
-def _store_late(to, given, one, n, steps, BLOCK: tl.constexpr):
+def _store_late(to, given, one, n, steps, BLOCK: tl.constexpr):  # noqa: N803
     tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
     x = tl.load(given + i, mask=i < n)
@@ -28,7 +27,7 @@ def _store_late(to, given, one, n, steps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _read(found, of, WAITS_FIRST: tl.constexpr):
+def _read(found, of, WAITS_FIRST: tl.constexpr):  # noqa: N803
     if WAITS_FIRST:
         tl.extra.cuda.gdc_wait()
     tl.store(found, tl.load(of))
@@ -47,7 +46,9 @@ def store_late(to: Tensor, given: Tensor) -> None:
     assert to.is_contiguous()
     assert given.is_contiguous()
     one = torch.ones(1, dtype=torch.float32, device=to.device)
-    _store_late[(1,)](to, given, one, to.numel(), STEPS, BLOCK=triton.next_power_of_2(to.numel()), num_warps=4)
+    _store_late[(1,)](
+        to, given, one, to.numel(), STEPS, BLOCK=triton.next_power_of_2(to.numel()), num_warps=4
+    )
 
 
 def read_early(found: Tensor, of: Tensor, waits_first: bool) -> None:
