@@ -332,35 +332,11 @@ def decode_split(
 
 @triton.jit
 def decode_join(
-    parts,
-    part_sums,
-    q_sem,
-    q_geo,
-    null_sem,
-    null_geo,
-    null_v,
-    out,
-    sums,
-    qs_b,
-    qs_h,
-    qs_t,
-    qg_b,
-    qg_h,
-    qg_t,
-    n_splits,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    QUERIES: tl.constexpr,
-    DS: tl.constexpr,
-    DG: tl.constexpr,
-    DV: tl.constexpr,
-    PS: tl.constexpr,
-    PG: tl.constexpr,
-    HAS_NULL: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parts, part_sums, q_sem, q_geo, null_sem, null_geo, null_v, out, sums, qs_b, qs_h, qs_t, qg_b, qg_h, qg_t, n_splits,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DS: tl.constexpr, DG: tl.constexpr, DV: tl.constexpr,
+    PS: tl.constexpr, PG: tl.constexpr, HAS_NULL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):
+):  # fmt: skip
     """Join the splits of one row, and the null key where there is one, for BLOCK of its DV features.
 
     With EARLY it begins while the splits end, and waits until all that they stored can be read.

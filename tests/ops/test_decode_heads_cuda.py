@@ -49,7 +49,7 @@ def run(
     macros = heads.macros(
         case.kinds, case.dims, way, kv_heads=kv_heads, group=n_heads // kv_heads, queries=n_queries,
         has_window=case.window is not None, final=final, in_bf16=dtype == torch.bfloat16,
-        tail_in_bf16=streams[0][2].dtype == torch.bfloat16,
+        tail_in_bf16=streams[0][2].dtype == torch.bfloat16, announced=True,
     )  # fmt: skip
     out = torch.full((batch, n_heads, n_queries, splits, case.dims[2]), torch.nan, dtype=dtype)
     sums = torch.full((batch, n_heads, n_queries, splits), torch.nan)

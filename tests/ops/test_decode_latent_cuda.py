@@ -48,7 +48,7 @@ def attend(
     final = n_splits == 1
     macros = latent.macros(
         case.kinds, case.dims, way, group=heads, queries=n_queries, has_window=case.window is not None,
-        final=final, in_bf16=dtype == torch.bfloat16,
+        final=final, in_bf16=dtype == torch.bfloat16, announced=True,
     )  # fmt: skip
     kernel = EmulatedKernel(KERNELS / "decode_latent.cu", "decode_latent", macros)
     rows = batch * heads * n_queries

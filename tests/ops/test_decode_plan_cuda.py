@@ -97,6 +97,23 @@ def test_what_is_launched_attends(name: str, n_splits: int) -> None:
     torch.testing.assert_close(total.reshape(wanted_sums.shape), wanted_sums, rtol=2e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize(("arch", "is_early"), [("sm90", True), ("sm80", False)])
+@pytest.mark.parametrize("name", ["heads", "a latent"])
+def test_splits_begin_early_and_are_announced_where_devices_have_that(
+    name: str, arch: str, is_early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("early", "dba_decode_plan"):
+        monkeypatch.setattr(module(f"triton.{part}"), "arch", lambda device: arch)
+    made, _, _ = planned(*CASES[name], 3, torch.bfloat16)
+    assert type(made.split).__name__ == "CudaLaunch"
+    assert made.split.config.n_attributes == int(is_early)
+    assert made.split.macros["ANNOUNCED"] == int(is_early)
+    assert bool(made.join.options.get("launch_pdl")) == made.join.constants["EARLY"] == is_early
+    made, _, _ = planned(*CASES[name], 1, torch.bfloat16)
+    assert made.split.config.n_attributes == int(is_early)
+    assert made.split.macros["ANNOUNCED"] == 0, "nothing joins one split"
+
+
 def test_what_takes_its_place_is_a_launch_of_triton_with_as_many_splits() -> None:
     case, way = CASES["heads"]
     made, _, _ = planned(replace(case, heads=(16, 4)), way, 3, torch.bfloat16)

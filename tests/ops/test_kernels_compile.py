@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.ops.hopper import PROCESSORS, SHARED_BYTES, hopper, module
-from tests.ops.kernel_cases import CASES, Case, one, stream
+from tests.ops.kernel_cases import CASES, stream
+from tests.ops.launcher_case import Case, one
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"

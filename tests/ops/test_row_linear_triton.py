@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -250,6 +251,42 @@ def test_a_product_that_begins_while_the_kernel_ahead_ends_reads_all_that_it_sto
         for y in found[1:]:
             y.fill_(float("nan"))
         weight.copy_(first)
+        graph.replay()
+        for got, want in zip(found, wanted, strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA device")
+def test_a_product_reads_what_the_kernel_ahead_stores_last() -> None:
+    from tests.ops.late_writer import skip_where_nothing_begins_early, store_late
+
+    skip_where_nothing_begins_early("cuda")
+    module = importlib.import_module("caramba.kernels.triton.row_linear")
+    weight = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16) / 45
+    first = torch.randn(1, 2048, device="cuda", dtype=torch.bfloat16)
+    x = torch.zeros_like(first)
+
+    def chain(wait: Callable[[], None]) -> list[Tensor]:
+        found = [first]
+        for _ in range(20):
+            store_late(x, found[-1])
+            wait()
+            found.append(module.row_linear(x, weight, None, x, None, 1e-5, False))
+            wait()
+        return found
+
+    wanted = chain(torch.cuda.synchronize)
+    assert all(y.isfinite().all() for y in wanted)
+    assert not any(torch.equal(one, other) for one, other in itertools.pairwise(wanted)), (
+        "old rows would not show"
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(lambda: None)
+    for _ in range(20):
+        for y in (x, *found[1:]):
+            y.fill_(float("nan"))
         graph.replay()
         for got, want in zip(found, wanted, strict=True):
             assert torch.equal(got, want)

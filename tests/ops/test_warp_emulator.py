@@ -150,3 +150,13 @@ def test_leaving_shared_memory_is_an_error() -> None:
     out, x = np.zeros(544, np.uint32), np.zeros((4, 8, 8), np.uint16)
     with pytest.raises(RuntimeError, match="out of shared memory's bounds"):
         EmulatedKernel(SOURCE, "matrices")((1, 1), 32, 256, [out, x])
+
+
+@pytest.mark.parametrize("mode", [0, DESCENDING])
+def test_what_is_announced_without_a_wait_for_the_kernel_ahead_is_an_error(mode: int) -> None:
+    out = np.zeros(64, np.uint32)
+    EmulatedKernel(SOURCE, "announced")((2, 1), 32, 0, [out], mode)
+    np.testing.assert_array_equal(out, np.tile(np.arange(32), 2))
+    lane = 31 if mode == DESCENDING else 16
+    with pytest.raises(RuntimeError, match=rf"lane {lane}: .*has not waited for the kernel ahead"):
+        EmulatedKernel(SOURCE, "announced", {"WITHOUT_WAIT": 1})((2, 1), 32, 0, [out], mode)

@@ -115,3 +115,13 @@ extern "C" __global__ void parted(u32* out) {
     sync_warp();
     out[0] = 1;
 }
+
+// What begins early may begin, after all lanes' wait for the kernel ahead or, WITHOUT_WAIT, after that of half a warp.
+extern "C" __global__ void announced(u32* out) {
+#ifdef WITHOUT_WAIT
+    if (lane_id() < 16)
+#endif
+        wait_for_kernel_ahead();
+    launch_dependents();
+    out[32 * block_x() + lane_id()] = lane_id();
+}

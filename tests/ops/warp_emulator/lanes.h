@@ -69,6 +69,7 @@ struct Lane {
     std::unique_ptr<char[]> stack;
     int thread;
     bool is_done = false;
+    bool has_waited = false;  // for the kernel ahead
     const Meeting* at = nullptr;
     u64 generation = 0;
     std::vector<std::vector<Copy>> groups;  // the last is still open
@@ -218,7 +219,7 @@ inline std::string launch(void (*with)(void**), int grid_x, int grid_y, int thre
             own.warps.assign((threads + WARP - 1) / WARP, Warp());
             own.teams.assign((own.warps.size() + 3) / 4, Team());
             own.meeting = Meeting();
-            for (Lane& x : own.lanes) x.is_done = false, x.at = nullptr, x.groups.clear();
+            for (Lane& x : own.lanes) x.is_done = x.has_waited = false, x.at = nullptr, x.groups.clear();
             std::string error = run(own);
             if (!error.empty())
                 return "block (" + std::to_string(x) + ", " + std::to_string(y) + "), lane " +

@@ -293,7 +293,10 @@ inline float exp2_fast(float x) {
 }
 inline float log2_fast(float x) { return std::log2(x < 0x1p-126f ? 0.0f : x); }
 inline float minus_infinity() { return -INFINITY; }
-inline void wait_for_kernel_ahead() {}
-inline void launch_dependents() {}
+inline void wait_for_kernel_ahead() { emulated::lane->has_waited = true; }
+// Stricter than a GPU, where it says nothing of waits: a kernel that lets others begin may have begun early itself.
+inline void launch_dependents() {
+    if (!emulated::lane->has_waited) emulated::fail("others may begin, and this lane has not waited for the kernel ahead");
+}
 
 #endif

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -28,14 +28,19 @@ from caramba.ops.decode_arguments import MAX_SPLITS
 SHAPE = DecodeShape("sm90", ("q4_0", "q8_0"), (128, 64, 128), rows=32, lanes=8, tokens=32768)
 
 
+@pytest.fixture(autouse=True)
+def chosen_anew() -> Iterator[None]:
+    """Forget what was chosen by other tables, before a test and after it."""
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
 @pytest.fixture
-def only(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecodeConfig]:
+def only(monkeypatch: pytest.MonkeyPatch) -> DecodeConfig:
     choice = DecodeConfig(block_rows=32, block_tokens=256, n_warps=8, n_stages=2, n_splits=48)
-    choose.cache_clear()
-    with monkeypatch.context() as patched:
-        patched.setattr(table, "measured", lambda: {SHAPE.key: choice})
-        yield choice
-    choose.cache_clear()
+    monkeypatch.setattr(table, "measured", lambda: {SHAPE.key: choice})
+    return choice
 
 
 def test_what_was_measured_is_chosen_and_a_near_neighbour_borrows_it(only: DecodeConfig) -> None:
@@ -62,14 +67,28 @@ def test_splits_in_cuda_of_more_tokens_than_were_measured_stay_as_long_while_the
 ) -> None:
     shape = replace(SHAPE, lanes=1)
     choice = DecodeConfig(block_rows=32, block_tokens=32, n_warps=8, n_splits=129, n_heads=1, in_cuda=1)
-    choose.cache_clear()
     monkeypatch.setattr(table, "measured", lambda: {shape.key: choice})
     assert choose(replace(shape, tokens=tokens), 132) == replace(choice, n_splits=n_splits)
-    in_triton = replace(choice, in_cuda=0)
-    monkeypatch.setattr(table, "measured", lambda: {shape.key: in_triton})
-    choose.cache_clear()
-    assert choose(replace(shape, tokens=tokens), 132) == in_triton
-    choose.cache_clear()
+
+
+@pytest.mark.parametrize("tokens", [33280, 65536])
+@pytest.mark.parametrize(
+    ("n_splits", "in_cuda", "stays"),
+    [(table.FEW_READERS - 1, 1, True), (table.FEW_READERS, 1, False), (129, 0, True)],
+    ids=("few readers", "readers enough", "Triton's"),
+)
+def test_splits_of_few_readers_and_tritons_are_no_more_for_more_tokens(
+    tokens: int, n_splits: int, in_cuda: int, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = replace(SHAPE, lanes=1)
+    choice = DecodeConfig(
+        block_rows=32, block_tokens=32, n_warps=8, n_splits=n_splits, n_heads=1, in_cuda=in_cuda
+    )
+    monkeypatch.setattr(table, "measured", lambda: {shape.key: choice})
+    found = choose(replace(shape, tokens=tokens), 132)
+    assert found.reading == choice.reading
+    assert (found.n_splits == n_splits) == stays
+    assert found.n_splits >= n_splits
 
 
 def test_of_two_neighbours_the_one_of_more_like_lengths_lends_its_choice(
@@ -77,12 +96,11 @@ def test_of_two_neighbours_the_one_of_more_like_lengths_lends_its_choice(
 ) -> None:
     longer = replace(only, n_splits=64, n_heads=1)
     keys = replace(SHAPE, tokens=131072).key, SHAPE.key
-    with monkeypatch.context() as patched:  # ended before `only`, which has patched the same
-        patched.setattr(table, "measured", lambda: dict(zip(keys, (longer, only), strict=True)))
-        # All of these have the power of two between both lengths above them, or the longer one.
-        assert choose(replace(SHAPE, tokens=32768 + 128), 132) == only
-        assert choose(replace(SHAPE, tokens=65536), 132) == only
-        assert choose(replace(SHAPE, tokens=65536 + 128), 132) == longer
+    monkeypatch.setattr(table, "measured", lambda: dict(zip(keys, (longer, only), strict=True)))
+    # All of these have the power of two between both lengths above them, or the longer one.
+    assert choose(replace(SHAPE, tokens=32768 + 128), 132) == only
+    assert choose(replace(SHAPE, tokens=65536), 132) == only
+    assert choose(replace(SHAPE, tokens=65536 + 128), 132) == longer
 
 
 def test_latents_of_16_bits_are_read_for_a_warp_groups_rows_where_they_fit() -> None:
@@ -222,11 +240,9 @@ def test_what_is_shipped_in_cuda_can_be_read_so_and_has_place() -> None:
 
 def test_what_was_measured_in_cuda_keeps_its_tails_split(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = DecodeConfig(32, 32, n_warps=8, n_stages=2, n_splits=17, n_heads=1, in_cuda=1)
-    choose.cache_clear()
     monkeypatch.setattr(table, "measured", lambda: {SHAPE.key: choice})
     far = choose(replace(SHAPE, lanes=64, tokens=262144), 132)
     assert far == replace(choice, n_splits=132 // 64 + 1)
-    choose.cache_clear()
 
 
 def test_long_tiles_are_timed_of_numbers_of_narrow_heads() -> None:
@@ -278,6 +294,23 @@ def test_a_tuned_table_of_another_version_is_refused(
     with pytest.raises(ConfigError, match=rf"tuned.json: .*{text}.*run caramba tune again"):
         kernels._adopt_tuned(torch.device("cpu"))
     assert key not in table.measured()
+
+
+def test_what_older_versions_measured_is_adopted_without_the_fields_that_have_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: dict[str, DecodeConfig] = {}
+    monkeypatch.setattr(table, "measured", lambda: held)
+    choice = DecodeConfig(block_tokens=32, n_splits=6)
+    assert choose(SHAPE, 132) == rule(SHAPE, 132) != choice
+    for value in (True, 0, "of a type that was"):
+        table.adopt({SHAPE.key: {**asdict(choice), "early_join": value}})
+        assert held == {SHAPE.key: choice}
+        assert choose(SHAPE, 132) == choice, "what was chosen before is chosen anew"
+        held.clear()
+    with pytest.raises(TypeError, match="late_join"):
+        table.adopt({SHAPE.key: {**asdict(choice), "late_join": 1}})
+    assert held == {}
 
 
 @pytest.mark.parametrize("in_fp32", [False, True])
