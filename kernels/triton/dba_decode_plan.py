@@ -57,8 +57,8 @@ class Plan:
     join: Launch | None
     is_empty: bool
     """Whether there is nothing to write."""
-    announced: bool
-    """Whether splits say when what joins them may begin, which then waits for what they have stored."""
+    joins_early: bool
+    """Whether what joins the splits begins while they end, and waits for what they have stored."""
 
 
 def arguments(
@@ -132,7 +132,9 @@ def plan(
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
     early = begins_early(q_sem.device)
-    announced = early and not final  # a join begins while the splits end
+    # The splits announce their end wherever there is a join, so that ways with and without differ in that alone.
+    announced = early and not final
+    joins_early = announced and asked.early_join
     row_blocks = ceil_div(group * n_queries, config.block_rows)
     dims = width, q_geo.shape[-1], v_width
     is_packed_math = config.packed_math and q_sem.dtype != torch.float32 and not INTERPRETED
@@ -250,10 +252,10 @@ def plan(
             "HAS_NULL": bool(null),
             "SPLITS": power_of_2(config.n_splits),
             "BLOCK": block,
-            "EARLY": announced,
+            "EARLY": joins_early,
         },
         num_warps=4 if config.n_splits > 32 else 1,
-        **early_launch(announced),
+        **early_launch(joins_early),
     )
     numbers = rows * config.n_splits * v_width * q_sem.element_size()
     sums_from = ceil_div(numbers, ALIGNMENT) * ALIGNMENT
@@ -276,7 +278,7 @@ def plan(
         split=split,
         join=None if final else join,
         is_empty=not rows * v_width,
-        announced=announced,
+        joins_early=joins_early,
     )
 
 

@@ -33,8 +33,6 @@ FEW_READERS = 8
 """Blocks that read a sequence's key/value head up to which one fewer is not worth timing: the others would read an
 eighth more."""
 MOST_SPLITS = 512  # that the op takes
-RETIRED = ("early_join",)
-"""Fields of choices that older versions measured, which nothing depends on any more."""
 REACH = 1.0  # how far, in powers of two of sequences and tokens together, a measured choice may be borrowed
 
 READINGS = {
@@ -141,6 +139,8 @@ class DecodeConfig:
     be had `in_triton` takes its place. `variant` is which of a kernel's own ways to do
     the same is taken there: of nf4's values two chunks, one or none go by a table in shared memory (2, 1, 0); products of
     a latent are those of Hopper's groups of warps (1) or of each warp by itself (0).
+    `early_join` launches what joins the splits while the last of them end, where the device can. Behind Triton's splits
+    that took less time in all that was measured, behind some in CUDA 1 us more.
     """
 
     block_rows: int = 16
@@ -153,6 +153,7 @@ class DecodeConfig:
     n_heads: int = 0
     in_cuda: int = 0
     variant: int = 0
+    early_join: bool = True
 
     @property
     def in_triton(self) -> DecodeConfig:
@@ -165,7 +166,7 @@ class DecodeConfig:
     @property
     def reading(self) -> DecodeConfig:
         """How a tile is read, which is a matter of the format and hardly of how much there is."""
-        return replace(self, n_splits=1)
+        return replace(self, n_splits=1, early_join=True)
 
 
 @functools.cache
@@ -182,14 +183,11 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
         TypeError: a field that a choice has not.
         ValueError: a size that no kernel can have.
     """
-    kept = (
-        (key, {name: size for name, size in choice.items() if name not in RETIRED})
-        for key, choice in choices.items()
-    )
-    made = {key: DecodeConfig(**choice) for key, choice in kept}
+    made = {key: DecodeConfig(**choice) for key, choice in choices.items()}
     for choice in made.values():
         for name, size in asdict(choice).items():
-            least = 0 if name in ("packed_math", "n_registers", "n_heads", "in_cuda", "variant") else 1
+            may_be_0 = ("packed_math", "n_registers", "n_heads", "in_cuda", "variant", "early_join")
+            least = 0 if name in may_be_0 else 1
             if not isinstance(size, int) or size < least:
                 raise ValueError(f"{name} is {size!r}, expected a whole number of {least} or more")
             is_any = name == "n_warps" and choice.in_cuda
@@ -257,7 +255,8 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
 def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> list[DecodeConfig]:
     """Return the choices worth timing for a shape, the rule's first, then reading by reading with more splits each.
 
-    Those of `caramba.kernels.cuda` come first, if it has a compiler here (`in_cuda`).
+    Those of `caramba.kernels.cuda` come first, if it has a compiler here (`in_cuda`), and last with a join that does not
+    begin early.
     """
     first = rule(shape, n_processors)
     found = {first: None}
@@ -295,7 +294,8 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
             # With one fewer the tails' blocks lie on the processors beside the others.
             counts += [n - 1 for n in counts if n > FEW_READERS]
         found |= dict.fromkeys(replace(reading, n_splits=n) for n in counts)
-    return list(found)
+    late = [replace(way, early_join=False) for way in found if way.in_cuda and way.n_splits > 1]
+    return [*found, *late]
 
 
 def written(choices: dict[str, DecodeConfig]) -> str:

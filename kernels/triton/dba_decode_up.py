@@ -293,9 +293,9 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
         _up_row,
         (heads * -(-width // block_n), rows),
         (n_splits, n_queries, heads),
-        {**sizes, "EARLY": plan.announced},
+        {**sizes, "EARLY": plan.joins_early},
         num_warps=min(16, max(4, power_of_2(-(-n_elements // (32 * PER_THREAD))))),
-        **early_launch(plan.announced),
+        **early_launch(plan.joins_early),
     )
     return UpPlan(plan, finish)
 
@@ -311,7 +311,7 @@ def _of_many(plan: Plan, q: Tensor, up: Tensor) -> Launch | None:
     if is_much or whole < 16 or q.dtype == torch.float32:
         return None
     sizes = {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n}
-    constants = {**sizes, "EARLY": plan.announced}
+    constants = {**sizes, "EARLY": plan.joins_early}
     return Launch(
-        _up_many, (programs,), (n_splits, heads), constants, num_warps=4, **early_launch(plan.announced)
+        _up_many, (programs,), (n_splits, heads), constants, num_warps=4, **early_launch(plan.joins_early)
     )

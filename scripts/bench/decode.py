@@ -136,9 +136,9 @@ def tune(
 ) -> str:
     """Time ways to cut a shape, put the best in the table, and say it.
 
-    First every way to read a tile with two programs a processor, then the best three with other counts of splits.
-    `good` are the ways that were compiled, all where it is empty; it becomes those that were best here, which later
-    shapes of this layout and format try alone.
+    First every way to read a tile with two programs a processor, then the best three with other counts of splits, and
+    the best of all with a join that begins late. `good` are the ways that were compiled, all where it is empty; it
+    becomes those that were best here, which later shapes of this layout and format try alone.
     """
     from caramba.kernels.cuda import nvrtc
     from caramba.kernels.triton import dba_decode_table as table
@@ -151,7 +151,8 @@ def tune(
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     ways = wanted(table.candidates(shape, processors, in_cuda=nvrtc.version() is not None), options)
     for config in ways:
-        by_reading.setdefault(config.reading, []).append(config)
+        if config.early_join:
+            by_reading.setdefault(config.reading, []).append(config)
     tried: dict[Any, float] = {}
 
     def attempt(configs: list[Any]) -> None:
@@ -179,6 +180,8 @@ def tune(
     best = sorted(tried, key=tried.__getitem__)
     if not best:
         return "no way ran: the rule's choice stays"
+    attempt([late for late in (replace(way, early_join=False) for way in best[:2]) if late in ways])
+    best = sorted(tried, key=tried.__getitem__)
     readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
     good.clear()
     good.update(dict.fromkeys(readings))

@@ -15,12 +15,13 @@ def batching(data: dict[str, Any]) -> list[str]:
         f" {words['prompt'][1]} tokens and {words['new'][0]} to {words['new'][1]} new ones, log-uniform; medians of"
         f" {words['repeats']} runs. Both sides run the same steps and differ in when a request may join.",
         "",
-        "| batching | steps | cache, GB | tokens/s | between tokens, ms, p50 / p99 | to the first, ms, p50 / p99 |",
-        "|---|---|---|---|---|---|",
+        "| batching | steps | cache, GB | tokens/s | over static | between tokens, ms, p50 / p99 |"
+        " to the first, ms, p50 / p99 |",
+        "|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {row['way']} | {row['ran']} | {_gigabytes(row)} | {row['tokens_per_s']:.0f} |"
-        f" {row['itl_p50_ms']:.2f} / {row['itl_p99_ms']:.2f} |"
+        f" {_over_static(row, data)} | {row['itl_p50_ms']:.2f} / {row['itl_p99_ms']:.2f} |"
         f" {row['ttft_p50_ms']:.0f} / {row['ttft_p99_ms']:.0f} |"
         for row in data["arrivals"]
     ]
@@ -44,6 +45,12 @@ def batching(data: dict[str, Any]) -> list[str]:
 def _gigabytes(row: dict[str, Any]) -> str:
     """Say what a way's cache takes, where that was noted."""
     return f"{row['cache_bytes'] / 1e9:.2f}" if "cache_bytes" in row else ""
+
+
+def _over_static(row: dict[str, Any], data: dict[str, Any]) -> str:
+    """Say a way's throughput over static batching's."""
+    base = next((other for other in data["arrivals"] if other["way"] == "static"), None)
+    return "" if base in (None, row) else f"{row['tokens_per_s'] / base['tokens_per_s']:.2f}x"
 
 
 def _at_must(data: dict[str, Any]) -> str:

@@ -67,8 +67,9 @@ def test_captured_steps_pack_the_tails_of_a_quantised_cache() -> None:
 
 
 def test_weights_that_move_between_steps_are_read_where_they_are() -> None:
-    model = build_model(transformer("gqa_scaled"), seed=0).cuda()
-    wanted = generate(model, [PROMPTS[1]], max_new_tokens=16, temperature=0)[0].tokens
+    # Two models: where kernels are loaded a generation lays weights side by side, and there they stay.
+    other, model = (build_model(transformer("gqa_scaled"), seed=0).cuda() for _ in range(2))
+    wanted = generate(other, [PROMPTS[1]], max_new_tokens=16, temperature=0)[0].tokens
     engine = Engine(model, n_slots=2, max_len=32, compiled="graph")
     ticket = engine.submit(PROMPTS[1], max_new_tokens=16, temperature=0)
     for _ in range(5):
