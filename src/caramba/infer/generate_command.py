@@ -78,6 +78,8 @@ def _generate(
     show_decision(generator)
     if stats.not_compiled is not None:
         logger.info(f"compiled={generator.config.compiled} was not followed: {stats.not_compiled}")
+    elif stats.decode == "eager" and generator.model.embedder.token.weight.is_cuda:
+        logger.info("steps ran one kernel after the other; --compiled graph captures them, which is faster")
     if isinstance(generator, SpeculativeGenerator):
         against = "" if speed_up is None else f"; measured against none: {speed_up:.2f}x its decode speed"
         logger.info(f"{speculation(generator)}{against}")

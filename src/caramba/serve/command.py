@@ -96,12 +96,15 @@ def _engine(opened: OpenedModel, tokenizer: Tokenizer, config: EngineConfig) -> 
 def _announce(service: Service, name: tuple[Any, ...], *, has_key: bool) -> None:
     host = f"[{name[0]}]" if ":" in name[0] else name[0]
     stats, wait = service.engine.stats(), service.engine.config.batch_timeout
+    ahead = f" and {stats.n_ahead} prompts ahead" if stats.n_ahead else ""
     logger.info(
-        f"{service.name} at http://{host}:{name[1]}/v1: {stats.n_slots} slots of {service.context} tokens, "
+        f"{service.name} at http://{host}:{name[1]}/v1: {stats.n_slots} slots{ahead} of {service.context} tokens, "
         f"{stats.cache_kind} cache {stats.cache_bytes / 1e6:.2f} MB, {stats.decode} steps, "
         f"at most {service.limits.max_tokens} new tokens, {f'{wait:g} s for a batch to gather, ' if wait else ''}"
         f"{'with a key' if has_key else 'no key'}"
     )
+    if stats.not_ahead is not None:
+        logger.warning(f"--prompts-ahead {service.engine.config.n_ahead} was not followed: {stats.not_ahead}")
 
 
 def served_name(opened: OpenedModel) -> str:

@@ -45,6 +45,7 @@ class Metrics:
         )
         for name, text, read in (
             ("active_slots", "Slots that hold a request", lambda: stats().active),
+            ("requests_ahead", "Requests whose prompts run before a slot is free", lambda: stats().ahead),
             ("queue_depth", "Requests that wait for a slot", lambda: stats().queued),
             ("cache_bytes", "Bytes of the key/value caches", lambda: stats().cache_bytes),
             ("prefix_hits", "Prompts whose beginning was in the prefix cache", lambda: stats().prefix_hits),

@@ -63,7 +63,12 @@ class Batch:
         self.slots = Slots(model, config)
         self.prefixes = self._prefix_cache()
         self.requests: list[Request | None] = [None] * (config.n_slots + self.slots.n_ahead)
-        self.stats = EngineStats(n_slots=config.n_slots, cache_kind=self.slots.kind.value)
+        self.stats = EngineStats(
+            n_slots=config.n_slots,
+            n_ahead=self.slots.n_ahead,
+            not_ahead=self.slots.not_ahead,
+            cache_kind=self.slots.kind.value,
+        )
         self._order: list[int] = []  # slots whose prompt still runs, the earliest first
         self._beside: list[int] = []  # slots whose prompts run beside a step, whole
         self._ahead: list[int] = []  # rows ahead whose prompts have run, the earliest first
@@ -76,6 +81,11 @@ class Batch:
     def n_active(self) -> int:
         """Slots and rows ahead that are taken."""
         return sum(request is not None for request in self.requests)
+
+    @property
+    def n_seated(self) -> int:
+        """Slots that are taken."""
+        return sum(request is not None for request in self.requests[: self.config.n_slots])
 
     @property
     def n_free(self) -> int:

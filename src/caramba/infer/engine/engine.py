@@ -172,7 +172,8 @@ class Engine:
         with self._news:
             return dataclasses.replace(
                 self.batch.stats,
-                active=self.batch.n_active,
+                active=self.batch.n_seated,
+                ahead=self.batch.n_active - self.batch.n_seated,
                 queued=len(self._queue),
                 cache_bytes=self.batch.slots.nbytes,
                 decode=self.batch.slots.form,

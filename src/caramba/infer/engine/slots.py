@@ -48,7 +48,7 @@ class Slots:
         not_compiled: why they run otherwise than asked, if so.
         n_weights: of the model, what a row of a step multiplies by.
         prompts: whole prompts in captured forwards, None where they run as they come, or once a capture has failed.
-        n_ahead: rows behind the slots, see `EngineConfig`; 0 where prompts do not run so.
+        n_ahead: rows behind the slots, see `EngineConfig`. not_ahead: why there are none, if some were asked for.
         lengths: tokens that each row holds.
         logits: after each slot's last token, [n_slots, V].
     """
@@ -63,7 +63,8 @@ class Slots:
                 "`caramba generate --cache-kind auto` reports it"
             )
         n, vocab_size = config.n_slots, model.spec.embedder.vocab_size
-        self.n_slots, self.n_ahead = n, config.n_ahead if self._runs_ahead(config) else 0
+        self.not_ahead = self._ahead_refusal(config) if config.n_ahead else None
+        self.n_slots, self.n_ahead = n, 0 if self.not_ahead else config.n_ahead
         self.ctx = model.new_context(n + self.n_ahead, config.max_len, self.kind, static=True)
         self.rows = [self.ctx.row(index) for index in range(n + self.n_ahead)]
         stepped = self.ctx.row(0, n)
@@ -265,10 +266,19 @@ class Slots:
             return "eager", f"CUDA graphs need a CUDA device, the model is on {self.device.type}"
         return ("graph" if config.compiled else "eager"), None
 
-    def _runs_ahead(self, config: EngineConfig) -> bool:
-        """Whether prompts can run whole ahead of a free slot: in captured forwards, which nothing kept goes into."""
-        is_captured = self.device.type == "cuda" and config.compiled is not False
-        return is_captured and self.kind in EXACT_KINDS and not config.prefix_cache_bytes
+    def _ahead_refusal(self, config: EngineConfig) -> str | None:
+        """Return why prompts cannot run whole ahead of a free slot, None where they can: in captured forwards, which
+        nothing kept goes into."""
+        if self.device.type != "cuda":
+            return f"prompts are captured on CUDA alone, the model is on {self.device.type}"
+        if not config.compiled:
+            return "compiled=false captures no prompts"
+        if self.kind not in EXACT_KINDS:
+            return f"prompts do not run together into a {self.kind} cache"
+        if config.prefix_cache_bytes:
+            return "prefix_cache_bytes fills slots with what was kept"
+        probe = self.model.new_context(1, 1, self.kind, static=True)
+        return step_refusal(self.model, probe, SlotContext)
 
     def _begin(self, slots: Sequence[int], logits: Tensor) -> None:
         """Let slots decode from these logits, [n, V], which those of rows ahead wait with."""

@@ -9,8 +9,7 @@ from caramba.infer.device_steps import DecodeForm
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made; `active` (in a slot, or ahead of one), `queued` and the bytes are of
-    this moment.
+    """Counts since the engine was made; `active`, `ahead`, `queued` and the bytes are of this moment.
 
     Attributes:
         prefilled_tokens: prompt tokens that ran through the model; `prefix_tokens` did not have to.
@@ -19,10 +18,14 @@ class EngineStats:
         cache_bytes: of all slots and rows ahead, allocated; `prefix_bytes` come besides.
         decode: how steps run, see `GenerateConfig.compiled`; `rows` one row after the other.
         not_compiled: why they run otherwise than asked, if so.
+        active: requests in slots; `ahead` those in rows ahead of them, of which there are `n_ahead`.
+        not_ahead: why there are none of these, if some were asked for.
     """
 
     n_slots: int = 0
+    n_ahead: int = 0
     active: int = 0
+    ahead: int = 0
     queued: int = 0
     submitted: int = 0
     finished: int = 0
@@ -39,3 +42,4 @@ class EngineStats:
     cache_kind: str = ""
     decode: DecodeForm | str = "eager"
     not_compiled: str | None = None
+    not_ahead: str | None = None

@@ -194,7 +194,7 @@ def test_prompts_that_take_long_run_beside_several_steps(
 def engine_ahead(monkeypatch: pytest.MonkeyPatch, n_slots: int, n_ahead: int, chunk: int = 32) -> Engine:
     """Return an engine of rows ahead as on a CUDA device."""
     stand_for_graphs(monkeypatch)
-    monkeypatch.setattr(slots_module.Slots, "_runs_ahead", lambda *_: True)
+    monkeypatch.setattr(slots_module.Slots, "_ahead_refusal", lambda *_: None)
     model = sharp(transformer("gqa_scaled", repeat=1))
     engine = Engine(model, n_slots=n_slots, n_ahead=n_ahead, max_len=48, prefill_chunk=chunk)
     slots = engine.batch.slots
@@ -212,7 +212,9 @@ def test_prompts_that_run_ahead_of_a_slot_give_what_each_gives_alone(
     monkeypatch.setattr(slots, "move", lambda row, slot: moved.append((row, slot)) or move(row, slot))
     tickets = submit_all(engine)
     while engine.step():
-        most = max(most, engine.stats().active)
+        stats = engine.stats()
+        assert (stats.active <= n_slots, stats.ahead <= stats.n_ahead) == (True, True)
+        most = max(most, stats.active + stats.ahead)
         assert not any(slots.is_decoding[n_slots:])
     assert [ticket.tokens for ticket in tickets] == alone(engine.model)
     assert most == n_slots + n_ahead
@@ -234,7 +236,7 @@ def test_a_slot_that_gets_free_decodes_what_has_run_ahead_in_the_next_step(
     seen = []
     while engine.step():
         seen.append((len(first.tokens), len(second.tokens), len(third.tokens)))
-        assert slots.is_decoding[0] or not engine.stats().active
+        assert slots.is_decoding[0] or not engine.batch.n_active
     drawn = (
         [(n, 0, 0) for n in range(1, 5)] + [(4, n, 0) for n in range(1, 5)] + [(4, 4, n) for n in range(1, 4)]
     )

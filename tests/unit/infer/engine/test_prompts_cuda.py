@@ -17,14 +17,18 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("n_ahead", [0, 2])
 @pytest.mark.parametrize("name", ["gqa_scaled", "decoupled_gate", "latent_gate"])
-def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_prompts_give_the_text_of_the_cpu(
+    name: str, n_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompts, "GRAIN", 16)
     model = build_model(transformer(name), seed=0)
     wanted = alone(model)
     model = model.cuda()
     for compiled in (False, "graph"):
-        engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=64, compiled=compiled)
+        engine = Engine(model, n_slots=4, n_ahead=n_ahead, max_len=48, prefill_chunk=64, compiled=compiled)
+        assert engine.stats().n_ahead == (n_ahead if compiled else 0)
         forwards = engine.batch.slots.prompts
         assert (forwards is not None) == (compiled == "graph")
         captures = list[int]()
@@ -43,7 +47,9 @@ def test_captured_prompts_give_the_text_of_the_cpu(name: str, monkeypatch: pytes
     assert [ticket.tokens for ticket in tickets] == wanted
     assert len(spoilt) == 12
     # In its thread the engine lays weights side by side, and prompts run on joined products.
-    with Engine(model, n_slots=4, max_len=48, prefill_chunk=64, compiled="graph") as threaded:
+    with Engine(
+        model, n_slots=4, n_ahead=n_ahead, max_len=48, prefill_chunk=64, compiled="graph"
+    ) as threaded:
         for _ in range(2):
             tickets = submit_all(threaded)
             for ticket in tickets:
