@@ -195,6 +195,7 @@ class CachePolicy:
                     batch_size=batch_size,
                     length=timed_at,
                     steps=config.cache_auto_bench_steps,
+                    is_captured=bool(config.compiled),
                 )
                 is_new = True
         return is_new
@@ -249,7 +250,7 @@ class CachePolicy:
             "tokenizer": None if self.tokenizer is None else self.tokenizer.hash,
             "windows": [WINDOWS, length, TAIL_TOKENS],
             "bench_steps": config.cache_auto_bench_steps,
-            "decode": [config.decode_local_window],
+            "decode": [config.decode_local_window, bool(config.compiled)],
         }
         return PlanFile(facts, config.cache_plan_path)
 

@@ -12,12 +12,16 @@ import torch
 
 from caramba.cache import TAIL_TOKENS, Context, new_layer_cache
 from caramba.config.cache_policy import CacheKeys
+from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import TokenDataset, Tokenizer
 from caramba.data.stream import Tokens
 from caramba.errors import CarambaError, ConfigError, DataError
-from caramba.infer.decode import decode_step, prefill
+from caramba.infer.decode import prefill
+from caramba.infer.device_steps import HostSteps, choose_steps
 from caramba.infer.needle import find_needles, make_needles
+from caramba.infer.row import Row
+from caramba.infer.step import StepState
 from caramba.measure import agreement
 from caramba.model import Model
 from caramba.runtime import synchronize
@@ -117,11 +121,19 @@ def measure_quality(
 
 @torch.inference_mode()
 def time_decode(
-    model: Model, tokens: Tokens, kind: KVCacheKind, *, batch_size: int, length: int, steps: int
+    model: Model,
+    tokens: Tokens,
+    kind: KVCacheKind,
+    *,
+    batch_size: int,
+    length: int,
+    steps: int,
+    is_captured: bool = False,
 ) -> float:
     """Return the median seconds of a decode step behind `length` - `steps` tokens, each step waited for.
 
-    The prefill and three steps of warm-up are not counted.
+    The prefill and three steps of warm-up are not counted. `is_captured` times steps as one CUDA graph where they can
+    be: the host's time for each kernel hides what formats differ by.
     """
     device = model.embedder.token.weight.device
     steps = min(steps, length - WARM_UP_STEPS - 1)
@@ -129,12 +141,20 @@ def time_decode(
     text = np.resize(np.asarray(tokens[:n_before]).astype(np.int64), n_before)
     rows = torch.from_numpy(text).to(device).expand(batch_size, -1)
     ctx = model.new_context(batch_size, length, kind, static=True)
-    token = prefill(model, rows, ctx, PREFILL_CHUNK).argmax(-1)
+    config = GenerateConfig(
+        max_new_tokens=WARM_UP_STEPS + steps, temperature=0.0, compiled="graph" if is_captured else False
+    )
+    drawn = Row.of([[0]] * batch_size, config, (), None, None)
+    state = StepState.of(drawn, config, model.spec.embedder.vocab_size, device)
+    stepper, _, _ = choose_steps(HostSteps(model, state, ctx, config))
+    logits = prefill(model, rows, ctx, PREFILL_CHUNK)
+    stepper.resume()
     seconds = []
     for _ in range(WARM_UP_STEPS + steps):
+        token = stepper.choose(logits)
         synchronize(device)
         began = time.perf_counter()
-        token = decode_step(model, token, ctx).argmax(-1)
+        logits = stepper.forward(token)
         synchronize(device)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[WARM_UP_STEPS:])

@@ -139,6 +139,7 @@ def test_a_plan_is_read_again_and_only_for_the_same_model(
         (changed, {}),
         (model, {"cache_plan": "refresh"}),
         (model, {"decode_local_window": 9}),
+        (model, {"compiled": "graph"}),
     ):
         with pytest.raises(pytest.fail.Exception, match="measured"):
             policy_of(other, text, **values | more).decide(BATCH, 160)
