@@ -8,12 +8,13 @@ from typing import Any
 def batching(data: dict[str, Any]) -> list[str]:
     """Throughput and latency of static and continuous batching, and a batch over one request at a time."""
     words, must = data["settings"], data["must"]
+    runs = "one run" if words["repeats"] == 1 else f"medians of {words['repeats']} runs"
     lines = [
         f"## Batching requests ({words['model']}, {words['layout']}, {words['slots']} slots)",
         "",
         f"{words['requests']} requests arrive at random, {words['rate']:g} a second; prompts of {words['prompt'][0]} to"
-        f" {words['prompt'][1]} tokens and {words['new'][0]} to {words['new'][1]} new ones, log-uniform; medians of"
-        f" {words['repeats']} runs. Both sides run the same steps and differ in when a request may join.",
+        f" {words['prompt'][1]} tokens and {words['new'][0]} to {words['new'][1]} new ones, log-uniform; {runs}."
+        " Both sides run the same steps and differ in when a request may join.",
         "",
         "| batching | steps | cache, GB | tokens/s | over static | between tokens, ms, p50 / p99 |"
         " to the first, ms, p50 / p99 |",
