@@ -27,6 +27,7 @@ from caramba.infer.dialogue import Dialogue
 from caramba.model import Model
 from caramba.serve import schema, server
 from tests.integration.commands import TIMEOUT_S, environment, hear_interrupts
+from tests.integration.conformance import faults
 from tests.integration.values import values_of
 from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
 
@@ -41,6 +42,7 @@ ANSWERS = {
     "/v1/completions": (schema.Completion, schema.Completion),
     "/v1/chat/completions": (schema.ChatCompletion, schema.ChatChunk),
 }
+JSON, EVENTS = "application/json", "text/event-stream"
 ENDLESS = {"prompt": "c", "max_tokens": 400, "temperature": 0}
 
 
@@ -165,34 +167,106 @@ def client(model: Model) -> Iterator[httpx.Client]:
 
 def test_the_document_is_true(client: httpx.Client) -> None:
     document = client.get("/openapi.json").json()
-    seen: set[str] = set()
+    seen: set[tuple[str, bool]] = set()
 
-    @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    def refused_by_document(value: object, described: dict[str, Any]) -> list[str]:
+        return faults(value, described["content"][JSON]["schema"], document)
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(st.data())
     def check(data: st.DataObject) -> None:
         path = data.draw(
             st.sampled_from([path for path, item in document["paths"].items() if "post" in item])
         )
         asked = document["paths"][path]["post"]
-        content = asked["requestBody"]["content"]["application/json"]["schema"]
-        body = data.draw(values_of(content, document))
+        body = data.draw(values_of(asked["requestBody"]["content"][JSON]["schema"], document))
         if "chat" in path and body.get("max_tokens") and body.get("max_completion_tokens"):
+            assert refused_by_document(body, asked["requestBody"])
             del body["max_tokens"]  # the document's `not`, which the strategy does not know
         if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
             body["max_tokens"] = 3  # else all that the context holds
+        assert not refused_by_document(body, asked["requestBody"])
+        is_stream = body.get("stream", False)
         response = client.post(path, json=body)
         assert response.status_code == 200, response.text
-        seen.add(path)
+        seen.add((path, is_stream))
         whole, chunk = ANSWERS[path]
-        for found in events(response) if body.get("stream") else [response.json()]:
-            (chunk if body.get("stream") else whole).model_validate(found)
+        described = asked["responses"]["200"]
+        if is_stream:
+            assert EVENTS in described["content"]
+            assert response.headers["content-type"].partition(";")[0] == EVENTS
+            # OpenAPI 3.1 has no place for the schema of an event: the description names it.
+            assert f"a {chunk.__name__} each" in described["description"]
+            for found in events(response):
+                assert not faults(found, document["components"]["schemas"][chunk.__name__], document)
+                chunk.model_validate(found)
+        else:
+            assert response.headers["content-type"] == JSON
+            assert not refused_by_document(response.json(), described)
+            whole.model_validate(response.json())
         wrong = data.draw(st.sampled_from(sorted(body)))
-        refused = client.post(path, json=body | {wrong: {"no": "such thing"}})
-        assert (refused.status_code, "400" in asked["responses"]) == (400, True), refused.text
+        body |= {wrong: {"no": "such thing"}}
+        assert refused_by_document(body, asked["requestBody"])
+        refused = client.post(path, json=body)
+        assert refused.status_code == 400, refused.text
+        assert not refused_by_document(refused.json(), asked["responses"]["400"])
         schema.FailureBody.model_validate_json(refused.content, strict=True)
 
     check()
-    assert seen == set(ANSWERS)
+    assert seen == {(path, is_stream) for path in ANSWERS for is_stream in (False, True)}
+
+
+def test_what_is_got_is_what_the_document_describes(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    got: set[str] = set()
+    for path, item in document["paths"].items():
+        if "get" not in item:
+            continue
+        for name, status in {NAME: 200, "other": 404}.items() if "{model}" in path else ((NAME, 200),):
+            response = client.get(path.replace("{model}", name))
+            assert response.status_code == status
+            content = item["get"]["responses"][str(status)]["content"]
+            kind = response.headers["content-type"].partition(";")[0]
+            assert kind in content
+            if "schema" in content[kind]:
+                assert not faults(response.json(), content[kind]["schema"], document)
+                got.add(path)
+    assert got == {"/v1/models", "/v1/models/{model}", "/health"}
+
+
+def test_a_value_that_a_schema_does_not_allow_is_seen(client: httpx.Client) -> None:
+    document = client.get("/openapi.json").json()
+    schemas = document["components"]["schemas"]
+    body = {"model": NAME, "prompt": "a", "max_tokens": 3, "logprobs": 0}
+    answer = client.post("/v1/completions", json=body).json()
+    assert not faults(answer, schemas["Completion"], document)
+    (choice,) = answer["choices"]
+    for broken, place in (
+        ({key: value for key, value in answer.items() if key != "id"}, "$: no id"),
+        (answer | {"more": 1}, "$: more is not described"),
+        (answer | {"object": "other"}, "$.object: 'other' is none of ['text_completion']"),
+        (answer | {"created": 1.5}, "$.created: 1.5 is no integer"),
+        (answer | {"choices": [choice, choice | {"text": None}]}, "$.choices[1].text: None is no string"),
+        (answer | {"usage": {"prompt_tokens": 1}}, "$.usage: {'prompt_tokens': 1} is none of"),
+        (
+            answer | {"choices": [choice | {"finish_reason": "error"}]},
+            "$.choices[0].finish_reason: 'error' is",
+        ),
+    ):
+        (line,) = faults(broken, schemas["Completion"], document)
+        assert line.startswith(place)
+    for key, value in (("temperature", -0.5), ("top_p", 0), ("seed", 2**63), ("n", True), ("stop", "")):
+        assert not faults(body, schemas["CompletionRequest"], document)
+        assert faults(body | {key: value}, schemas["CompletionRequest"], document), key
+    talk = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    # The document's `not`, which drawn bodies seldom meet.
+    for keys, status in (
+        ({"max_completion_tokens": None}, 200),
+        ({"max_completion_tokens": 3, "user": "a"}, 400),
+    ):
+        found = faults(talk | keys, schemas["ChatRequest"], document)
+        response = client.post("/v1/chat/completions", json=talk | keys)
+        assert (len(found), response.status_code) == (int(status == 400), status)
 
 
 def test_a_stopping_server_tells_those_whom_it_cuts_off(

@@ -93,6 +93,12 @@ def transformer(name: str, repeat: int = 2) -> ModelSpec:
     return spec({"type": "NestedTopology", "layers": [block(name)], "repeat": repeat})
 
 
+def looped(kind: str, name: str, times: int = 2) -> ModelSpec:
+    """One block run several times with the same weights, by a Cyclic or a Recurrent topology."""
+    count = {"Cyclic": "n_cycles", "Recurrent": "steps"}[kind]
+    return spec({"type": f"{kind}Topology", "layers": [block(name)], count: times})
+
+
 def biased() -> ModelSpec:
     """A block whose queries, keys and values, gates and ups have biases, which decode steps take side by side."""
     layers = [attention("standard", bias=True), {**MLP, "bias": True}]

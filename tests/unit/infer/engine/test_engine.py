@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer
 from caramba.errors import CacheFull, CheckpointError, ConfigError, EngineClosed, QueueFull
 from caramba.infer import generate
 from caramba.infer.engine import Engine, Event, Ticket, slots
 from caramba.model import Model, build_model
 from tests.unit.infer.test_generator import byte_spec, sharp
-from tests.unit.model.model_specs import block, spec, transformer
+from tests.unit.model.model_specs import block, looped, spec, transformer
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3], [9, 8, 7, 6], [5, 5]]
 SETTINGS: list[dict[str, Any]] = [
@@ -31,6 +32,14 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def model() -> Model:
     return sharp(transformer("latent_gate", repeat=1))
+
+
+def architecture(name: str) -> ModelSpec:
+    """One block of this attention; in a topology that runs it again if that is named before it."""
+    if name == "learned_positions":
+        return spec(block("window"), max_positions=32)
+    kind, _, inner = name.rpartition(" ")
+    return looped(kind, inner, times=3) if kind else transformer(inner, repeat=1)
 
 
 def submit_all(engine: Engine) -> list[Ticket]:
@@ -58,14 +67,15 @@ def run(engine: Engine) -> int:
         ("decoupled_gate", "q8_0", 4, "eager"),
         ("latent_gate", "mixed", 64, "eager"),
         ("latent_first", "fp32", 64, "rows"),
+        ("Cyclic gqa_scaled", "q8_0", 4, "rows"),
+        ("Cyclic latent_gate", "fp32", 64, "eager"),
+        ("Recurrent decoupled_gate", "fp32", 64, "eager"),
+        ("Recurrent latent_first", "fp32", 4, "rows"),
+        ("Recurrent decoupled_gate", "q8_0", 4, "eager"),
     ],
 )
 def test_every_request_gets_what_it_would_get_alone(name: str, kind: str, chunk: int, form: str) -> None:
-    model = sharp(
-        spec(block("window"), max_positions=32)
-        if name == "learned_positions"
-        else transformer(name, repeat=1)
-    )
+    model = sharp(architecture(name))
     engine = Engine(model, n_slots=3, max_len=32, prefill_chunk=chunk, cache_kind=kind)
     tickets = submit_all(engine)
     shapes: list[tuple[int, ...]] = []

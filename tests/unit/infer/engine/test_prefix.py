@@ -6,19 +6,21 @@ import pytest
 import torch
 
 from caramba.errors import ConfigError
+from caramba.infer import generate
 from caramba.infer.engine import Engine
 from caramba.infer.engine.prefix import PrefixCache, common
 from caramba.model import Model
-from tests.unit.infer.engine.test_engine import run
+from tests.unit.infer.engine.test_engine import architecture, run
 from tests.unit.infer.test_generator import sharp
-from tests.unit.model.model_specs import transformer
 
 SYSTEM = [(7 * index) % 23 for index in range(20)]
 
 
-@pytest.fixture(scope="module", params=["decoupled", "latent_first"])
+@pytest.fixture(
+    scope="module", params=["decoupled", "latent_first", "Cyclic latent_first", "Recurrent decoupled"]
+)
 def model(request: pytest.FixtureRequest) -> Model:
-    return sharp(transformer(request.param, repeat=1))
+    return sharp(architecture(request.param))
 
 
 def test_equal_beginnings_are_run_once_and_change_nothing(model: Model) -> None:
@@ -34,6 +36,11 @@ def test_equal_beginnings_are_run_once_and_change_nothing(model: Model) -> None:
         tickets = [engine.submit(prompt, max_new_tokens=4, temperature=2.0, seed=4) for prompt in prompts]
         run(engine)
         texts.append([asked.tokens, *(ticket.tokens for ticket in tickets)])
+        for prompt, ticket in zip(prompts, tickets, strict=True):
+            (alone,) = generate(
+                model, [prompt], max_new_tokens=4, temperature=2.0, seeds=[4], cache_kind="fp32"
+            )
+            assert ticket.tokens == alone.tokens
     assert texts[0] == texts[1]
     stats = kept.stats()
     # Of the first text its last new token never ran.
