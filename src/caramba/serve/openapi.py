@@ -64,6 +64,8 @@ def _narrow(properties: dict[str, Any], limits: dict[str, int], model: str) -> N
     """Write what this server takes into a request's schema."""
     properties["model"]["enum"] = [model]
     for key in limits.keys() & properties.keys():
+        if isinstance(properties[key].get("default"), int):
+            properties[key]["default"] = min(properties[key]["default"], limits[key])
         pending = [properties[key]]
         while pending:
             node = pending.pop()

@@ -12,6 +12,7 @@ import uvicorn
 from caramba.errors import ConfigError
 from caramba.runs.signals import handled
 from caramba.serve.app import build_app
+from caramba.serve.connections import TimedProtocol
 from caramba.serve.service import Service
 
 GRACE_SECONDS = 10.0  # for answers under way when the server stops
@@ -52,7 +53,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 build_app(service, api_key=api_key),
                 lifespan="off",
-                http="h11",
+                http=TimedProtocol,
                 ws="none",
                 log_config=None,
                 access_log=False,

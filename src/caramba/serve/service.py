@@ -88,7 +88,10 @@ class Service:
         self._refuse_model(request)
         prompt = request.prompt
         ids = await self._encode("prompt", lambda: encode_prompts([prompt], self.tokenizer)[0])
-        return self._submit(request, ids, request.max_tokens, "max_tokens", request.stops)
+        # The usual number is asked for by nobody: a server that gives fewer gives those.
+        is_asked = "max_tokens" in request.model_fields_set
+        n_new = request.max_tokens if is_asked else min(request.max_tokens, self.limits.max_tokens)
+        return self._submit(request, ids, n_new, "max_tokens", request.stops)
 
     async def answer(self, request: ChatRequest) -> Running:
         """Submit a conversation.

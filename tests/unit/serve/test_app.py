@@ -328,6 +328,19 @@ def test_nobody_waits_for_a_whole_answer(client: httpx.Client, service: Service)
     assert service.engine.stats().active == 0
 
 
+def test_a_completion_that_asks_for_no_number_of_tokens_gets_what_the_server_gives_at_most(
+    model: Model,
+) -> None:
+    with serving(service_of(model, max_tokens=5)) as address, httpx.Client(base_url=address) as client:
+        asked = {"model": NAME, "prompt": "abc", "temperature": 0}
+        whole = client.post("/v1/completions", json=asked)
+        assert (whole.status_code, whole.json()["usage"]["completion_tokens"]) == (200, 5)
+        assert client.post("/v1/completions", json=asked | {"max_tokens": 16}).status_code == 400
+        schemas = client.get("/openapi.json").json()["components"]["schemas"]
+        described = schemas["CompletionRequest"]["properties"]["max_tokens"]
+        assert (described["default"], described["maximum"]) == (5, 5)
+
+
 def test_a_full_queue_a_late_answer_and_a_wrong_key(model: Model) -> None:
     service = service_of(model, timeout_s=0.2, n_slots=1, max_queue=1)
     with serving(service, key="secret") as address, httpx.Client(base_url=address, timeout=30) as client:
