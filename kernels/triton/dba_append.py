@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import Launch
+from caramba.kernels.triton.store_plan import MOST_STREAMS, StorePlan, along_width, columns_of
 from torch import Tensor
 
 import triton
 import triton.language as tl
-
-MAX_STREAMS = 3
 
 
 @triton.jit
@@ -102,25 +100,10 @@ def dba_append(
             admit(streams, buffers, lengths, cos, sin, rotated)
         plan = _planned(streams, buffers, lengths, cos, sin, rotated)
         _plans.add(rest, given, plan)
-    if plan.copied:
-        given = [x.contiguous() if i in plan.copied else x for i, x in enumerate(given)]
-    if plan.launch is not None:
-        plan.launch(*[given[i] for i in plan.order])
+    plan.run(given)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The launch for calls of one form, None if there is nothing to write.
-
-    Of streams, buffers, lengths and tables it takes those at the places `order`; those at `copied` are made contiguous.
-    """
-
-    launch: Launch | None
-    order: tuple[int, ...]
-    copied: tuple[int, ...]
-
-
-_plans: Plans[Plan] = Plans()
+_plans: Plans[StorePlan] = Plans()
 
 
 def _planned(
@@ -130,29 +113,21 @@ def _planned(
     cos: Tensor | None,
     sin: Tensor | None,
     rotated: int,
-) -> Plan:
+) -> StorePlan:
     """Lay out calls of this form."""
     n = len(streams)
-    if n > MAX_STREAMS or torch.float64 in {x.dtype for x in (*streams, *buffers)}:
+    if n > MOST_STREAMS or torch.float64 in {x.dtype for x in (*streams, *buffers)}:
         raise ValueError(
             f"dba_append: streams: got {[str(x.dtype) for x in streams]} into {[str(x.dtype) for x in buffers]}, "
-            f"expected at most {MAX_STREAMS}, of 16 or 32 bits, on a GPU"
+            f"expected at most {MOST_STREAMS}, of 16 or 32 bits, on a GPU"
         )
     batch, heads, n_tokens = streams[0].shape[:3]
     if not batch * heads * n_tokens:
-        return Plan(None, (), ())
-    xs = [x if x.stride(-1) == 1 else x.contiguous() for x in streams]
+        return StorePlan()
+    xs = [along_width(x) for x in streams]
     widths = [x.shape[-1] for x in xs]
-    places: list[int] = []
-    starts: list[int] = []
-    buffer = column = 0
-    for width in widths:
-        places.append(buffer)
-        starts.append(column)
-        column += width
-        if column == buffers[buffer].shape[-1]:
-            buffer, column = buffer + 1, 0
-    fill = MAX_STREAMS - n
+    places, starts = (list(found) for found in zip(*columns_of(streams, buffers), strict=True))
+    fill = MOST_STREAMS - n
     into = [buffers[place] for place in places]
     xs, into = xs + xs[:1] * fill, into + into[:1] * fill
     widths, starts = widths + [0] * fill, starts + [0] * fill
@@ -181,7 +156,7 @@ def _planned(
         for i, x in enumerate((lengths, *tables))
         if not x.is_contiguous()  # which the kernel reads one after the other
     ]
-    return Plan(
+    return StorePlan(
         launch=launch,
         order=(
             *(*range(n), *[0] * fill),

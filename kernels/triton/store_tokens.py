@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import Launch
+from caramba.kernels.triton.store_plan import MOST_STREAMS, StorePlan, along_width, columns_of
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
-MOST_STREAMS = 3
 TILE = 2048
 """Numbers of a stream in a program; more heads than fit are for others."""
 NUMBERS_PER_WARP = 256
@@ -91,25 +91,10 @@ def store_tokens(
             admit(streams, buffers, rows, places)
         plan = _planned(streams, buffers, rows, places)
         _plans.add(rest, given, plan)
-    if plan.copied:
-        given = [x.contiguous() if i in plan.copied else x for i, x in enumerate(given)]
-    if plan.launch is not None:
-        plan.launch(*[given[i] for i in plan.order])
+    plan.run(given)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The launch for calls of one form, None if there is nothing to write.
-
-    Of streams, buffers, rows and places it takes those at the places `order`; those at `copied` are made contiguous.
-    """
-
-    launch: Launch | None
-    order: tuple[int, ...]
-    copied: tuple[int, ...]
-
-
-_plans: Plans[Plan] = Plans()
+_plans: Plans[StorePlan] = Plans()
 
 
 @dataclass(frozen=True)
@@ -135,7 +120,7 @@ class _Part:
         return min(_power(self.n_heads), max(1, TILE // wide)), wide
 
 
-def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> Plan:
+def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> StorePlan:
     """Lay out calls of this form."""
     dtypes = [x.dtype for x in (*streams, *buffers)]
     if len(streams) > MOST_STREAMS or torch.float64 in dtypes:
@@ -144,9 +129,13 @@ def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places:
             f"expected at most {MOST_STREAMS} streams, of 16 or 32 bits, on a GPU"
         )
     n_tokens, (n_rows, _, capacity, _) = streams[0].shape[2], buffers[0].shape
-    parts = [part for part in _parts(streams, buffers) if part.x.numel()]
+    parts = [
+        _Part(index, along_width(x), *place)
+        for index, (x, place) in enumerate(zip(streams, columns_of(streams, buffers), strict=True))
+        if x.numel()
+    ]
     if not (parts and n_rows and capacity):
-        return Plan(None, (), ())
+        return StorePlan()
     tiles = [part.tile for part in parts]
     n_blocks = max(-(-part.n_heads // heads) for part, (heads, _) in zip(parts, tiles, strict=True))
     n_warps = min(8, max(1, max(heads * wide for heads, wide in tiles) // NUMBERS_PER_WARP))
@@ -164,7 +153,7 @@ def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places:
     ]
     n = len(streams)
     ids = n + len(buffers)
-    return Plan(
+    return StorePlan(
         launch=Launch(_store_tokens, (n_tokens, n_blocks), scalars, {}, num_warps=n_warps),
         order=(*(part.index for part in filled), *(n + part.buffer for part in filled), ids, ids + 1),
         copied=(
@@ -172,18 +161,6 @@ def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places:
             *(ids + i for i, x in enumerate((rows, places)) if not x.is_contiguous()),
         ),
     )
-
-
-def _parts(streams: list[Tensor], buffers: list[Tensor]) -> list[_Part]:
-    """Return where streams go that fill the buffers in order; with a unit stride along their width."""
-    parts: list[_Part] = []
-    buffer = column = 0
-    for index, x in enumerate(streams):
-        parts.append(_Part(index, x if x.stride(-1) == 1 else x.contiguous(), buffer, column))
-        column += x.shape[-1]
-        if column == buffers[buffer].shape[-1]:
-            buffer, column = buffer + 1, 0
-    return parts
 
 
 def _power(n: int) -> int:
