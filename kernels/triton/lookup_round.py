@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from caramba.kernels.triton.dba_decode_modes import power_of_2
 from caramba.kernels.triton.launch import Launches
 from torch import Tensor
 
@@ -103,11 +104,7 @@ def lookup_round(
     key = (n_rows, n_ids, width, n_drafts, most, max_ngram, extra, ids.get_device())
     launch = _rounds.get(key)
     if launch is None:
-        constants = (width, _power(width), n_drafts, _power(n_drafts), extra, BLOCK)
+        constants = (width, power_of_2(width), n_drafts, power_of_2(n_drafts), extra, BLOCK)
         launch = _rounds.add(key, (n_rows,), (n_ids, most, max_ngram), *constants, num_warps=8)
     launch(ids, held, state, drawn, live, kept)
     return kept
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()

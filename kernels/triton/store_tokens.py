@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from caramba.kernels.triton.dba_decode_modes import power_of_2
 from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import Launch
 from caramba.kernels.triton.store_plan import MOST_STREAMS, StorePlan, along_width, columns_of
@@ -116,8 +117,8 @@ class _Part:
 
     @property
     def tile(self) -> tuple[int, int]:
-        wide = _power(self.width)
-        return min(_power(self.n_heads), max(1, TILE // wide)), wide
+        wide = power_of_2(self.width)
+        return min(power_of_2(self.n_heads), max(1, TILE // wide)), wide
 
 
 def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places: Tensor) -> StorePlan:
@@ -161,7 +162,3 @@ def _planned(streams: list[Tensor], buffers: list[Tensor], rows: Tensor, places:
             *(ids + i for i, x in enumerate((rows, places)) if not x.is_contiguous()),
         ),
     )
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()

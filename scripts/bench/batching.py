@@ -198,8 +198,8 @@ def arrivals(
             flush=True,
         )
         captures = {"prompt_graphs": n_captured, "captured_while_measured": n_later}
-        captures["cache_bytes"] = stats.cache_bytes
-        yield {"way": name, "ran": stats.decode, **captures, **middle(runs), "all": runs}
+        facts = {"ran": stats.decode, **captures, "cache_bytes": stats.cache_bytes}
+        yield {"way": name, **facts, **middle(runs), "all": runs}
 
 
 def batch(model: Model, words: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
