@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 OPTIONS = (
     "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--prompts-ahead 0] [--max-len N] [--cache-kind KIND] "
     "[--max-tokens N] [--max-queue 256] [--batch-timeout 0] [--max-request-bytes 1048576] [--timeout 300] "
-    "[--api-key-env NAME] [--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|true|false] [--plain]"
+    "[--api-key-env NAME] [--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|auto|true|false] [--plain]"
     + WEIGHTS_OPTIONS
 )
 MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
-COMPILED: dict[str, bool | str] = {"graph": "graph", "true": True, "false": False}
+COMPILED: dict[str, bool | str] = {"graph": "graph", "auto": "auto", "true": True, "false": False}
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
