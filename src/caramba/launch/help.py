@@ -59,8 +59,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--cache-plan-path FILE] [--cache-plan-probe true|false] [--cache-plan-probe-interval-sec S] "
         "[--decode-plan PLAN] [--decode-q-chunk N] [--decode-local-window N] [--dtype float32|bf16|fp16] "
         "[--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] [--spec-k-adaptive true|false] "
-        "[--spec-extra-token true|false] [--spec-disable-below-accept X] [--max-ngram N] [--spec-compare] "
-        "[--spec-draft-layers N] [--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
+        "[--spec-extra-token true|false] [--spec-disable-below-accept X] [--hysteresis X] [--window N] "
+        "[--retry-after N] [--max-ngram N] [--spec-compare] [--spec-draft-layers N] "
+        "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
         "[--compiled auto|graph|true|false] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]",
         "continue prompts with a run, an export or a Hugging Face folder",
     ),
