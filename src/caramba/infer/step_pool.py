@@ -79,21 +79,32 @@ class StepPool:
         # A quantised cache of so few tokens stays in 16 bits, in a bucket it would not.
         is_short = is_quantised and n_tokens <= 2 * TAIL_TOKENS
         form, _ = asked_form(config.compiled, device)
-        is_brief = config.compiled == "auto" and form == "graph" and _forwards(rows, config) < FEWEST_FORWARDS
+        is_auto = config.compiled == "auto"
+        n_forwards, brief = _forwards(rows, config), None
+        if is_auto and form == "graph" and n_forwards < FEWEST_FORWARDS:
+            brief = f"a first call of {n_forwards} steps is over sooner than with a capture"
         if form == "eager" or is_short:
-            return _made(model, rows, config, kind, n_tokens, 0, is_brief=is_brief)
+            return _made(model, rows, config, kind, n_tokens, 0, brief)
         capacity = step_capacity(n_tokens, limit)
         key = (identity_of(model), len(rows), capacity, kind, *(getattr(config, name) for name in BAKED))
         found = self._kept.pop(key, None)
         if found is None:
-            if is_brief and key != self._brief:
+            if brief is not None and key != self._brief:
                 self._brief = key  # the second such call tells that more may follow
-                return _made(model, rows, config, kind, n_tokens, 0, is_brief=True)
+                return _made(model, rows, config, kind, n_tokens, 0, brief)
             if is_quantised and not _takes_steps(model, kind):
                 return _made(model, rows, config, kind, n_tokens, 0)
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
-            found = _made(model, rows, config, kind, capacity, capacity)
+            try:
+                found = _made(model, rows, config, kind, capacity, capacity)
+            except torch.OutOfMemoryError:
+                if not is_auto:
+                    raise
+            if found is None:  # nobody asked for a graph, and the text's own length may fit
+                self._kept.clear()
+                reason = f"a cache of {capacity} tokens, which it takes to keep a graph, does not fit"
+                return _made(model, rows, config, kind, n_tokens, 0, reason)
             if not isinstance(found.steps, DeviceSteps):
                 # A bucket may reach beyond lengths that steps on the device can serve, where the text does not.
                 return _made(model, rows, config, kind, n_tokens, 0)
@@ -122,16 +133,14 @@ def _made(
     kind: KVCacheKind,
     capacity: int,
     width: int,
-    *,
-    is_brief: bool = False,
+    reason: str | None = None,
 ) -> Prepared:
+    """Return what a generation runs on, eager for a `reason`."""
     device = model.embedder.token.weight.device
     ctx = model.new_context(len(rows), capacity, kind, static=True)
     state = StepState.of(rows, config, model.spec.embedder.vocab_size, device, width=width)
     host = HostSteps(model, state, ctx, config)
-    if is_brief:
-        n = _forwards(rows, config)
-        reason = f"a first call of {n} steps is over sooner than with a capture"
+    if reason is not None:
         return Prepared(ctx, state, host, "eager", reason)
     return Prepared(ctx, state, *choose_steps(host))
 

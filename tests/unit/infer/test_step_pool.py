@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from caramba.config.cache_policy import Q_CHUNK_BUCKETS, step_capacity
@@ -139,6 +140,34 @@ def test_auto_captures_from_the_second_call_on_where_the_first_would_not_make_up
     for _ in range(2):  # so few tokens of a quantised cache are kept for no later call
         packed.generate([[1, 2]])
         assert (packed.stats.decode, packed.stats.not_compiled) == ("eager", reason)
+
+
+def test_auto_takes_no_more_room_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
+    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph", None))
+    model = build_model(transformer("latent"), seed=0).double()
+    inner = model.new_context
+
+    def small(batch_size: int, max_tokens: int, *given: Any, **more: Any) -> Any:
+        if max_tokens > 512:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(batch_size, max_tokens, *given, **more)
+
+    monkeypatch.setattr(model, "new_context", small)
+    values: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0}
+    generator = Generator(model, **values)
+    generator.generate([[1] * 480])
+    assert (generator.stats.decode, len(generator.pool._kept)) == ("graph", 1)
+    monkeypatch.setattr(step_pool, "step_capacity", lambda n, _: 2 * n)
+    generator.generate([[2] * 481])
+    reason = "a cache of 1002 tokens, which it takes to keep a graph, does not fit"
+    assert (generator.stats.decode, generator.stats.not_compiled) == ("eager", reason)
+    assert not generator.pool._kept, "their memory is free"
+    with pytest.raises(torch.OutOfMemoryError):
+        generator.generate([[1] * 600])  # nor does what it takes at least
+    with pytest.raises(torch.OutOfMemoryError):
+        Generator(model, compiled="graph", **values).generate([[2] * 481])
 
 
 @pytest.mark.parametrize("read_every", [1, 5])
