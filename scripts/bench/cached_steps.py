@@ -56,7 +56,7 @@ def measured(preset: str, words: argparse.Namespace, device: torch.device) -> li
     source = torch.Generator().manual_seed(0)
     given = torch.randint(model.spec.embedder.vocab_size, (1, prompt), generator=source)
     options: dict[str, Any] = {"max_new_tokens": new, "temperature": 0.0}
-    cached = {"cached": Generator(model, None, **options)}
+    cached = {"cached": Generator(model, None, compiled=False, **options)}
     if words.compiled:
         cached["cached, compiled"] = Generator(model, None, compiled=True, **options)
     sides: dict[str, Callable[[], list[int]]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,11 @@ import torch
 import transformers
 
 from caramba.cli import main
+from caramba.config.generate import SpeculativeConfig
 from caramba.data import ByteTokenizer
 from caramba.export.tokenizer import write_tokenizer
+from caramba.infer import SpeculativeGenerator
+from caramba.infer.arguments import Arguments, open_generator, sampling_config
 from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, only_run
 from tests.unit.hf.folders import BASE
 
@@ -187,6 +191,19 @@ def test_an_automatic_cache_tells_why(
     assert "bf16 cache " in printed
 
 
+def test_the_words_of_speculation_reach_the_generator(folder: Path) -> None:
+    values: dict[str, Any] = {"spec_method": "lookup", "spec_k": 3, "spec_disable_below_accept": 0.2}
+    values |= {"hysteresis": 0.1, "window": 12, "retry_after": 20, "max_ngram": 3}
+    for command in ("generate", "chat"):
+        parser = Arguments(command, "")
+        given = [word for key, value in values.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+        words = parser.parse_args([str(folder), "--device", "cpu", *given])
+        words.command = command
+        _, generator = open_generator(words, sampling_config(words))
+        assert isinstance(generator, SpeculativeGenerator)
+        assert generator.speculation == SpeculativeConfig(**values)
+
+
 def test_speculation_reports_itself_and_keeps_the_text(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +229,9 @@ def test_speculation_reports_itself_and_keeps_the_text(
         (("--spec-method", "early_exit", "--spec-draft-layers", "9"), "spec_draft_layers=9 of a model of 2"),
         (("--spec-compare",), "--spec-compare times speculation against none"),
         (("--spec-method", "lookup", "--spec-k", "17"), "spec_k: got 17, expected less than or equal to 16"),
+        (("--retry-after", "8"), "name --spec-method lookup"),
+        (("--spec-method", "lookup", "--window", "0"), "window: got 0, expected greater than 0"),
+        (("--spec-method", "lookup", "--hysteresis", "0.95"), "plus hysteresis=0.95 is above 1"),
     ):
         capsys.readouterr()
         assert main(["generate", *options, "--device", "cpu", *words]) == 2

@@ -318,6 +318,7 @@ def test_what_cannot_be_served_is_said_with_status_2(
         (("--host", "0.0.0.0"), "--host 0.0.0.0 is reached by other machines, and without a key"),
         (("--api-key-env", "EMPTY_KEY"), "--api-key-env EMPTY_KEY: the environment variable is not set"),
         (("--host", "203.0.113.1", "--api-key-env", "PATH"), "cannot listen on 203.0.113.1 port 0"),
+        (("--max-connections", "0"), "argument --max-connections: got 0, expected 1 or more"),
         (("--port", "70000"), "argument --port: got 70000, expected 0 to 65535"),
         (("--compiled", "fast"), "argument --compiled: invalid choice: 'fast'"),
         (("--batch-timeout", "-1"), "argument --batch-timeout: got -1, expected seconds of 0 or more"),

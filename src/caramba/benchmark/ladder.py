@@ -163,9 +163,9 @@ def _rungs(model: Model, config: InferenceLadderConfig, device: torch.device, na
     rungs: list[Rung] = []
     for name in names:
         if name == "eager_math":
-            rungs.append(Rung(name, Generator(plain, **values), size, math_attention))
+            rungs.append(Rung(name, Generator(plain, compiled=False, **values), size, math_attention))
         elif name == "flash":
-            rungs.append(Rung(name, Generator(plain, **values), size))
+            rungs.append(Rung(name, Generator(plain, compiled=False, **values), size))
         elif name == "graphs":
             rungs.append(Rung(name, Generator(plain, compiled=True, **values), size))
         else:

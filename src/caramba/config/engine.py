@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from caramba.config.base import Config
+from caramba.config.generate import Compiled
 from caramba.config.kvcache import CacheKind
 from caramba.config.leaf import Positive
 
@@ -43,7 +44,7 @@ class EngineConfig(Config):
         default=0,
         description="memory for the keys and values of earlier texts, whose equal beginnings are not run again",
     )
-    compiled: bool | Literal["graph"] = Field(
+    compiled: Compiled = Field(
         default="graph",
         description="as in GenerateConfig: run steps on the device by themselves where it can; stats say what ran",
     )

@@ -12,6 +12,8 @@ from caramba.config.leaf import Positive
 
 DEFAULT_SEED = 1337
 TokenIds = tuple[Annotated[int, Field(ge=0)], ...]
+Compiled = bool | Literal["graph", "auto"]
+"""How steps are asked to run, see `GenerateConfig.compiled`."""
 
 
 class GenerateConfig(CacheKeys):
@@ -50,10 +52,12 @@ class GenerateConfig(CacheKeys):
         default=None, description="steps between reads of the new tokens; unset: 1 for a stream, else 8"
     )
 
-    compiled: bool | Literal["graph"] = Field(
-        default=False,
+    compiled: Compiled = Field(
+        default="auto",
         description="run steps on the device by themselves: graph captures a step in a CUDA graph, true compiles it "
-        "too; stats say what ran, and why where it did not",
+        "too, and both keep caches of the next power of two for later calls; auto is graph on a CUDA device, but not "
+        "where several ranks take part, such a cache does not fit, or a first call is too short to make up for the "
+        "capture, and eager (false) elsewhere; stats say what ran, and why where it is not what was asked",
     )
 
     @property

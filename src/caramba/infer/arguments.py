@@ -71,6 +71,9 @@ SPECULATION: dict[str, Callable[[str], Any]] = {
     "spec_k_adaptive": _switch,
     "spec_extra_token": _switch,
     "spec_disable_below_accept": float,
+    "hysteresis": float,
+    "window": int,
+    "retry_after": int,
     "spec_draft_layers": int,
     "max_ngram": int,
 }

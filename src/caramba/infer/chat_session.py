@@ -111,7 +111,8 @@ class ChatSession:
         return (
             f"{len(self.turns)} turns, {self.tokens} tokens at {rate:.1f} tok/s (last {last.tokens_per_second:.1f}), "
             f"{last.cache_kind} cache {last.cache_bytes} bytes, "
-            f"context {self.context} of {self.generator.config.max_seq_len} tokens"
+            f"context {self.context} of {self.generator.config.max_seq_len} tokens, {last.decode} steps"
+            + (f" ({last.not_compiled})" if last.not_compiled is not None else "")
             + (f"; {speculation(self.generator)}" if isinstance(self.generator, SpeculativeGenerator) else "")
         )
 

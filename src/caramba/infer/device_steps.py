@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context, StepContext
-from caramba.config.generate import GenerateConfig
+from caramba.config.generate import Compiled, GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.layer import AttentionLayer
@@ -21,6 +21,7 @@ from caramba.layer.few_rows import are_plain
 from caramba.model import Model
 from caramba.ops import has_kernel, implementation, kernel_takes
 from caramba.ops.backend import REFERENCE
+from caramba.runtime import get_world_size, is_distributed
 
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
@@ -245,23 +246,29 @@ def replayed(graph: Captured, given: Tensor) -> Tensor:
     return graph[2]
 
 
+def asked_form(compiled: Compiled, device: torch.device) -> tuple[DecodeForm, str | None]:
+    """Return how steps on a device are to run by `GenerateConfig.compiled`, before a model may refuse it; where they
+    are not captured although a graph was asked for, or `auto` would take one there, the reason comes along."""
+    is_cuda = device.type == "cuda"
+    if compiled is True:
+        return ("compiled graph" if is_cuda else "compiled"), None
+    if compiled is False or (compiled == "auto" and not is_cuda):
+        return "eager", None
+    if not is_cuda:
+        return "eager", f"CUDA graphs need a CUDA device, the model is on {device.type}"
+    if compiled == "auto" and is_distributed():
+        return "eager", f"{get_world_size()} ranks take part, and auto captures the steps of one alone"
+    return "graph", None
+
+
 def choose_steps(host: HostSteps) -> tuple[Steps, DecodeForm, str | None]:
     """Return the steps that the config asks for, in which form they run, and why not in that asked for, if so."""
-    asked = host.config.compiled
-    if not asked:
-        return host, "eager", None
-    device = host.state.tokens.device
-    is_compiled, is_captured = asked is True, device.type == "cuda"
-    reason = (
-        None
-        if is_compiled or is_captured
-        else f"CUDA graphs need a CUDA device, the model is on {device.type}"
-    )
-    reason = reason or step_refusal(host.model, host.ctx)
-    if reason is not None:
+    form, reason = asked_form(host.config.compiled, host.state.tokens.device)
+    if form != "eager":
+        reason = step_refusal(host.model, host.ctx)
+    if form == "eager" or reason is not None:
         return host, "eager", reason
-    form: DecodeForm = ("compiled graph" if is_captured else "compiled") if is_compiled else "graph"
-    return DeviceSteps(host, is_compiled=is_compiled, is_captured=is_captured), form, None
+    return DeviceSteps(host, is_compiled="compiled" in form, is_captured="graph" in form), form, None
 
 
 def step_refusal(model: Model, ctx: Context, kind: type[StepContext] = StepContext) -> str | None:

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from caramba.config.generate import GenerateConfig
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.infer.arguments import Arguments, open_generator, sampling_config
-from caramba.infer.generator import Generated, Generator
+from caramba.infer.generator import Generated, GenerateStats, Generator
 from caramba.infer.opened import OpenedModel
 from caramba.infer.policy import COLUMNS
 from caramba.infer.shared import joined_ranks
@@ -76,14 +77,24 @@ def _generate(
         f"ended by {', '.join(row.finish for row in rows)}, seed {generator.config.first_seed}"
     )
     show_decision(generator)
-    if stats.not_compiled is not None:
-        logger.info(f"compiled={generator.config.compiled} was not followed: {stats.not_compiled}")
-    elif stats.decode == "eager" and generator.model.embedder.token.weight.is_cuda:
-        logger.info("steps ran one kernel after the other; --compiled graph captures them, which is faster")
+    steps = steps_remark(stats, generator.config, generator.model.embedder.token.weight.device)
+    if steps is not None:
+        logger.info(steps)
     if isinstance(generator, SpeculativeGenerator):
         against = "" if speed_up is None else f"; measured against none: {speed_up:.2f}x its decode speed"
         logger.info(f"{speculation(generator)}{against}")
     return 0
+
+
+def steps_remark(stats: GenerateStats, config: GenerateConfig, device: torch.device) -> str | None:
+    """Return why steps did not run as asked, or how they would be faster on this device; None where all is well."""
+    if stats.not_compiled is not None:
+        is_auto = config.compiled == "auto"
+        what = "steps were not captured" if is_auto else f"compiled={config.compiled} was not followed"
+        return f"{what}: {stats.not_compiled}"
+    if stats.decode == "eager" and device.type == "cuda":
+        return "steps ran one kernel after the other; --compiled graph captures them, which is faster"
+    return None
 
 
 def show_decision(generator: Generator) -> None:

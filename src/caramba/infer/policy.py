@@ -14,6 +14,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
+from caramba.infer.device_steps import asked_form
 from caramba.infer.held_out import HeldOut
 from caramba.infer.policy_measure import (
     MOST_TOKENS,
@@ -114,6 +115,11 @@ class CachePolicy:
         is_fp16 = self.model.embedder.token.weight.dtype is torch.float16
         return KVCacheKind.FP16 if is_fp16 else KVCacheKind.BF16
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are timed as a CUDA graph: where the generation's are asked to run as one."""
+        return "graph" in asked_form(self.config.compiled, self.model.embedder.token.weight.device)[0]
+
     def kinds(self) -> tuple[KVCacheKind, ...]:
         """Return the candidates, most exact first; `mixed` where a stream of its own makes it differ from q4_0."""
         names = {name for _, layer in self.model.attention_layers() for name, _, _ in layer.dims.streams}
@@ -195,7 +201,7 @@ class CachePolicy:
                     batch_size=batch_size,
                     length=timed_at,
                     steps=config.cache_auto_bench_steps,
-                    is_captured=bool(config.compiled),
+                    is_captured=self.is_captured,
                 )
                 is_new = True
         return is_new
@@ -250,7 +256,7 @@ class CachePolicy:
             "tokenizer": None if self.tokenizer is None else self.tokenizer.hash,
             "windows": [WINDOWS, length, TAIL_TOKENS],
             "bench_steps": config.cache_auto_bench_steps,
-            "decode": [config.decode_local_window, bool(config.compiled)],
+            "decode": [config.decode_local_window, self.is_captured],
         }
         return PlanFile(facts, config.cache_plan_path)
 

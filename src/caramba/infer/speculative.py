@@ -19,8 +19,16 @@ from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.config.parse import parse_as
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
-from caramba.infer.decode import decode_step
-from caramba.infer.device_steps import DecodeForm, captures_of, compilations, step_refusal
+from caramba.infer.device_steps import (
+    DecodeForm,
+    HostSteps,
+    Steps,
+    asked_form,
+    captures_of,
+    choose_steps,
+    compilations,
+    step_refusal,
+)
 from caramba.infer.drafting import Drafter, LookupDrafter, ModelDrafter
 from caramba.infer.generator import Generated, Generator, eval_mode
 from caramba.infer.lookup_loop import LookupLoop
@@ -29,8 +37,8 @@ from caramba.infer.prompts import Prompt
 from caramba.infer.ragged import Network, device_of, prefill_rows
 from caramba.infer.row import OnText, Row
 from caramba.infer.row_steps import RowSteps
-from caramba.infer.sampling import next_token
 from caramba.infer.scoring import KINDS
+from caramba.infer.step import StepState
 from caramba.infer.step_pool import identity_of
 from caramba.infer.threads import step_threads
 from caramba.infer.verification import SpeculativeStats, Verifier
@@ -137,8 +145,9 @@ class SpeculativeGenerator(Generator):
     def speed_up(self) -> float | None:
         """Return the last call's decode speed as a multiple of that of one token a step, or None before one.
 
-        Such a step for as many rows, forward and draw, is timed here: the mean of some, run eagerly on a cache that
-        holds the first row's text. It is an estimate at the price of a prefill and those steps.
+        Such a step for as many rows, draw and forward, is timed here: the mean of some on a cache that holds the
+        first row's text, captured where the call's forwards were. It is an estimate at the price of a prefill and those
+        steps.
         """
         stats, text = self.stats, self._last
         assert isinstance(stats, SpeculativeStats)
@@ -150,15 +159,26 @@ class SpeculativeGenerator(Generator):
         with eval_mode(self.model), joined_weights(self.model):
             ctx = self.model.new_context(n_rows, len(text), KVCacheKind(stats.cache_kind), static=True)
             prompts = [text[:-n_steps]] * n_rows
+            steps = self._plain_steps(prompts, ctx, is_captured=stats.decode.endswith("graph"))
             logits = self.model.logits(prefill_rows(self.model, prompts, ctx, self.config.prefill_chunk))
+            steps.resume()
             for _ in range(n_steps):
                 synchronize(device)
-                began = time.perf_counter()
-                token = next_token(logits, self.config, None, torch.full((n_rows,), 0.5, device=device))
-                logits = decode_step(self.model, token, ctx)
+                captures, began = captures_of(steps), time.perf_counter()
+                logits = steps.forward(steps.choose(logits))
                 synchronize(device)
-                seconds.append(time.perf_counter() - began)
+                if captures_of(steps) == captures:
+                    seconds.append(time.perf_counter() - began)
+        if not seconds:
+            return None
         return stats.tokens_per_step * statistics.fmean(seconds) * stats.steps / stats.decode_s
+
+    def _plain_steps(self, prompts: list[list[int]], ctx: Context, *, is_captured: bool) -> Steps:
+        """Return the steps of generation without speculation behind prompts of one length."""
+        config = self.config.model_copy(update={"compiled": "graph" if is_captured else False})
+        rows = Row.of(prompts, config, (), self.tokenizer, None)
+        state = StepState.of(rows, config, self.model.spec.embedder.vocab_size, device_of(self.model))
+        return choose_steps(HostSteps(self.model, state, ctx, config))[0]
 
     def _new_stats(self) -> SpeculativeStats:
         return SpeculativeStats()
@@ -190,11 +210,9 @@ class SpeculativeGenerator(Generator):
         Where they may not for the room that they take beyond the text, it is one without, and the reason comes along.
         """
         kind = self._kind(n_rows, n_tokens)
-        runs_alone = self.config.compiled is True or (
-            self.config.compiled and device_of(self.model).type == "cuda"
-        )
+        form, _ = asked_form(self.config.compiled, device_of(self.model))
         refused = None
-        if runs_alone and kind in EXACT_KINDS:
+        if form != "eager" and kind in EXACT_KINDS:
             ctx = self._bucket(n_rows, n_tokens, slack, kind)
             refused = step_refusal(self.model, ctx, RowsContext)
             if refused is None:
@@ -343,16 +361,10 @@ class SpeculativeGenerator(Generator):
 
     def _form(self, ctx: Context, draft_ctx: Context | None) -> tuple[DecodeForm, str | None]:
         """Return how verifying forwards run, and why not as asked, if so."""
-        if not self.config.compiled:
-            return "eager", None
-        device = device_of(self.model)
-        is_compiled, is_captured = self.config.compiled is True, device.type == "cuda"
-        if not (is_compiled or is_captured):
-            return "eager", f"CUDA graphs need a CUDA device, the model is on {device.type}"
-        reason = self._rows_refusal(ctx, draft_ctx)
-        if reason is not None:
-            return "eager", reason
-        return ("compiled graph" if is_captured else "compiled") if is_compiled else "graph", None
+        form, reason = asked_form(self.config.compiled, device_of(self.model))
+        if form != "eager":
+            reason = self._rows_refusal(ctx, draft_ctx)
+        return (form if reason is None else "eager"), reason
 
     def _rows_refusal(self, ctx: Context, draft_ctx: Context | None) -> str | None:
         """Return why rows cannot stand at positions of their own in the caches, None where they can."""

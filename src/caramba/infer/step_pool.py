@@ -14,10 +14,12 @@ from caramba.config.cache_policy import step_capacity
 from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.infer.device_steps import (
+    WARM_UPS,
     DecodeForm,
     DeviceSteps,
     HostSteps,
     Steps,
+    asked_form,
     choose_steps,
     step_refusal,
 )
@@ -27,6 +29,9 @@ from caramba.model import Model
 
 KEPT = 2
 """Buckets whose caches stay allocated between calls; the one used longest ago goes first."""
+FEWEST_FORWARDS = 2 * (WARM_UPS + 1)
+"""Forwards from which `compiled=auto` captures at the first call: a capture runs a step `WARM_UPS` + 1 times as the
+host drives it, and takes some time of its own."""
 BAKED = (
     "max_new_tokens",
     "temperature",
@@ -57,6 +62,7 @@ class StepPool:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[Any, ...], Prepared] = OrderedDict()
+        self._brief: tuple[Any, ...] | None = None  # the key of the last call that was too short to capture
 
     def prepare(
         self,
@@ -72,17 +78,33 @@ class StepPool:
         is_quantised = kind not in EXACT_KINDS
         # A quantised cache of so few tokens stays in 16 bits, in a bucket it would not.
         is_short = is_quantised and n_tokens <= 2 * TAIL_TOKENS
-        if not config.compiled or is_short or (config.compiled == "graph" and device.type != "cuda"):
-            return _made(model, rows, config, kind, n_tokens, 0)
+        form, _ = asked_form(config.compiled, device)
+        is_auto = config.compiled == "auto"
+        n_forwards, brief = _forwards(rows, config), None
+        if is_auto and form == "graph" and n_forwards < FEWEST_FORWARDS:
+            brief = f"a first call of {n_forwards} steps is over sooner than with a capture"
+        if form == "eager" or is_short:
+            return _made(model, rows, config, kind, n_tokens, 0, brief)
         capacity = step_capacity(n_tokens, limit)
         key = (identity_of(model), len(rows), capacity, kind, *(getattr(config, name) for name in BAKED))
         found = self._kept.pop(key, None)
         if found is None:
+            if brief is not None and key != self._brief:
+                self._brief = key  # the second such call tells that more may follow
+                return _made(model, rows, config, kind, n_tokens, 0, brief)
             if is_quantised and not _takes_steps(model, kind):
                 return _made(model, rows, config, kind, n_tokens, 0)
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
-            found = _made(model, rows, config, kind, capacity, capacity)
+            try:
+                found = _made(model, rows, config, kind, capacity, capacity)
+            except torch.OutOfMemoryError:
+                if not is_auto:
+                    raise
+            if found is None:  # nobody asked for a graph, and the text's own length may fit
+                self._kept.clear()
+                reason = f"a cache of {capacity} tokens, which it takes to keep a graph, does not fit"
+                return _made(model, rows, config, kind, n_tokens, 0, reason)
             if not isinstance(found.steps, DeviceSteps):
                 # A bucket may reach beyond lengths that steps on the device can serve, where the text does not.
                 return _made(model, rows, config, kind, n_tokens, 0)
@@ -93,18 +115,34 @@ class StepPool:
         return found
 
 
+def _forwards(rows: Sequence[Row], config: GenerateConfig) -> int:
+    """Return the forwards of a generation behind its prefill, if no row ends early."""
+    lengths = [len(row.prompt) for row in rows]
+    return max(lengths) - min(lengths) + config.max_new_tokens - 1
+
+
 def _takes_steps(model: Model, kind: KVCacheKind) -> bool:
     """Whether steps on the device run on a cache of this format, which one of a token tells."""
     return step_refusal(model, model.new_context(1, 1, kind, static=True)) is None
 
 
 def _made(
-    model: Model, rows: Sequence[Row], config: GenerateConfig, kind: KVCacheKind, capacity: int, width: int
+    model: Model,
+    rows: Sequence[Row],
+    config: GenerateConfig,
+    kind: KVCacheKind,
+    capacity: int,
+    width: int,
+    reason: str | None = None,
 ) -> Prepared:
+    """Return what a generation runs on, eager for a `reason`."""
     device = model.embedder.token.weight.device
     ctx = model.new_context(len(rows), capacity, kind, static=True)
     state = StepState.of(rows, config, model.spec.embedder.vocab_size, device, width=width)
-    return Prepared(ctx, state, *choose_steps(HostSteps(model, state, ctx, config)))
+    host = HostSteps(model, state, ctx, config)
+    if reason is not None:
+        return Prepared(ctx, state, host, "eager", reason)
+    return Prepared(ctx, state, *choose_steps(host))
 
 
 def identity_of(model: Model) -> tuple[Any, ...]:

@@ -59,9 +59,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--cache-plan-path FILE] [--cache-plan-probe true|false] [--cache-plan-probe-interval-sec S] "
         "[--decode-plan PLAN] [--decode-q-chunk N] [--decode-local-window N] [--dtype float32|bf16|fp16] "
         "[--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] [--spec-k-adaptive true|false] "
-        "[--spec-extra-token true|false] [--spec-disable-below-accept X] [--max-ngram N] [--spec-compare] "
-        "[--spec-draft-layers N] [--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
-        "[--compiled true|graph] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]",
+        "[--spec-extra-token true|false] [--spec-disable-below-accept X] [--hysteresis X] [--window N] "
+        "[--retry-after N] [--max-ngram N] [--spec-compare] [--spec-draft-layers N] "
+        "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
+        "[--compiled auto|graph|true|false] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]",
         "continue prompts with a run, an export or a Hugging Face folder",
     ),
     "chat": (
@@ -71,7 +72,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": (
         "RUN|DIR [--host H] [--port N] [--max-batch N] [--prompts-ahead N] [--max-len N] [--cache-kind KIND] "
         "[--max-tokens N] [--max-queue N] [--batch-timeout S] [--max-request-bytes N] [--timeout S] "
-        "[--api-key-env NAME] [--prefix-cache-mb MB] [--prefill-chunk N] [--compiled graph|true|false] [--plain] "
+        "[--max-connections N] [--api-key-env NAME] [--prefix-cache-mb MB] [--prefill-chunk N] "
+        "[--compiled graph|auto|true|false] [--plain] "
         "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
         "[--which teacher|student] [--tokenizer PATH] [--device D] [--dtype float32|bf16|fp16]",
         "answer OpenAI-compatible requests over HTTP, many at a time, with a run, an export or a Hugging Face folder",

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 OPTIONS = (
     "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--prompts-ahead 0] [--max-len N] [--cache-kind KIND] "
     "[--max-tokens N] [--max-queue 256] [--batch-timeout 0] [--max-request-bytes 1048576] [--timeout 300] "
-    "[--api-key-env NAME] [--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|true|false] [--plain]"
+    "[--max-connections 1024] "
+    "[--api-key-env NAME] [--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|auto|true|false] [--plain]"
     + WEIGHTS_OPTIONS
 )
 MAX_LEN = 8192  # where the model goes further: every slot's cache is allocated at once
-COMPILED: dict[str, bool | str] = {"graph": "graph", "true": True, "false": False}
+COMPILED: dict[str, bool | str] = {"graph": "graph", "auto": "auto", "true": True, "false": False}
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 
@@ -46,6 +47,7 @@ def serve(argv: list[str]) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve: {', '.join(missing)} not installed; pip install 'caramba[serve]'")
+    from caramba.serve.connections import connections_that_fit
     from caramba.serve.guard import is_loopback
     from caramba.serve.server import BACKLOG, Server, bind
     from caramba.serve.service import Limits, Service
@@ -77,7 +79,14 @@ def serve(argv: list[str]) -> int:
         service = Service(engine, tokenizer, served_name(opened), limits, template=template)
         listener.listen(BACKLOG)
         _announce(service, listener.getsockname(), has_key=key is not None)
-        Server(service, api_key=key).serve_until_signalled(listener)
+        most_open = connections_that_fit(words.max_connections)
+        if most_open < words.max_connections:
+            logger.warning(
+                f"--max-connections {words.max_connections}: {most_open} fit the files that this process may open; "
+                "raise ulimit -n for more"
+            )
+        server = Server(service, api_key=key, max_connections=most_open)
+        server.serve_until_signalled(listener)
     logger.info("stopped")
     return 0
 
@@ -128,6 +137,7 @@ def _words(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--batch-timeout", type=_seconds_or_none, default=0.0)
     parser.add_argument("--max-request-bytes", type=_whole(1), default=1 << 20)
     parser.add_argument("--timeout", type=_seconds, default=300.0)
+    parser.add_argument("--max-connections", type=_whole(1), default=1024)
     parser.add_argument("--api-key-env")
     parser.add_argument("--prefix-cache-mb", type=_megabytes, default=0.0)
     parser.add_argument("--prefill-chunk", type=_whole(1))

@@ -29,7 +29,7 @@ REASONS = {
     421: "the Host header names another machine",
     429: "the queue is full; Retry-After says when to ask again",
     500: "the model failed",
-    503: "the server is stopping",
+    503: "the server is stopping, or too many connections are open",
     504: "the answer took longer than the server allows",
 }
 
@@ -68,6 +68,16 @@ def queue_full(retry_after_s: float) -> ApiError:
         f"all slots and the queue are taken; ask again in {seconds} s",
         code="queue_full",
         headers={"Retry-After": str(seconds)},
+    )
+
+
+def too_many_connections() -> ApiError:
+    """Return the answer to a connection above the server's bound."""
+    return ApiError(
+        503,
+        "too many connections are open; ask again, or send requests on fewer",
+        code="too_many_connections",
+        headers={"Retry-After": "1"},
     )
 
 

@@ -18,6 +18,10 @@ class Metrics:
 
     def __init__(self, stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
+        self.open_connections: Callable[[], int] = int  # a server that runs says how many it has
+        self.refused_connections = Counter(
+            "caramba_refused_connections", "Connections above the bound", registry=self.registry
+        )
         self.requests = Counter(
             "caramba_requests", "Answers sent", ("path", "status"), registry=self.registry
         )
@@ -52,6 +56,7 @@ class Metrics:
             ("prefix_tokens", "Prompt tokens that did not run again", lambda: stats().prefix_tokens),
             ("prefix_bytes", "Bytes of the prefix cache", lambda: stats().prefix_bytes),
             ("slots", "Slots", lambda: stats().n_slots),
+            ("open_connections", "Open connections", lambda: self.open_connections()),
         ):
             Gauge(f"caramba_{name}", text, registry=self.registry).set_function(read)
 

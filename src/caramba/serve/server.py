@@ -12,13 +12,14 @@ import uvicorn
 from caramba.errors import ConfigError
 from caramba.runs.signals import handled
 from caramba.serve.app import build_app
-from caramba.serve.connections import TimedProtocol
+from caramba.serve.connections import bounded
 from caramba.serve.service import Service
 
 GRACE_SECONDS = 10.0  # for answers under way when the server stops
 CLOSING_SECONDS = 2.0  # after those are cancelled, for their last words
 IDLE_SECONDS = 30
 BACKLOG = 1024
+MAX_CONNECTIONS = 1024
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -44,16 +45,18 @@ class Server(uvicorn.Server):
     """uvicorn that ends with status 0 on SIGTERM and SIGINT.
 
     It stops accepting, lets answers under way finish for GRACE_SECONDS, then cancels them with an error that their
-    clients read. A second SIGINT ends it at once.
+    clients read. A second SIGINT ends it at once. A connection above `max_connections` gets status 503.
     """
 
-    def __init__(self, service: Service, *, api_key: str | None = None) -> None:
+    def __init__(
+        self, service: Service, *, api_key: str | None = None, max_connections: int = MAX_CONNECTIONS
+    ) -> None:
         self.service = service
         super().__init__(
             uvicorn.Config(
                 build_app(service, api_key=api_key),
                 lifespan="off",
-                http=TimedProtocol,
+                http=bounded(max_connections, service.metrics),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -63,6 +66,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=int(GRACE_SECONDS + CLOSING_SECONDS),
             )
         )
+        service.metrics.open_connections = lambda: len(self.server_state.connections)
 
     def serve_until_signalled(self, listener: socket.socket) -> None:
         """Answer requests that come in on a listening socket until a signal, with the engine running.

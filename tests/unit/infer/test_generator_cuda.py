@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [3]]
+EAGER: dict[str, Any] = {"compiled": False}
 VALUES: dict[str, Any] = {
     "max_new_tokens": 12,
     "temperature": 0.9,
@@ -36,24 +37,45 @@ def test_the_same_seeds_give_the_text_of_the_cpu(name: str) -> None:
     model = build_model(transformer(name), seed=0)
     there = Generator(model, **VALUES).generate(PROMPTS)
     model = model.cuda()
-    here = Generator(model, **VALUES).generate(PROMPTS)
+    here = Generator(model, **VALUES, **EAGER).generate(PROMPTS)
     assert [row.tokens for row in here] == [row.tokens for row in there]
-    plain: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.9}  # a draw of which is one op
+    plain: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.9, **EAGER}  # a draw of which is one op
     there_plain = Generator(copy.deepcopy(model).cpu(), **plain).generate(PROMPTS)
     here_plain = Generator(model, **plain).generate(PROMPTS)
     assert [row.tokens for row in here_plain] == [row.tokens for row in there_plain]
-    lookup = SpeculativeGenerator(model, **VALUES).generate(PROMPTS[1:2], seeds=[1338])
+    lookup = SpeculativeGenerator(model, **VALUES, **EAGER).generate(PROMPTS[1:2], seeds=[1338])
     assert lookup[0].tokens == there[1].tokens
-    draft = SpeculativeGenerator(model, draft=model, spec_method="draft", **VALUES)
+    draft = SpeculativeGenerator(model, draft=model, spec_method="draft", **VALUES, **EAGER)
     draft.generate(PROMPTS[1:2])
     assert draft.acceptance_rate > 0.9
-    together = SpeculativeGenerator(model, **VALUES)
+    together = SpeculativeGenerator(model, **VALUES, **EAGER)
     assert [row.tokens for row in together.generate(PROMPTS)] == [row.tokens for row in there]
     assert together.stats.not_batched is None
-    values: dict[str, Any] = {**VALUES, "temperature": 0.0}
+    values: dict[str, Any] = {**VALUES, **EAGER, "temperature": 0.0}
     early = SpeculativeGenerator(model, spec_method="early_exit", **values)
     greedy = Generator(model, **values).generate(PROMPTS)
     assert [row.tokens for row in early.generate(PROMPTS)] == [row.tokens for row in greedy]
+
+
+@pytest.mark.parametrize("name", ["gqa_scaled", "latent_gate"])
+def test_steps_are_captured_unless_something_else_is_asked(name: str) -> None:
+    model = build_model(transformer(name), seed=0).cuda()
+    values: dict[str, Any] = {**VALUES, "max_new_tokens": 24}
+    wanted = Generator(model, **values, **EAGER).generate(PROMPTS)
+    generator = Generator(model, **values)
+    for captures in (1, 0):
+        assert [row.tokens for row in generator.generate(PROMPTS)] == [row.tokens for row in wanted]
+        stats = generator.stats
+        assert (stats.decode, stats.not_compiled, stats.captures) == ("graph", None, captures)
+    lookup = SpeculativeGenerator(model, **values)
+    assert [row.tokens for row in lookup.generate(PROMPTS)] == [row.tokens for row in wanted]
+    assert (lookup.stats.decode, lookup.stats.not_compiled) == ("graph", None)
+    assert lookup.speed_up() is not None
+    values["max_new_tokens"] = 4
+    wanted, short = Generator(model, **values, **EAGER).generate(PROMPTS[:1]), Generator(model, **values)
+    for ran in ("eager", "graph"):
+        assert short.generate(PROMPTS[:1])[0].tokens == wanted[0].tokens
+        assert (short.stats.decode, short.stats.not_compiled is None) == (ran, ran == "graph")
 
 
 @torch.inference_mode()
@@ -90,7 +112,7 @@ def test_a_captured_draw_is_the_eager_one() -> None:
 def test_graphs_of_a_bucket_are_captured_once(name: str, compiled: Any) -> None:
     model = build_model(transformer(name), seed=0).cuda()
     options = {**VALUES, "read_every": 4}
-    eager, stepped = Generator(model, **options), Generator(model, compiled=compiled, **options)
+    eager, stepped = Generator(model, **options, **EAGER), Generator(model, compiled=compiled, **options)
     for index, prompts in enumerate((PROMPTS, PROMPTS[::-1], [[7, 7], [1] * 9, [2] * 5])):
         wanted = eager.generate(prompts)
         found = stepped.generate(prompts)
@@ -106,7 +128,7 @@ def test_graphs_of_a_bucket_are_captured_once(name: str, compiled: Any) -> None:
 def test_graphs_of_a_quantised_cache_are_captured_once(kind: str) -> None:
     model = build_model(transformer("latent"), seed=0).cuda()
     options: dict[str, Any] = {"max_new_tokens": 70, "temperature": 0.0, "cache_kind": kind}
-    eager, stepped = Generator(model, **options), Generator(model, compiled="graph", **options)
+    eager, stepped = Generator(model, **options, **EAGER), Generator(model, compiled="graph", **options)
     for index, prompts in enumerate(([[1, 2, 3] * 50], [[5, 4] * 40], [[7] * 129])):
         wanted, found = eager.generate(prompts), stepped.generate(prompts)
         assert [row.tokens for row in found] == [row.tokens for row in wanted]
@@ -130,7 +152,7 @@ def test_memory_stays_flat_from_call_to_call() -> None:
 def test_verifying_forwards_are_captured_by_width_once(name: str, method: str) -> None:
     model = build_model(transformer(name), seed=0).cuda()
     values: dict[str, Any] = {"max_new_tokens": 40, "temperature": 0.0, "spec_k": 7}
-    eager = SpeculativeGenerator(model, spec_method=method, **values)
+    eager = SpeculativeGenerator(model, spec_method=method, **values, **EAGER)
     stepped = SpeculativeGenerator(model, spec_method=method, compiled="graph", **values)
     captures = []
     for prompts in (PROMPTS, [[1, 2, 3, 4] * 3, [5], [6, 7] * 4], PROMPTS):
@@ -155,7 +177,7 @@ def test_captured_rounds_of_lookup_write_the_text_of_plain_decode(
         for parameter in model.parameters():
             parameter.mul_(6)  # likeliest by more than rounding, and repeating itself
     values = {**values, "max_new_tokens": 40}
-    plain = Generator(model, **values)
+    plain = Generator(model, **values, **EAGER)
     rounds = SpeculativeGenerator(model, compiled="graph", spec_k=7, spec_k_adaptive=adaptive, **values)
     for prompts in (PROMPTS[1:2], PROMPTS, [[1, 2, 3, 4] * 3, [5], [6, 7] * 4], PROMPTS):
         wanted = plain.generate(prompts)
@@ -177,7 +199,7 @@ def test_graphs_of_joined_layers_with_biases_serve_later_calls(speculates: bool,
             if name.endswith("bias"):
                 parameter.normal_()
     values: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.0}
-    wanted = [row.tokens for row in Generator(model, **values).generate(PROMPTS)]
+    wanted = [row.tokens for row in Generator(model, **values, **EAGER).generate(PROMPTS)]
     stepped = (
         SpeculativeGenerator(model, compiled=compiled, spec_k=3, spec_k_adaptive=False, **values)
         if speculates
@@ -196,7 +218,7 @@ def test_graphs_of_joined_layers_with_biases_serve_later_calls(speculates: bool,
 def test_one_row_is_drawn_by_a_graph_as_by_the_host() -> None:
     model = build_model(transformer("gqa_scaled"), seed=0).cuda()
     for values in (VALUES, {"max_new_tokens": 2, "temperature": 0.0}):
-        wanted = Generator(model, **values).generate(PROMPTS[:1])
+        wanted = Generator(model, **values, **EAGER).generate(PROMPTS[:1])
         for compiled in ("graph", True):
             found = Generator(model, compiled=compiled, **values).generate(PROMPTS[:1])
             assert [row.tokens for row in found] == [row.tokens for row in wanted]
@@ -231,7 +253,7 @@ def test_rounds_of_lookup_run_on_a_device_that_is_not_the_current_one() -> None:
     model = build_model(transformer("gqa_scaled"), seed=0).to("cuda:1")
     values: dict[str, Any] = {"max_new_tokens": 60, "temperature": 0.0}
     prompts = [[1, 2, 3, 4] * 3, [5], [6, 7] * 4]
-    wanted = Generator(model, **values).generate(prompts)
+    wanted = Generator(model, **values, **EAGER).generate(prompts)
     rounds = SpeculativeGenerator(model, compiled="graph", spec_k=7, **values)
     for _ in range(3):
         assert [row.tokens for row in rounds.generate(prompts)] == [row.tokens for row in wanted]

@@ -135,14 +135,19 @@ def test_a_plan_is_read_again_and_only_for_the_same_model(
     changed = small("decoupled", **WIDE)
     with torch.no_grad():
         changed.embedder.token.weight[0, 0] += 1
+    for form in (False, "graph"):  # eager here, whatever the word
+        assert policy_of(model, text, **values, compiled=form).decide(BATCH, 160).plan == first.plan
     for other, more in (
         (changed, {}),
         (model, {"cache_plan": "refresh"}),
         (model, {"decode_local_window": 9}),
-        (model, {"compiled": "graph"}),
     ):
         with pytest.raises(pytest.fail.Exception, match="measured"):
             policy_of(other, text, **values | more).decide(BATCH, 160)
+    with monkeypatch.context() as patched:
+        patched.setattr(policy, "asked_form", lambda *_: ("graph", None))  # as on CUDA
+        with pytest.raises(pytest.fail.Exception, match="measured"):
+            policy_of(model, text, **values).decide(BATCH, 160)
     (file,) = (home / "runtime_plans").iterdir()
     file.write_text(file.read_text()[:-30])
     with pytest.raises(ConfigError, match=r"cache-\w+\.json: not a plan of a cache .* cache_plan=refresh"):

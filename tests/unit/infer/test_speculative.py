@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from typing import Any
 
@@ -11,12 +12,14 @@ import torch
 
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.errors import ConfigError
-from caramba.infer import Generator, SpeculativeGenerator, row_steps
+from caramba.infer import Generator, SpeculativeGenerator, device_steps, row_steps, speculative
+from caramba.infer.device_steps import DeviceSteps, HostSteps
 from caramba.infer.drafting import DraftLength, LookupDrafter
 from caramba.infer.sampling import distribution
 from caramba.infer.verification import SpeculativeStats, verify_drafts
 from caramba.model import Model, build_model
 from caramba.ops import MAX_QUERIES, draw
+from tests.unit.infer.test_step_pool import as_on_cuda, captured
 from tests.unit.model.model_specs import VOCAB, block, spec, transformer
 
 PROMPT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
@@ -336,3 +339,34 @@ def test_misuse_is_named(target: Model, other: Model) -> None:
         ConfigError, match=f"draft model has {VOCAB + 1} vocabulary entries, the target {VOCAB}"
     ):
         SpeculativeGenerator(target, draft=small, spec_method="draft")
+
+
+def test_an_estimate_is_against_steps_of_the_same_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    made: list[DeviceSteps] = []
+
+    def choose(host: HostSteps) -> Any:
+        asked.append(host.config.compiled)
+        if host.config.compiled is False:
+            return host, "eager", None
+        steps, *rest = as_on_cuda(host)
+        made.append(steps)
+        return steps, *rest
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.5)
+        return captured(*given)
+
+    monkeypatch.setattr(device_steps, "captured", slow)
+    monkeypatch.setattr(speculative, "choose_steps", choose)
+    generator = SpeculativeGenerator(build_model(transformer("gqa_scaled"), seed=0), max_new_tokens=8)
+    generator.generate([[1, 2, 3]])
+    eager = generator.speed_up()
+    generator.stats.decode = "graph"
+    graph = generator.speed_up()
+    assert asked == [False, "graph"]
+    assert [steps.captures for steps in made] == [1]
+    assert eager is not None
+    assert graph is not None
+    step = graph * generator.stats.decode_s / generator.stats.steps / generator.tokens_per_step
+    assert step < 0.05, "the capture is no step"

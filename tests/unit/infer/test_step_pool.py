@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from caramba.config.cache_policy import Q_CHUNK_BUCKETS, step_capacity
 from caramba.config.kvcache import KVCacheKind
 from caramba.infer import Generator, device_steps, step_pool
-from caramba.infer.device_steps import DeviceSteps
+from caramba.infer.device_steps import DeviceSteps, HostSteps
 from caramba.infer.step import StepState
 from caramba.model import build_model
 from tests.unit.model.model_specs import transformer
@@ -96,27 +97,91 @@ class _Graph:
         self.out.copy_(self.run(self.fixed))
 
 
+def captured(
+    given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor]
+) -> tuple[_Graph, Tensor, Tensor]:
+    fixed = given.clone()
+    out = [trial(fixed) for _ in range(device_steps.WARM_UPS)][-1].clone()
+    return _Graph(run, fixed, out), fixed, out
+
+
+def as_on_cuda(host: HostSteps) -> tuple[DeviceSteps, str, None]:
+    return DeviceSteps(host, is_compiled=False, is_captured=True), "graph", None
+
+
+def test_auto_captures_from_the_second_call_on_where_the_first_would_not_make_up_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
+    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph" if compiled else "eager", None))
+    model = build_model(transformer("latent"), seed=0).double()
+    few, many = step_pool.FEWEST_FORWARDS, step_pool.FEWEST_FORWARDS + 1
+    wanted = Generator(model, compiled=False, temperature=0.0, max_new_tokens=few).generate([[1, 2]])
+    short = Generator(model, temperature=0.0, max_new_tokens=few)
+    reason = f"a first call of {few - 1} steps is over sooner than with a capture"
+    for ran in (("eager", reason, 0), ("graph", None, 1), ("graph", None, 0)):
+        assert short.generate([[1, 2]])[0].tokens == wanted[0].tokens
+        assert (short.stats.decode, short.stats.not_compiled, short.stats.captures) == ran
+    longer: tuple[tuple[dict[str, Any], list[list[int]]], ...] = (
+        ({"max_new_tokens": many}, [[1, 2]]),
+        ({"max_new_tokens": few}, [[1, 2], [1, 2, 3]]),  # the shorter row waits for one more step
+        ({"max_new_tokens": 2, "compiled": "graph"}, [[1, 2]]),
+    )
+    for values, prompts in longer:
+        stepped = Generator(model, temperature=0.0, **values)
+        stepped.generate(prompts)
+        assert (stepped.stats.decode, stepped.stats.not_compiled, stepped.stats.captures) == (
+            "graph",
+            None,
+            1,
+        )
+    packed = Generator(model, temperature=0.0, max_new_tokens=few, cache_kind=KVCacheKind.MIXED)
+    for _ in range(2):  # so few tokens of a quantised cache are kept for no later call
+        packed.generate([[1, 2]])
+        assert (packed.stats.decode, packed.stats.not_compiled) == ("eager", reason)
+
+
+def test_auto_takes_no_more_room_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
+    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph", None))
+    model = build_model(transformer("latent"), seed=0).double()
+    inner = model.new_context
+
+    def small(batch_size: int, max_tokens: int, *given: Any, **more: Any) -> Any:
+        if max_tokens > 512:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(batch_size, max_tokens, *given, **more)
+
+    monkeypatch.setattr(model, "new_context", small)
+    values: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0}
+    generator = Generator(model, **values)
+    generator.generate([[1] * 480])
+    assert (generator.stats.decode, len(generator.pool._kept)) == ("graph", 1)
+    monkeypatch.setattr(step_pool, "step_capacity", lambda n, _: 2 * n)
+    generator.generate([[2] * 481])
+    reason = "a cache of 1002 tokens, which it takes to keep a graph, does not fit"
+    assert (generator.stats.decode, generator.stats.not_compiled) == ("eager", reason)
+    assert not generator.pool._kept, "their memory is free"
+    with pytest.raises(torch.OutOfMemoryError):
+        generator.generate([[1] * 600])  # nor does what it takes at least
+    with pytest.raises(torch.OutOfMemoryError):
+        Generator(model, compiled="graph", **values).generate([[2] * 481])
+
+
 @pytest.mark.parametrize("read_every", [1, 5])
 def test_a_captured_step_draws_and_feeds_itself(monkeypatch: pytest.MonkeyPatch, read_every: int) -> None:
     """As on a CUDA device, here without a graph: rows that wait for others have a graph of their own."""
     drawn: list[bool] = []
     choose = StepState.choose
 
-    def captured(given: Tensor, run: Callable[[Tensor], Tensor], trial: Callable[[Tensor], Tensor]) -> Any:
-        fixed = given.clone()
-        out = [trial(fixed) for _ in range(device_steps.WARM_UPS)][-1].clone()
-        return _Graph(run, fixed, out), fixed, out
-
     def counted(self: StepState, *given: Any) -> Tensor:
         drawn.append(self.is_level)
         return choose(self, *given)
 
     monkeypatch.setattr(device_steps, "captured", captured)
-    monkeypatch.setattr(
-        step_pool,
-        "choose_steps",
-        lambda host: (DeviceSteps(host, is_compiled=False, is_captured=True), "graph", None),
-    )
+    monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
     model = build_model(transformer("latent"), seed=0).double()
     options: dict[str, Any] = {"max_new_tokens": 7, "temperature": 1.2, "repetition_penalty": 1.3}
     options |= {"read_every": read_every, "eos_token_id": 3}

@@ -229,6 +229,8 @@ def test_a_client_that_leaves_frees_its_slot_and_all_is_counted(
     found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
     assert found['caramba_finished_total{reason="cancelled"}'] == n_cancelled
     assert found["caramba_slots"] == 4
+    assert found["caramba_open_connections"] >= 1
+    assert found["caramba_refused_connections_total"] == 0
     assert found["caramba_cache_bytes"] == service.engine.stats().cache_bytes > 0
     n_tokens, n_first = (
         found["caramba_generated_tokens_total"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +23,11 @@ pytestmark = [
 
 
 def test_many_clients_get_each_their_own_text_from_captured_steps() -> None:
-    settings = {"temperature": 0.9, "top_p": 0.9}
+    settings: dict[str, Any] = {"temperature": 0.9, "top_p": 0.9}
+    lengths: dict[str, Any] = {"max_new_tokens": 24, "compiled": False}
     prompts = [f"one of many clients, {index}" for index in range(32)]
     model = byte_model().cuda()
-    rows = generate(model, prompts, ByteTokenizer(), seeds=range(32), max_new_tokens=24, **settings)
+    rows = generate(model, prompts, ByteTokenizer(), seeds=range(32), **lengths, **settings)
     service = service_of(model, n_slots=8, prefix_cache_bytes=1 << 20)
     with serving(service) as address, httpx.Client(base_url=address, timeout=60) as client:
 

@@ -17,6 +17,7 @@ from caramba.infer.decode import decode_step
 from caramba.infer.device_steps import (
     Captured,
     DecodeForm,
+    asked_form,
     captured,
     compiled_logits,
     find_angles,
@@ -259,20 +260,16 @@ class Slots:
     def _choose_form(self, config: EngineConfig, refused: str | None) -> tuple[DecodeForm | str, str | None]:
         if refused is not None:
             return "rows", refused
-        is_cuda = self.device.type == "cuda"
-        if config.compiled is True:
-            return "compiled graph" if is_cuda else "compiled", None
-        if config.compiled == "graph" and not is_cuda:
-            return "eager", f"CUDA graphs need a CUDA device, the model is on {self.device.type}"
-        return ("graph" if config.compiled else "eager"), None
+        return asked_form(config.compiled, self.device)
 
     def _ahead_refusal(self, config: EngineConfig) -> str | None:
         """Return why prompts cannot run whole ahead of a free slot, None where they can: in captured forwards, which
         nothing kept goes into."""
         if self.device.type != "cuda":
             return f"prompts are captured on CUDA alone, the model is on {self.device.type}"
-        if not config.compiled:
-            return "compiled=false captures no prompts"
+        form, reason = asked_form(config.compiled, self.device)
+        if form == "eager":
+            return reason or "compiled=false captures no prompts"
         if self.kind not in EXACT_KINDS:
             return f"prompts do not run together into a {self.kind} cache"
         if config.prefix_cache_bytes:

@@ -60,16 +60,15 @@ def test_captured_steps_pack_the_tails_of_a_quantised_cache() -> None:
     run(engine)
     assert engine.stats().decode == "graph"
     for prompt, ticket in zip(prompts, tickets, strict=True):
-        alone = generate(
-            model, [prompt], prefill_chunk=48, max_new_tokens=12, temperature=0.5, cache_kind="mixed"
-        )
+        options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.5, "cache_kind": "mixed"}
+        alone = generate(model, [prompt], prefill_chunk=48, compiled=False, **options)
         assert ticket.tokens == alone[0].tokens
 
 
 def test_weights_that_move_between_steps_are_read_where_they_are() -> None:
     # Two models: where kernels are loaded a generation lays weights side by side, and there they stay.
     other, model = (build_model(transformer("gqa_scaled"), seed=0).cuda() for _ in range(2))
-    wanted = generate(other, [PROMPTS[1]], max_new_tokens=16, temperature=0)[0].tokens
+    wanted = generate(other, [PROMPTS[1]], compiled=False, max_new_tokens=16, temperature=0)[0].tokens
     engine = Engine(model, n_slots=2, max_len=32, compiled="graph")
     ticket = engine.submit(PROMPTS[1], max_new_tokens=16, temperature=0)
     for _ in range(5):
