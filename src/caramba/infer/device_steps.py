@@ -221,18 +221,24 @@ def captured(
     were captured on one stream, which is the same for all unless one is given by `on`.
     """
     fixed = given if in_place else given.clone()
-    side = torch.cuda.Stream(given.device)
-    side.wait_stream(torch.cuda.current_stream(given.device))
-    with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
-            trial(fixed)
-    torch.cuda.current_stream(given.device).wait_stream(side)
+    warm_up(trial, fixed)
     graph = torch.cuda.CUDAGraph()
     # A capture that fails may leave its own stream the current one.
     stream = torch.cuda.stream(torch.cuda.current_stream(given.device))
     with torch.cuda.device_of(given), stream, torch.cuda.graph(graph, pool=pool, stream=on):
         out = run(fixed)
     return graph, fixed, out
+
+
+def warm_up(trial: Callable[[Tensor], Tensor], given: Tensor) -> int:
+    """Run what is to be captured, on a stream of its own, and return how often."""
+    side = torch.cuda.Stream(given.device)
+    side.wait_stream(torch.cuda.current_stream(given.device))
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            trial(given)
+    torch.cuda.current_stream(given.device).wait_stream(side)
+    return WARM_UPS
 
 
 def replayed(graph: Captured, given: Tensor) -> Tensor:

@@ -145,8 +145,8 @@ class Batch:
         While others decode and more requests wait for slots (`is_queueing`), few new tokens wait some steps, see
         `PATIENCE`, for the prompts of the slots that get free next; with rows ahead, until few have run there.
 
-        Whole prompts run beside the next steps where a device can, up to `BESIDE` of them or as long as all slots
-        decode, and begin to decode once they have run; until then no others are launched.
+        Whole prompts run beside the next steps where a device can, a piece beside each, up to `BESIDE` steps or as long
+        as all slots decode, and begin to decode once they have run; until then no others are launched.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
@@ -232,10 +232,13 @@ class Batch:
         return n_tokens
 
     def _run_on(self) -> bool:
-        """Whether the prompts that were launched run on beside the next step too: no slot waits where all decode."""
+        """Whether the prompts that were launched run on beside the next step too, with another piece where they have
+        one: no slot waits where all decode."""
         if not self._beside or self.slots.are_prompts_done or not any(self.slots.is_decoding):
             return False
         self._n_beside += 1
+        if self.slots.go_on():
+            return True
         is_idle = not all(self.slots.is_decoding[: self.config.n_slots])
         return self._n_beside < BESIDE or not is_idle
 

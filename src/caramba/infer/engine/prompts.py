@@ -4,14 +4,15 @@ host."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from caramba.cache import Context
-from caramba.infer.device_steps import Captured, captured, replayed
 from caramba.infer.engine.upload import staged
+from caramba.infer.pieces import Pieces, captured_in_pieces
 from caramba.layer import StoredDocuments, packed_attention, shared_angles
 from caramba.model import Model
 
@@ -21,6 +22,9 @@ WHOLE = 512
 """Tokens up to which a prompt runs whole, whatever the chunk: launching a part of it takes longer than running all."""
 MOST = 2048
 """Tokens of the largest forward: with more, the device works longer on its kernels than the host launches them."""
+PIECE = 192
+"""Tokens of a forward of one piece. A decode step beside a piece of as many takes about half as long again on an H200;
+beside a whole forward of 512, which has the device to itself as much as the step has, it took twice as long."""
 SHORTEST = 16
 """Tokens of a prompt, on average, of which a forward takes as many as it has room for."""
 USUAL = 96
@@ -50,11 +54,12 @@ class PromptForwards:
     With `is_captured` every size is a CUDA graph or, by how many prompts it takes, two. The first prompt makes them
     all, so no later one waits for it, and they share their memory. Prompts of any lengths then cost a copy and a
     replay, on a stream of their own: they run beside what comes next on the caller's, which may touch neither their
-    slots nor their logits before `wait`.
+    slots nor their logits before `wait`. Larger ones are in pieces of some layers each: `run` launches the first, each
+    `go_on` another, so that those who decode meanwhile get their tokens after steps of like length.
 
     Attributes:
         sizes: tokens of a forward, the fewest first.
-        captures: graphs that have been made.
+        captures: forwards that have been captured.
     """
 
     def __init__(self, model: Model, ctx: Context, sizes: Sequence[int], *, is_captured: bool) -> None:
@@ -63,7 +68,10 @@ class PromptForwards:
         self.captures = 0
         self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
-        self._graphs: dict[tuple[int, int], Captured] = {}
+        self._graphs: dict[tuple[int, int], Pieces] = {}
+        self._rest: list[
+            torch.cuda.CUDAGraph
+        ] = []  # pieces of what runs that have not been launched, the next one last
         is_cuda = is_captured and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
         self._ran = torch.cuda.Event() if is_cuda else None
@@ -87,31 +95,50 @@ class PromptForwards:
     def run(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Fill slots with prompts, which a size takes, and return the logits after each, [n, V], for after `wait`.
 
-        The next call overwrites them.
+        The next call, which comes after `wait`, overwrites them.
         """
         size = self.size_for(len(prompts), sum(map(len, prompts)), MOST)
         assert size is not None
         n_prompts = next(n for n in self.counts(size) if n >= len(prompts))
         self.capture(slots[0])
         given = staged(packed(slots, prompts, size, n_prompts), self._device)
+        if not self.is_captured:
+            return self._forward(n_prompts, given.to(self._device, non_blocking=True))[: len(slots)]
+        pieces = self._graphs[size, n_prompts]
+        with self._beside():
+            pieces.given.copy_(given, non_blocking=True)
+        self._rest = list(reversed(pieces.graphs))
+        self.go_on()
+        return pieces.out[: len(slots)]
+
+    def go_on(self) -> bool:
+        """Launch the next piece of the prompts that run, after what the current stream does now; whether there was
+        one."""
+        if not self._rest:
+            return False
+        with self._beside():
+            self._rest.pop().replay()
+            if not self._rest and self._ran is not None:
+                self._ran.record(self._stream)
+        return True
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """Launch on the prompts' own stream, after what the current one does now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            if self.is_captured:
-                logits = replayed(self._graphs[size, n_prompts], given)
-            else:
-                logits = self._forward(n_prompts, given.to(self._device, non_blocking=True))
-            if self._ran is not None:
-                self._ran.record(self._stream)
-        return logits[: len(slots)]
+            yield
 
     @property
     def is_done(self) -> bool:
         """Whether the prompts that ran last have, so that nobody waits in `wait`."""
-        return self._ran is None or self._ran.query()
+        return not self._rest and (self._ran is None or self._ran.query())
 
     def wait(self) -> None:
-        """Let what comes next on the current stream run after the prompts."""
+        """Let what comes next on the current stream run after the prompts, all of whose pieces are launched."""
+        while self.go_on():
+            pass
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -119,6 +146,7 @@ class PromptForwards:
         """Drop the graphs: the weights that they read have moved."""
         if self._stream is not None:
             self._stream.synchronize()
+        self._rest.clear()
         self._graphs.clear()
 
     def capture(self, slot: int) -> None:
@@ -129,13 +157,15 @@ class PromptForwards:
         """
         if self._graphs or not self.is_captured:
             return
-        graphs: dict[tuple[int, int], Captured] = {}
-        pool = torch.cuda.graph_pool_handle()
+        graphs: dict[tuple[int, int], Pieces] = {}
+        pool, places = torch.cuda.graph_pool_handle(), [layer for _, layer in self.model.attention_layers()]
         for size in reversed(self.sizes):  # the smaller ones find room in the memory of the largest
             for n_prompts in reversed(self.counts(size)):
                 given = torch.tensor(packed([slot], [[0] * size], size, n_prompts))
                 run = functools.partial(self._forward, n_prompts)
-                made = captured(given.to(self._device), run, run, pool, self._stream)
+                made = captured_in_pieces(
+                    given.to(self._device), run, places, -(-size // PIECE), pool, self._stream
+                )
                 graphs[size, n_prompts] = made
                 self.captures += 1
         self._graphs = graphs

@@ -135,6 +135,10 @@ class Slots:
         """Whether `prefill_together` launches what the device may run beside a step."""
         return self.prompts is not None
 
+    def go_on(self) -> bool:
+        """Launch the next piece of the prompts that run beside the steps, if there is one."""
+        return self.prompts is not None and self.prompts.go_on()
+
     @property
     def are_prompts_done(self) -> bool:
         """Whether the device has run the prompts that it was given last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from caramba.infer.device_steps import WARM_UPS
 from caramba.infer.engine import Engine, Ticket, batch, prompts
 from caramba.infer.engine import slots as slots_module
 from caramba.infer.engine.prompts import PromptForwards, sizes_of
+from caramba.infer.pieces import Pieces, cut_calls
 from caramba.layer import RotaryEmbedding
 from caramba.model import Model
 from tests.unit.infer.engine.test_engine import run
@@ -48,22 +50,30 @@ def alone(model: Model, **settings: Any) -> list[tuple[int, ...]]:
     ]
 
 
-def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a graph be the function that it would hold, run as often before as a capture runs it."""
+def stand_for_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let graphs be the function that they would hold, run as often before as a capture runs it, of which the last
+    piece does all; return the number of pieces that each replay was one of."""
+    replays: list[int] = []
 
-    def captured(given: torch.Tensor, run: Any, trial: Any, *rest: Any) -> Any:
+    class Graph:
+        def __init__(self, n_pieces: int, does: Callable[[], object]) -> None:
+            self.n_pieces, self.does = n_pieces, does
+
+        def replay(self) -> None:
+            replays.append(self.n_pieces)
+            self.does()
+
+    def captured(given: torch.Tensor, run: Any, _places: Any, n_pieces: int, *_rest: Any) -> Any:
         for _ in range(WARM_UPS):
-            trial(given.clone())
-        run(given.clone())
-        return run, given.clone(), None
+            run(given.clone())
+        own = given.clone()
+        out = run(own)
+        rest = [Graph(n_pieces, lambda: None)] * (n_pieces - 1)
+        return Pieces([*rest, Graph(n_pieces, lambda: out.copy_(run(own)))], own, out)  # pyright: ignore[reportArgumentType]
 
-    def replayed(graph: Any, given: torch.Tensor) -> torch.Tensor:
-        graph[1].copy_(given)
-        return graph[0](graph[1])
-
-    monkeypatch.setattr(prompts, "captured", captured)
-    monkeypatch.setattr(prompts, "replayed", replayed)
+    monkeypatch.setattr(prompts, "captured_in_pieces", captured)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return replays
 
 
 WIDE = [24, 32, 8, 16, 16, 8]
@@ -191,6 +201,55 @@ def test_prompts_that_take_long_run_beside_several_steps(
         assert (ticket.tokens, n_new) == (wanted.tokens, 4 if index else 20)
 
 
+@pytest.mark.parametrize("n_slots", [2, 3])
+def test_a_piece_of_a_long_prompt_runs_beside_each_step(
+    n_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "PIECE", 12)
+    replays = stand_for_graphs(monkeypatch)
+    monkeypatch.setattr(prompts, "GRAIN", 8)
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=n_slots, max_len=64, prefill_chunk=40)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(40, 64), is_captured=True)
+    first = engine.submit(TEXTS[0], max_new_tokens=20, seed=1, temperature=0.7)
+    engine.step()
+    assert (replays, slots.is_decoding[0]) == ([1], True), "8 tokens are one piece"
+    long = engine.submit(TEXTS[8], max_new_tokens=4, seed=2, temperature=0.7)
+    engine.step()
+    engine.submit(TEXTS[2], max_new_tokens=4, seed=3, temperature=0.7)
+    for n_launched in (1, 2, 3, 4):  # 40 tokens are four
+        assert replays == [1, *[4] * n_launched]
+        assert (len(first.tokens), slots.is_decoding[1]) == (n_launched, False)
+        engine.step()
+    # Once the last has run the slot decodes, and what came meanwhile runs.
+    assert (slots.is_decoding[1], replays[5:]) == (True, [1] if n_slots == 3 else [])
+    run(engine)
+    (wanted,) = generate(model, [TEXTS[8]], seeds=[2], max_new_tokens=4, temperature=0.7)
+    assert long.tokens == wanted.tokens
+    # With nobody to wait for, and for who leaves meanwhile, all pieces are launched at once.
+    replays.clear()
+    alone = engine.submit(TEXTS[8], max_new_tokens=4, seed=2, temperature=0.7)
+    engine.step()
+    assert (replays, slots.is_decoding.count(True)) == ([4] * 4, 1)
+    gone = engine.submit(TEXTS[8], max_new_tokens=4, seed=2, temperature=0.7)
+    engine.step()
+    assert replays == [4] * 5
+    gone.cancel()
+    engine.step()
+    assert (replays, gone.tokens) == ([4] * 8, ())
+    run(engine)
+    assert alone.tokens == wanted.tokens
+
+
+def test_pieces_have_like_shares_of_the_calls() -> None:
+    assert cut_calls(16, 1) == set()
+    assert cut_calls(16, 3) == {5, 11}
+    assert cut_calls(16, 4) == {4, 8, 12}
+    assert cut_calls(2, 5) == {1}, "no more pieces than calls"
+    assert cut_calls(0, 3) == set()
+
+
 def engine_ahead(monkeypatch: pytest.MonkeyPatch, n_slots: int, n_ahead: int, chunk: int = 32) -> Engine:
     """Return an engine of rows ahead as on a CUDA device."""
     stand_for_graphs(monkeypatch)
@@ -310,7 +369,7 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_for_graphs(monkeypatch)
-    capture, made = prompts.captured, list[int]()
+    capture, made = prompts.captured_in_pieces, list[int]()
 
     def captured(*given: Any) -> Any:
         made.append(len(given))
@@ -318,7 +377,7 @@ def test_a_capture_that_fails_leaves_the_prompts_to_run_as_they_come(
             raise torch.OutOfMemoryError("no room for a graph")
         return capture(*given)
 
-    monkeypatch.setattr(prompts, "captured", captured)
+    monkeypatch.setattr(prompts, "captured_in_pieces", captured)
     monkeypatch.setattr(prompts, "GRAIN", 16)
     model = sharp(transformer("gqa_scaled", repeat=1))
     engine = Engine(model, n_slots=4, max_len=48, prefill_chunk=32)

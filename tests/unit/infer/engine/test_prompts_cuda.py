@@ -23,6 +23,7 @@ def test_captured_prompts_give_the_text_of_the_cpu(
     name: str, n_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompts, "GRAIN", 16)
+    monkeypatch.setattr(prompts, "PIECE", 32)  # larger forwards are of two pieces
     model = build_model(transformer(name), seed=0)
     wanted = alone(model)
     model = model.cuda()
