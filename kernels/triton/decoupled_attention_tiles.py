@@ -75,11 +75,19 @@ INTERPRETED = Way(32, 16, 4, 1), Way(16, 32, 4, 1), Way(16, 32, 4, 1)
 """Small tiles for tests without a GPU, of which more are crossed."""
 
 
+def shared_bytes(device: torch.device) -> int | None:
+    """Return the shared memory that a program can have; None in the interpreter, which has no limits."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
 def fitting(ways: tuple[Way, ...], held: str, x: Tensor, widths: dict[str, int]) -> Way:
     """Return the first way whose tiles fit: those `held`, queries or keys, once, the others as often as there are stages."""
-    if not x.is_cuda:
+    room = shared_bytes(x.device)
+    if room is None:
         return INTERPRETED[(FORWARD, KEYS, QUERIES).index(ways)]
-    room = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin - SPARE
+    room -= SPARE
     width = (widths["BLOCK_A"] + widths["BLOCK_G"] + widths["BLOCK_D"]) * x.element_size()
     for way in ways:
         once, often = (way.keys, way.queries) if held == "keys" else (way.queries, way.keys)
