@@ -1,11 +1,14 @@
-"""Gradients of `decoupled_attention`: a pass over keys, which walks over a few heads to sum what they share, and one over
-queries. Nothing is added by atomics, so gradients repeat to the bit.
+"""Gradients of `decoupled_attention`: a pass over keys and one over queries, which both compute the weights anew.
+
+Nothing is added by atomics, so gradients repeat to the bit: what heads give to a key that they share is summed when all
+have been written.
 
 Reference: Dao, 2023, arXiv:2307.08691 (the order of loops).
 """
 
 from __future__ import annotations
 
+import caramba.kernels.triton.decoupled_attention_keys as keys
 import caramba.kernels.triton.decoupled_attention_tiles as tiles
 import torch
 from caramba.kernels.triton.decoupled_attention_tiles import LOG2_E, tile_of
@@ -13,9 +16,6 @@ from torch import Tensor
 
 import triton
 import triton.language as tl
-
-TOGETHER = 4
-"""Heads whose gradients of a shared geometric key a program sums."""
 
 
 @triton.jit
@@ -41,180 +41,6 @@ def _dots_kernel(
     out = tile_of(out_at, row, n_heads * D, n_queries, D, BLOCK_D, True)
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(dots_ptr + (batch * n_heads + head) * n_queries + row, dots, mask=row < n_queries)
-
-
-@triton.jit
-def _add_queries(
-    grad_sem,
-    grad_geo,
-    grad_v,
-    k_sem,
-    k_geo,
-    v,
-    q_at,
-    grad_at,
-    lse_at,
-    dots_at,
-    first_at,
-    key,
-    begin,
-    end,
-    n_queries,
-    n_keys,
-    q_t,
-    grad_t,
-    A: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-    IS_MASKED: tl.constexpr,
-):
-    """Add what queries `begin` to `end` give to the gradients of a tile of keys and values."""
-    for start in tl.range(begin, end, BLOCK_M):
-        row = start + tl.arange(0, BLOCK_M)
-        q_sem = tile_of(q_at, row, q_t, n_queries, A, BLOCK_A, IS_MASKED)
-        q_geo = tile_of(q_at + A, row, q_t, n_queries, G, BLOCK_G, IS_MASKED)
-        grad = tile_of(grad_at, row, grad_t, n_queries, D, BLOCK_D, IS_MASKED)
-        if IS_MASKED:
-            lse = tl.load(lse_at + row, mask=row < n_queries, other=0.0)
-            dots = tl.load(dots_at + row, mask=row < n_queries, other=0.0)
-        else:
-            lse = tl.load(lse_at + row)
-            dots = tl.load(dots_at + row)
-        s = tl.dot(k_geo, tl.trans(q_geo))
-        s = tl.dot(k_sem, tl.trans(q_sem), s)
-        p = tl.exp2((s - lse[None, :]) * LOG2_E)
-        if IS_MASKED:
-            seen = (key[:, None] <= (row + (n_keys - n_queries))[None, :]) & (row < n_queries)[None, :]
-            if HAS_FIRST:
-                lowest = tl.load(first_at + row, mask=row < n_queries, other=0).to(tl.int32)
-                seen = seen & (key[:, None] >= lowest[None, :])
-            p = tl.where(seen, p, 0.0)
-        grad_v = tl.dot(p.to(grad.dtype), grad, grad_v)
-        of_p = tl.dot(v, tl.trans(grad))
-        of_s = (p * (of_p - dots[None, :])).to(q_sem.dtype)
-        grad_sem = tl.dot(of_s, q_sem, grad_sem)
-        grad_geo = tl.dot(of_s, q_geo, grad_geo)
-    return grad_sem, grad_geo, grad_v
-
-
-@triton.jit
-def _keys_kernel(
-    grad_ptr,
-    q_ptr,
-    k_sem_ptr,
-    k_geo_ptr,
-    v_ptr,
-    first_ptr,
-    ends_ptr,
-    lse_ptr,
-    dots_ptr,
-    grad_sem_ptr,
-    grad_geo_ptr,
-    grad_v_ptr,
-    n_queries,
-    n_keys,
-    n_heads,
-    n_sem,
-    n_geo,
-    n_v,
-    grad_b,
-    grad_t,
-    grad_h,
-    q_b,
-    q_t,
-    q_h,
-    sem_b,
-    sem_t,
-    sem_h,
-    geo_b,
-    geo_t,
-    geo_h,
-    v_b,
-    v_t,
-    v_h,
-    A: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_FIRST: tl.constexpr,
-):
-    """Gradients of a tile of keys and values, by query head, and of geometric keys by HEADS of them."""
-    n_parts = n_heads // HEADS
-    batch, part = tl.program_id(1) // n_parts, tl.program_id(1) % n_parts
-    batch = batch.to(tl.int64)
-    start = tl.program_id(0) * BLOCK_N  # early keys, which most queries see, come first
-    key = start + tl.arange(0, BLOCK_N)
-    before = n_keys - n_queries
-    begin = tl.maximum(start - before, 0) // BLOCK_M * BLOCK_M
-    end = n_queries
-    if HAS_FIRST:
-        end = tl.load(ends_ptr + batch * tl.num_programs(0) + tl.program_id(0)).to(tl.int32)
-    # From here on every query sees the whole tile, and up to there rows are whole tiles.
-    seeing = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N - 1 - before, 0), BLOCK_M) * BLOCK_M, end)
-    rest = tl.maximum(end // BLOCK_M * BLOCK_M, seeing)
-    if HAS_FIRST or start + BLOCK_N > n_keys:
-        seeing = end
-        rest = end
-    geo_head = (part * HEADS // (n_heads // n_geo)).to(tl.int64)
-    k_geo = tile_of(k_geo_ptr + batch * geo_b + geo_head * geo_h, key, geo_t, n_keys, G, BLOCK_G, True)
-    grad_geo = tl.zeros((BLOCK_N, BLOCK_G), tl.float32)
-    inside = (key < n_keys)[:, None]
-    first_head = part.to(tl.int64) * HEADS
-    for turn in range(HEADS):
-        head = first_head + turn
-        sem_at = k_sem_ptr + batch * sem_b + head // (n_heads // n_sem) * sem_h
-        k_sem = tile_of(sem_at, key, sem_t, n_keys, A, BLOCK_A, True)
-        v_at = v_ptr + batch * v_b + head // (n_heads // n_v) * v_h
-        v = tile_of(v_at, key, v_t, n_keys, D, BLOCK_D, True)
-        q_at = q_ptr + batch * q_b + head * q_h
-        grad_at = grad_ptr + batch * grad_b + head * grad_h
-        of_row = (batch * n_heads + head) * n_queries
-        lse_at, dots_at, first_at = lse_ptr + of_row, dots_ptr + of_row, first_ptr + batch * n_queries
-        grad_sem = tl.zeros((BLOCK_N, BLOCK_A), tl.float32)
-        grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-        grad_sem, grad_geo, grad_v = _add_queries(
-            *(grad_sem, grad_geo, grad_v, k_sem, k_geo, v, q_at, grad_at, lse_at, dots_at, first_at, key),
-            *(begin, seeing, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_M),
-            *(HAS_FIRST, True),
-        )
-        if not HAS_FIRST:
-            grad_sem, grad_geo, grad_v = _add_queries(
-                *(grad_sem, grad_geo, grad_v, k_sem, k_geo, v, q_at, grad_at, lse_at, dots_at, first_at, key),
-                *(seeing, rest, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_M),
-                *(HAS_FIRST, False),
-            )
-            grad_sem, grad_geo, grad_v = _add_queries(
-                *(grad_sem, grad_geo, grad_v, k_sem, k_geo, v, q_at, grad_at, lse_at, dots_at, first_at, key),
-                *(rest, end, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_M),
-                *(HAS_FIRST, True),
-            )
-        at = ((batch * n_keys + key) * n_heads + head)[:, None]
-        sem_column, v_column = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D)
-        tl.store(
-            grad_sem_ptr + at * A + sem_column[None, :],
-            grad_sem.to(grad_sem_ptr.dtype.element_ty),
-            mask=inside & (sem_column < A)[None, :],
-        )
-        tl.store(
-            grad_v_ptr + at * D + v_column[None, :],
-            grad_v.to(grad_v_ptr.dtype.element_ty),
-            mask=inside & (v_column < D)[None, :],
-        )
-    column = tl.arange(0, BLOCK_G)
-    at = ((batch * n_keys + key) * n_parts + part)[:, None] * G + column[None, :]
-    tl.store(
-        grad_geo_ptr + at, grad_geo.to(grad_geo_ptr.dtype.element_ty), mask=inside & (column < G)[None, :]
-    )
 
 
 @triton.jit
@@ -388,17 +214,10 @@ def decoupled_attention_backward(
     n_keys, n_sem, n_geo, n_v = k_sem.shape[1], k_sem.shape[2], k_geo.shape[2], v.shape[2]
     widths = tiles.widths_of(k_sem, k_geo, v)
     dots = torch.empty_like(lse)
-    together = next(n for n in range(min(TOGETHER, n_heads // n_geo), 0, -1) if n_heads // n_geo % n == 0)
-    n_parts = n_heads // together
     grad_q = q.new_empty(q.shape)
-    # What several heads give to one is summed in float32.
-    kinds = [
-        x.dtype if n == x.shape[2] else torch.float32
-        for x, n in ((k_sem, n_heads), (k_geo, n_parts), (v, n_heads))
-    ]
-    grad_sem = q.new_empty((batch, n_keys, n_heads, widths["A"]), dtype=kinds[0])
-    grad_geo = q.new_empty((batch, n_keys, n_parts, widths["G"]), dtype=kinds[1])
-    grad_v = q.new_empty((batch, n_keys, n_heads, widths["D"]), dtype=kinds[2])
+    grad_sem, grad_geo, grad_v = (
+        q.new_empty((batch, n_keys, n_heads, widths[name])) for name in ("A", "G", "D")
+    )
     by_keys, by_queries = (
         tiles.fitting(tiles.KEYS, "keys", q, widths),
         tiles.fitting(tiles.QUERIES, "queries", q, widths),
@@ -417,11 +236,10 @@ def decoupled_attention_backward(
         _dots_kernel[(-(-n_queries // 64), batch * n_heads)](
             *(grad, out, dots, n_queries, n_heads, *grad.stride()[:3], widths["D"], widths["BLOCK_D"], 64)
         )
-        _keys_kernel[(n_tiles, batch * n_parts)](
+        keys._keys_kernel[(n_tiles, batch * n_heads)](
             *(grad, q, k_sem, k_geo, v, starts, q if ends is None else ends, lse, dots),
             *(grad_sem, grad_geo, grad_v, n_queries, n_keys, *heads, *strides),
             **widths,
-            HEADS=together,
             HAS_FIRST=has_first,
             **by_keys.options,
         )
@@ -435,7 +253,6 @@ def decoupled_attention_backward(
 
 
 def _summed(grad: Tensor, of: Tensor) -> Tensor:
-    """Gradients by query head, or by some of them, [B, S, n, W], as those of the K heads of a stream."""
-    if grad.shape[2] == of.shape[2]:
-        return grad
-    return grad.unflatten(2, (of.shape[2], -1)).sum(3).to(of.dtype)
+    """Gradients by query head, [B, S, H, W], as those of the K heads of a stream, summed in float32."""
+    n_heads = of.shape[2]
+    return grad if grad.shape[2] == n_heads else grad.unflatten(2, (n_heads, -1)).sum(3)

@@ -69,7 +69,14 @@ class Way(NamedTuple):
 
 # The first that a device's shared memory holds is taken; on an H200 they were the fastest of those tried, in this order.
 FORWARD = (Way(128, 64, 8, 3), Way(128, 64, 8, 2), Way(128, 32, 8, 2), Way(64, 32, 4, 2), Way(32, 32, 4, 2))
-KEYS = (Way(32, 128, 8, 2), Way(32, 64, 4, 2), Way(16, 64, 4, 2), Way(16, 32, 4, 2), Way(16, 16, 4, 1))
+KEYS = (
+    Way(32, 128, 8, 3),
+    Way(32, 128, 8, 2),
+    Way(32, 64, 4, 2),
+    Way(16, 64, 4, 2),
+    Way(16, 32, 4, 2),
+    Way(16, 16, 4, 1),
+)
 QUERIES = (Way(128, 64, 8, 2), Way(64, 32, 4, 2), Way(32, 32, 4, 2), Way(32, 16, 4, 2), Way(16, 16, 4, 1))
 INTERPRETED = Way(32, 16, 4, 1), Way(16, 32, 4, 1), Way(16, 32, 4, 1)
 """Small tiles for tests without a GPU, of which more are crossed."""
