@@ -6,6 +6,7 @@ On the CPU the op's reference stands for its kernels.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +40,13 @@ def build(shape: str = "expanded", **fields: Any) -> AttentionLayer:
 
 def drawn(*shape: int, seed: int = 4) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def uncompiled() -> Iterator[None]:
+    """A forward is compiled a limited number of times in a process, and other files compile it too."""
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture
