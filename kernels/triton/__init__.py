@@ -8,6 +8,8 @@ LAUNCHERS: dict[str, str] = {
     "dba_append": "caramba.kernels.triton.dba_append:dba_append",
     "dba_decode": "caramba.kernels.triton.dba_decode:dba_decode",
     "dba_decode_up": "caramba.kernels.triton.dba_decode_up:dba_decode_up",
+    "decoupled_attention": "caramba.kernels.triton.decoupled_attention:decoupled_attention",
+    "decoupled_attention_backward": "caramba.kernels.triton.decoupled_attention_backward:decoupled_attention_backward",
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
     "drawn": "caramba.kernels.triton.drawn:drawn",

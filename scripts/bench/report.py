@@ -16,6 +16,7 @@ import sections_decode
 import sections_inference
 import sections_kernels
 import sections_loss
+import sections_prefill
 import sections_scaling
 import sections_step
 import sections_study
@@ -189,6 +190,7 @@ SECTIONS = {
     "batching": sections_batching.batching,
     "decode": sections_decode.decode,
     "inference": sections_inference.inference,
+    "prefill": sections_prefill.prefill,
     "attention_backends": sections_upcycle.attention_backends,
     "documents": sections_upcycle.documents,
     "linear_cross_entropy": sections_loss.linear_cross_entropy,

@@ -156,6 +156,34 @@ def latent() -> Iterator[Case]:
         yield Case("head_values", name, ("_values_kernel",), lambda a=values: a)
 
 
+def attention() -> Iterator[Case]:
+    for name, dtype, (heads, sem, geo, value), kv_heads, tokens in (
+        ("bf16, expanded", BF16, (32, 64, 256, 64), (32, 1, 32), (2048, 2048)),
+        ("fp16, expanded", F16, (32, 64, 256, 64), (32, 1, 32), (2048, 2048)),
+        ("bf16, expanded behind a prompt", BF16, (32, 64, 256, 64), (32, 1, 32), (100, 3001)),
+        ("bf16, absorbed", BF16, (32, 128, 256, 128), (1, 1, 1), (128, 3000)),
+        ("fp16, absorbed", F16, (32, 128, 256, 128), (1, 1, 1), (2048, 2048)),
+        ("bf16, odd widths", BF16, (4, 24, 80, 40), (2, 4, 1), (70, 133)),
+    ):
+        n_queries, n_keys = tokens
+        widths = (sem, geo, value)
+        q = one(1, n_queries, heads, sem + geo, dtype=dtype)
+        streams = [one(1, n_keys, k, d, dtype=dtype) for k, d in zip(kv_heads, widths, strict=True)]
+        if kv_heads == (1, 1, 1):  # of a cache, side by side
+            joined = one(1, 1, n_keys + 7, sem + geo, dtype=dtype)[:, :, :n_keys].transpose(1, 2)
+            c, k_geo = joined.split((sem, geo), dim=-1)
+            streams = [c, k_geo, c]
+        firsts = [None] if n_queries < n_keys else [None, one(1, n_queries, dtype=torch.int64)]
+        for first in firsts:
+            where = name if first is None else f"{name}, documents"
+            call = (q, *streams, first)
+            yield Case("decoupled_attention", where, ("_forward_kernel",), lambda a=call: a)
+            out, lse = one(1, n_queries, heads, value, dtype=dtype), one(1, heads, n_queries, dtype=F32)
+            back = (one(1, heads, n_queries, value, dtype=dtype).transpose(1, 2), *call, out, lse)
+            kernels = ("_dots_kernel", "_keys_kernel", "_queries_kernel")
+            yield Case("decoupled_attention_backward", where, kernels, lambda a=back: a)
+
+
 def blocks() -> Iterator[Case]:
     for kind, (elements, code_width, codes, scales) in BLOCKS.items():
         for name, dtype in (("bf16", BF16), ("fp32", F32)):
@@ -347,7 +375,7 @@ def decoding() -> Iterator[Case]:
 
 
 FAMILIES = (
-    *(norms, norms_with_activations, elementwise, rotations, latent, blocks, optimisers, float8),
+    *(norms, norms_with_activations, elementwise, rotations, latent, attention, blocks, optimisers, float8),
     *(row_products, appended, stored_tokens, decoding),
 )
 CASES = [case for family in FAMILIES for case in family()]

@@ -24,14 +24,14 @@ from caramba.console import logger
 from caramba.data import Corpus, PackedDataset, TokenDataset, open_windows
 from caramba.distill import Batch
 from caramba.errors import ConfigError
+from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.text import check_tokenizer, open_text
-from caramba.layer import documents_path
+from caramba.layer import runs_parts
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import (
     AttentionChoice,
-    Decision,
     Ranks,
     RuntimePlan,
     check_gpu,
@@ -107,7 +107,8 @@ class Session:
     @functools.cached_property
     def attention(self) -> AttentionChoice:
         """The order of attention backends for the shapes of the group's models, the same throughout the run."""
-        layers = self._layers()
+        # The table is of 16 bits, and of backends that layers with a kernel of their own do not ask.
+        layers = [config for config in self._layers() if not runs_parts(config, self.device, torch.bfloat16)]
         return choose_attention(self.device, families_of(layers, self.group.data.keeps_documents_apart))
 
     def _layers(self) -> list[AttentionLayerConfig]:
@@ -303,21 +304,13 @@ class Session:
             measured=self.measured.get(run_id or name),
             ranks=self.data_ranks,
         )
-        own: dict[str, Decision] = {}
+        own = attention_decisions(
+            made, self._layers(), self.attention, has_documents=self.group.data.keeps_documents_apart
+        )
         if phase.phase in BLOCK_PHASES:
             is_kept = keeps_copied(phase, self.manifest.model, self.group)
             own["trainable"] = trainable_decision(phase, is_kept=is_kept)
-        if self.group.data.keeps_documents_apart:
-            own["documents"] = self._documents(made)
         return dataclasses.replace(made, decisions=made.decisions | own)
-
-    def _documents(self, made: RuntimePlan) -> Decision:
-        """What keeps the documents of a row apart."""
-        device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
-        path = documents_path(
-            device, dtype, self._layers(), self.attention, is_compiled=bool(made.value("compile_model"))
-        )
-        return Decision(*path)
 
     @property
     def data_ranks(self) -> int:

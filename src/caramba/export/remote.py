@@ -46,6 +46,7 @@ NEVER_CALLED = (
     "dba_append",
     "dba_decode",
     "dba_decode_up",
+    "decoupled_attention",
     "head_values",
     "latent_queries",
     "layer_norm",

@@ -14,6 +14,7 @@ from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared
 from caramba.layer.score import CausalScore
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
+from caramba.layer.two_parts import runs_parts
 
 __all__ = [
     "AttentionLayer",
@@ -35,6 +36,7 @@ __all__ = [
     "packed_attention",
     "rope_frequencies",
     "rotate",
+    "runs_parts",
     "shared_angles",
     "unplanned_attention",
 ]

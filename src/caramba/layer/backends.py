@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import score
+from caramba.layer.two_parts import OP, runs_parts
 from caramba.layer.varlen import WIDEST, find_kernel, fixed_documents, varlen_attention
 from caramba.runtime import AttentionChoice, choose_attention
 
@@ -122,7 +123,28 @@ def documents_path(
     *,
     is_compiled: bool = False,
 ) -> tuple[str, str]:
-    """Return what keeps the documents of a row apart in training, `varlen`, `mask` or both, and why."""
+    """Return what keeps the documents of a row apart in training, `decoupled_attention`, `varlen`, `mask` or several of
+    them, and why."""
+    configs = list(layers)
+    others = [config for config in configs if not runs_parts(config, device, dtype)]
+    n_own, why = len(configs) - len(others), "decoupled_attention takes the first key of every query"
+    if n_own and not others:
+        return OP, why
+    value, reason = _path(device, dtype, others, choice, is_compiled=is_compiled)
+    if not n_own:
+        return value, reason
+    return f"{OP}, {value}", f"{n_own} of {len(configs)} attention layers: {why}; the others: {reason}"
+
+
+def _path(
+    device: torch.device,
+    dtype: torch.dtype,
+    configs: Sequence[AttentionLayerConfig],
+    choice: AttentionChoice,
+    *,
+    is_compiled: bool,
+) -> tuple[str, str]:
+    """Return what keeps documents apart where scaled_dot_product_attention would run else."""
     kernel = find_kernel(device)
     if isinstance(kernel, str):
         return "mask", kernel
@@ -132,7 +154,6 @@ def documents_path(
         return "mask", f"varlen_attn takes 16 bits, not {str(dtype).removeprefix('torch.')}"
     if is_compiled:
         return "mask", "compile_model: the shapes of a graph do not follow the documents of a batch"
-    configs = list(layers)
     masked = [
         why for why in (_needs_mask(config, "window_size" in kernel.takes) for config in configs) if why
     ]

@@ -20,6 +20,7 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
+from caramba.layer.two_parts import attend_parts, takes_parts
 from caramba.ops import (
     absorbed_queries,
     absorbed_step,
@@ -55,7 +56,8 @@ class LatentProjection(GatedProjection):
     Two forms give the same numbers. *Expanded*, head h has the key [A_h c, k_geo] and the value c U_h, D + Dgeo
     and D wide, which fused backends serve up to 256. *Absorbed*, all heads' queries [q_h A_h, q_geo] attend to the
     one key [c, k_geo] with the value c as it is cached, and U_h comes after: nothing is made per cached token. The
-    counts of queries and keys decide, see `expands`; shapes alone do, so a compiled graph has no break there.
+    counts of queries and keys decide, see `expands`; shapes alone do, so a compiled graph has no break there. In both
+    forms a kernel of its own takes wider keys, if there is one, and does so in their two parts: see `two_parts`.
 
     `null_attn` adds one latent `null_c` [R] and one geometric key `null_geo` [Dgeo] of no position. Surgery that
     centres its keys has to add the mean's part of the score, q . mu, back to them.
@@ -211,6 +213,11 @@ class LatentProjection(GatedProjection):
     ) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
         n_keys = streams["c"].shape[2]
+        if self._takes_parts(score, q, n_keys, self.query_dim):
+            c, k_geo = (streams[name].to(q.dtype).transpose(1, 2) for name in ("c", "k_geo"))
+            return attend_parts(
+                q, self._head_keys(c.squeeze(2)), k_geo, self._head_values(c.squeeze(2)), first
+            )
         if score.window is not None:
             # Keys that no query sees would be expanded for nothing.
             n_keys = min(n_keys, score.window + q.shape[2] - 1)
@@ -239,6 +246,10 @@ class LatentProjection(GatedProjection):
         A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
         whole key as value, and the part of the output that it adds is dropped: no copy, where padding c is one.
         """
+        if q.shape[2] > 1 and self._takes_parts(score, q, streams["c"].shape[2], self.dims.v):
+            c, k_geo = (streams[name].transpose(1, 2) for name in ("c", "k_geo"))
+            read = attend_parts(torch.cat(self.stored_queries(q), dim=-1), c, k_geo, c, first)
+            return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
         kept = total = None
         if self.first is not None:
             q, kept, total = self._read_first(self.first, q, streams, first)
@@ -255,6 +266,11 @@ class LatentProjection(GatedProjection):
         read, share = attend_beside(score, queries, key, value, total, self.first.n_tokens, first)
         out = torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
         return out + (share * kept).to(out.dtype)
+
+    def _takes_parts(self, score: CausalScore, q: Tensor, n_keys: int, width: int) -> bool:
+        """Whether keys and values stay in their parts, of which c's are `width` features wide."""
+        is_plain = self.null_c is None and self.first is None
+        return is_plain and takes_parts(score, q, n_keys, (width, self.dims.rope, width))
 
     def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the queries [q_h A_h, q_geo], [B, H, T, R + Dgeo], and the one key [c, k_geo], [B, 1, S, R + Dgeo]."""
@@ -341,12 +357,21 @@ class LatentProjection(GatedProjection):
         Both are views of [B, S, H, ·], the order that fused backends read and that one product over all heads gives.
         """
         heads, c, k_geo = self.dims.n_heads, streams["c"].squeeze(1), streams["k_geo"].squeeze(1)
-        v = F.linear(c, self.v_up.transpose(1, 2).flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        v = self._head_values(c).transpose(1, 2)
         if torch.is_grad_enabled() and self._is_one_product(c):
             return self._keys_by_one_product(c, k_geo).unflatten(-1, (heads, -1)).transpose(1, 2), v
-        k_sem = F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (heads, -1))
+        k_sem = self._head_keys(c)
         geo = k_geo.to(k_sem.dtype)[:, :, None].expand(-1, -1, heads, -1)
         return torch.cat((k_sem, geo), dim=-1).transpose(1, 2), v
+
+    def _head_keys(self, c: Tensor) -> Tensor:
+        """Return A_h c of every head. Shape: [B, S, R] to [B, S, H, D]."""
+        return F.linear(c, self.q_sem_map.flatten(0, 1)).unflatten(-1, (self.dims.n_heads, -1))
+
+    def _head_values(self, c: Tensor) -> Tensor:
+        """Return c U_h of every head. Shape: [B, S, R] to [B, S, H, D]."""
+        weight = self.v_up.transpose(1, 2).flatten(0, 1)
+        return F.linear(c, weight).unflatten(-1, (self.dims.n_heads, -1))
 
     def _is_one_product(self, c: Tensor) -> bool:
         """Whether products with zeros and ones cost less than a pass that joins keys, and one that takes their

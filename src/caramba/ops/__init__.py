@@ -18,6 +18,7 @@ from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.dba_decode_up import dba_decode_up
 from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys
 from caramba.ops.dequantize import dequantize
 from caramba.ops.drawn import draw, drawn
 from caramba.ops.float8_cast import float8_cast
@@ -62,6 +63,7 @@ __all__ = [
     "dba_append",
     "dba_decode",
     "dba_decode_up",
+    "decoupled_attention",
     "dequantize",
     "draw",
     "drawn",
@@ -73,6 +75,7 @@ __all__ = [
     "hadamard",
     "has_kernel",
     "has_narrow_queries",
+    "has_two_part_keys",
     "head_values",
     "implementation",
     "is_fused",

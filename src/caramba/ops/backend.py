@@ -24,6 +24,8 @@ OPS = (
     "dba_append",
     "dba_decode",
     "dba_decode_up",
+    "decoupled_attention",
+    "decoupled_attention_backward",
     "dequantize",
     "drawn",
     "float8_cast",

@@ -20,7 +20,10 @@ Granularity = Literal["layer", "block"]
 LISTS = (StackedTopology, NestedTopology, CyclicTopology, RecurrentTopology)
 KEPT = ("mm", "addmm", "_scaled_mm")
 """Products of a matrix and weights under `aten`; those of attention (bmm) are as large as its scores."""
-ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn", "flex_attention")
+ATTENTION = (
+    *("scaled_dot_product", "flash_attention", "efficient_attention", "varlen_attn", "flex_attention"),
+    "decoupled_attention",
+)
 
 
 class NodeRun(nn.Module):

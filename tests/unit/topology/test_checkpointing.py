@@ -23,6 +23,8 @@ from caramba.config.topology import (
     ResidualTopologyConfig,
     StackedTopologyConfig,
 )
+from caramba.layer import two_parts
+from caramba.ops import backend
 from caramba.topology import build_node, checkpoint_topology, clear_checkpointing, compilable_regions
 
 WIDTH = 16
@@ -54,11 +56,13 @@ class Calls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step(topology: nn.Module) -> tuple[dict[str, Tensor], int, Counter[str]]:
+def step(
+    topology: nn.Module, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, Tensor], int, Counter[str]]:
     """Return gradients, the elements that the forward kept for backward, and the operators of both."""
     topology.zero_grad()
     torch.manual_seed(1)
-    x = torch.randn(2, 12, WIDTH, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 12, WIDTH, dtype=dtype, requires_grad=True)
     kept: dict[int, int] = {}
     with Calls() as calls:
         with torch.autograd.graph.saved_tensors_hooks(
@@ -91,6 +95,22 @@ def test_gradients_are_equal_to_the_bit_and_less_is_kept(topology: nn.Module, gr
     assert found["selective"]["silu"] == found["full"]["silu"] > calls["silu"]
     clear_checkpointing(topology)
     assert step(topology)[1] == kept
+
+
+def test_attention_by_a_kernel_of_our_own_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backend._attached, ("decoupled_attention", "cpu"), "reference")
+    monkeypatch.setattr(two_parts, "WIDEST", 9)
+    dims = {"d_model": WIDTH, "n_heads": 2, "head_dim": 8, "sem_dim": 12, "geo_dim": 4}
+    layer = AttentionLayerConfig.model_validate({"mode": "decoupled", "layout": "latent", **dims})
+    torch.manual_seed(0)
+    model = build_node(NestedTopologyConfig(layers=(layer,), repeat=2)).bfloat16()
+    plain, _, calls = step(model, torch.bfloat16)
+    assert calls["decoupled_attention"] == 2
+    for mode, times in (("selective", 2), ("full", 4)):
+        checkpoint_topology(model, mode)
+        gradients, _, found = step(model, torch.bfloat16)
+        assert all(torch.equal(gradients[name], value) for name, value in plain.items())
+        assert (found["decoupled_attention"], found["decoupled_attention_backward"]) == (times, 2)
 
 
 def test_without_gradients_nothing_is_recomputed_and_regions_follow_the_parts(topology: nn.Module) -> None:

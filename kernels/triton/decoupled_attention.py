@@ -1,0 +1,179 @@
+"""Causal attention whose scores are sums of two products, for prefill and training.
+
+Keys have a part of their own for every head and a geometric part that heads may share; neither is copied or joined.
+Tiles of both parts, and of values, come in turn while products run. The backward is in `decoupled_attention_backward`.
+
+Reference: Dao, 2023, arXiv:2307.08691 (the order of loops).
+"""
+
+from __future__ import annotations
+
+import caramba.kernels.triton.decoupled_attention_tiles as tiles
+import torch
+from caramba.kernels.triton.decoupled_attention_tiles import LOG2_E, tile_of
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _attend(
+    acc,
+    total,
+    largest,
+    q_sem,
+    q_geo,
+    k_sem,
+    k_geo,
+    v,
+    place,
+    lowest,
+    begin,
+    end,
+    n_keys,
+    sem_stride,
+    geo_stride,
+    v_stride,
+    A: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """Add keys `begin` to `end`, whole tiles, to weighed values, their weights and the largest scores so far."""
+    for start in tl.range(begin, end, BLOCK_N):
+        key = start + tl.arange(0, BLOCK_N)
+        sem = tile_of(k_sem, key, sem_stride, n_keys, A, BLOCK_A, IS_MASKED)
+        geo = tile_of(k_geo, key, geo_stride, n_keys, G, BLOCK_G, IS_MASKED)
+        s = tl.dot(q_geo, tl.trans(geo))
+        s = tl.dot(q_sem, tl.trans(sem), s)
+        if IS_MASKED:
+            seen = key[None, :] <= place[:, None]
+            if HAS_FIRST:
+                seen = seen & (key[None, :] >= lowest[:, None])
+            s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(largest, tl.max(s, 1))
+        # Rows that have seen no key yet: nothing is what they have, and not a number of infinities.
+        known = tl.where(new == float("-inf"), 0.0, new) * LOG2_E if HAS_FIRST else new * LOG2_E
+        p = tl.exp2(s * LOG2_E - known[:, None])
+        kept = tl.exp2(largest * LOG2_E - known)
+        total = total * kept + tl.sum(p, 1)
+        acc = acc * kept[:, None]
+        values = tile_of(v, key, v_stride, n_keys, D, BLOCK_D, IS_MASKED)
+        acc = tl.dot(p.to(values.dtype), values, acc)
+        largest = new
+    return acc, total, largest
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr,
+    k_sem_ptr,
+    k_geo_ptr,
+    v_ptr,
+    first_ptr,
+    out_ptr,
+    lse_ptr,
+    n_queries,
+    n_keys,
+    n_heads,
+    n_sem,
+    n_geo,
+    n_v,
+    q_b,
+    q_t,
+    q_h,
+    sem_b,
+    sem_t,
+    sem_h,
+    geo_b,
+    geo_t,
+    geo_h,
+    v_b,
+    v_t,
+    v_h,
+    A: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+):
+    # The longest rows of keys first: what is left for the end is short.
+    m = tl.num_programs(0) - 1 - tl.program_id(0)
+    batch, head = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
+    batch = batch.to(tl.int64)
+    row = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    q_at = q_ptr + batch * q_b + head.to(tl.int64) * q_h
+    q_sem = tile_of(q_at, row, q_t, n_queries, A, BLOCK_A, True)
+    q_geo = tile_of(q_at + A, row, q_t, n_queries, G, BLOCK_G, True)
+    k_sem = k_sem_ptr + batch * sem_b + (head // (n_heads // n_sem)).to(tl.int64) * sem_h
+    k_geo = k_geo_ptr + batch * geo_b + (head // (n_heads // n_geo)).to(tl.int64) * geo_h
+    v = v_ptr + batch * v_b + (head // (n_heads // n_v)).to(tl.int64) * v_h
+    place = row + (n_keys - n_queries)
+    end = tl.minimum((m + 1) * BLOCK_M, n_queries) + n_keys - n_queries
+    whole = (
+        (m * BLOCK_M + n_keys - n_queries + 1) // BLOCK_N * BLOCK_N
+    )  # keys that every row sees, in whole tiles
+    begin = 0
+    lowest = place
+    if HAS_FIRST:
+        at = first_ptr + batch * n_queries
+        lowest = tl.load(at + row, mask=row < n_queries, other=0).to(tl.int32)
+        begin = tl.load(at + m * BLOCK_M).to(tl.int32) // BLOCK_N * BLOCK_N
+        whole = begin
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if not HAS_FIRST:
+        acc, total, largest = _attend(
+            *(acc, total, largest, q_sem, q_geo, k_sem, k_geo, v, place, lowest, begin, whole, n_keys),
+            *(sem_t, geo_t, v_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_N, HAS_FIRST, False),
+        )
+    acc, total, largest = _attend(
+        *(acc, total, largest, q_sem, q_geo, k_sem, k_geo, v, place, lowest, whole, end, n_keys),
+        *(sem_t, geo_t, v_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_N, HAS_FIRST, True),
+    )
+    inside = row < n_queries
+    column = tl.arange(0, BLOCK_D)
+    out_at = out_ptr + ((batch * n_queries + row) * n_heads + head)[:, None] * D + column[None, :]
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_at, out, mask=inside[:, None] & (column < D)[None, :])
+    lse_at = lse_ptr + (batch * n_heads + head) * n_queries + row
+    tl.store(lse_at, largest + tl.log2(total) * LN_2, mask=inside)
+
+
+def decoupled_attention(
+    q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    batch, n_queries, n_heads = q.shape[:3]
+    out = q.new_empty((batch, n_queries, n_heads, v.shape[-1]))
+    lse = torch.empty((batch, n_heads, n_queries), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    q, k_sem, k_geo, v = tiles.by_features(q, k_sem, k_geo, v)
+    first = None if first is None else first.contiguous()
+    n_keys = k_sem.shape[1]
+    widths = tiles.widths_of(k_sem, k_geo, v)
+    way = tiles.fitting(tiles.FORWARD, "queries", q, widths)
+    grid = (-(-n_queries // way.queries), batch * n_heads)
+    heads = (n_heads, k_sem.shape[2], k_geo.shape[2], v.shape[2])
+    with torch.cuda.device_of(q):
+        _forward_kernel[grid](
+            *(q, k_sem, k_geo, v, q if first is None else first, out, lse, n_queries, n_keys, *heads),
+            *tiles.strides_of(q, k_sem, k_geo, v),
+            **widths,
+            HAS_FIRST=first is not None,
+            **way.options,
+        )
+    return out, lse

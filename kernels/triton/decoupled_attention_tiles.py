@@ -1,0 +1,108 @@
+"""Tiles of `decoupled_attention`: how they are read, how large they are, and what its launchers say of streams."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import triton
+import triton.language as tl
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+FEWEST = 16
+"""Features of a product on tensor cores, at least."""
+SPARE = 2048
+"""Bytes of shared memory that are for no tile."""
+
+
+@triton.jit
+def tile_of(ptr, rows, row_stride, n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_PART: tl.constexpr):
+    """Rows of a stream, [rows, BLOCK]: zeros beyond its width, and with IS_PART beyond its rows."""
+    column = tl.arange(0, BLOCK)
+    at = ptr + rows[:, None].to(tl.int64) * row_stride + column[None, :]
+    if IS_PART:
+        tile = tl.load(at, mask=(rows < n_rows)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    elif WIDTH == BLOCK:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+def _block(width: int) -> int:
+    return max(FEWEST, 1 << (width - 1).bit_length())
+
+
+def widths_of(k_sem: Tensor, k_geo: Tensor, v: Tensor) -> dict[str, int]:
+    widths = {"A": k_sem.shape[-1], "G": k_geo.shape[-1], "D": v.shape[-1]}
+    return widths | {f"BLOCK_{name}": _block(width) for name, width in widths.items()}
+
+
+def by_features(*streams: Tensor) -> tuple[Tensor, ...]:
+    """The streams, their features side by side."""
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in streams)
+
+
+def strides_of(*streams: Tensor) -> list[int]:
+    return [stride for x in streams for stride in x.stride()[:3]]
+
+
+class Way(NamedTuple):
+    """Queries and keys of a tile, warps, and tiles on their way at a time."""
+
+    queries: int
+    keys: int
+    n_warps: int
+    n_stages: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {
+            "BLOCK_M": self.queries,
+            "BLOCK_N": self.keys,
+            "num_warps": self.n_warps,
+            "num_stages": self.n_stages,
+        }
+
+
+# The first that a device's shared memory holds is taken; on an H200 they were the fastest of those tried, in this order.
+FORWARD = (Way(128, 64, 8, 3), Way(128, 64, 8, 2), Way(128, 32, 8, 2), Way(64, 32, 4, 2), Way(32, 32, 4, 2))
+KEYS = (
+    Way(32, 128, 8, 3),
+    Way(32, 128, 8, 2),
+    Way(32, 64, 4, 2),
+    Way(16, 64, 4, 2),
+    Way(16, 32, 4, 2),
+    Way(16, 16, 4, 1),
+)
+QUERIES = (Way(128, 64, 8, 2), Way(64, 32, 4, 2), Way(32, 32, 4, 2), Way(32, 16, 4, 2), Way(16, 16, 4, 1))
+INTERPRETED = Way(32, 16, 4, 1), Way(16, 32, 4, 1), Way(16, 32, 4, 1)
+"""Small tiles for tests without a GPU, of which more are crossed."""
+
+
+def shared_bytes(device: torch.device) -> int | None:
+    """Return the shared memory that a program can have; None in the interpreter, which has no limits."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+
+
+def fitting(ways: tuple[Way, ...], held: str, x: Tensor, widths: dict[str, int]) -> Way:
+    """Return the first way whose tiles fit: those `held`, queries or keys, once, the others as often as there are stages."""
+    room = shared_bytes(x.device)
+    if room is None:
+        return INTERPRETED[(FORWARD, KEYS, QUERIES).index(ways)]
+    room -= SPARE
+    width = (widths["BLOCK_A"] + widths["BLOCK_G"] + widths["BLOCK_D"]) * x.element_size()
+    for way in ways:
+        once, often = (way.keys, way.queries) if held == "keys" else (way.queries, way.keys)
+        needed = width * (once + often * way.n_stages)
+        if ways is FORWARD:  # which holds no values
+            needed -= once * widths["BLOCK_D"] * x.element_size()
+        else:
+            needed += way.queries * way.keys * x.element_size()  # weights on their way to their product
+        if needed <= room:
+            return way
+    return ways[-1]

@@ -1,0 +1,32 @@
+"""What a plan says of the attention layers of its models, beside the order of backends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from caramba.config.layer import AttentionLayerConfig
+from caramba.layer import documents_path, runs_parts
+from caramba.runtime import AttentionChoice, Decision, RuntimePlan
+
+
+def attention_decisions(
+    made: RuntimePlan,
+    layers: Sequence[AttentionLayerConfig],
+    choice: AttentionChoice,
+    *,
+    has_documents: bool,
+) -> dict[str, Decision]:
+    """Return `two_part_keys`, how many layers attend by a kernel of their own in the place of the order of `attention`,
+    where some do, and `documents`, what keeps the documents of a row apart, where something has to."""
+    device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
+    found: dict[str, Decision] = {}
+    n_own = sum(runs_parts(config, device, dtype) for config in layers)
+    if n_own:
+        value = f"decoupled_attention in {n_own} of {len(layers)} attention layers"
+        found["two_part_keys"] = Decision(value, "their keys are wider than flash and cuDNN take")
+    if has_documents:
+        is_compiled = bool(made.value("compile_model"))
+        found["documents"] = Decision(*documents_path(device, dtype, layers, choice, is_compiled=is_compiled))
+    return found
