@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import caramba.kernels.triton.decoupled_attention_tiles as tiles
 import torch
-from caramba.kernels.triton.decoupled_attention_tiles import LOG2_E, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, tile_of
 from torch import Tensor
 
 import triton
@@ -40,9 +40,6 @@ def _attend(
     A: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -50,8 +47,8 @@ def _attend(
     """Add keys `begin` to `end`, whole tiles, to weighed values, their weights and the largest scores so far."""
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        sem = tile_of(k_sem, key, sem_stride, n_keys, A, BLOCK_A, IS_MASKED)
-        geo = tile_of(k_geo, key, geo_stride, n_keys, G, BLOCK_G, IS_MASKED)
+        sem = tile_of(k_sem, key, sem_stride, n_keys, A, IS_MASKED)
+        geo = tile_of(k_geo, key, geo_stride, n_keys, G, IS_MASKED)
         s = tl.dot(q_geo, tl.trans(geo))
         s = tl.dot(q_sem, tl.trans(sem), s)
         if IS_MASKED:
@@ -66,13 +63,13 @@ def _attend(
         kept = tl.exp2(largest * LOG2_E - known)
         total = total * kept + tl.sum(p, 1)
         acc = acc * kept[:, None]
-        values = tile_of(v, key, v_stride, n_keys, D, BLOCK_D, IS_MASKED)
+        values = tile_of(v, key, v_stride, n_keys, D, IS_MASKED)
         acc = tl.dot(p.to(values.dtype), values, acc)
         largest = new
     return acc, total, largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _forward_kernel(
     q_ptr,
     k_sem_ptr,
@@ -102,9 +99,6 @@ def _forward_kernel(
     A: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
@@ -115,8 +109,8 @@ def _forward_kernel(
     batch = batch.to(tl.int64)
     row = m * BLOCK_M + tl.arange(0, BLOCK_M)
     q_at = q_ptr + batch * q_b + head.to(tl.int64) * q_h
-    q_sem = tile_of(q_at, row, q_t, n_queries, A, BLOCK_A, True)
-    q_geo = tile_of(q_at + A, row, q_t, n_queries, G, BLOCK_G, True)
+    q_sem = tile_of(q_at, row, q_t, n_queries, A, True)
+    q_geo = tile_of(q_at + A, row, q_t, n_queries, G, True)
     k_sem = k_sem_ptr + batch * sem_b + (head // (n_heads // n_sem)).to(tl.int64) * sem_h
     k_geo = k_geo_ptr + batch * geo_b + (head // (n_heads // n_geo)).to(tl.int64) * geo_h
     v = v_ptr + batch * v_b + (head // (n_heads // n_v)).to(tl.int64) * v_h
@@ -132,23 +126,23 @@ def _forward_kernel(
         lowest = tl.load(at + row, mask=row < n_queries, other=0).to(tl.int32)
         begin = tl.load(at + m * BLOCK_M).to(tl.int32) // BLOCK_N * BLOCK_N
         whole = begin
-    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    acc = tl.zeros((BLOCK_M, D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     if not HAS_FIRST:
         acc, total, largest = _attend(
             *(acc, total, largest, q_sem, q_geo, k_sem, k_geo, v, place, lowest, begin, whole, n_keys),
-            *(sem_t, geo_t, v_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_N, HAS_FIRST, False),
+            *(sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, False),
         )
     acc, total, largest = _attend(
         *(acc, total, largest, q_sem, q_geo, k_sem, k_geo, v, place, lowest, whole, end, n_keys),
-        *(sem_t, geo_t, v_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_N, HAS_FIRST, True),
+        *(sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, True),
     )
     inside = row < n_queries
-    column = tl.arange(0, BLOCK_D)
+    column = tl.arange(0, D)
     out_at = out_ptr + ((batch * n_queries + row) * n_heads + head)[:, None] * D + column[None, :]
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_at, out, mask=inside[:, None] & (column < D)[None, :])
+    tl.store(out_at, out, mask=inside[:, None])
     lse_at = lse_ptr + (batch * n_heads + head) * n_queries + row
     tl.store(lse_at, largest + tl.log2(total) * LN_2, mask=inside)
 

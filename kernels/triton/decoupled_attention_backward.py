@@ -11,14 +11,14 @@ from __future__ import annotations
 import caramba.kernels.triton.decoupled_attention_keys as keys
 import caramba.kernels.triton.decoupled_attention_tiles as tiles
 import torch
-from caramba.kernels.triton.decoupled_attention_tiles import LOG2_E, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, tile_of
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _dots_kernel(
     grad_ptr,
     out_ptr,
@@ -29,16 +29,15 @@ def _dots_kernel(
     grad_t,
     grad_h,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
     """Products of outputs with their gradients, [B, H, T]."""
     batch, head = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
     batch = batch.to(tl.int64)
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad = tile_of(grad_ptr + batch * grad_b + head * grad_h, row, grad_t, n_queries, D, BLOCK_D, True)
+    grad = tile_of(grad_ptr + batch * grad_b + head * grad_h, row, grad_t, n_queries, D, True)
     out_at = out_ptr + (batch * n_queries * n_heads + head) * D
-    out = tile_of(out_at, row, n_heads * D, n_queries, D, BLOCK_D, True)
+    out = tile_of(out_at, row, n_heads * D, n_queries, D, True)
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(dots_ptr + (batch * n_heads + head) * n_queries + row, dots, mask=row < n_queries)
 
@@ -66,9 +65,6 @@ def _add_keys(
     A: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -76,9 +72,9 @@ def _add_keys(
     """Add what keys `begin` to `end` give to the gradients of a tile of queries."""
     for start in tl.range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
-        sem = tile_of(k_sem, key, sem_stride, n_keys, A, BLOCK_A, IS_MASKED)
-        geo = tile_of(k_geo, key, geo_stride, n_keys, G, BLOCK_G, IS_MASKED)
-        values = tile_of(v, key, v_stride, n_keys, D, BLOCK_D, IS_MASKED)
+        sem = tile_of(k_sem, key, sem_stride, n_keys, A, IS_MASKED)
+        geo = tile_of(k_geo, key, geo_stride, n_keys, G, IS_MASKED)
+        values = tile_of(v, key, v_stride, n_keys, D, IS_MASKED)
         s = tl.dot(q_geo, tl.trans(geo))
         s = tl.dot(q_sem, tl.trans(sem), s)
         p = tl.exp2((s - lse[:, None]) * LOG2_E)
@@ -94,7 +90,7 @@ def _add_keys(
     return grad_sem, grad_geo
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _queries_kernel(
     grad_ptr,
     q_ptr,
@@ -129,9 +125,6 @@ def _queries_kernel(
     A: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
@@ -141,10 +134,10 @@ def _queries_kernel(
     batch = batch.to(tl.int64)
     row = m * BLOCK_M + tl.arange(0, BLOCK_M)
     q_at = q_ptr + batch * q_b + head.to(tl.int64) * q_h
-    q_sem = tile_of(q_at, row, q_t, n_queries, A, BLOCK_A, True)
-    q_geo = tile_of(q_at + A, row, q_t, n_queries, G, BLOCK_G, True)
+    q_sem = tile_of(q_at, row, q_t, n_queries, A, True)
+    q_geo = tile_of(q_at + A, row, q_t, n_queries, G, True)
     grad_at = grad_ptr + batch * grad_b + head.to(tl.int64) * grad_h
-    grad = tile_of(grad_at, row, grad_t, n_queries, D, BLOCK_D, True)
+    grad = tile_of(grad_at, row, grad_t, n_queries, D, True)
     inside = row < n_queries
     of_row = (batch * n_heads + head) * n_queries
     lse = tl.load(lse_ptr + of_row + row, mask=inside, other=0.0)
@@ -162,8 +155,8 @@ def _queries_kernel(
         lowest = tl.load(at + row, mask=inside, other=0).to(tl.int32)
         begin = tl.load(at + m * BLOCK_M).to(tl.int32) // BLOCK_N * BLOCK_N
         whole = begin
-    grad_sem = tl.zeros((BLOCK_M, BLOCK_A), tl.float32)
-    grad_geo = tl.zeros((BLOCK_M, BLOCK_G), tl.float32)
+    grad_sem = tl.zeros((BLOCK_M, A), tl.float32)
+    grad_geo = tl.zeros((BLOCK_M, G), tl.float32)
     if not HAS_FIRST:
         grad_sem, grad_geo = _add_keys(
             *(
@@ -182,18 +175,18 @@ def _queries_kernel(
                 begin,
                 whole,
             ),
-            *(n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_N, HAS_FIRST, False),
+            *(n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, False),
         )
     grad_sem, grad_geo = _add_keys(
         *(grad_sem, grad_geo, q_sem, q_geo, grad, lse, dots, k_sem, k_geo, v, place, lowest, whole, end),
-        *(n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_N, HAS_FIRST, True),
+        *(n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, True),
     )
-    sem_column, geo_column = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_G)
+    sem_column, geo_column = tl.arange(0, A), tl.arange(0, G)
     at = grad_q_ptr + ((batch * n_queries + row) * n_heads + head)[:, None] * (A + G)
     dtype = grad_q_ptr.dtype.element_ty
     inside = inside[:, None]
-    tl.store(at + sem_column[None, :], grad_sem.to(dtype), mask=inside & (sem_column < A)[None, :])
-    tl.store(at + A + geo_column[None, :], grad_geo.to(dtype), mask=inside & (geo_column < G)[None, :])
+    tl.store(at + sem_column[None, :], grad_sem.to(dtype), mask=inside)
+    tl.store(at + A + geo_column[None, :], grad_geo.to(dtype), mask=inside)
 
 
 def decoupled_attention_backward(
@@ -234,7 +227,7 @@ def decoupled_attention_backward(
     strides = tiles.strides_of(grad, q, k_sem, k_geo, v)
     with torch.cuda.device_of(q):
         _dots_kernel[(-(-n_queries // 64), batch * n_heads)](
-            *(grad, out, dots, n_queries, n_heads, *grad.stride()[:3], widths["D"], widths["BLOCK_D"], 64)
+            *(grad, out, dots, n_queries, n_heads, *grad.stride()[:3], widths["D"], 64)
         )
         keys._keys_kernel[(n_tiles, batch * n_heads)](
             *(grad, q, k_sem, k_geo, v, starts, q if ends is None else ends, lse, dots),

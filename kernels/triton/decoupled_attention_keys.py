@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caramba.kernels.triton.decoupled_attention_tiles import LOG2_E, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, tile_of
 
 import triton
 import triton.language as tl
@@ -31,9 +31,6 @@ def _add_queries(
     A: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_FIRST: tl.constexpr,
     IS_MASKED: tl.constexpr,
@@ -41,9 +38,9 @@ def _add_queries(
     """Add what queries `begin` to `end` give to the gradients of a tile of keys and values."""
     for start in tl.range(begin, end, BLOCK_M):
         row = start + tl.arange(0, BLOCK_M)
-        q_sem = tile_of(q_at, row, q_t, n_queries, A, BLOCK_A, IS_MASKED)
-        q_geo = tile_of(q_at + A, row, q_t, n_queries, G, BLOCK_G, IS_MASKED)
-        grad = tile_of(grad_at, row, grad_t, n_queries, D, BLOCK_D, IS_MASKED)
+        q_sem = tile_of(q_at, row, q_t, n_queries, A, IS_MASKED)
+        q_geo = tile_of(q_at + A, row, q_t, n_queries, G, IS_MASKED)
+        grad = tile_of(grad_at, row, grad_t, n_queries, D, IS_MASKED)
         if IS_MASKED:
             lse = tl.load(lse_at + row, mask=row < n_queries, other=0.0)
             dots = tl.load(dots_at + row, mask=row < n_queries, other=0.0)
@@ -67,7 +64,7 @@ def _add_queries(
     return grad_sem, grad_geo, grad_v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _keys_kernel(
     grad_ptr,
     q_ptr,
@@ -105,9 +102,6 @@ def _keys_kernel(
     A: tl.constexpr,
     G: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
@@ -131,38 +125,38 @@ def _keys_kernel(
     k_sem_at = k_sem_ptr + batch * sem_b + head // (n_heads // n_sem) * sem_h
     k_geo_at = k_geo_ptr + batch * geo_b + head // (n_heads // n_geo) * geo_h
     v_at = v_ptr + batch * v_b + head // (n_heads // n_v) * v_h
-    k_sem = tile_of(k_sem_at, key, sem_t, n_keys, A, BLOCK_A, True)
-    k_geo = tile_of(k_geo_at, key, geo_t, n_keys, G, BLOCK_G, True)
-    v = tile_of(v_at, key, v_t, n_keys, D, BLOCK_D, True)
+    k_sem = tile_of(k_sem_at, key, sem_t, n_keys, A, True)
+    k_geo = tile_of(k_geo_at, key, geo_t, n_keys, G, True)
+    v = tile_of(v_at, key, v_t, n_keys, D, True)
     q_at = q_ptr + batch * q_b + head * q_h
     grad_at = grad_ptr + batch * grad_b + head * grad_h
     of_row = (batch * n_heads + head) * n_queries
     lse_at, dots_at, first_at = lse_ptr + of_row, dots_ptr + of_row, first_ptr + batch * n_queries
-    grad_sem = tl.zeros((BLOCK_N, BLOCK_A), tl.float32)
-    grad_geo = tl.zeros((BLOCK_N, BLOCK_G), tl.float32)
-    grad_v = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    grad_sem = tl.zeros((BLOCK_N, A), tl.float32)
+    grad_geo = tl.zeros((BLOCK_N, G), tl.float32)
+    grad_v = tl.zeros((BLOCK_N, D), tl.float32)
     grad_sem, grad_geo, grad_v = _add_queries(
         *(grad_sem, grad_geo, grad_v, k_sem, k_geo, v, q_at, grad_at, lse_at, dots_at, first_at, key),
-        *(begin, seeing, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_M),
+        *(begin, seeing, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_M),
         *(HAS_FIRST, True),
     )
     if not HAS_FIRST:
         grad_sem, grad_geo, grad_v = _add_queries(
             *(grad_sem, grad_geo, grad_v, k_sem, k_geo, v, q_at, grad_at, lse_at, dots_at, first_at, key),
-            *(seeing, rest, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_M),
+            *(seeing, rest, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_M),
             *(HAS_FIRST, False),
         )
         grad_sem, grad_geo, grad_v = _add_queries(
             *(grad_sem, grad_geo, grad_v, k_sem, k_geo, v, q_at, grad_at, lse_at, dots_at, first_at, key),
-            *(rest, end, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_A, BLOCK_G, BLOCK_D, BLOCK_M),
+            *(rest, end, n_queries, n_keys, q_t, grad_t, A, G, D, BLOCK_M),
             *(HAS_FIRST, True),
         )
     at = ((batch * n_keys + key) * n_heads + head)[:, None]
     inside = (key < n_keys)[:, None]
     dtype = grad_sem_ptr.dtype.element_ty
-    column = tl.arange(0, BLOCK_A)
-    tl.store(grad_sem_ptr + at * A + column[None, :], grad_sem.to(dtype), mask=inside & (column < A)[None, :])
-    column = tl.arange(0, BLOCK_G)
-    tl.store(grad_geo_ptr + at * G + column[None, :], grad_geo.to(dtype), mask=inside & (column < G)[None, :])
-    column = tl.arange(0, BLOCK_D)
-    tl.store(grad_v_ptr + at * D + column[None, :], grad_v.to(dtype), mask=inside & (column < D)[None, :])
+    column = tl.arange(0, A)
+    tl.store(grad_sem_ptr + at * A + column[None, :], grad_sem.to(dtype), mask=inside)
+    column = tl.arange(0, G)
+    tl.store(grad_geo_ptr + at * G + column[None, :], grad_geo.to(dtype), mask=inside)
+    column = tl.arange(0, D)
+    tl.store(grad_v_ptr + at * D + column[None, :], grad_v.to(dtype), mask=inside)

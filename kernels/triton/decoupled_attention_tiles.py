@@ -11,33 +11,29 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-FEWEST = 16
-"""Features of a product on tensor cores, at least."""
+COUNTS = ("n_queries", "n_keys")
+"""Arguments that differ from prompt to prompt: kernels are not compiled anew for them."""
 SPARE = 2048
 """Bytes of shared memory that are for no tile."""
 
 
 @triton.jit
-def tile_of(ptr, rows, row_stride, n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_PART: tl.constexpr):
-    """Rows of a stream, [rows, BLOCK]: zeros beyond its width, and with IS_PART beyond its rows."""
-    column = tl.arange(0, BLOCK)
-    at = ptr + rows[:, None].to(tl.int64) * row_stride + column[None, :]
+def tile_of(ptr, rows, row_stride, n_rows, WIDTH: tl.constexpr, IS_PART: tl.constexpr):
+    """Rows of a stream, [rows, WIDTH]; with IS_PART zeros beyond the last of them."""
+    at = ptr + rows[:, None].to(tl.int64) * row_stride + tl.arange(0, WIDTH)[None, :]
     if IS_PART:
-        tile = tl.load(at, mask=(rows < n_rows)[:, None] & (column < WIDTH)[None, :], other=0.0)
-    elif WIDTH == BLOCK:
-        tile = tl.load(at)
+        tile = tl.load(at, mask=(rows < n_rows)[:, None], other=0.0)
     else:
-        tile = tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
+        tile = tl.load(at)
     return tile
 
 
-def _block(width: int) -> int:
-    return max(FEWEST, 1 << (width - 1).bit_length())
-
-
 def widths_of(k_sem: Tensor, k_geo: Tensor, v: Tensor) -> dict[str, int]:
-    widths = {"A": k_sem.shape[-1], "G": k_geo.shape[-1], "D": v.shape[-1]}
-    return widths | {f"BLOCK_{name}": _block(width) for name, width in widths.items()}
+    """Features of both parts of a key and of a value: powers of two, which the op sees to.
+
+    With others, beyond which a tile would be masked, Triton 3.6 gave wrong values for some (24 + 40 and 24).
+    """
+    return {"A": k_sem.shape[-1], "G": k_geo.shape[-1], "D": v.shape[-1]}
 
 
 def by_features(*streams: Tensor) -> tuple[Tensor, ...]:
@@ -95,12 +91,12 @@ def fitting(ways: tuple[Way, ...], held: str, x: Tensor, widths: dict[str, int])
     if room is None:
         return INTERPRETED[(FORWARD, KEYS, QUERIES).index(ways)]
     room -= SPARE
-    width = (widths["BLOCK_A"] + widths["BLOCK_G"] + widths["BLOCK_D"]) * x.element_size()
+    width = (widths["A"] + widths["G"] + widths["D"]) * x.element_size()
     for way in ways:
         once, often = (way.keys, way.queries) if held == "keys" else (way.queries, way.keys)
         needed = width * (once + often * way.n_stages)
         if ways is FORWARD:  # which holds no values
-            needed -= once * widths["BLOCK_D"] * x.element_size()
+            needed -= once * widths["D"] * x.element_size()
         else:
             needed += way.queries * way.keys * x.element_size()  # weights on their way to their product
         if needed <= room:

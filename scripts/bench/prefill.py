@@ -30,8 +30,8 @@ from caramba.runs.files import write_json
 
 PARTS = ("model", "op")
 OP = "decoupled_attention"
-WIDE = "llama32_dba"
-"""The layout whose keys are too wide for flash and cuDNN."""
+PLAIN = "gqa"
+"""The layout whose keys have one part."""
 
 
 def prompt_of(model: Model, n_tokens: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ def difference(model: Model, n_tokens: int, chunk: int, kind: KVCacheKind) -> fl
 
 
 def whole_models(words: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield a row a layout, the wide one with the kernel and without: seconds and tokens per second, in turns."""
+    """Yield a row a layout, those of two parts with the kernel and without: seconds and tokens per second, in turns."""
     kind = KVCacheKind.BF16 if device.type == "cuda" else KVCacheKind.FP32
     sizes = (words.tokens, words.chunk, kind)
     sides: dict[str, tuple[str, Callable[[], float]]] = {}
@@ -79,7 +79,7 @@ def whole_models(words: argparse.Namespace, device: torch.device) -> Iterator[di
     for layout in models.LAYOUTS:
         model = models.model_of(words.size, layout, device)
         sides[layout] = layout, prefilling(model, *sizes)
-        if layout == WIDE:
+        if layout != PLAIN:
             facts[layout] = {
                 "attends_by": implementation(OP, device),
                 "difference": difference(model, *sizes),

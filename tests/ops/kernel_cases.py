@@ -163,7 +163,7 @@ def attention() -> Iterator[Case]:
         ("bf16, expanded behind a prompt", BF16, (32, 64, 256, 64), (32, 1, 32), (100, 3001)),
         ("bf16, absorbed", BF16, (32, 128, 256, 128), (1, 1, 1), (128, 3000)),
         ("fp16, absorbed", F16, (32, 128, 256, 128), (1, 1, 1), (2048, 2048)),
-        ("bf16, odd widths", BF16, (4, 24, 80, 40), (2, 4, 1), (70, 133)),
+        ("bf16, narrow", BF16, (4, 32, 128, 16), (2, 4, 1), (70, 133)),
     ):
         n_queries, n_keys = tokens
         widths = (sem, geo, value)

@@ -1,4 +1,5 @@
-"""Keys of two parts that are attended to where they lie, by layers whose keys are wider than fused backends take."""
+"""Keys of two parts that are attended to where they lie: where they are wider than fused backends take, and behind a
+prefix."""
 
 from __future__ import annotations
 
@@ -16,13 +17,14 @@ OP = "decoupled_attention"
 
 def takes_parts(score: CausalScore, q: Tensor, n_keys: int, widths: tuple[int, int, int]) -> bool:
     """Whether a kernel attends with the queries q [B, H, T, A + G] in the place of `score`, to keys whose parts, and to
-    values, that are A, G and D features wide: `widths`. Up to `WIDEST` flash and cuDNN are faster.
+    values, that are A, G and D features wide: `widths`. Up to `WIDEST` cuDNN is faster where T = S; with fewer queries
+    only flash is as fast as the kernel, or slower, and it has keys joined first.
 
     A `q_chunk` counts for nothing: no scores are held.
     """
     sem, geo, _ = widths
     return (
-        sem + geo > WIDEST
+        (sem + geo > WIDEST or (q.shape[2] < n_keys and not torch.is_grad_enabled()))
         and (score.window is None or score.window >= n_keys)
         and not (score.training and score.dropout > 0)
         and not has_hooks(score)

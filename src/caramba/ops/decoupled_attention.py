@@ -14,7 +14,7 @@ from caramba.ops.backend import call_op, differentiable, has_kernel
 from caramba.ops.widen import widened
 
 HALF = (torch.float16, torch.bfloat16)
-WIDEST_SEM, WIDEST_GEO, WIDEST_VALUE = 128, 256, 128
+NARROWEST, WIDEST_SEM, WIDEST_GEO, WIDEST_VALUE = 16, 128, 256, 128
 
 torch.library.define(
     "caramba::decoupled_attention",
@@ -53,9 +53,12 @@ def decoupled_attention(
 
 
 def has_two_part_keys(dtype: torch.dtype, sem: int, geo: int, value: int) -> bool:
-    """Whether kernels of the op take it: in 16 bits, at widths A, G and D of a head that their tiles hold."""
-    fits = 0 < sem <= WIDEST_SEM and 0 < geo <= WIDEST_GEO and 0 < value <= WIDEST_VALUE
-    return dtype in HALF and fits
+    """Whether kernels of the op take it: in 16 bits, at widths A, G and D of a head that are their tiles': powers of
+    two."""
+    widths = ((sem, WIDEST_SEM), (geo, WIDEST_GEO), (value, WIDEST_VALUE))
+    return dtype in HALF and all(
+        NARROWEST <= width <= widest and width & (width - 1) == 0 for width, widest in widths
+    )
 
 
 def check_attention(q: Tensor, k_sem: Tensor, k_geo: Tensor, v: Tensor, first: Tensor | None) -> None:

@@ -49,19 +49,24 @@ def uncompiled() -> Iterator[None]:
     torch.compiler.reset()
 
 
+def take_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers on the CPU take the op, of any width and dtype."""
+    monkeypatch.setitem(backend._attached, PLACE, "reference")
+    monkeypatch.setattr(two_parts, "WIDEST", 9)
+    for module in (two_parts, sys.modules[reference_decoupled_attention.__module__]):
+        monkeypatch.setattr(module, "has_two_part_keys", lambda *_: True)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
-    """Layers on the CPU take the op, of any width and dtype, and say of what shapes."""
+    """Layers on the CPU take the op and say of what shapes."""
     seen: list[list[tuple[int, ...]]] = []
 
     def spy(*tensors: Any) -> Tensor:
         seen.append([tuple(x.shape) for x in tensors if x is not None])
         return decoupled_attention(*tensors)
 
-    monkeypatch.setitem(backend._attached, PLACE, "reference")
-    monkeypatch.setattr(two_parts, "WIDEST", 9)
-    for module in (two_parts, sys.modules[reference_decoupled_attention.__module__]):
-        monkeypatch.setattr(module, "has_two_part_keys", lambda *_: True)
+    take_all(monkeypatch)
     monkeypatch.setattr(two_parts, "decoupled_attention", spy)
     return seen
 
@@ -127,6 +132,22 @@ def test_prompts_in_chunks(calls: list[object], shape: str, sizes: list[int]) ->
             ctx.commit(part.shape[1])
     torch.testing.assert_close(torch.cat(outs, 1), want, rtol=0, atol=1e-11)
     assert len(calls) == sum(size > 1 for size in sizes), "one query alone keeps to the score op"
+
+
+def test_narrow_keys_take_the_op_behind_a_prefix_alone(
+    calls: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two_parts, "WIDEST", 256)
+    layer, x = build().double(), drawn(2, T, 16)
+    want = layer(x)
+    ctx, outs = Context([Float64Cache(layer.dims.streams, batch_size=2, max_tokens=T)]), []
+    with torch.no_grad():
+        for part, n_calls in zip(x.split([4, 3, 2], dim=1), (0, 1, 2), strict=True):
+            ctx.begin()
+            outs.append(layer(part, ctx))
+            ctx.commit(part.shape[1])
+            assert len(calls) == n_calls
+    torch.testing.assert_close(torch.cat(outs, 1), want, rtol=0, atol=1e-11)
 
 
 def test_a_cache_of_another_dtype(calls: list[object]) -> None:
@@ -213,8 +234,7 @@ def test_a_compiled_layer_in_half_precision_calls_the_op(
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = gradients(layer, x, documents)
-        monkeypatch.setitem(backend._attached, PLACE, "reference")
-        monkeypatch.setattr(two_parts, "WIDEST", 9)
+        take_all(monkeypatch)
         eager = gradients(layer, x, documents)
         again = gradients(torch.compile(layer, backend=keep, fullgraph=True), x, documents)
     nodes = [str(node.target) for graph in graphs for node in graph.graph.nodes]
@@ -228,8 +248,7 @@ def test_a_compiled_layer_in_half_precision_calls_the_op(
 def test_a_compiled_training_step_runs_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = build().bfloat16(), drawn(2, T, 16).bfloat16()
     plain = gradients(layer, x)
-    monkeypatch.setitem(backend._attached, PLACE, "reference")
-    monkeypatch.setattr(two_parts, "WIDEST", 9)
+    take_all(monkeypatch)
     for want, ours in zip(
         plain, gradients(torch.compile(layer, backend="aot_eager", fullgraph=True), x), strict=True
     ):

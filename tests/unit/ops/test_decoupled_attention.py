@@ -140,9 +140,12 @@ def test_kernels_take_what_their_tiles_hold(monkeypatch: pytest.MonkeyPatch) -> 
     assert has_two_part_keys(torch.float16, 128, 256, 128)
     for refused in (
         (torch.float32, 64, 256, 64),
-        (torch.bfloat16, 129, 256, 64),
-        (torch.bfloat16, 64, 257, 64),
-        (torch.bfloat16, 64, 256, 129),
+        (torch.bfloat16, 256, 256, 64),
+        (torch.bfloat16, 64, 512, 64),
+        (torch.bfloat16, 64, 256, 256),
+        (torch.bfloat16, 8, 256, 64),
+        (torch.bfloat16, 64, 192, 64),
+        (torch.bfloat16, 64, 256, 48),
     ):
         assert not has_two_part_keys(*refused)
     given = arguments()
@@ -160,5 +163,6 @@ def test_kernels_take_what_their_tiles_hold(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.equal(got, want)
     assert got.requires_grad
     assert not calls
-    decoupled_attention(*(x.detach().bfloat16() for x in given))
+    q, *streams = (torch.ones(1, 3, 2, width, dtype=torch.bfloat16) for width in (32, 16, 16, 16))
+    decoupled_attention(q, *streams)
     assert calls == ["decoupled_attention"]
