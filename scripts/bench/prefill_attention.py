@@ -30,7 +30,8 @@ Call = Callable[..., Tensor]
 class Shape:
     """Batch, queries, keys, heads, and widths of both parts of a key and of a value; the geometric key is of one head.
 
-    `trains`: forward and backward are timed, in place of the forward alone.
+    `trains`: forward and backward are timed, in place of the forward alone. `is_absorbed`: all of a key and the value
+    are of one head, as in the cache of a latent layer.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Shape:
     heads: int
     widths: tuple[int, int, int]
     trains: bool = False
+    is_absorbed: bool = False
 
     @property
     def flops(self) -> float:
@@ -60,18 +62,23 @@ class Shape:
             return x.to(dtype).requires_grad_(self.trains)
 
         q = drawn(self.n_queries, self.heads, sem + geo, (sem + geo) ** -0.5)
-        return [q, *(drawn(self.n_keys, k, d) for k, d in ((self.heads, sem), (1, geo), (self.heads, value)))]
+        own = 1 if self.is_absorbed else self.heads
+        return [q, *(drawn(self.n_keys, k, d) for k, d in ((own, sem), (1, geo), (own, value)))]
 
 
 def shapes(size: str, tokens: int, chunk: int) -> list[Shape]:
-    """Return training at 8 x 2048, forward and both ways, and the last chunk of a prompt, at llama32_dba's widths."""
+    """Return training at 8 x 2048, forward and both ways, the last chunk of a prompt, and a short one in the absorbed
+    form, at llama32_dba's widths."""
     if size == "tiny":
-        batch, block, heads, widths = 2, 32, 4, (16, 48, 16)
+        batch, block, heads, widths, latent = 2, 32, 4, (16, 48, 16), (24, 48, 24)
     else:
-        batch, block, heads, widths = 8, 2048, 32, (64, 256, 64)
+        batch, block, heads, widths, latent = 8, 2048, 32, (64, 256, 64), (128, 256, 128)
     whole = Shape(f"{batch} x {block}, forward", batch, block, block, heads, widths)
     behind = Shape(f"1 x {chunk} behind {tokens - chunk}, forward", 1, chunk, tokens, heads, widths)
-    return [whole, replace(whole, name=f"{batch} x {block}, both ways", trains=True), behind]
+    few = chunk // 16
+    name = f"1 x {few} behind {tokens - few}, absorbed"
+    absorbed = replace(behind, name=name, n_queries=few, widths=latent, is_absorbed=True)
+    return [whole, replace(whole, name=f"{batch} x {block}, both ways", trains=True), behind, absorbed]
 
 
 def joined(inputs: list[Tensor], *, is_padded: bool) -> list[Tensor]:
@@ -80,6 +87,8 @@ def joined(inputs: list[Tensor], *, is_padded: bool) -> list[Tensor]:
     k = torch.cat((k_sem, k_geo.expand(-1, -1, k_sem.shape[2], -1)), dim=-1)
     if is_padded:
         v = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
+    if v.shape[2] < q.shape[2]:  # without a copy
+        k, v = k.expand(-1, -1, q.shape[2], -1), v.expand(-1, -1, q.shape[2], -1)
     return [x.requires_grad_(inputs[0].requires_grad).transpose(1, 2) for x in (q, k, v)]
 
 

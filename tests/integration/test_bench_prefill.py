@@ -33,7 +33,9 @@ def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, scripts: Path) -
     ]
     assert all(row["tok_s"] > 0 and len(row["all_s"]) == 1 for row in data["models"])
     shapes = list(dict.fromkeys(row["shape"] for row in data["ops"]))
-    assert shapes == ["2 x 32, forward", "2 x 32, both ways", "1 x 32 behind 64, forward"]
+    assert shapes == [
+        *("2 x 32, forward", "2 x 32, both ways", "1 x 32 behind 64, forward", "1 x 2 behind 94, absorbed")
+    ]
     timed = [row for row in data["ops"] if "refused" not in row]
     assert {row["side"] for row in timed} == {"decoupled_attention", "flash, padded"}
     assert all(row["error"] < 1e-5 for row in timed)
