@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import caramba.kernels.triton.decoupled_attention_tiles as tiles
 import torch
-from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, place_of, tile_of
 from torch import Tensor
 
 import triton
@@ -80,6 +80,7 @@ def _forward_kernel(
     lse_ptr,
     n_queries,
     n_keys,
+    n_tiles,
     n_heads,
     n_sem,
     n_geo,
@@ -104,9 +105,8 @@ def _forward_kernel(
     HAS_FIRST: tl.constexpr,
 ):
     # The longest rows of keys first: what is left for the end is short.
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
-    batch = batch.to(tl.int64)
+    tile, batch, head = place_of(n_tiles, n_heads)
+    m = n_tiles - 1 - tile
     row = m * BLOCK_M + tl.arange(0, BLOCK_M)
     q_at = q_ptr + batch * q_b + head.to(tl.int64) * q_h
     q_sem = tile_of(q_at, row, q_t, n_queries, A, True)
@@ -160,11 +160,23 @@ def decoupled_attention(
     n_keys = k_sem.shape[1]
     widths = tiles.widths_of(k_sem, k_geo, v)
     way = tiles.fitting(tiles.FORWARD, "queries", q, widths)
-    grid = (-(-n_queries // way.queries), batch * n_heads)
+    n_tiles = -(-n_queries // way.queries)
     heads = (n_heads, k_sem.shape[2], k_geo.shape[2], v.shape[2])
     with torch.cuda.device_of(q):
-        _forward_kernel[grid](
-            *(q, k_sem, k_geo, v, q if first is None else first, out, lse, n_queries, n_keys, *heads),
+        _forward_kernel[(n_tiles * batch * n_heads,)](
+            *(
+                q,
+                k_sem,
+                k_geo,
+                v,
+                q if first is None else first,
+                out,
+                lse,
+                n_queries,
+                n_keys,
+                n_tiles,
+                *heads,
+            ),
             *tiles.strides_of(q, k_sem, k_geo, v),
             **widths,
             HAS_FIRST=first is not None,

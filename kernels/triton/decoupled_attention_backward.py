@@ -11,7 +11,7 @@ from __future__ import annotations
 import caramba.kernels.triton.decoupled_attention_keys as keys
 import caramba.kernels.triton.decoupled_attention_tiles as tiles
 import torch
-from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, place_of, tile_of
 from torch import Tensor
 
 import triton
@@ -24,6 +24,7 @@ def _dots_kernel(
     out_ptr,
     dots_ptr,
     n_queries,
+    n_tiles,
     n_heads,
     grad_b,
     grad_t,
@@ -32,9 +33,8 @@ def _dots_kernel(
     BLOCK_M: tl.constexpr,
 ):
     """Products of outputs with their gradients, [B, H, T]."""
-    batch, head = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
-    batch = batch.to(tl.int64)
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tile, batch, head = place_of(n_tiles, n_heads)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     grad = tile_of(grad_ptr + batch * grad_b + head * grad_h, row, grad_t, n_queries, D, True)
     out_at = out_ptr + (batch * n_queries * n_heads + head) * D
     out = tile_of(out_at, row, n_heads * D, n_queries, D, True)
@@ -103,6 +103,7 @@ def _queries_kernel(
     grad_q_ptr,
     n_queries,
     n_keys,
+    n_tiles,
     n_heads,
     n_sem,
     n_geo,
@@ -129,9 +130,8 @@ def _queries_kernel(
     BLOCK_N: tl.constexpr,
     HAS_FIRST: tl.constexpr,
 ):
-    m = tl.num_programs(0) - 1 - tl.program_id(0)
-    batch, head = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
-    batch = batch.to(tl.int64)
+    tile, batch, head = place_of(n_tiles, n_heads)
+    m = n_tiles - 1 - tile
     row = m * BLOCK_M + tl.arange(0, BLOCK_M)
     q_at = q_ptr + batch * q_b + head.to(tl.int64) * q_h
     q_sem = tile_of(q_at, row, q_t, n_queries, A, True)
@@ -226,18 +226,35 @@ def decoupled_attention_backward(
     heads = (n_heads, n_sem, n_geo, n_v)
     strides = tiles.strides_of(grad, q, k_sem, k_geo, v)
     with torch.cuda.device_of(q):
-        _dots_kernel[(-(-n_queries // 64), batch * n_heads)](
-            *(grad, out, dots, n_queries, n_heads, *grad.stride()[:3], widths["D"], 64)
+        n_dots = -(-n_queries // 64)
+        _dots_kernel[(n_dots * batch * n_heads,)](
+            *(grad, out, dots, n_queries, n_dots, n_heads, *grad.stride()[:3], widths["D"], 64)
         )
-        keys._keys_kernel[(n_tiles, batch * n_heads)](
+        keys._keys_kernel[(n_tiles * batch * n_heads,)](
             *(grad, q, k_sem, k_geo, v, starts, q if ends is None else ends, lse, dots),
-            *(grad_sem, grad_geo, grad_v, n_queries, n_keys, *heads, *strides),
+            *(grad_sem, grad_geo, grad_v, n_queries, n_keys, n_tiles, *heads, *strides),
             **widths,
             HAS_FIRST=has_first,
             **by_keys.options,
         )
-        _queries_kernel[(-(-n_queries // by_queries.queries), batch * n_heads)](
-            *(grad, q, k_sem, k_geo, v, starts, lse, dots, grad_q, n_queries, n_keys, *heads, *strides),
+        n_tiles = -(-n_queries // by_queries.queries)
+        _queries_kernel[(n_tiles * batch * n_heads,)](
+            *(
+                grad,
+                q,
+                k_sem,
+                k_geo,
+                v,
+                starts,
+                lse,
+                dots,
+                grad_q,
+                n_queries,
+                n_keys,
+                n_tiles,
+                *heads,
+                *strides,
+            ),
             **widths,
             HAS_FIRST=has_first,
             **by_queries.options,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, place_of, tile_of
 
 import triton
 import triton.language as tl
@@ -80,6 +80,7 @@ def _keys_kernel(
     grad_v_ptr,
     n_queries,
     n_keys,
+    n_tiles,
     n_heads,
     n_sem,
     n_geo,
@@ -107,15 +108,15 @@ def _keys_kernel(
     HAS_FIRST: tl.constexpr,
 ):
     """Gradients of a tile of keys and values, by query head."""
-    batch, head = tl.program_id(1) // n_heads, tl.program_id(1) % n_heads
-    batch, head = batch.to(tl.int64), head.to(tl.int64)
-    start = tl.program_id(0) * BLOCK_N  # early keys, which most queries see, come first
+    tile, batch, head = place_of(n_tiles, n_heads)
+    head = head.to(tl.int64)
+    start = tile * BLOCK_N  # early keys, which most queries see, come first
     key = start + tl.arange(0, BLOCK_N)
     before = n_keys - n_queries
     begin = tl.maximum(start - before, 0) // BLOCK_M * BLOCK_M
     end = n_queries
     if HAS_FIRST:
-        end = tl.load(ends_ptr + batch * tl.num_programs(0) + tl.program_id(0)).to(tl.int32)
+        end = tl.load(ends_ptr + batch * n_tiles + tile).to(tl.int32)
     # From `seeing` on every query sees the whole tile, and up to `rest` rows are whole tiles.
     seeing = tl.minimum(tl.cdiv(tl.maximum(start + BLOCK_N - 1 - before, 0), BLOCK_M) * BLOCK_M, end)
     rest = tl.maximum(end // BLOCK_M * BLOCK_M, seeing)

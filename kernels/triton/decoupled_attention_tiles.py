@@ -11,10 +11,18 @@ import triton
 import triton.language as tl
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-COUNTS = ("n_queries", "n_keys")
+COUNTS = ("n_queries", "n_keys", "n_tiles")
 """Arguments that differ from prompt to prompt: kernels are not compiled anew for them."""
 SPARE = 2048
 """Bytes of shared memory that are for no tile."""
+
+
+@triton.jit
+def place_of(n_tiles, n_heads):
+    """A program's tile, batch row and head: the tiles of a head side by side, so that they share its other side in the
+    L2. All on one axis of the grid, as the others have 65,535 places."""
+    row = tl.program_id(0) // n_tiles
+    return tl.program_id(0) % n_tiles, (row // n_heads).to(tl.int64), row % n_heads
 
 
 @triton.jit
