@@ -227,8 +227,11 @@ class Batch:
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
         self._beside, self._n_beside = group, 0
-        if not (self.slots.runs_beside and any(self.slots.is_decoding)):
+        n_decoding = sum(self.slots.is_decoding)
+        if not (self.slots.runs_beside and n_decoding):
             self._join()
+        while len(group) + len(self._order) > n_decoding and self.slots.go_on():
+            pass  # more requests wait than decode, as when a server starts: their prompts run as soon as they can
         return n_tokens
 
     def _run_on(self) -> bool:

@@ -242,6 +242,26 @@ def test_a_piece_of_a_long_prompt_runs_beside_each_step(
     assert alone.tokens == wanted.tokens
 
 
+def test_where_more_wait_than_decode_prompts_run_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompts, "PIECE", 12)
+    replays = stand_for_graphs(monkeypatch)
+    monkeypatch.setattr(prompts, "GRAIN", 8)
+    model = sharp(transformer("gqa_scaled", repeat=1))
+    engine = Engine(model, n_slots=4, max_len=64, prefill_chunk=40)
+    slots = engine.batch.slots
+    slots.prompts = PromptForwards(model, slots.ctx, sizes_of(40, 64), is_captured=True)
+    engine.submit(TEXTS[0], max_new_tokens=20, seed=1, temperature=0.7)
+    engine.step()
+    texts = (TEXTS[8], TEXTS[8][:39], TEXTS[2])  # the first two do not fit together
+    tickets = [engine.submit(text, max_new_tokens=4, seed=2, temperature=0.7) for text in texts]
+    engine.step()
+    assert (replays, sum(slots.is_decoding)) == ([1, *[4] * 4], 1)
+    run(engine)
+    for ticket, text in zip(tickets, texts, strict=True):
+        (wanted,) = generate(model, [text], seeds=[2], max_new_tokens=4, temperature=0.7)
+        assert ticket.tokens == wanted.tokens
+
+
 def test_pieces_have_like_shares_of_the_calls() -> None:
     assert cut_calls(16, 1) == set()
     assert cut_calls(16, 3) == {5, 11}
