@@ -75,8 +75,9 @@ def blockwise_cost(data: dict[str, Any]) -> list[str]:
     headless = data["ms"]["headless teacher forward"]
     concurrent = statistics.median(data["ms"]["concurrent, all"])
     peaks = data["peak_memory_bytes"]
+    alone = ", no kernel but that of latent queries" if data.get("kernels") == "queries" else ""
     lines = [
-        f"## A blockwise step of {data['model']}, {data['batch']} x {data['block']} tokens",
+        f"## A blockwise step of {data['model']}, {data['batch']} x {data['block']} tokens{alone}",
         "",
         "| what | ms, median (range) | over a headless teacher forward (range) | over a concurrent step | peak, GB |",
         "|---|---|---|---|---|",
