@@ -35,7 +35,7 @@ def _dots_kernel(
     """Products of outputs with their gradients, [B, H, T]."""
     tile, batch, head = place_of(n_tiles, n_heads)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad = tile_of(grad_ptr + batch * grad_b + head * grad_h, row, grad_t, n_queries, D, True)
+    grad = tile_of(grad_ptr + batch * grad_b + head.to(tl.int64) * grad_h, row, grad_t, n_queries, D, True)
     out_at = out_ptr + (batch * n_queries * n_heads + head) * D
     out = tile_of(out_at, row, n_heads * D, n_queries, D, True)
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)

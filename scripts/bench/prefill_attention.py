@@ -75,7 +75,7 @@ def shapes(size: str, tokens: int, chunk: int) -> list[Shape]:
         batch, block, heads, widths, latent = 8, 2048, 32, (64, 256, 64), (128, 256, 128)
     whole = Shape(f"{batch} x {block}, forward", batch, block, block, heads, widths)
     behind = Shape(f"1 x {chunk} behind {tokens - chunk}, forward", 1, chunk, tokens, heads, widths)
-    few = chunk // 16
+    few = max(1, chunk // 16)
     name = f"1 x {few} behind {tokens - few}, absorbed"
     absorbed = replace(behind, name=name, n_queries=few, widths=latent, is_absorbed=True)
     return [whole, replace(whole, name=f"{batch} x {block}, both ways", trains=True), behind, absorbed]
@@ -180,6 +180,8 @@ def measure(shape: Shape, device: torch.device, repeats: int) -> list[dict[str, 
             once(call, operands, grad)
             error = error_of(shape, name, device, dtype)
         except RuntimeError as refusal:
+            if name == OURS or isinstance(refusal, (torch.OutOfMemoryError, torch.AcceleratorError)):
+                raise
             rows.append(facts | {"side": name, "refused": str(refusal).splitlines()[0]})
             continue
         runs[name] = lambda call=call, operands=operands, grad=grad: once(call, operands, grad)

@@ -164,6 +164,7 @@ def attention() -> Iterator[Case]:
         ("bf16, absorbed", BF16, (32, 128, 256, 128), (1, 1, 1), (128, 3000)),
         ("fp16, absorbed", F16, (32, 128, 256, 128), (1, 1, 1), (2048, 2048)),
         ("bf16, narrow", BF16, (4, 32, 128, 16), (2, 4, 1), (70, 133)),
+        ("bf16, llama32_dba_384b", BF16, (4, 64, 64, 64), (4, 1, 4), (200, 700)),
     ):
         n_queries, n_keys = tokens
         widths = (sem, geo, value)

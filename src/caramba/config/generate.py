@@ -57,7 +57,8 @@ class GenerateConfig(CacheKeys):
         description="run steps on the device by themselves: graph captures a step in a CUDA graph, true compiles it "
         "too, and both keep caches of the next power of two for later calls; auto is graph on a CUDA device, but not "
         "where several ranks take part, such a cache does not fit, or a first call is too short to make up for the "
-        "capture, and eager (false) elsewhere; stats say what ran, and why where it is not what was asked",
+        "capture (speculation captures there too), and eager (false) elsewhere; stats say what ran, and why where it "
+        "is not what was asked. While a step is captured no other thread may allocate on the device or wait for it",
     )
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
@@ -25,6 +26,8 @@ from caramba.runtime import get_world_size, is_distributed
 
 WARM_UPS = 3
 """Runs before a capture, in which libraries choose and allocate what a graph may not."""
+CAPTURING = threading.Lock()
+"""Held in a capture: a process has one at a time."""
 DecodeForm = Literal["eager", "compiled", "graph", "compiled graph"]
 
 
@@ -225,7 +228,7 @@ def captured(
     graph = torch.cuda.CUDAGraph()
     # A capture that fails may leave its own stream the current one.
     stream = torch.cuda.stream(torch.cuda.current_stream(given.device))
-    with torch.cuda.device_of(given), stream, torch.cuda.graph(graph, pool=pool, stream=on):
+    with CAPTURING, torch.cuda.device_of(given), stream, torch.cuda.graph(graph, pool=pool, stream=on):
         out = run(fixed)
     return graph, fixed, out
 

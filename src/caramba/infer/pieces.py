@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from caramba.infer.device_steps import warm_up
+from caramba.infer.device_steps import CAPTURING, warm_up
 
 
 @dataclass
@@ -80,7 +81,7 @@ def captured_in_pieces(
     # A capture that fails may leave its own stream the current one.
     stream = torch.cuda.stream(torch.cuda.current_stream(given.device))
     whole = torch.cuda.graph(cast(torch.cuda.CUDAGraph, cuts), pool=pool, stream=on)
-    with torch.cuda.device_of(given), stream, before_each(places, cut), whole:
+    with CAPTURING, torch.cuda.device_of(given), stream, before_each(places, cut), whole:
         out = run(fixed)
     return Pieces(tuple(cuts.graphs), fixed, out)
 
@@ -92,10 +93,12 @@ def cut_calls(n_calls: int, n_pieces: int) -> set[int]:
 
 @contextmanager
 def before_each(places: Sequence[nn.Module], told: Callable[[], None]) -> Iterator[None]:
-    """Call `told` before each forward of these modules in the block."""
+    """Call `told` before each forward of these modules in the block, of this thread's."""
+    own = threading.get_ident()
 
     def hook(*_: object) -> None:
-        told()
+        if threading.get_ident() == own:
+            told()
 
     handles = [place.register_forward_pre_hook(hook) for place in places]
     try:

@@ -213,11 +213,17 @@ class SpeculativeGenerator(Generator):
         form, _ = asked_form(self.config.compiled, device_of(self.model))
         refused = None
         if form != "eager" and kind in EXACT_KINDS:
-            ctx = self._bucket(n_rows, n_tokens, slack, kind)
-            refused = step_refusal(self.model, ctx, RowsContext)
-            if refused is None:
-                return ctx, None
-            del ctx
+            try:
+                ctx = self._bucket(n_rows, n_tokens, slack, kind)
+                refused = step_refusal(self.model, ctx, RowsContext)
+                if refused is None:
+                    return ctx, None
+                del ctx
+            except torch.OutOfMemoryError:
+                if self.config.compiled != "auto":
+                    raise
+                # Nobody asked for graphs, and the text's own length may fit.
+                refused = "the longer cache that it takes to keep graphs does not fit"
             self._kept = None
         return self.model.new_context(n_rows, n_tokens + slack, kind, static=True), refused
 

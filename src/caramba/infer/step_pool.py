@@ -23,6 +23,7 @@ from caramba.infer.device_steps import (
     choose_steps,
     step_refusal,
 )
+from caramba.infer.policy_measure import cache_bytes
 from caramba.infer.row import Row
 from caramba.infer.step import StepState
 from caramba.model import Model
@@ -85,7 +86,10 @@ class StepPool:
             brief = f"a first call of {n_forwards} steps is over sooner than with a capture"
         if form == "eager" or is_short:
             return _made(model, rows, config, kind, n_tokens, 0, brief)
-        capacity = step_capacity(n_tokens, limit)
+        capacity, budget = step_capacity(n_tokens, limit), config.cache_budget_mb
+        if is_auto and budget is not None and cache_bytes(model, len(rows), capacity, kind) > budget * 1e6:
+            reason = f"a cache of {capacity} tokens, which it takes to keep a graph, is over cache_budget_mb={budget:g}"
+            return _made(model, rows, config, kind, n_tokens, 0, reason)
         key = (identity_of(model), len(rows), capacity, kind, *(getattr(config, name) for name in BAKED))
         found = self._kept.pop(key, None)
         if found is None:
@@ -96,13 +100,16 @@ class StepPool:
                 return _made(model, rows, config, kind, n_tokens, 0)
             while len(self._kept) >= KEPT:
                 self._kept.popitem(last=False)
-            try:
-                found = _made(model, rows, config, kind, capacity, capacity)
-            except torch.OutOfMemoryError:
-                if not is_auto:
-                    raise
+            for is_last in (not self._kept, True):
+                try:
+                    found = _made(model, rows, config, kind, capacity, capacity)
+                except torch.OutOfMemoryError:
+                    if is_last and not is_auto:
+                        raise
+                if found is not None or is_last:
+                    break
+                self._kept.clear()  # what is kept for other lengths may take the room
             if found is None:  # nobody asked for a graph, and the text's own length may fit
-                self._kept.clear()
                 reason = f"a cache of {capacity} tokens, which it takes to keep a graph, does not fit"
                 return _made(model, rows, config, kind, n_tokens, 0, reason)
             if not isinstance(found.steps, DeviceSteps):

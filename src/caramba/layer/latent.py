@@ -213,7 +213,7 @@ class LatentProjection(GatedProjection):
     ) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
         n_keys = streams["c"].shape[2]
-        if self._takes_parts(score, q, n_keys, self.query_dim):
+        if self._takes_parts(score, q, n_keys, self.query_dim, are_joined=False):
             c, k_geo = (streams[name].to(q.dtype).transpose(1, 2) for name in ("c", "k_geo"))
             return attend_parts(
                 q, self._head_keys(c.squeeze(2)), k_geo, self._head_values(c.squeeze(2)), first
@@ -246,7 +246,8 @@ class LatentProjection(GatedProjection):
         A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
         whole key as value, and the part of the output that it adds is dropped: no copy, where padding c is one.
         """
-        if q.shape[2] > 1 and self._takes_parts(score, q, streams["c"].shape[2], self.dims.v):
+        n_keys, are_joined = streams["c"].shape[2], "joined" in streams
+        if q.shape[2] > 1 and self._takes_parts(score, q, n_keys, self.dims.v, are_joined=are_joined):
             c, k_geo = (streams[name].transpose(1, 2) for name in ("c", "k_geo"))
             read = attend_parts(torch.cat(self.stored_queries(q), dim=-1), c, k_geo, c, first)
             return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
@@ -267,10 +268,14 @@ class LatentProjection(GatedProjection):
         out = torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
         return out + (share * kept).to(out.dtype)
 
-    def _takes_parts(self, score: CausalScore, q: Tensor, n_keys: int, width: int) -> bool:
+    def _takes_parts(
+        self, score: CausalScore, q: Tensor, n_keys: int, width: int, *, are_joined: bool
+    ) -> bool:
         """Whether keys and values stay in their parts, of which c's are `width` features wide."""
         is_plain = self.null_c is None and self.first is None
-        return is_plain and takes_parts(score, q, n_keys, (width, self.dims.rope, width))
+        return is_plain and takes_parts(
+            score, q, n_keys, (width, self.dims.rope, width), are_joined=are_joined
+        )
 
     def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the queries [q_h A_h, q_geo], [B, H, T, R + Dgeo], and the one key [c, k_geo], [B, 1, S, R + Dgeo]."""

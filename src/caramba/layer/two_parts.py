@@ -15,19 +15,22 @@ from caramba.ops import decoupled_attention, has_kernel, has_two_part_keys, impl
 OP = "decoupled_attention"
 
 
-def takes_parts(score: CausalScore, q: Tensor, n_keys: int, widths: tuple[int, int, int]) -> bool:
+def takes_parts(
+    score: CausalScore, q: Tensor, n_keys: int, widths: tuple[int, int, int], *, are_joined: bool
+) -> bool:
     """Whether a kernel attends with the queries q [B, H, T, A + G] in the place of `score`, to keys whose parts, and to
-    values, that are A, G and D features wide: `widths`. Up to `WIDEST` cuDNN is faster where T = S; with fewer queries
-    only flash is as fast as the kernel, or slower, and it has keys joined first.
+    values, that are A, G and D features wide: `widths`. Up to `WIDEST` cuDNN is faster where T = S. With fewer queries
+    that leaves flash, for which keys would have to be joined first; where they lie so (`are_joined`) it has them.
 
     A `q_chunk` counts for nothing: no scores are held.
     """
     sem, geo, _ = widths
     return (
-        (sem + geo > WIDEST or (q.shape[2] < n_keys and not torch.is_grad_enabled()))
+        (sem + geo > WIDEST or (not are_joined and q.shape[2] < n_keys and not torch.is_grad_enabled()))
         and (score.window is None or score.window >= n_keys)
         and not (score.training and score.dropout > 0)
         and not has_hooks(score)
+        and type(score).forward is CausalScore.forward
         and has_two_part_keys(q.dtype, *widths)
         and has_kernel(OP, q)
     )

@@ -44,7 +44,8 @@ def decoupled_attention(
         ConfigError: shapes, dtypes or devices that do not fit.
     """
     check_attention(q, k_sem, k_geo, v, first)
-    if has_kernel("decoupled_attention", q) and not has_two_part_keys(
+    # Not by the op on a GPU: the dispatcher keeps a launcher that `without_kernels` has set aside.
+    if (q.is_cuda or has_kernel("decoupled_attention", q)) and not has_two_part_keys(
         q.dtype, k_sem.shape[-1], k_geo.shape[-1], v.shape[-1]
     ):
         return reference_decoupled_attention(q, k_sem, k_geo, v, first)[0]

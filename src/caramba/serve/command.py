@@ -47,9 +47,9 @@ def serve(argv: list[str]) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serve: {', '.join(missing)} not installed; pip install 'caramba[serve]'")
-    from caramba.serve.connections import connections_that_fit
+    from caramba.serve.connections import BACKLOG, connections_that_fit
     from caramba.serve.guard import is_loopback
-    from caramba.serve.server import BACKLOG, Server, bind
+    from caramba.serve.server import Server, bind
     from caramba.serve.service import Limits, Service
 
     key = _api_key(words.api_key_env)

@@ -16,6 +16,7 @@ SPARE = 32  # connections above the bound that are told so; those above them are
 LINGER_SECONDS = (
     1.0  # for a client to read that; what it sends is read and dropped, as a reset would overtake it
 )
+BACKLOG = 256  # connections that are accepted in one go, before the first of them is looked at
 OTHER_FILES = 128  # that a process has open beside its connections
 
 
@@ -107,10 +108,14 @@ def connections_that_fit(wanted: int) -> int:
     The soft limit is raised as far as the hard one allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + SPARE + OTHER_FILES
+    beside = SPARE + BACKLOG + OTHER_FILES
+    needed = wanted + beside
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if raised > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
-    return max(1, min(wanted, max(raised, soft) - SPARE - OTHER_FILES))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+        except (ValueError, OSError):  # what has no hard limit may have one in the kernel
+            raised = soft
+    return max(1, min(wanted, max(raised, soft) - beside))

@@ -12,13 +12,12 @@ import uvicorn
 from caramba.errors import ConfigError
 from caramba.runs.signals import handled
 from caramba.serve.app import build_app
-from caramba.serve.connections import bounded
+from caramba.serve.connections import BACKLOG, bounded
 from caramba.serve.service import Service
 
 GRACE_SECONDS = 10.0  # for answers under way when the server stops
 CLOSING_SECONDS = 2.0  # after those are cancelled, for their last words
 IDLE_SECONDS = 30
-BACKLOG = 1024
 MAX_CONNECTIONS = 1024
 
 
@@ -58,6 +57,7 @@ class Server(uvicorn.Server):
                 lifespan="off",
                 http=bounded(max_connections, service.metrics),
                 ws="none",
+                backlog=BACKLOG,  # else it listens again with one of its own
                 log_config=None,
                 access_log=False,
                 server_header=False,

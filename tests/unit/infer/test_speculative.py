@@ -370,3 +370,25 @@ def test_an_estimate_is_against_steps_of_the_same_form(monkeypatch: pytest.Monke
     assert graph is not None
     step = graph * generator.stats.decode_s / generator.stats.steps / generator.tokens_per_step
     assert step < 0.05, "the capture is no step"
+
+
+def test_auto_speculates_without_graphs_where_their_cache_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build_model(transformer("gqa_scaled"), seed=0)
+    inner = model.new_context
+
+    def small(batch_size: int, max_tokens: int, *given: Any, **more: Any) -> Any:
+        if max_tokens > 520:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(batch_size, max_tokens, *given, **more)
+
+    monkeypatch.setattr(model, "new_context", small)
+    monkeypatch.setattr(speculative, "asked_form", lambda *_: ("graph", None))
+    values: dict[str, Any] = {"max_new_tokens": 20, "temperature": 0.0}
+    generator = SpeculativeGenerator(model, **values)
+    generator.generate([[1, 2] * 245])
+    reason = "the longer cache that it takes to keep graphs does not fit"
+    assert (generator.stats.decode, generator.stats.not_compiled) == ("eager", reason)
+    with pytest.raises(torch.OutOfMemoryError):
+        SpeculativeGenerator(model, compiled="graph", **values).generate([[1, 2] * 245])

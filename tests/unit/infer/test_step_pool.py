@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from caramba.config.cache_policy import Q_CHUNK_BUCKETS, step_capacity
 from caramba.config.kvcache import KVCacheKind
 from caramba.infer import Generator, device_steps, step_pool
 from caramba.infer.device_steps import DeviceSteps, HostSteps
+from caramba.infer.policy_measure import cache_bytes
 from caramba.infer.step import StepState
 from caramba.model import build_model
 from tests.unit.model.model_specs import transformer
@@ -168,6 +171,53 @@ def test_auto_takes_no_more_room_than_there_is(monkeypatch: pytest.MonkeyPatch) 
         generator.generate([[1] * 600])  # nor does what it takes at least
     with pytest.raises(torch.OutOfMemoryError):
         Generator(model, compiled="graph", **values).generate([[2] * 481])
+
+
+def test_auto_gives_up_what_it_kept_for_a_cache_that_fits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
+    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph", None))
+    model = build_model(transformer("latent"), seed=0).double()
+    inner, held = model.new_context, list[tuple[weakref.ref[Any], int]]()
+
+    def small(batch_size: int, max_tokens: int, *given: Any, **more: Any) -> Any:
+        gc.collect()
+        if max_tokens + sum(n for context, n in held if context() is not None) > 1200:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        made = inner(batch_size, max_tokens, *given, **more)
+        held.append((weakref.ref(made), max_tokens))
+        return made
+
+    monkeypatch.setattr(model, "new_context", small)
+    for form in ("auto", "graph"):
+        generator = Generator(model, max_new_tokens=20, temperature=0.0, compiled=form)
+        for n_tokens in (100, 600, 100):
+            generator.generate([[1] * n_tokens])
+            assert (generator.stats.decode, generator.stats.captures) == ("graph", 1)
+        del generator
+
+
+def test_auto_keeps_to_the_budget_of_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_steps, "captured", captured)
+    monkeypatch.setattr(step_pool, "choose_steps", as_on_cuda)
+    monkeypatch.setattr(step_pool, "asked_form", lambda compiled, _: ("graph", None))
+    model = build_model(transformer("latent"), seed=0)
+    budget = cache_bytes(model, 1, 620, KVCacheKind.BF16) / 1e6
+    for form in ("auto", "graph"):
+        generator = Generator(
+            model,
+            max_new_tokens=20,
+            temperature=0.0,
+            compiled=form,
+            cache_kind="auto",
+            cache_budget_mb=budget,
+        )
+        generator.generate([[1] * 600])
+        stats, reason = generator.stats, "a cache of 1024 tokens, which it takes to keep a graph, is over"
+        assert (stats.cache_bytes <= budget * 1e6) == (form == "auto")
+        assert (stats.decode, (stats.not_compiled or "").startswith(reason)) == (
+            ("eager", True) if form == "auto" else ("graph", False)
+        )
 
 
 @pytest.mark.parametrize("read_every", [1, 5])

@@ -95,9 +95,10 @@ def test_training(
     assert_same(ours, plain)
 
 
+@pytest.mark.parametrize("geo_dim", [64, 256])
 @pytest.mark.parametrize("sizes", [[600, 300, 100], [1000], [900, 50, 50]])
-def test_prompts_in_chunks(calls: list[None], sizes: list[int]) -> None:
-    layer, x = build().bfloat16(), features(1000, torch.bfloat16)
+def test_prompts_in_chunks(calls: list[None], sizes: list[int], geo_dim: int) -> None:
+    layer, x = build(geo_dim=geo_dim).bfloat16(), features(1000, torch.bfloat16)
 
     def run() -> Tensor:
         cache = new_layer_cache(layer.dims, 2, 1000, KVCacheKind.BF16, device=GPU)
@@ -111,6 +112,7 @@ def test_prompts_in_chunks(calls: list[None], sizes: list[int]) -> None:
 
     with torch.inference_mode():
         ours = run()
-        assert len(calls) == len(sizes)
+        # Narrow keys behind a prefix alone, and few queries read them where they lie joined.
+        assert len(calls) == (len(sizes) if geo_dim == 256 else sum(size > 128 for size in sizes[1:]))
         with backend.without_kernels(OP):
             assert_same([ours], [run()])

@@ -16,7 +16,8 @@ from caramba.config.model import ModelSpec
 from caramba.data import ByteTokenizer
 from caramba.infer.engine import Engine
 from caramba.model import Model, build_model
-from caramba.serve.server import BACKLOG, Server, bind
+from caramba.serve.connections import BACKLOG
+from caramba.serve.server import Server, bind
 from caramba.serve.service import Limits, Service
 from tests.unit.model.model_specs import transformer
 

@@ -182,11 +182,11 @@ def test_servers_count_for_themselves() -> None:
     ("limits", "fits", "raised"),
     [
         ((5000, 9000), 1024, None),
-        ((1024, 9000), 1024, 1184),
-        ((1024, resource.RLIM_INFINITY), 1024, 1184),
+        ((1024, 9000), 1024, 1440),
+        ((1024, resource.RLIM_INFINITY), 1024, 1440),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), 1024, None),
-        ((256, 512), 352, 512),
-        ((256, 256), 96, None),
+        ((256, 512), 96, 512),
+        ((500, 500), 84, None),
         ((64, 64), 1, None),
     ],
 )
@@ -198,3 +198,11 @@ def test_connections_leave_room_for_other_files(
     monkeypatch.setattr(connections.resource, "setrlimit", lambda _, new: changed.append(new))
     assert connections.connections_that_fit(1024) == fits
     assert changed == ([] if raised is None else [(raised, limits[1])])
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not allowed to raise maximum limit")
+
+    # What has no hard limit may have one in the kernel.
+    monkeypatch.setattr(connections.resource, "setrlimit", refuse)
+    monkeypatch.setattr(connections.resource, "getrlimit", lambda _: (500, resource.RLIM_INFINITY))
+    assert connections.connections_that_fit(1024) == 84

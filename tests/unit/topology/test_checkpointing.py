@@ -100,7 +100,7 @@ def test_gradients_are_equal_to_the_bit_and_less_is_kept(topology: nn.Module, gr
 def test_attention_by_a_kernel_of_our_own_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backend._attached, ("decoupled_attention", "cpu"), "reference")
     monkeypatch.setattr(two_parts, "WIDEST", 9)
-    dims = {"d_model": WIDTH, "n_heads": 2, "head_dim": 8, "sem_dim": 12, "geo_dim": 4}
+    dims = {"d_model": WIDTH, "n_heads": 2, "head_dim": 16, "sem_dim": 32, "geo_dim": 16}
     layer = AttentionLayerConfig.model_validate({"mode": "decoupled", "layout": "latent", **dims})
     torch.manual_seed(0)
     model = build_node(NestedTopologyConfig(layers=(layer,), repeat=2)).bfloat16()

@@ -25,9 +25,9 @@ PATIENCE = 4
 """Steps that new prompts wait for others to run with, while more requests queue up than there are slots, by `WHOLE`
 tokens of `prefill_chunk`: a forward of twice the tokens takes as many steps to fill."""
 BESIDE = 2
-"""Steps that prompts may run beside before the next one waits for them: with 3, slots stood idle longer, and 2% fewer
-tokens came a second on an H200. Prompts in a step's own forward, which read the weights once for both, gave as many
-tokens a second as beside and came later between two tokens (p99 3.7 ms, 2.9 beside)."""
+"""Steps that prompts may run beside, the last of their pieces too, before the next one waits for them: with 3, slots
+stood idle longer, and 2% fewer tokens came a second on an H200. Prompts in a step's own forward, which read the weights
+once for both, gave as many tokens a second as beside and came later between two tokens (p99 3.7 ms, 2.9 beside)."""
 LEAST_AHEAD = 1
 """Requests that have run ahead of a slot with which the next ones wait no longer for others: a slot or two get free
 while their prompts run."""
@@ -145,8 +145,9 @@ class Batch:
         While others decode and more requests wait for slots (`is_queueing`), few new tokens wait some steps, see
         `PATIENCE`, for the prompts of the slots that get free next; with rows ahead, until few have run there.
 
-        Whole prompts run beside the next steps where a device can, a piece beside each, up to `BESIDE` steps or as long
-        as all slots decode, and begin to decode once they have run; until then no others are launched.
+        Whole prompts run beside the next steps where a device can, a piece beside each, and then up to `BESIDE` steps
+        from the first on or as long as all slots decode; they begin to decode once they have run, and until then no
+        others are launched.
 
         One that comes first in a step runs whole beyond the chunk where it has a captured shape: up to 512 tokens, with
         an exact cache, and where none of them was kept of an earlier text.
@@ -227,12 +228,16 @@ class Batch:
             self._order.remove(slot)
             self.stats.prefilled_tokens += request.done
         self._beside, self._n_beside = group, 0
-        n_decoding = sum(self.slots.is_decoding)
-        if not (self.slots.runs_beside and n_decoding):
+        if not (self.slots.runs_beside and any(self.slots.is_decoding)):
             self._join()
-        while len(group) + len(self._order) > n_decoding and self.slots.go_on():
-            pass  # more requests wait than decode, as when a server starts: their prompts run as soon as they can
+        self._hurry()
         return n_tokens
+
+    def _hurry(self) -> None:
+        """Launch all pieces where more requests wait than decode, as when a server starts or most have ended."""
+        n_waiting = len(self._beside) + len(self._order)
+        while n_waiting > sum(self.slots.is_decoding) and self.slots.go_on():
+            pass
 
     def _run_on(self) -> bool:
         """Whether the prompts that were launched run on beside the next step too, with another piece where they have
@@ -240,6 +245,7 @@ class Batch:
         if not self._beside or self.slots.are_prompts_done or not any(self.slots.is_decoding):
             return False
         self._n_beside += 1
+        self._hurry()
         if self.slots.go_on():
             return True
         is_idle = not all(self.slots.is_decoding[: self.config.n_slots])

@@ -69,9 +69,9 @@ class PromptForwards:
         self._n_slots = batch_size_of(ctx)
         self._device = model.embedder.token.weight.device
         self._graphs: dict[tuple[int, int], Pieces] = {}
-        self._rest: list[
-            torch.cuda.CUDAGraph
-        ] = []  # pieces of what runs that have not been launched, the next one last
+        # Pieces of what runs that have not been launched, the next one last.
+        self._rest: list[torch.cuda.CUDAGraph] = []
+        self._running: tuple[int, Pieces] | None = None  # what they are of, and how many prompts it takes
         is_cuda = is_captured and self._device.type == "cuda"
         self._stream = torch.cuda.Stream(self._device) if is_cuda else None
         self._ran = torch.cuda.Event() if is_cuda else None
@@ -107,7 +107,7 @@ class PromptForwards:
         pieces = self._graphs[size, n_prompts]
         with self._beside():
             pieces.given.copy_(given, non_blocking=True)
-        self._rest = list(reversed(pieces.graphs))
+        self._rest, self._running = list(reversed(pieces.graphs)), (n_prompts, pieces)
         self.go_on()
         return pieces.out[: len(slots)]
 
@@ -143,10 +143,14 @@ class PromptForwards:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def forget(self) -> None:
-        """Drop the graphs: the weights that they read have moved."""
+        """Drop the graphs: the weights that they read have moved. Prompts of which pieces are left run again, whole."""
         if self._stream is not None:
             self._stream.synchronize()
-        self._rest.clear()
+        if self._rest and self._running is not None:
+            self._rest.clear()
+            n_prompts, pieces = self._running
+            pieces.out.copy_(self._forward(n_prompts, pieces.given))
+        self._running = None
         self._graphs.clear()
 
     def capture(self, slot: int) -> None:

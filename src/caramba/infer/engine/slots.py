@@ -160,6 +160,7 @@ class Slots:
         ahead wait for a slot to `move` to."""
         assert self._first is not None
         if self.prompts is not None:
+            self._follow_weights()  # no step may have run since they moved
             self.prompts.wait()
         logits, self._first = self._first, None
         self._begin(slots, logits)

@@ -39,6 +39,8 @@ def test_captured_prompts_give_the_text_of_the_cpu(
             assert [ticket.tokens for ticket in tickets] == wanted
             captures.append(0 if forwards is None else forwards.captures)
         assert captures == ([7, 7, 7] if compiled else [0, 0, 0])
+        if forwards is not None:
+            assert {len(pieces.graphs) for pieces in forwards._graphs.values()} == {1, 2}
         assert engine.stats().failed == 0
     # Tables of angles that a longer context makes do not take those away that the graphs read.
     model.new_context(1, 4096)
