@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import caramba.kernels.triton.decoupled_attention_tiles as tiles
 import torch
-from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, place_of, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import (
+    COUNTS,
+    LOG2_E,
+    head_of,
+    keys_of,
+    place_of,
+    tile_of,
+)
 from torch import Tensor
 
 import triton
@@ -108,24 +115,15 @@ def _forward_kernel(
     tile, batch, head = place_of(n_tiles, n_heads)
     m = n_tiles - 1 - tile
     row = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_at = q_ptr + batch * q_b + head.to(tl.int64) * q_h
+    q_at = head_of(q_ptr, batch, head, n_heads, n_heads, q_b, q_h)
     q_sem = tile_of(q_at, row, q_t, n_queries, A, True)
     q_geo = tile_of(q_at + A, row, q_t, n_queries, G, True)
-    k_sem = k_sem_ptr + batch * sem_b + (head // (n_heads // n_sem)).to(tl.int64) * sem_h
-    k_geo = k_geo_ptr + batch * geo_b + (head // (n_heads // n_geo)).to(tl.int64) * geo_h
-    v = v_ptr + batch * v_b + (head // (n_heads // n_v)).to(tl.int64) * v_h
-    place = row + (n_keys - n_queries)
-    end = tl.minimum((m + 1) * BLOCK_M, n_queries) + n_keys - n_queries
-    whole = (
-        (m * BLOCK_M + n_keys - n_queries + 1) // BLOCK_N * BLOCK_N
-    )  # keys that every row sees, in whole tiles
-    begin = 0
-    lowest = place
-    if HAS_FIRST:
-        at = first_ptr + batch * n_queries
-        lowest = tl.load(at + row, mask=row < n_queries, other=0).to(tl.int32)
-        begin = tl.load(at + m * BLOCK_M).to(tl.int32) // BLOCK_N * BLOCK_N
-        whole = begin
+    k_sem = head_of(k_sem_ptr, batch, head, n_heads, n_sem, sem_b, sem_h)
+    k_geo = head_of(k_geo_ptr, batch, head, n_heads, n_geo, geo_b, geo_h)
+    v = head_of(v_ptr, batch, head, n_heads, n_v, v_b, v_h)
+    place, lowest, begin, whole, end = keys_of(
+        *(first_ptr, batch, m, n_queries, n_keys, BLOCK_M, BLOCK_N, HAS_FIRST)
+    )
     acc = tl.zeros((BLOCK_M, D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     largest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -164,19 +162,8 @@ def decoupled_attention(
     heads = (n_heads, k_sem.shape[2], k_geo.shape[2], v.shape[2])
     with torch.cuda.device_of(q):
         _forward_kernel[(n_tiles * batch * n_heads,)](
-            *(
-                q,
-                k_sem,
-                k_geo,
-                v,
-                q if first is None else first,
-                out,
-                lse,
-                n_queries,
-                n_keys,
-                n_tiles,
-                *heads,
-            ),
+            *(q, k_sem, k_geo, v, q if first is None else first, out, lse),
+            *(n_queries, n_keys, n_tiles, *heads),
             *tiles.strides_of(q, k_sem, k_geo, v),
             **widths,
             HAS_FIRST=first is not None,

@@ -11,7 +11,14 @@ from __future__ import annotations
 import caramba.kernels.triton.decoupled_attention_keys as keys
 import caramba.kernels.triton.decoupled_attention_tiles as tiles
 import torch
-from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, place_of, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import (
+    COUNTS,
+    LOG2_E,
+    head_of,
+    keys_of,
+    place_of,
+    tile_of,
+)
 from torch import Tensor
 
 import triton
@@ -35,7 +42,8 @@ def _dots_kernel(
     """Products of outputs with their gradients, [B, H, T]."""
     tile, batch, head = place_of(n_tiles, n_heads)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad = tile_of(grad_ptr + batch * grad_b + head.to(tl.int64) * grad_h, row, grad_t, n_queries, D, True)
+    grad_at = head_of(grad_ptr, batch, head, n_heads, n_heads, grad_b, grad_h)
+    grad = tile_of(grad_at, row, grad_t, n_queries, D, True)
     out_at = out_ptr + (batch * n_queries * n_heads + head) * D
     out = tile_of(out_at, row, n_heads * D, n_queries, D, True)
     dots = tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
@@ -133,53 +141,31 @@ def _queries_kernel(
     tile, batch, head = place_of(n_tiles, n_heads)
     m = n_tiles - 1 - tile
     row = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    q_at = q_ptr + batch * q_b + head.to(tl.int64) * q_h
+    q_at = head_of(q_ptr, batch, head, n_heads, n_heads, q_b, q_h)
     q_sem = tile_of(q_at, row, q_t, n_queries, A, True)
     q_geo = tile_of(q_at + A, row, q_t, n_queries, G, True)
-    grad_at = grad_ptr + batch * grad_b + head.to(tl.int64) * grad_h
+    grad_at = head_of(grad_ptr, batch, head, n_heads, n_heads, grad_b, grad_h)
     grad = tile_of(grad_at, row, grad_t, n_queries, D, True)
     inside = row < n_queries
     of_row = (batch * n_heads + head) * n_queries
     lse = tl.load(lse_ptr + of_row + row, mask=inside, other=0.0)
     dots = tl.load(dots_ptr + of_row + row, mask=inside, other=0.0)
-    k_sem = k_sem_ptr + batch * sem_b + (head // (n_heads // n_sem)).to(tl.int64) * sem_h
-    k_geo = k_geo_ptr + batch * geo_b + (head // (n_heads // n_geo)).to(tl.int64) * geo_h
-    v = v_ptr + batch * v_b + (head // (n_heads // n_v)).to(tl.int64) * v_h
-    place = row + (n_keys - n_queries)
-    end = tl.minimum((m + 1) * BLOCK_M, n_queries) + n_keys - n_queries
-    whole = (m * BLOCK_M + n_keys - n_queries + 1) // BLOCK_N * BLOCK_N
-    begin = 0
-    lowest = place
-    if HAS_FIRST:
-        at = first_ptr + batch * n_queries
-        lowest = tl.load(at + row, mask=inside, other=0).to(tl.int32)
-        begin = tl.load(at + m * BLOCK_M).to(tl.int32) // BLOCK_N * BLOCK_N
-        whole = begin
+    k_sem = head_of(k_sem_ptr, batch, head, n_heads, n_sem, sem_b, sem_h)
+    k_geo = head_of(k_geo_ptr, batch, head, n_heads, n_geo, geo_b, geo_h)
+    v = head_of(v_ptr, batch, head, n_heads, n_v, v_b, v_h)
+    place, lowest, begin, whole, end = keys_of(
+        *(first_ptr, batch, m, n_queries, n_keys, BLOCK_M, BLOCK_N, HAS_FIRST)
+    )
     grad_sem = tl.zeros((BLOCK_M, A), tl.float32)
     grad_geo = tl.zeros((BLOCK_M, G), tl.float32)
     if not HAS_FIRST:
         grad_sem, grad_geo = _add_keys(
-            *(
-                grad_sem,
-                grad_geo,
-                q_sem,
-                q_geo,
-                grad,
-                lse,
-                dots,
-                k_sem,
-                k_geo,
-                v,
-                place,
-                lowest,
-                begin,
-                whole,
-            ),
-            *(n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, False),
+            *(grad_sem, grad_geo, q_sem, q_geo, grad, lse, dots, k_sem, k_geo, v, place, lowest),
+            *(begin, whole, n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, False),
         )
     grad_sem, grad_geo = _add_keys(
-        *(grad_sem, grad_geo, q_sem, q_geo, grad, lse, dots, k_sem, k_geo, v, place, lowest, whole, end),
-        *(n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, True),
+        *(grad_sem, grad_geo, q_sem, q_geo, grad, lse, dots, k_sem, k_geo, v, place, lowest),
+        *(whole, end, n_keys, sem_t, geo_t, v_t, A, G, D, BLOCK_N, HAS_FIRST, True),
     )
     sem_column, geo_column = tl.arange(0, A), tl.arange(0, G)
     at = grad_q_ptr + ((batch * n_queries + row) * n_heads + head)[:, None] * (A + G)
@@ -239,22 +225,8 @@ def decoupled_attention_backward(
         )
         n_tiles = -(-n_queries // by_queries.queries)
         _queries_kernel[(n_tiles * batch * n_heads,)](
-            *(
-                grad,
-                q,
-                k_sem,
-                k_geo,
-                v,
-                starts,
-                lse,
-                dots,
-                grad_q,
-                n_queries,
-                n_keys,
-                n_tiles,
-                *heads,
-                *strides,
-            ),
+            *(grad, q, k_sem, k_geo, v, starts, lse, dots, grad_q),
+            *(n_queries, n_keys, n_tiles, *heads, *strides),
             **widths,
             HAS_FIRST=has_first,
             **by_queries.options,

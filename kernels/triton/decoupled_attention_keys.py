@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, place_of, tile_of
+from caramba.kernels.triton.decoupled_attention_tiles import COUNTS, LOG2_E, head_of, place_of, tile_of
 
 import triton
 import triton.language as tl
@@ -109,7 +109,6 @@ def _keys_kernel(
 ):
     """Gradients of a tile of keys and values, by query head."""
     tile, batch, head = place_of(n_tiles, n_heads)
-    head = head.to(tl.int64)
     start = tile * BLOCK_N  # early keys, which most queries see, come first
     key = start + tl.arange(0, BLOCK_N)
     before = n_keys - n_queries
@@ -123,14 +122,14 @@ def _keys_kernel(
     if HAS_FIRST or start + BLOCK_N > n_keys:
         seeing = end
         rest = end
-    k_sem_at = k_sem_ptr + batch * sem_b + head // (n_heads // n_sem) * sem_h
-    k_geo_at = k_geo_ptr + batch * geo_b + head // (n_heads // n_geo) * geo_h
-    v_at = v_ptr + batch * v_b + head // (n_heads // n_v) * v_h
+    k_sem_at = head_of(k_sem_ptr, batch, head, n_heads, n_sem, sem_b, sem_h)
+    k_geo_at = head_of(k_geo_ptr, batch, head, n_heads, n_geo, geo_b, geo_h)
+    v_at = head_of(v_ptr, batch, head, n_heads, n_v, v_b, v_h)
     k_sem = tile_of(k_sem_at, key, sem_t, n_keys, A, True)
     k_geo = tile_of(k_geo_at, key, geo_t, n_keys, G, True)
     v = tile_of(v_at, key, v_t, n_keys, D, True)
-    q_at = q_ptr + batch * q_b + head * q_h
-    grad_at = grad_ptr + batch * grad_b + head * grad_h
+    q_at = head_of(q_ptr, batch, head, n_heads, n_heads, q_b, q_h)
+    grad_at = head_of(grad_ptr, batch, head, n_heads, n_heads, grad_b, grad_h)
     of_row = (batch * n_heads + head) * n_queries
     lse_at, dots_at, first_at = lse_ptr + of_row, dots_ptr + of_row, first_ptr + batch * n_queries
     grad_sem = tl.zeros((BLOCK_N, A), tl.float32)

@@ -26,6 +26,41 @@ def place_of(n_tiles, n_heads):
 
 
 @triton.jit
+def head_of(ptr, batch, head, n_heads, n_own, batch_stride, head_stride):
+    """Where the head begins, of the n_own of a stream, that a query head reads."""
+    return ptr + batch * batch_stride + (head // (n_heads // n_own)).to(tl.int64) * head_stride
+
+
+@triton.jit
+def keys_of(
+    first_ptr,
+    batch,
+    tile,
+    n_queries,
+    n_keys,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_FIRST: tl.constexpr,
+):
+    """What a tile of queries sees: the last and the first key of each, where their tiles of keys begin, where those end
+    that every query sees whole, and the end of all."""
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    before = n_keys - n_queries
+    place = row + before
+    end = tl.minimum((tile + 1) * BLOCK_M, n_queries) + before
+    if HAS_FIRST:
+        at = first_ptr + batch * n_queries
+        lowest = tl.load(at + row, mask=row < n_queries, other=0).to(tl.int32)
+        begin = tl.load(at + tile * BLOCK_M).to(tl.int32) // BLOCK_N * BLOCK_N
+        whole = begin
+    else:
+        lowest = place
+        begin = 0
+        whole = (tile * BLOCK_M + before + 1) // BLOCK_N * BLOCK_N
+    return place, lowest, begin, whole, end
+
+
+@triton.jit
 def tile_of(ptr, rows, row_stride, n_rows, WIDTH: tl.constexpr, IS_PART: tl.constexpr):
     """Rows of a stream, [rows, WIDTH]; with IS_PART zeros beyond the last of them."""
     at = ptr + rows[:, None].to(tl.int64) * row_stride + tl.arange(0, WIDTH)[None, :]

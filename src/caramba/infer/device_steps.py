@@ -233,15 +233,14 @@ def captured(
     return graph, fixed, out
 
 
-def warm_up(trial: Callable[[Tensor], Tensor], given: Tensor) -> int:
-    """Run what is to be captured, on a stream of its own, and return how often."""
+def warm_up(trial: Callable[[Tensor], Tensor], given: Tensor) -> None:
+    """Run what is to be captured `WARM_UPS` times, on a stream of its own."""
     side = torch.cuda.Stream(given.device)
     side.wait_stream(torch.cuda.current_stream(given.device))
     with torch.cuda.stream(side):
         for _ in range(WARM_UPS):
             trial(given)
     torch.cuda.current_stream(given.device).wait_stream(side)
-    return WARM_UPS
 
 
 def replayed(graph: Captured, given: Tensor) -> Tensor:

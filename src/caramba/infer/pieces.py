@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from caramba.infer.device_steps import CAPTURING, warm_up
+from caramba.infer.device_steps import CAPTURING, WARM_UPS, warm_up
 
 
 @dataclass
@@ -70,8 +70,8 @@ def captured_in_pieces(
         n_calls += 1
 
     with before_each(places, count):
-        n_runs = warm_up(run, fixed)
-    n_calls, at = 0, cut_calls(n_calls // n_runs, n_pieces)
+        warm_up(run, fixed)
+    n_calls, at = 0, cut_calls(n_calls // WARM_UPS, n_pieces)
 
     def cut() -> None:
         if n_calls in at:
