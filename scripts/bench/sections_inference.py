@@ -128,13 +128,14 @@ def reached(row: dict[str, Any], rows: list[dict[str, Any]], is_full: bool) -> s
     ]
     if row["part"] == "short":
         static = next((other for other in beside if other["side"] == "static loop"), None)
-        if static is None or row is static or row["side"].startswith("static loop"):
+        # Weights of fewer bits are measured apart from the loop.
+        if static is None or row["side"].startswith("static loop") or row["side"].endswith("weights"):
             return ""
         text = f"{row['tok_s'] / static['tok_s']:.2f}x the static loop"
         known = LOOP.get(row["cache"]) if is_full else None
-        if known is None:
+        if known is None or row["side"].endswith("library products"):
             return text
-        return f"{text}, {row['tok_s'] / known:.2f}x its {known} of before (must {MUST['short']}x of both)"
+        return f"{text}, {row['tok_s'] / known:.2f}x its {known} on record (must {MUST['short']}x of both)"
     if row["part"] == "long":
         return f"must {MUST[row['side']]:,} on an H200" if is_full else ""
     if row["side"] != "student":
