@@ -87,7 +87,8 @@ def test_tasks_of_our_own_step_are_ranks():
 AGENT_OF_A_RANK = """
 import os, subprocess, sys
 rank = "from caramba.runs.ranks import end_with_agent as e; e(); print('at work', flush=True); import time; time.sleep(60)"
-stubborn = "import signal; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True)); from caramba.runs import ranks; ranks.STOP_S = 0.1; "
+# The signal may come while the rank is still in its own print, which a handler must not enter.
+stubborn = "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'asked' + bytes([10]))); from caramba.runs import ranks; ranks.STOP_S = 0.1; "
 given = {
     "ours": {"CARAMBA_AGENT": str(os.getpid())},
     "another": {"CARAMBA_AGENT": "1"},
