@@ -11,7 +11,7 @@ from pathlib import Path
 from caramba.config.launcher import LauncherConfig
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
-from caramba.launch.pool import Job, Pool, last_lines, termination_as_interrupt
+from caramba.launch.pool import Job, Pool, last_lines
 from caramba.launch.run import check_launcher, work
 from caramba.launch.slots import make_slots
 from caramba.runs import lock, mint, read_manifest
@@ -88,7 +88,7 @@ class Drive:
         self, todo: Iterable[Point], most: int, device: str
     ) -> Generator[tuple[Job, int], None, None]:
         slots = make_slots(self.launcher, most, device)
-        with termination_as_interrupt(), Pool(slots) as pool:
+        with Pool(slots) as pool:
             yield from pool.run(self._jobs(todo))
 
     def _jobs(self, todo: Iterable[Point]) -> Iterator[Job]:
@@ -126,7 +126,7 @@ class Drive:
             point.state, point.error = INTERRUPTED, f"ended by signal {-status}"
         if point.state == FAILED:
             self.failed_now += 1
-            point.error = found.error or last_lines(job.log) or f"exit status {status}"
+            point.error = found.error or last_lines(self.sweep.log_file(point)) or f"exit status {status}"
             if (
                 status == MISTAKE
                 and job.run_dir in self.new_runs

@@ -15,6 +15,7 @@ from pathlib import Path
 from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
+from caramba.runs.ending import INTERRUPTED
 from caramba.runs.signals import ENDING, handled
 
 GRACE_S = 30.0
@@ -24,11 +25,14 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Job:
-    """A run to work on: the number by which its owner knows it, its directory, and where its output goes."""
+    """A run to work on: the number by which its owner knows it, its directory, and where its output goes.
+
+    Without a log that is where ours goes.
+    """
 
     number: int
     run_dir: Path
-    log: Path
+    log: Path | None
     flags: tuple[str, ...] = ()
 
 
@@ -40,27 +44,43 @@ class _Running:
 
 
 class Pool:
-    """Runs jobs, one per slot at a time. Leaving the context stops those that still run, and waits for them."""
+    """Runs jobs, one per slot at a time. Leaving the context stops those that still run, and waits for them.
+
+    Within it, Ctrl-C, signals that end a process, and a closed terminal are noted, and `run` raises KeyboardInterrupt
+    for them where every worker that was started is known. Raised by the handler itself they would be lost now and
+    then: Python drops what is raised in its callbacks around a fork, and a worker whose start is cut off is nobody's.
+    """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.free = list(slots)
         self._running: list[_Running] = []
+        self._heard: list[int] = []
+        self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Pool:
+        self._handlers.enter_context(
+            handled((signal.SIGINT, *ENDING), lambda number, _: self._heard.append(number))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        with self._handlers:
+            self.stop()
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, int]]:
         """Start jobs as slots come free, and yield each with its exit status as it ends.
 
         The next job is asked for when there is a slot for it, and not before.
+
+        Raises:
+            KeyboardInterrupt: a signal asked for the end; workers still run then, until `stop`.
         """
         has_more = True
         while has_more or self._running:
+            self._raise_if_heard()
             while has_more and self.free:
                 job = next(jobs, None)
+                self._raise_if_heard()
                 if job is None:
                     has_more = False
                 else:
@@ -74,16 +94,25 @@ class Pool:
             if not ended and self._running:
                 time.sleep(_POLL_S)
 
+    def _raise_if_heard(self) -> None:
+        if self._heard:
+            raise KeyboardInterrupt(signal.Signals(self._heard[0]).name)
+
     def stop(self, grace_s: float = GRACE_S) -> None:
-        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time."""
+        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time.
+
+        A further signal while they end, a second Ctrl-C say, kills them at once.
+        """
         for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
                     (os.kill if how == signal.SIGINT else os.killpg)(item.process.pid, how)
-            limit = time.monotonic() + wait_s
+            limit, heard = time.monotonic() + wait_s, len(self._heard)
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
+                if how == signal.SIGINT and len(self._heard) > heard:
+                    break
                 time.sleep(_POLL_S)
             if not self._running:
                 return
@@ -91,13 +120,16 @@ class Pool:
 
 def _start(job: Job, slot: Slot) -> subprocess.Popen[bytes]:
     """Start a worker in a session of its own: a Ctrl-C reaches it through us, once."""
-    job.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(job.log, "ab") as log:
+    with contextlib.ExitStack() as stack:
+        log = None
+        if job.log is not None:
+            job.log.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(open(job.log, "ab"))
         return subprocess.Popen(
             [sys.executable, "-m", "caramba.worker", str(job.run_dir / MANIFEST), *job.flags],
             stdin=subprocess.DEVNULL,
             stdout=log,
-            stderr=subprocess.STDOUT,
+            stderr=None if log is None else subprocess.STDOUT,
             env={**os.environ, **slot.variables},
             start_new_session=True,
             preexec_fn=_hear_interrupts,
@@ -110,35 +142,13 @@ def _hear_interrupts() -> None:
 
 
 def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Sequence[str]) -> int:
-    """Run one worker in a process of its own, with our output, and return its exit status; Ctrl-C is passed on."""
-    slot = make_slots(config, 1, device)[0]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "caramba.worker", str(run_dir / MANIFEST), *flags],
-        env={**os.environ, **slot.variables},
-        start_new_session=True,
-        preexec_fn=_hear_interrupts,
-    )
-    with termination_as_interrupt():
+    """Run one worker in a process of its own, with our output, and return its exit status; 130 after Ctrl-C."""
+    with Pool(make_slots(config, 1, device)) as pool:
         try:
-            return process.wait()
+            ((_, status),) = pool.run(iter([Job(0, run_dir, None, tuple(flags))]))
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            try:
-                return process.wait(GRACE_S)
-            except (KeyboardInterrupt, subprocess.TimeoutExpired):
-                os.killpg(process.pid, signal.SIGKILL)
-                return process.wait()
-
-
-@contextlib.contextmanager
-def termination_as_interrupt() -> Iterator[None]:
-    """Within, signals that end a process, and a closed terminal, end the front end and its workers as Ctrl-C does."""
-
-    def interrupt(number: int, _: object) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    with handled(ENDING, interrupt):
-        yield
+            return INTERRUPTED
+    return status
 
 
 def last_lines(log: Path, count: int = TAIL_LINES) -> str:

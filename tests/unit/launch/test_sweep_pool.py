@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+import time
 
 import pytest
 
@@ -80,23 +83,65 @@ def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
         make_slots(LauncherConfig(type="process", devices=(0,)), 2, "cpu")
 
 
-def test_a_worker_that_will_not_stop_is_killed(tmp_path, monkeypatch):
-    deaf = tmp_path / "python"
-    deaf.write_text("#!/bin/sh\ntrap '' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
-    deaf.chmod(0o755)
-    monkeypatch.setattr(pool.sys, "executable", str(deaf))
-    job = Job(0, tmp_path, tmp_path / "log.txt")
-    with Pool(make_slots(LauncherConfig(type="process", n_jobs=1), 1, "cpu")) as workers:
-        endings = workers.run(iter([job]))
-        monkeypatch.setattr(pool.time, "sleep", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
+@pytest.fixture(name="deaf")
+def _deaf(tmp_path, monkeypatch):
+    """A job whose worker says that it runs, and does not end by SIGINT."""
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\ntrap '' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(pool.sys, "executable", str(program))
+    return Job(0, tmp_path, tmp_path / "log.txt")
+
+
+def _one_worker():
+    return Pool(make_slots(LauncherConfig(type="process", n_jobs=1), 1, "cpu"))
+
+
+def _said(log):
+    while not log.exists() or log.read_text() != "deaf\n":
+        time.sleep(0.01)
+
+
+def test_a_worker_that_will_not_stop_is_killed(deaf, monkeypatch):
+    with _one_worker() as workers:
+        monkeypatch.setattr(pool, "_POLL_S", 0.001)
+        endings = workers.run(iter([deaf]))
+        sender = threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGTERM)))
+        sender.start()
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
             next(endings)
-        monkeypatch.undo()
+        sender.join()
         process = workers._running[0].process
-        while job.log.read_text() != "deaf\n":
-            pass
         workers.stop(grace_s=0.2)
     assert process.returncode == -signal.SIGKILL
+
+
+def test_a_second_interrupt_kills_at_once(deaf):
+    before = signal.getsignal(signal.SIGINT)
+    with _one_worker() as workers:
+        endings = workers.run(iter([deaf]))
+        threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGINT))).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(endings)
+        process = workers._running[0].process
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+    assert process.returncode == -signal.SIGKILL
+    assert time.monotonic() - start < pool.GRACE_S / 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_signal_while_a_worker_starts_is_not_lost(deaf):
+    """Python drops what a handler raises within the callbacks around a fork, which is where this signal comes."""
+    armed = [True]
+    os.register_at_fork(after_in_parent=lambda: armed and armed.pop() and signal.raise_signal(signal.SIGTERM))
+    with _one_worker() as workers:
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+            next(workers.run(iter([deaf])))
+        process = workers._running[0].process
+        workers.stop(grace_s=0.1)
+    assert not armed
+    assert process.returncode in (-signal.SIGKILL, -signal.SIGINT), "the worker that had started has ended"
 
 
 def test_a_search_without_m_is_told_so():
