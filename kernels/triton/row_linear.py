@@ -1,5 +1,6 @@
 """Launcher of `caramba::row_linear`, and its kernel for one row, and for few of 32 bits: one program reads whole rows
-of the weight, all of them at once. More rows of 16 bits take tensor cores (`row_tiles`).
+of the weight, all of them at once. More rows of 16 bits take tensor cores (`row_tiles`). A weight may be int8 codes, of
+which a row shares a scale: sums are of codes, and are scaled once.
 
 Nothing is staged: the rows of a tile lie in registers, so that every thread waits for many loads of 16 bytes at a time,
 and a few programs on each multiprocessor keep memory busy. The rows of x come from the cache. Sums have one fixed order.
@@ -39,7 +40,7 @@ class Tile(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a tile is chosen by: rows of the result and of x, width, bytes of a number, gated or not."""
+    """What a tile is chosen by: rows of the result and of x, width, bytes of a number of the weight, gated or not."""
 
     n_out: int
     width: int
@@ -68,9 +69,11 @@ def _load_once(ptr, mask, IS_WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _product(tile, row, bias, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the tile's product with a row of x, with its bias, rounded, in fp32."""
+def _product(tile, row, scale, bias, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """Return the tile's product with a row of x, with its scale and bias, rounded, in fp32."""
     y = tl.sum(tile.to(tl.float32) * row[None, :], axis=1)
+    if HAS_SCALE:
+        y *= scale
     if HAS_BIAS:
         y += bias.to(tl.float32)
     return y.to(DTYPE).to(tl.float32)
@@ -80,6 +83,7 @@ def _product(tile, row, bias, HAS_BIAS: tl.constexpr, DTYPE: tl.constexpr):
 def _kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     residual_ptr,
     norm_ptr,
@@ -98,6 +102,7 @@ def _kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    HAS_SCALE: tl.constexpr = scale_ptr is not None
     HAS_BIAS: tl.constexpr = bias_ptr is not None
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = n < n_out
@@ -108,6 +113,8 @@ def _kernel(
         first = _load(x_ptr + col, in_width, IS_WHOLE)
     if norm_ptr is not None:
         gain = _load(norm_ptr + col, in_width, IS_WHOLE)
+    scale = tl.load(scale_ptr + n, mask=in_rows, other=0.0) if HAS_SCALE else 1.0
+    up_scale = tl.load(scale_ptr + n + n_out, mask=in_rows, other=0.0) if HAS_SCALE and GATED else 1.0
     bias = tl.load(bias_ptr + n, mask=in_rows, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(bias_ptr + n + n_out, mask=in_rows, other=0.0) if HAS_BIAS and GATED else 0.0
     if ROWS == 1 and residual_ptr is not None:
@@ -126,9 +133,9 @@ def _kernel(
             if norm_ptr is not None:
                 row = row * gain.to(tl.float32)
             row = row.to(x.dtype).to(tl.float32)  # as the norm alone would have left it
-        y = _product(tile, row, bias, HAS_BIAS, DTYPE)
+        y = _product(tile, row, scale, bias, HAS_SCALE, HAS_BIAS, DTYPE)
         if GATED:
-            up = _product(up_tile, row, up_bias, HAS_BIAS, DTYPE)
+            up = _product(up_tile, row, up_scale, up_bias, HAS_SCALE, HAS_BIAS, DTYPE)
             y = (y / (1.0 + tl.exp(-y)) * up).to(DTYPE).to(tl.float32)
         if residual_ptr is not None:
             if ROWS > 1:
@@ -177,6 +184,7 @@ def adopt(entries: list[tuple[list, list]]) -> None:
 def row_linear(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     norm: Tensor | None,
@@ -191,17 +199,19 @@ def row_linear(
     rows = x.numel() // width
     x = x.contiguous()
     residual = residual if residual is None else residual.contiguous()
+    scale = scale if scale is None else scale.contiguous()
     bias = bias if bias is None else bias.contiguous()
     norm = norm if norm is None else norm.contiguous()
-    dtypes = (x.dtype, weight.dtype, dtype_of(bias), dtype_of(residual), dtype_of(norm))
-    if rows > 1 and x.dtype == weight.dtype and x.dtype in HALF_PRECISION:
-        return row_tiles(x, weight.contiguous(), bias, residual, norm, eps, gated, y)
+    dtypes = (x.dtype, weight.dtype, dtype_of(scale), dtype_of(bias), dtype_of(residual), dtype_of(norm))
+    if rows > 1 and weight.dtype in (x.dtype, torch.int8) and x.dtype in HALF_PRECISION:
+        return row_tiles(x, weight.contiguous(), scale, bias, residual, norm, eps, gated, y)
     key = (rows, n_out, width, eps, gated, x.get_device(), dtypes)
     launch = _launches.get(key)
     if launch is None:
-        if not {x.dtype, weight.dtype} <= {torch.bfloat16, torch.float16, torch.float32}:
+        of_weight = torch.float32 if scale is None else torch.int8
+        if not {x.dtype, weight.dtype} <= {torch.bfloat16, torch.float16, torch.float32, of_weight}:
             raise ValueError(f"row_linear: got {x.dtype} and {weight.dtype}, expected 16 or 32 bits on a GPU")
-        block_n, warps = tile_of(Product(n_out, width, rows, x.element_size(), gated))
+        block_n, warps = tile_of(Product(n_out, width, rows, weight.element_size(), gated))
         block_k = block_of(width)
         is_whole = block_k == width and n_out % block_n == 0
         early = begins_early(x.device)
@@ -211,5 +221,5 @@ def row_linear(
             num_warps=warps,
             **early_launch(early),
         )
-    launch(x, weight.contiguous(), bias, residual, norm, y)
+    launch(x, weight.contiguous(), scale, bias, residual, norm, y)
     return y

@@ -82,6 +82,7 @@ def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
 def _tiles_kernel(
     x_ptr,
     weight_ptr,
+    scale_ptr,
     bias_ptr,
     residual_ptr,
     y_ptr,
@@ -130,6 +131,8 @@ def _tiles_kernel(
         inside = k + by < width
         weight = _load(weight_at + by, inside, "evict_first", IS_WHOLE)
         x = _load(x_at + by, inside, "evict_last", IS_WHOLE)
+        if scale_ptr is not None:  # codes, which 16 bits hold exactly
+            weight = weight.to(DTYPE)
         if WARPS_K > 1:
             acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
         else:
@@ -146,6 +149,8 @@ def _tiles_kernel(
         for other in tl.static_range(1, SPLIT):
             y += tl.load(parts + other * (BLOCK_N * BLOCK_M) + inner, cache_modifier=".cg")
         tl.store(counts_ptr + tile, 0)
+    if scale_ptr is not None:
+        y *= tl.load(scale_ptr + n)[:, None]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n)[:, None].to(tl.float32)
     y = y.to(DTYPE).to(tl.float32)
@@ -236,6 +241,7 @@ def _counts(x: Tensor, tiles: int) -> Tensor | None:
 def row_tiles(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     norm: Tensor | None,
@@ -243,7 +249,7 @@ def row_tiles(
     gated: bool,
     y: Tensor,
 ) -> Tensor:
-    """Make `row_linear` of contiguous tensors of 16 bits into y, and return it."""
+    """Make `row_linear` of contiguous tensors of 16 bits, or a weight of codes, into y, and return it."""
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
     block_m = block_of(rows)
@@ -259,7 +265,8 @@ def row_tiles(
             parts = torch.empty(n_parts, dtype=torch.float32, device=x.device)
     if eps is not None:
         x = rms_norm(x, norm, eps)[0]
-    key = (rows, n_out, width, gated, x.get_device(), x.dtype, bias is None, residual is None, tile.split)
+    given = (scale is None, bias is None, residual is None)
+    key = (rows, n_out, width, gated, x.get_device(), x.dtype, given, tile.split)
     launch = _launches.get(key)
     if launch is None:
         is_whole = width % (tile.block_k * tile.split) == 0
@@ -268,5 +275,5 @@ def row_tiles(
             *(gated, is_whole, block_m, *tile[:4], tile.stages),
             num_warps=tile.warps,
         )
-    launch(x, weight, bias, residual, y, parts, counts)
+    launch(x, weight, scale, bias, residual, y, parts, counts)
     return y

@@ -18,6 +18,7 @@ from caramba.benchmark import Subjects, ladder, run_suite
 from caramba.config.benchmark import BenchmarkConfig, InferenceLadderConfig
 from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.infer import Generator, step_pool
+from caramba.layer.coded import CodedLinear
 from caramba.measure import model_bytes
 from caramba.model import build_model, model_hash
 from caramba.quantise import Ranges, observe_ranges, quantise_weights
@@ -94,9 +95,10 @@ def test_products_are_those_of_the_rounded_weights(name: str) -> None:
     int8, rounded = copy.deepcopy(model), copy.deepcopy(model)
     done = quantise_weights(int8, WeightFormat.INT8)
     for name, layer in linear_layers(rounded, WeightFormat.INT8, CPU).layers.items():
-        weight, codes = layer.get_parameter("weight"), int8.get_submodule(name).get_parameter("weight")
+        weight, coded = layer.get_parameter("weight"), int8.get_submodule(name)
+        assert isinstance(coded, CodedLinear)
         step = weight.abs().amax(1, keepdim=True) / 127.5
-        plain = codes.dequantize()
+        plain = coded.weight * coded.scale[:, None]
         # Half a step; a row's largest value is at a tie, and the codes end at 127.
         assert ((plain - weight).abs() <= 0.501 * step).all()
         weight.copy_(plain)

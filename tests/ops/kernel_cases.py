@@ -270,7 +270,7 @@ def float8() -> Iterator[Case]:
 
 
 def row_products() -> Iterator[Case]:
-    for name, dtype, rows, width, n_out, bias, residual, norm, gated in (
+    kinds = (
         ("plain", BF16, 1, 2048, 3072, False, False, None, False),
         ("head", BF16, 1, 2048, 128256, False, False, BF16, False),
         ("norm, bias", BF16, 1, 2048, 2048, True, False, BF16, False),
@@ -285,10 +285,14 @@ def row_products() -> Iterator[Case]:
         ("many rows, gated", BF16, 32, 2048, 16384, False, False, BF16, True),
         ("most rows, residual", BF16, 64, 8192, 2048, False, True, None, False),
         ("most rows, head", F16, 64, 2048, 128256, False, False, None, False),
-    ):
+    )
+    coded = [(f"codes: {name}", *given) for name, *given in kinds]
+    for name, dtype, rows, width, n_out, bias, residual, norm, gated in (*kinds, *coded):
+        codes = name.startswith("codes")
         out = n_out // 2 if gated else n_out
         call = (
-            *(one(rows, width, dtype=dtype), one(n_out, width, dtype=dtype)),
+            *(one(rows, width, dtype=dtype), one(n_out, width, dtype=torch.int8 if codes else dtype)),
+            one(n_out, dtype=F32) if codes else None,
             one(n_out, dtype=dtype) if bias else None,
             one(rows, out, dtype=dtype) if residual else None,
             *(None if norm is None else one(width, dtype=norm), 1e-5 if norm is not None else None, gated),
@@ -298,7 +302,7 @@ def row_products() -> Iterator[Case]:
             ("_forward_kernel", *kernels) if kernels == ("_tiles_kernel",) and norm is not None else kernels
         )
         yield Case("row_linear", name, kernels, lambda a=call: a)
-    call = (one(1, 2048), one(4096, 2048), None, None, None, 1e-5, False)
+    call = (one(1, 2048), one(4096, 2048), None, None, None, None, 1e-5, False)
     yield Case("row_linear", "norm without weight", ("_kernel",), lambda: call)
 
 

@@ -26,6 +26,7 @@ def arguments(
     return {
         "x": drawn(rows, 1, width, seed=0, dtype=dtype),
         "weight": drawn(n_rows, width, seed=1, dtype=dtype) * width**-0.5,
+        "scale": None,
         "bias": drawn(n_rows, seed=2, dtype=dtype),
         "residual": drawn(rows, 1, n_out, seed=3, dtype=dtype),
         "norm": drawn(width, seed=4, dtype=dtype),
@@ -34,12 +35,21 @@ def arguments(
     }
 
 
+def coded(given: dict[str, Any]) -> dict[str, Any]:
+    """The same with a weight of codes, the largest of a row 127 or near it, and a scale of each row."""
+    weight = given["weight"]
+    scale = weight.double().abs().amax(1) / 127 + 1e-9
+    codes = (weight.double() / scale[:, None]).round().to(torch.int8)
+    return given | {"weight": codes, "scale": scale.float()}
+
+
 def by_parts(given: dict[str, Any]) -> Tensor:
     """The same from the modules that it stands for."""
     x = given["x"]
     if given["eps"] is not None:
         x = F.rms_norm(x, x.shape[-1:], given["norm"], given["eps"])
-    y = F.linear(x, given["weight"], given["bias"])
+    weight, scale = given["weight"].to(x.dtype), given["scale"]
+    y = F.linear(x, weight if scale is None else weight * scale[:, None], given["bias"])
     if given["gated"]:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
@@ -48,8 +58,10 @@ def by_parts(given: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("without", [(), ("bias", "norm"), ("residual", "norm", "eps")])
-def test_it_is_its_parts(gated: bool, without: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("has_codes", [False, True])
+def test_it_is_its_parts(gated: bool, without: tuple[str, ...], has_codes: bool) -> None:
     given: dict[str, Any] = arguments(3, 6, 5, gated) | dict.fromkeys(without)
+    given = coded(given) if has_codes else given
     torch.testing.assert_close(row_linear(**given), by_parts(given), rtol=1e-12, atol=1e-12)
     if without == ("bias", "norm"):
         torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
@@ -72,6 +84,12 @@ def test_every_step_rounds_as_the_op_that_it_stands_for() -> None:
         ({"residual": drawn(3, 5, seed=0)}, "residual: got .* expected .* of shape .3, 1, 5."),
         ({"weight": drawn(5, 6, seed=0, dtype=torch.float32)}, "weight: got torch.float32"),
         ({"eps": None}, "norm: got .* with eps=None, expected .6,. .* and an eps"),
+        ({"scale": torch.ones(5)}, "weight: got torch.float64 .*expected torch.int8 .* with a scale"),
+        ({"weight": torch.ones(5, 6, dtype=torch.int8)}, "weight: got torch.int8 .* expected torch.float64"),
+        (
+            {"weight": torch.ones(5, 6, dtype=torch.int8), "scale": torch.ones(5, dtype=torch.float64)},
+            "scale: got torch.float64 .* expected torch.float32 of shape .5,.",
+        ),
         ({"x": drawn(3, 1, 6, seed=0).requires_grad_()}, "gradients: .*under torch.inference_mode"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from caramba.ops.row_linear import MAX_ROWS_FP32, reference_row_linear
-from tests.ops.test_row_linear import arguments
+from tests.ops.test_row_linear import arguments, coded
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available()
@@ -36,11 +36,24 @@ LARGE = [
 ]
 
 
+def widened(given: dict[str, Any]) -> dict[str, Any]:
+    """The same in float64; codes are codes."""
+    return {
+        name: value.double() if isinstance(value, Tensor) and value.dtype != torch.int8 else value
+        for name, value in given.items()
+    }
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
 @pytest.mark.parametrize("shape", [*SHAPES, *(LARGE if HAS_GPU else [])])
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("has_codes", [False, True], ids=["", "codes"])
 def test_the_kernel_against_float64(
-    shape: tuple[int, int, int], gated: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int, int],
+    has_codes: bool,
+    gated: bool,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module = importlib.import_module("caramba.kernels.triton.row_linear")
     if shape[0] > MAX_ROWS_FP32 and dtype == torch.float32:
@@ -52,12 +65,11 @@ def test_the_kernel_against_float64(
     device = "cuda" if HAS_GPU else "cpu"
     for without in ((), ("bias", "norm"), ("residual", "bias", "norm", "eps"), ("residual", "bias")):
         given: dict[str, Any] = arguments(*shape, gated=gated, dtype=dtype) | dict.fromkeys(without)
+        given = coded(given) if has_codes else given
         given = {
             name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()
         }
-        wide: dict[str, Any] = {
-            name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()
-        }
+        wide = widened(given)
         got, want = module.row_linear(**given), reference_row_linear(**wide)
         assert got.dtype == dtype
         assert got.shape == want.shape
@@ -75,9 +87,7 @@ def test_rows_do_not_depend_on_each_other_and_other_dtypes_are_refused() -> None
     together = launched(**given)
     one = given | {"x": given["x"][1:2], "residual": given["residual"][1:2]}
     torch.testing.assert_close(launched(**one), together[1:2], rtol=1e-6, atol=1e-6)
-    wide: dict[str, Any] = {
-        name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()
-    }
+    wide = widened(given)
     with pytest.raises(ValueError, match=r"row_linear: got torch\.float64"):
         launched(**wide)
 
@@ -106,16 +116,18 @@ TILES = [
 
 
 @pytest.mark.parametrize(("rows", "tile", "gated"), TILES)
-def test_every_form_of_tiles_each_time_alike(rows: int, tile: tuple[int, ...], gated: bool) -> None:
+@pytest.mark.parametrize("has_codes", [False, True], ids=["", "codes"])
+def test_every_form_of_tiles_each_time_alike(
+    rows: int, tile: tuple[int, ...], gated: bool, has_codes: bool
+) -> None:
     module = importlib.import_module("caramba.kernels.triton.row_tiles")
     width, n_out, device = 280, 70, "cuda" if HAS_GPU else "cpu"
+    plain = arguments(rows - 1, width, n_out, gated, dtype=torch.float16)
     given: dict[str, Any] = {
         name: value.to(device) if isinstance(value, Tensor) else value
-        for name, value in arguments(rows - 1, width, n_out, gated, dtype=torch.float16).items()
+        for name, value in (coded(plain) if has_codes else plain).items()
     }
-    wide: dict[str, Any] = {
-        name: value.double() if isinstance(value, Tensor) else value for name, value in given.items()
-    }
+    wide = widened(given)
     want = reference_row_linear(**wide)
     with pytest.MonkeyPatch.context() as patch:
         product = module.Product(n_out, width, rows, gated)

@@ -18,7 +18,7 @@ from caramba.config.generate import Compiled, GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.layer import AttentionLayer
-from caramba.layer.few_rows import are_plain
+from caramba.layer.row_products import are_plain
 from caramba.model import Model
 from caramba.ops import has_kernel, implementation, kernel_takes
 from caramba.ops.backend import REFERENCE

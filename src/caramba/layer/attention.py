@@ -14,10 +14,11 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
-from caramba.layer.few_rows import added, are_plain, has_hooks, has_own_norm
+from caramba.layer.few_rows import has_hooks, has_own_norm
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNorm
+from caramba.layer.row_products import added, are_plain
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.standard import StandardProjection
 from caramba.layer.stored import StoredKeys

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.few_rows import normed
 from caramba.layer.gated import GatedProjection
 from caramba.layer.projection import (
     Angles,
@@ -22,6 +21,7 @@ from caramba.layer.projection import (
 )
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
+from caramba.layer.row_products import normed
 from caramba.layer.score import Null
 from caramba.layer.stored import StoredKeys
 

@@ -1,19 +1,11 @@
-"""Linear layers on the few rows of a decode step: one pass over each weight, with the norm before and the sum behind.
-
-A step's time is that of reading the weights, and of the kernels between them. Where `row_linear` has a kernel, a block
-of a norm and a layer runs as the layer's products alone.
-"""
+"""The few rows of a decode step, whose products have a kernel of their own: when it is taken."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.joined import Joined
-from caramba.layer.rms_norm import RMSNorm
-from caramba.ops import has_kernel, row_linear, rows_fit, weight_fits
+from caramba.ops import has_kernel, rows_fit
 from caramba.ops.latent_queries import HALF
 
 FEW_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 2}
@@ -46,29 +38,6 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     return type(weight) is nn.Parameter and rows_fit(x, weight)
 
 
-def are_plain(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
-    """Whether linear layers are what they seem and of a dtype: not quantised, sharded, hooked or with an adapter."""
-    for layer in layers:
-        if type(layer) is not nn.Linear or has_hooks(layer):
-            return False
-        for one in (layer.weight, layer.bias):
-            if one is not None and (type(one) is not nn.Parameter or one.dtype != dtype):
-                return False
-        if not weight_fits(layer.weight):
-            return False
-    return True
-
-
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody looks at what goes into a module or comes out of it, or has given it a forward of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
-
-
-def normed(layer: nn.Linear | Joined, x: Tensor, norm: RMSNorm, *, gated: bool = False) -> Tensor:
-    """Return layer(norm(x)); `gated` silu(gate) * up of a product that holds both. Shape: [..., M] to [..., N]."""
-    return row_linear(x, layer.weight, layer.bias, norm=norm.weight, eps=norm.eps, gated=gated)
-
-
-def added(layer: nn.Linear, x: Tensor, residual: Tensor) -> Tensor:
-    """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
-    return row_linear(x, layer.weight, layer.bias, residual=residual)

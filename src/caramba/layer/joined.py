@@ -8,22 +8,24 @@ from typing import ClassVar, NamedTuple, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from caramba.layer.coded import CodedLinear, linear
+from caramba.layer.few_rows import has_hooks
 from caramba.ops import MAX_QUERIES, has_kernel
 
 
 class Joined(NamedTuple):
-    """[W_1; W_2; ...] and the biases of layers side by side, with the features of each."""
+    """[W_1; W_2; ...] and the biases of layers side by side, with the features of each; with a scale W_i are codes."""
 
     weight: Tensor
     bias: Tensor | None
     widths: list[int]
+    scale: Tensor | None = None
 
     def product(self, x: Tensor) -> Tensor:
         """Return W_i x + b_i of every layer side by side. Shape: [..., M] to [..., sum of N_i]."""
-        return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.scale)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return W_i x + b_i of every layer. Shape: [..., M] to [..., N_i] each."""
@@ -107,32 +109,33 @@ def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
     if not joins_on(first.device, is_compiled=is_compiled) and not has_kernel("row_linear", first):
         return None
     like = (first.dtype, first.device, first.shape[1], first.requires_grad)
+    biases = [layer.bias for layer in plain if layer.bias is not None]
     for layer in plain:
         weight = layer.weight
         if (weight.dtype, weight.device, weight.shape[1], weight.requires_grad) != like:
             return None
-    has_bias = any(layer.bias is not None for layer in plain)
+    if any(bias.dtype != biases[0].dtype for bias in biases):
+        return None
+    scales = [layer.scale for layer in plain if isinstance(layer, CodedLinear)]
     # What is made under inference_mode could not be trained later.
     with torch.inference_mode(False), torch.no_grad():
         weight = _side_by_side([layer.weight for layer in plain])
-        bias = _side_by_side([_bias_of(layer) for layer in plain]) if has_bias else None
-    return Joined(weight, bias, [layer.weight.shape[0] for layer in plain])
+        bias = _side_by_side([_bias_of(layer, biases[0].dtype) for layer in plain]) if biases else None
+        scale = _side_by_side(scales) if scales else None
+    return Joined(weight, bias, [layer.weight.shape[0] for layer in plain], scale)
 
 
-_zeros: WeakKeyDictionary[nn.Linear, Tensor] = WeakKeyDictionary()
+_zeros: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
-def _bias_of(layer: nn.Linear) -> Tensor:
+def _bias_of(layer: nn.Linear | CodedLinear, dtype: torch.dtype) -> Tensor:
     """Return a layer's bias; of one without any zeros that stay its own, so that they too move once."""
     if layer.bias is not None:
         return layer.bias
     weight, zeros = layer.weight, _zeros.get(layer)
-    if zeros is None or (zeros.shape[0], zeros.dtype, zeros.device) != (
-        weight.shape[0],
-        weight.dtype,
-        weight.device,
-    ):
-        zeros = _zeros[layer] = weight.new_zeros(weight.shape[0])
+    like = (weight.shape[0], dtype, weight.device)
+    if zeros is None or (zeros.shape[0], zeros.dtype, zeros.device) != like:
+        zeros = _zeros[layer] = weight.new_zeros(weight.shape[0], dtype=dtype)
     return zeros
 
 
@@ -160,21 +163,23 @@ def _look_for_steps(module: nn.Module, found: list[FindsSteps]) -> None:
         _look_for_steps(child, found)
 
 
-def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a layer is what it seems: its product is of its own weight and bias, and nobody watches it or has
-    given it another forward."""
-    if type(layer) is not nn.Linear or layer._forward_hooks or layer._forward_pre_hooks:
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear | CodedLinear]:
+    """Whether a layer is what it seems: its product is of its own weight, or codes, and bias, and nobody watches it or
+    has given it another forward."""
+    if type(layer) is CodedLinear:
+        alike = layer.reduce is None
+    elif type(layer) is nn.Linear:
+        alike = layer.bias is None or layer.bias.dtype == layer.weight.dtype
+    else:
         return False
-    if "forward" in layer.__dict__:
-        return False
-    weight = layer.weight
-    return all(
-        type(one) is nn.Parameter
-        and (one.dtype, one.device) == (weight.dtype, weight.device)
-        and not one.is_meta
-        and not one.is_inference()
-        for one in (weight, layer.bias)
-        if one is not None
+    device = layer.weight.device
+    return (
+        alike
+        and not has_hooks(layer)
+        and all(
+            type(one) is nn.Parameter and one.device == device and not one.is_meta and not one.is_inference()
+            for one in layer.parameters()
+        )
     )
 
 

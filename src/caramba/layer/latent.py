@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.few_rows import has_hooks, normed
+from caramba.layer.few_rows import has_hooks
 from caramba.layer.first_tokens import FirstTokens, attend_beside
 from caramba.layer.gated import GatedProjection
 from caramba.layer.joined import Joined, usable
 from caramba.layer.projection import Angles, Queries, angles_at, picked, split_heads
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
+from caramba.layer.row_products import normed
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.stored import StoredKeys
 from caramba.layer.two_parts import attend_parts, takes_parts

@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.few_rows import normed
 from caramba.layer.joined import Joined, prompt_product, usable
 from caramba.layer.products import joined_product, products
 from caramba.layer.projection import (
@@ -25,6 +24,7 @@ from caramba.layer.projection import (
 )
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
+from caramba.layer.row_products import normed
 from caramba.layer.score import Null
 from caramba.layer.stored import StoredKeys
 from caramba.ops import StoredStream, has_kernel, rope_qkv

@@ -9,12 +9,13 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
-from caramba.layer.few_rows import added, are_plain, has_own_norm, normed
+from caramba.layer.few_rows import has_own_norm
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
 from caramba.layer.joined import Joined, prompt_product, usable
 from caramba.layer.products import joined_product, products
 from caramba.layer.rms_norm import RMSNorm
+from caramba.layer.row_products import added, are_plain, normed
 from caramba.ops import has_kernel, is_fused, swiglu
 
 

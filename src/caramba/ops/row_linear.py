@@ -19,10 +19,12 @@ MAX_ROWS_FP32 = 8
 WIDEST = 16384
 """Widest row that kernels take: a whole one lies in the registers of a program."""
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
+CODES = torch.int8
 
 torch.library.define(
     "caramba::row_linear",
-    "(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, Tensor? norm, float? eps, bool gated) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, Tensor? residual, Tensor? norm, float? eps, bool gated) "
+    "-> Tensor",
 )
 
 
@@ -31,6 +33,7 @@ def row_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    scale: Tensor | None = None,
     residual: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float | None = None,
@@ -39,40 +42,48 @@ def row_linear(
     """Return y = act(W rms_norm(x) + b) + residual for a few rows x, sums in at least fp32.
 
     With `eps` rows are normalised first, by the weight `norm` if there is one. `gated` takes [gate; up] for W and b and
-    silu(gate) * up for act, which is the identity otherwise. Every step rounds to x's dtype as the ops do that it
-    stands for: the norm, the product with its bias, the gate, the sum. There are no gradients.
+    silu(gate) * up for act, which is the identity otherwise. With a `scale` the weight is int8 codes: W_nk is scale_n
+    weight_nk. Every step rounds to x's dtype as the ops do that it stands for: the norm, the product with its bias, the
+    gate, the sum. There are no gradients.
 
-    Shape: x [..., K] of at most 64 rows, weight [N, K], bias [N], residual [..., N], norm [K], to [..., N]; gated N is
-    2F, and residual and result are [..., F]. All of x's dtype, norm of any floating one.
+    Shape: x [..., K] of at most 64 rows, weight [N, K], bias [N], scale [N], residual [..., N], norm [K], to [..., N];
+    gated N is 2F, and residual and result are [..., F]. All of x's dtype, but norm of any floating one, and codes int8
+    with a scale in fp32.
 
     Raises:
         ConfigError: shapes, dtypes or devices that do not fit, more rows, or gradients that are wanted.
 
     Reference: Zhang and Sennrich, 2019, arXiv:1910.07467; Shazeer, 2020, arXiv:2002.05202.
     """
-    _check(x, weight, bias, residual, norm, eps, gated)
+    _check(x, weight, scale, bias, residual, norm, eps, gated)
     if not rows_fit(x, weight):  # no kernel takes it, attached or not
-        return reference_row_linear(x, weight, bias, residual, norm, eps, gated)
-    run = direct("row_linear", x, weight, bias, residual, norm) or torch.ops.caramba.row_linear.default
-    return run(x, weight, bias, residual, norm, eps, gated)
+        return reference_row_linear(x, weight, scale, bias, residual, norm, eps, gated)
+    run = direct("row_linear", x, weight, scale, bias, residual, norm) or torch.ops.caramba.row_linear.default
+    return run(x, weight, scale, bias, residual, norm, eps, gated)
 
 
 def rows_fit(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, rows of the weight contiguous."""
+    """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, or the weight of codes, whose rows
+    are contiguous."""
     most = MAX_ROWS_FP32 if x.dtype == torch.float32 else MAX_ROWS
-    return 0 < x.numel() <= most * x.shape[-1] and x.dtype == weight.dtype and weight_fits(weight)
+    is_alike = x.dtype == weight.dtype or (weight.dtype == CODES and x.dtype in NARROW)
+    return 0 < x.numel() <= most * x.shape[-1] and is_alike and weight_fits(weight)
 
 
 def weight_fits(weight: Tensor) -> bool:
     """Whether kernels take a weight."""
     return (
-        weight.dtype in NARROW and weight.dim() == 2 and weight.shape[1] <= WIDEST and weight.is_contiguous()
+        weight.dtype in (*NARROW, CODES)
+        and weight.dim() == 2
+        and weight.shape[1] <= WIDEST
+        and weight.is_contiguous()
     )
 
 
 def _check(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     norm: Tensor | None,
@@ -85,13 +96,19 @@ def _check(
     if weight.dim() != 2 or weight.shape[1] != width or (gated and weight.shape[0] % 2):
         raise _wrong("weight", _said(weight), f"[{'2F' if gated else 'N'}, {width}]")
     n_out = weight.shape[0]
-    shapes = {"weight": (weight, tuple(weight.shape)), "bias": (bias, (n_out,))}
-    shapes["residual"] = (residual, (*x.shape[:-1], n_out // 2 if gated else n_out))
-    for name, (tensor, shape) in shapes.items():
+    has_codes = scale is not None
+    expected = {
+        "weight": (weight, tuple(weight.shape), CODES if has_codes else x.dtype),
+        "scale": (scale, (n_out,), torch.float32),
+        "bias": (bias, (n_out,), x.dtype),
+        "residual": (residual, (*x.shape[:-1], n_out // 2 if gated else n_out), x.dtype),
+    }
+    for name, (tensor, shape, dtype) in expected.items():
         if tensor is None:
             continue
-        if tuple(tensor.shape) != shape or tensor.dtype != x.dtype or tensor.device != x.device:
-            raise _wrong(name, _said(tensor), f"{x.dtype} of shape {shape} on {x.device}")
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device != x.device:
+            behind = ", with a scale" if name == "weight" and has_codes else ""
+            raise _wrong(name, _said(tensor), f"{dtype} of shape {shape} on {x.device}{behind}")
     if norm is not None and (eps is None or tuple(norm.shape) != (width,) or norm.device != x.device):
         raise _wrong("norm", f"{_said(norm)} with eps={eps}", f"({width},) on {x.device}, and an eps")
     given = (x, weight, bias, residual, norm)
@@ -110,6 +127,7 @@ def _wrong(name: str, got: str, expected: str) -> ConfigError:
 def reference_row_linear(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     norm: Tensor | None,
@@ -118,7 +136,13 @@ def reference_row_linear(
 ) -> Tensor:
     """Compute the op in plain PyTorch."""
     rows = x if eps is None else reference_rms_norm(x, norm, eps)[0]
-    y = F.linear(widened(rows), widened(weight), None if bias is None else widened(bias)).to(x.dtype)
+    wide = widened(rows)
+    if scale is None:
+        y = F.linear(wide, widened(weight), None if bias is None else widened(bias))
+    else:
+        y = F.linear(wide, weight.to(wide.dtype)) * scale
+        y = y if bias is None else y + widened(bias)
+    y = y.to(x.dtype)
     if gated:
         y = reference_swiglu_packed(y)
     return (y if residual is None else (widened(y) + widened(residual)).to(x.dtype)).contiguous()
@@ -131,6 +155,7 @@ torch.library.impl("caramba::row_linear", "CompositeExplicitAutograd", reference
 def _(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     norm: Tensor | None,

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from caramba.config.quantise import WeightFormat
 from caramba.errors import ConfigError, KernelUnavailable
 from caramba.layer import LinearLayer
+from caramba.layer.coded import CodedLinear
 from caramba.layer.first_tokens import FirstTokens
 from caramba.measure import model_bytes
 from caramba.model import Model
-from caramba.model.head import TiedHead
+from caramba.model.head import Head, TiedHead
 from caramba.ops.widen import widened
 from caramba.quantise.calibrate import HEAD, Ranges
 from caramba.quantise.dynamic import DynamicLinear
@@ -27,6 +28,9 @@ GROUP_SIZES = (128, 64, 32)
 TILE = 8
 """Both widths of an 8-bit product on CUDA are multiples of this."""
 GATE = "gate_dynamic"
+CODED = (nn.Linear, LinearLayer, Head, TiedHead)
+"""Layers in whose place one of codes can stand. Others have a forward of their own, such as those that ranks share, and
+read torchao's tensor as their weight."""
 SMALLEST = 1e-5
 
 
@@ -160,9 +164,14 @@ def quantise_weights(
             own = weight if isinstance(layer, TiedHead) else weight_of(layer)
             model.set_submodule(name, _dynamic(layer, own, ranges.of[name]))
             continue
-        if name == HEAD and not isinstance(layer, nn.Linear):
+        own = weight if isinstance(layer, TiedHead) else weight_of(layer)
+        codes = _codes(torchao, own, form)
+        if form is WeightFormat.INT8 and type(layer) in CODED:
+            model.set_submodule(name, _coded(layer, codes))
+            continue
+        if isinstance(layer, TiedHead):
             layer = model.head = QuantisedTiedHead(weight)
-        layer.weight = nn.Parameter(_codes(torchao, weight_of(layer), form), requires_grad=False)
+        layer.weight = nn.Parameter(codes, requires_grad=False)
     tokens = 0 if ranges is None or form is not WeightFormat.INT8_DYNAMIC else ranges.tokens
     return QuantisedWeights(form, tuple(found.layers), found.kept, before, model_bytes(model), tokens)
 
@@ -195,6 +204,21 @@ def _codes(torchao: Any, weight: Tensor, form: WeightFormat) -> Tensor:
         )
     torchao.quantize_(carrier, config)
     return carrier.weight
+
+
+def _coded(layer: nn.Module, codes: Any) -> CodedLinear:
+    """Return a layer of torchao's codes.
+
+    Raises:
+        KernelUnavailable: a torchao whose codes are not symmetric.
+    """
+    zeros = getattr(codes, "zero_point", None)
+    if zeros is not None and bool(zeros.any()):
+        raise KernelUnavailable(
+            "weights=int8: this torchao makes codes with zero points; expected symmetric ones"
+        )
+    reduce = layer.reduce if isinstance(layer, LinearLayer) else None
+    return CodedLinear(codes.qdata, codes.scale.flatten().float(), getattr(layer, "bias", None), reduce)
 
 
 def _dynamic(layer: nn.Module, weight: Tensor, range_of: Tensor) -> DynamicLinear:

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.cache import KVCacheKind, StepContext
+from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer
+from caramba.layer.coded import CodedLinear
 from caramba.layer.few_rows import FEW_ROWS, is_few
 from caramba.layer.joined import joined_weights
 from caramba.model import Model, build_model
 from caramba.ops import backend
+from caramba.quantise import quantise_weights
 
 NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
 
@@ -82,6 +85,38 @@ def test_a_step_gives_the_same_logits_in_fewer_ops(name: str, kernels: None) -> 
         assert by_layers["row_linear"] == 0
         assert sum(by_layers.values()) > sum(ran.values()) or not on_device
         torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_of_8_bits_take_the_same_products(name: str, kernels: None) -> None:
+    pytest.importorskip("torchao")
+    model = lively(name)
+    quantise_weights(model, WeightFormat.INT8, with_head=True)
+    logits, ran = step(model)
+    assert ran["row_linear"] >= 5
+    assert ran["rms_norm"] <= 1
+    assert not ran["linear"] + ran["mm"] + ran["addmm"]
+    with backend.without_kernels("row_linear"):
+        want, by_layers = step(model)
+    assert by_layers["row_linear"] == 0
+    torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_layer_of_codes_is_its_product(dtype: torch.dtype, kernels: None) -> None:
+    source = torch.Generator().manual_seed(0)
+    codes = torch.randint(-127, 128, (24, 512), dtype=torch.int8, generator=source)
+    codes[0] = 127  # the sums of such a row are beyond float16 before they are scaled
+    scale, bias = torch.rand(24, generator=source) / 127, torch.randn(24, generator=source).to(dtype)
+    layer = CodedLinear(codes, scale, bias)
+    x = (torch.randn(3, 70, 512, generator=source) + 3).to(dtype)
+    want = x.double() @ (codes.double() * scale.double()[:, None]).T + bias.double()
+    bound = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
+    for rows in (x, x[:1, :2]):
+        found, exact = layer(rows), want[: len(rows), : rows.shape[1]]
+        assert found.dtype == dtype
+        assert float((found.double() - exact).norm() / exact.norm()) < bound
 
 
 def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None:

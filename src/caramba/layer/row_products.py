@@ -1,0 +1,52 @@
+"""Linear layers on the few rows of a decode step: one pass over each weight, with the norm before and the sum behind.
+
+A step's time is that of reading the weights, and of the kernels between them. Where `row_linear` has a kernel, a block
+of a norm and a layer runs as the layer's products alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from caramba.layer.coded import CodedLinear
+from caramba.layer.few_rows import has_hooks
+from caramba.layer.joined import Joined
+from caramba.layer.rms_norm import RMSNorm
+from caramba.ops import row_linear, weight_fits
+
+
+def are_plain(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
+    """Whether linear layers are what they seem, weights of a dtype or codes of 8 bits: not quantised otherwise,
+    sharded, hooked or with an adapter."""
+    for layer in layers:
+        if type(layer) is nn.Linear:
+            weight_dtype = dtype
+        elif type(layer) is CodedLinear and layer.reduce is None:
+            weight_dtype = torch.int8
+        else:
+            return False
+        if has_hooks(layer):
+            return False
+        for one, expected in ((layer.weight, weight_dtype), (layer.bias, dtype)):
+            if one is not None and (type(one) is not nn.Parameter or one.dtype != expected):
+                return False
+        if not weight_fits(layer.weight):
+            return False
+    return True
+
+
+def normed(
+    layer: nn.Linear | CodedLinear | Joined, x: Tensor, norm: RMSNorm, *, gated: bool = False
+) -> Tensor:
+    """Return layer(norm(x)); `gated` silu(gate) * up of a product that holds both. Shape: [..., M] to [..., N]."""
+    scale = None if isinstance(layer, nn.Linear) else layer.scale
+    return row_linear(x, layer.weight, layer.bias, scale=scale, norm=norm.weight, eps=norm.eps, gated=gated)
+
+
+def added(layer: nn.Linear | CodedLinear, x: Tensor, residual: Tensor) -> Tensor:
+    """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
+    scale = None if isinstance(layer, nn.Linear) else layer.scale
+    return row_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)
