@@ -49,11 +49,15 @@ def optimizer_steps(data: dict[str, Any]) -> list[str]:
 
 def row_linear(data: dict[str, Any]) -> list[str]:
     """Linear maps of a few rows beside torch's own chain and its product alone."""
+    has_codes = data.get("codes", False)
+    form = "weights in codes of 8 bits" if has_codes else "bf16"
+    more = " of 16 bits by ours, us |" if has_codes else ""
     lines = [
-        "## Linear maps of a decode step's rows (1B, bf16, cold weights, graph replays)",
+        f"## Linear maps of a decode step's rows (1B, {form}, cold weights, graph replays)",
         "",
-        "| map | weight | rows | ours, us (of the read roof) | torch, us | its product, us | error: ours, torch |",
-        "|---|---|---|---|---|---|---|",
+        "| map | weight | rows | ours, us (of the read roof) | torch, us | its product, us | error: ours, torch |"
+        + more,
+        "|---|---|---|---|---|---|---|" + ("---|" if has_codes else ""),
     ]
     for row in data["rows"]:
         us, share, error = row["us"], row["of_roof"], row["error"]
@@ -61,6 +65,7 @@ def row_linear(data: dict[str, Any]) -> list[str]:
             f"| {row['name']} | {row['weight'][0]} x {row['weight'][1]} | {row['rows']} "
             f"| {us['ours']:.1f} ({100 * share['ours']:.0f}%) | {us['torch']:.1f} | {us['product']:.1f} "
             f"| {error['ours']:.1e}, {error['torch']:.1e} |"
+            + (f" {us['numbers']:.1f} |" if has_codes else "")
         )
     return [
         *lines,
