@@ -7,9 +7,9 @@
 //
 // Macros: KIND_SEM, KIND_GEO, KIND_V (0 q8_0, 1 q4_0, 2 nf4), D_SEM, D_GEO, D_V (features of a head), KV_HEADS, GROUP,
 // QUERIES (GROUP * QUERIES is at most 8), WARPS, STAGES, BRAIN (queries and outputs are bfloat16, else float16), TAIL_BRAIN
-// (tails are), TABLED (of two
-// chunks of nf4's values those that a table makes numbers), HAS_WINDOW, FINAL, ANNOUNCED. Grid: sequences times pairs of heads, and splits, of which the last has the tail
-// for itself where there are several. Outputs are those of Triton's `decode_split`.
+// (tails are), TABLED (of two chunks of nf4's values those that a table makes numbers; 3 with keys), HAS_WINDOW, FINAL, ANNOUNCED.
+// Grid: sequences times pairs of heads, and splits, of which the last has the tail for itself where there are several. Outputs
+// are those of Triton's `decode_split`.
 #include "heads_tail.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_heads(
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_he
         int i = start + tile * TOKENS;
         u32 at = ring + stage * STAGE;
         float s[N_TILES][M_TILES][4];
-        scores(s, at, rows, pair, levels);
+        scores(s, at, rows, pair, levels, table);
         bool is_whole = i + TOKENS <= held && (!(HAS_WINDOW || QUERIES > 1) || rows.sees_all(i, TOKENS));
         if (is_whole)
             own.read<false>(s, at, rows, i, held, levels, table);

@@ -142,7 +142,7 @@ struct Keys {
             }
     }
     // Add the scores of a tile of tokens, over `factor`. `at` is where the stream begins.
-    DEVICE void score(float (&s)[N_TILES][M_TILES][4], u32 at, int pair, float factor, const Levels& levels) const {
+    DEVICE void score(float (&s)[N_TILES][M_TILES][4], u32 at, int pair, float factor, const Levels& levels, Table table) const {
         int g = lane_id() / 4, j = lane_id() % 4;
         for (int m = 0; m < M_TILES; ++m) {
             float c[N_TILES][L::PARTS][4];
@@ -159,11 +159,11 @@ struct Keys {
                         // The nibbles of this pair of heads, of both tokens in one word.
                         int moved = pair % 2 * 4;
                         first >>= moved, second <<= 4 - moved;
-                        L::template numbers<true>(lop3_or(first, 0x0f0f0f0fu, second & 0xf0f0f0f0u), levels, low);
+                        L::template numbers<true>(lop3_or(first, 0x0f0f0f0fu, second & 0xf0f0f0f0u), TABLED > 2, levels, table, low);
                         high[0] = low[2], high[1] = low[3];
                     } else {
-                        L::template numbers<true>(first, levels, low);
-                        L::template numbers<true>(second, levels, high);
+                        L::template numbers<true>(first, TABLED > 2, levels, table, low);
+                        L::template numbers<true>(second, TABLED > 2, levels, table, high);
                     }
                     for (int nibble = 0; nibble < (L::IS_SHARED ? 1 : L::NIBBLES); ++nibble) {
                         int step = p * L::STEPS + L::step(word, nibble), head = step / L::HEAD_STEPS;
@@ -218,11 +218,11 @@ struct Rows {
     }
 };
 
-DEVICE void scores(float (&s)[N_TILES][M_TILES][4], u32 at, const Rows& rows, int pair, const Levels& levels) {
+DEVICE void scores(float (&s)[N_TILES][M_TILES][4], u32 at, const Rows& rows, int pair, const Levels& levels, Table table) {
     for (int n = 0; n < N_TILES; ++n)
         for (int m = 0; m < M_TILES; ++m)
             for (int k = 0; k < 4; ++k) s[n][m][k] = 0.0f;
-    rows.sem.score(s, at, pair, 1.0f, levels);
-    rows.geo.score(s, at + GEO_AT, pair, Sem::UNIT / Geo::UNIT, levels);
+    rows.sem.score(s, at, pair, 1.0f, levels, table);
+    rows.geo.score(s, at + GEO_AT, pair, Sem::UNIT / Geo::UNIT, levels, table);
 }
 #endif

@@ -24,7 +24,8 @@ class HeadsWay:
         warps: each reads tokens of its own.
         stages: tiles that a warp holds.
         blocks: that a multiprocessor's registers are to have place for.
-        tabled: of two chunks of nf4's values, those whose codes a table in shared memory makes numbers.
+        tabled: of two chunks of nf4's values, those whose codes a table in shared memory makes numbers; 3 for both, and
+            keys in nf4.
     """
 
     warps: int = 8

@@ -45,13 +45,16 @@ struct Table {
             }
         }
     }
-    // Bytes 0 and 2 of a word as pairs, and 1 and 3, of the low nibbles, then of the high ones.
+    // Bytes 0 and 2 of a word as pairs, and 1 and 3, of the low nibbles, then of the high ones; `NEXT` bytes 0 and 1, and 2
+    // and 3. Of two bytes with a nibble each in the upper half a sum of products is where their pair lies.
+    template <bool NEXT>
     DEVICE void look_up(u32 word, u32 (&out)[4]) const {
-        u32 low = word & 0x0f0f0f0fu, high = word & 0xf0f0f0f0u;
-        out[0] = load_shared_u32(own + 128 * byte_products(low, 0x00100001u, 0));
-        out[1] = load_shared_u32(own + 128 * byte_products(low, 0x10000100u, 0));
-        out[2] = load_shared_u32(own + 8 * byte_products(high, 0x00100001u, 0));
-        out[3] = load_shared_u32(own + 8 * byte_products(high, 0x10000100u, 0));
+        constexpr u32 FIRST = NEXT ? 0x00008008u : 0x00800008u, SECOND = NEXT ? 0x80080000u : 0x80000800u;
+        u32 low = word << 4 & 0xf0f0f0f0u, high = word & 0xf0f0f0f0u;
+        out[0] = load_shared_u32(byte_products(low, FIRST, own));
+        out[1] = load_shared_u32(byte_products(low, SECOND, own));
+        out[2] = load_shared_u32(byte_products(high, FIRST, own));
+        out[3] = load_shared_u32(byte_products(high, SECOND, own));
     }
 };
 
@@ -75,9 +78,9 @@ struct Format {
     }
 
     // Codes of a word as pairs: of the first two pairs' bytes, of 4 bits the low nibbles and then the high ones. Bytes 0 and 2
-    // are a pair, and 1 and 3, or of levels as keys (`ANY`) bytes 0 and 1, and 2 and 3.
-    template <bool ANY>
-    static DEVICE void numbers(u32 word, const Levels& levels, u32 (&out)[2 * NIBBLES]) {
+    // are a pair, and 1 and 3, or of levels as keys (`NEXT`) bytes 0 and 1, and 2 and 3. Levels come from a table if it is there.
+    template <bool NEXT>
+    static DEVICE void numbers(u32 word, bool is_tabled, const Levels& levels, Table table, u32 (&out)[2 * NIBBLES]) {
         if constexpr (KIND == 0) {
             out[0] = lop3_xor(word, 0x00ff00ffu, 0x00800080u);
             out[1] = lop3_xor(word >> 8, 0x00ff00ffu, 0x00800080u);
@@ -87,19 +90,10 @@ struct Format {
             out[1] = upper & 0x000f000fu;
             out[2] = word & 0x00f000f0u;
             out[3] = upper & 0x00f000f0u;
+        } else if (is_tabled) {
+            table.look_up<NEXT>(word, out);
         } else {
-            levels.look_up(ANY ? word : prmt(word, word, 0x3120u), out);
-        }
-    }
-    // The same of a word of values, of two tokens, by a table where there is one.
-    static DEVICE void values(u32 word, bool is_tabled, const Levels& levels, Table table, u32 (&out)[2 * NIBBLES]) {
-        if constexpr (IS_LEVELS) {
-            if (is_tabled)
-                table.look_up(word, out);
-            else
-                numbers<false>(word, levels, out);
-        } else {
-            numbers<false>(word, levels, out);
+            levels.look_up(NEXT ? word : prmt(word, word, 0x3120u), out);
         }
     }
     static DEVICE float scale(u32 address) {

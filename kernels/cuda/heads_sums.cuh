@@ -125,8 +125,8 @@ struct Sums {
             for (int k = 0; k < 2; ++k) {
                 int word = Values::WORDS == 1 ? 0 : k, of = Values::WORDS == 1 ? m + k : m;
                 u32 low[2 * Values::NIBBLES], high[2 * Values::NIBBLES];
-                Values::values(r[2 * k], k < TABLED, levels, table, low);
-                Values::values(r[2 * k + 1], k < TABLED, levels, table, high);
+                Values::template numbers<false>(r[2 * k], k < TABLED, levels, table, low);
+                Values::template numbers<false>(r[2 * k + 1], k < TABLED, levels, table, high);
                 for (int nibble = 0; nibble < Values::NIBBLES; ++nibble) {
                     u32 a[4] = {low[2 * nibble], low[2 * nibble + 1], high[2 * nibble], high[2 * nibble + 1]};
                     mma_f16(acc[head][part * Values::STEPS + Values::step(word, nibble)], a, b[of][0], b[of][1]);

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
 
 OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0)
 """Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
-OF_NF4 = (12, 2, 1, 2), (4, 2, 3, 2), (4, 2, 3, 0), (4, 3, 2, 0)
-"""The same of values in nf4, those that were best somewhere: with a table where each warp reads many tiles, without one
-where they are few."""
+OF_NF4 = (12, 2, 1, 3), (8, 2, 2, 3), (4, 2, 3, 3), (12, 2, 1, 2), (4, 2, 3, 2), (4, 2, 3, 0), (4, 3, 2, 0)
+"""The same of values in nf4: with a table, of keys too or of values alone, or without one where tiles are few."""
 OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
 """The same of latents, those that were best somewhere; the tiles held are those of the geometric stream."""
 GROUPED = 1

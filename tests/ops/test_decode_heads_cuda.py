@@ -98,7 +98,7 @@ def test_one_split_writes_the_output_itself(name: str) -> None:
     check(CASES[name], SMALL, 1, torch.float16, most=1.5e-3)
 
 
-@pytest.mark.parametrize("tabled", [0, 1, 2])
+@pytest.mark.parametrize("tabled", [0, 1, 2, 3])
 @pytest.mark.parametrize("mode", [0, EARLY | DESCENDING])
 def test_levels_come_from_permutations_or_from_a_table(tabled: int, mode: int) -> None:
     case = Case(("nf4", "nf4", "nf4"), (99, 40), (8, 4), packed=70)
