@@ -311,7 +311,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--layouts", nargs="*", help="names or their beginnings")
     parser.add_argument("--formats", nargs="*", default=list(cases.FORMATS))
-    parser.add_argument("--variants", type=int, nargs="*", default=[0, 1, 2], help="of kernels in CUDA C++")
+    parser.add_argument(
+        "--variants", type=int, nargs="*", default=[0, 1, 2, 3], help="of kernels in CUDA C++"
+    )
     parser.add_argument("--table", type=Path, default=TABLE, help="where --tune puts its choices")
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks/decode.json"))
     options = parser.parse_args()

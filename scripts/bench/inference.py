@@ -58,7 +58,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "new_of_long": 512,
     },
 }
-PARTS = ("short", "long", "batch", "context")
+PARTS = ("short", "weights", "long", "batch", "context")
 CHUNK = 2048
 
 
@@ -181,7 +181,8 @@ class Bench:
             for cache, prompt in shapes["short"]:
                 name = f"short, {prompt} tokens in {cache}"
                 yield name, lambda cache=cache, prompt=prompt: self.short(cache, prompt)
-            yield "short, weights of fewer bits", self.fewer_bits
+        if "weights" in parts:
+            yield "weights of fewer bits", self.fewer_bits
         if "long" in parts:
             yield f"long, {shapes['long']} tokens", self.long
         if "batch" in parts:
@@ -224,19 +225,27 @@ class Bench:
             yield facts | row
 
     def fewer_bits(self) -> Iterator[dict[str, Any]]:
-        """Weights of fewer bits behind the first of the short prefixes; each is compiled anew."""
+        """Weights of fewer bits beside those of 16, behind the first of the short prefixes, one sequence.
+
+        Steps are captured; those of 4 bits, whose products are the library's, are compiled too, each anew.
+        """
         model, (cache, prompt), new = self.model("gqa"), self.shapes["short"][0], self.shapes["new"]
-        facts = {"part": "short", "layout": "gqa", "batch": 1, "context": prompt, "cache": cache}
-        sides, skipped = [], []
-        for form in (WeightFormat.INT8, WeightFormat.INT4):
+        facts = {"part": "weights", "layout": "gqa", "batch": 1, "context": prompt, "cache": cache}
+        by_device, limit = "graph" if self.is_compiled else False, {"max_seq_len": cache}
+        sides, skipped = [ours("16 bits", model, 1, prompt, new, compiled=by_device, **limit)], []
+        for form, with_head, compiled in (
+            (WeightFormat.INT8, False, by_device),
+            (WeightFormat.INT8, True, by_device),
+            (WeightFormat.INT4, False, self.form),
+        ):
+            name = f"{form} weights{' and head' if with_head else ''}"
             reason = format_refusal(form, self.device, model.embedder.token.weight.dtype)
             if reason is None:
                 changed = copy.deepcopy(model)
-                quantise_weights(changed, form)
-                values = {"compiled": self.form, "max_seq_len": cache}
-                sides.append(ours(f"{form} weights", changed, 1, prompt, new, **values))
+                quantise_weights(changed, form, with_head=with_head)
+                sides.append(ours(name, changed, 1, prompt, new, compiled=compiled, **limit))
             else:
-                skipped.append({"side": f"{form} weights", "skipped": reason})
+                skipped.append({"side": name, "skipped": reason})
         for row in timed(sides, self.repeats, 1):
             yield facts | row
         for row in skipped:

@@ -12,6 +12,7 @@ LOOP = {512: 925, 4096: 823}
 Inductor makes of it, was slower in every run, by how much differs."""
 TITLES = {
     "short": "Batch 1, short prefix, grouped-query model",
+    "weights": "Batch 1, short prefix, weights of fewer bits",
     "long": "Batch 1, long prefix, llama32_dba",
     "batch": "A batch, llama32_dba_384b against its grouped-query teacher",
     "context": "Batch 1 against context, llama32_dba_384b and its teacher",
@@ -128,14 +129,16 @@ def reached(row: dict[str, Any], rows: list[dict[str, Any]], is_full: bool) -> s
     ]
     if row["part"] == "short":
         static = next((other for other in beside if other["side"] == "static loop"), None)
-        # Weights of fewer bits are measured apart from the loop.
-        if static is None or row["side"].startswith("static loop") or row["side"].endswith("weights"):
+        if static is None or row["side"].startswith("static loop"):
             return ""
         text = f"{row['tok_s'] / static['tok_s']:.2f}x the static loop"
         known = LOOP.get(row["cache"]) if is_full else None
         if known is None or row["side"].endswith("library products"):
             return text
         return f"{text}, {row['tok_s'] / known:.2f}x its {known} on record (must {MUST['short']}x of both)"
+    if row["part"] == "weights":
+        plain = next((other for other in beside if other["side"] == "16 bits"), None)
+        return "" if plain in (None, row) else f"{row['tok_s'] / plain['tok_s']:.2f}x 16 bits"
     if row["part"] == "long":
         return f"must {MUST[row['side']]:,} on an H200" if is_full else ""
     if row["side"] != "student":

@@ -35,7 +35,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
         "p80": 6.0,
     }
     out.write_text(json.dumps({"size": "tiny", "machine": here, "rows": [before | {"ran": "eager"}]}))
-    words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), "--parts", "short,context"]
+    words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), "--parts", "short,weights,context"]
     command = [sys.executable, "scripts/bench/inference.py", *words, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -43,7 +43,8 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     assert data["rows"][0]["part"] == "batch"  # of an earlier call
     sides = [(row["part"], row["side"], row["context"]) for row in data["rows"][1:]]
     assert sides[:2] == [("short", side, 16) for side in ("static loop", "captured")]
-    assert sides[6:8] == [("short", side, 16) for side in ("int8 weights", "int4 weights")]
+    names = ("16 bits", "int8 weights", "int8 weights and head", "int4 weights")
+    assert [row for row in sides if row[0] == "weights"] == [("weights", side, 16) for side in names]
     assert sides[-2:] == [("context", "teacher", 64), ("context", "student", 64)]
     errors = [row["peer_error"] for row in data["rows"] if "peer_error" in row]
     assert 0 < max(errors) < 1e-5
@@ -54,4 +55,5 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     )
     assert done.returncode == 0, done.stderr
     assert "x the static loop" in done.stdout
+    assert "x 16 bits |" in done.stdout
     assert "not run: weights=int4" in done.stdout
