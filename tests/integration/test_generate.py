@@ -182,6 +182,7 @@ def test_an_automatic_cache_tells_why(
     assert main(["generate", *options, "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
     assert "cache_kind=auto chose bf16: a cache of at most 128 tokens" in printed
+    assert "cache at 1 x 11 tokens  " in printed, "on no text, as nothing was measured"
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n/stats\n"))
     assert (
         main(["chat", str(folder), "--device", "cpu", "--cache-kind", "auto", "--max-new-tokens", "8"]) == 0
@@ -205,7 +206,7 @@ def test_the_words_of_speculation_reach_the_generator(folder: Path) -> None:
 
 
 def test_speculation_reports_itself_and_keeps_the_text(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = (str(folder), "--prompt", "abcabcabcab", "--max-new-tokens", "40", "--temperature", "0.8")
     plain = generated(capsys, *options)["rows"][0]
@@ -222,6 +223,12 @@ def test_speculation_reports_itself_and_keeps_the_text(
     assert together["stats"]["speed_up_estimate"] > 0
     alone = generated(capsys, *options, "--spec-method", "early_exit")
     assert together["rows"][0]["tokens"] == alone["rows"][0]["tokens"]
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nabc\n/stats\n"))
+    said = ["chat", str(folder), "--device", "cpu", "--max-new-tokens", "2", "--spec-method", "lookup"]
+    assert main(said) == 0
+    assert "2 turns, 4 tokens at " in (printed := capsys.readouterr().out)
+    assert "; last answer: 0 of 0 drafts accepted (0.0%), 1.00 tokens a step" in printed
     for words, text in (
         (("--spec-k", "3"), "name --spec-method lookup"),
         (("--spec-method", "draft"), "needs a smaller model of the same tokenizer: --draft"),

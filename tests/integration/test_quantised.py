@@ -83,6 +83,10 @@ def test_generate_takes_quantised_weights(
         (("--weights", "int8", "--weights-text", "x"), "ranges are of --weights int8_dynamic, got int8"),
         (("--weights", "int8_dynamic", "--weights-text", str(text)), "no text to take ranges from"),
         (("--weights-head",), "--weights-head is of quantised weights"),
+        (
+            ("--weights", "int8_dynamic", "--weights-calibration-tokens", "0"),
+            "--weights-calibration: tokens: got 0",
+        ),
     ):
         assert main([*words, *options]) == 2
         captured = capsys.readouterr()

@@ -332,7 +332,14 @@ def test_what_cannot_be_served_is_said_with_status_2(
             ("--max-len", "16", "--max-tokens", "16"),
             "--max-tokens 16 leaves no room for a prompt in --max-len 16",
         ),
-        (("--cache-kind", "q9"), "cache_kind: got 'q9'"),
+        (
+            ("--cache-kind", "q9"),
+            "cache_kind: got 'q9', expected one of fp32 fp16 bf16 q8_0 q4_0 nf4 mixed auto",
+        ),
+        (
+            ("--max-len", "1000000000000"),
+            "16 slots and 0 prompts ahead, 1000000000000 tokens each, does not fit",
+        ),
         (("--cache-kind", "auto"), "cache_kind=auto is chosen for one generation"),
         (
             ("--tempratur", "1"),

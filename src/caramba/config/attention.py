@@ -11,15 +11,12 @@ from caramba.config.attention_dims import AttentionDims, AttentionMode
 from caramba.config.attention_weights import attention_shapes
 from caramba.config.cost import Cost, Width
 from caramba.config.leaf import LayerConfig, Positive, Probability, Shapes
+from caramba.config.names import member
 from caramba.config.rope import RopeScalingConfig
 
 
 def _mode(value: Any) -> Any:
-    return (
-        AttentionMode(value.lower())
-        if isinstance(value, str) and value.lower() in set(AttentionMode)
-        else value
-    )
+    return member(AttentionMode, value.lower()) if isinstance(value, str) else value
 
 
 class AttentionLayerConfig(LayerConfig):

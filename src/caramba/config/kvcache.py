@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
+from caramba.config.names import member
+
 
 class KVCacheKind(StrEnum):
     """Storage format of one cached tensor. `mixed` and `auto` stand for a choice per tensor."""
@@ -62,12 +64,12 @@ BLOCKS = {
 
 
 def parse_kind(value: Any) -> Any:
-    """Turn a name or alias of a cache kind into the enum member; pydantic checks other values itself."""
-    if isinstance(value, str):
-        name = KIND_ALIASES.get(value, value)
-        if name in KVCacheKind._value2member_map_:
-            return KVCacheKind(name)
-    return value
+    """Turn a name or alias of a cache kind into the enum member; pydantic checks other values itself.
+
+    Raises:
+        ValueError: a text that names none.
+    """
+    return member(KVCacheKind, KIND_ALIASES.get(value, value)) if isinstance(value, str) else value
 
 
 CacheKind = Annotated[KVCacheKind, BeforeValidator(parse_kind)]

@@ -113,7 +113,11 @@ class ChatSession:
             f"{last.cache_kind} cache {last.cache_bytes} bytes, "
             f"context {self.context} of {self.generator.config.max_seq_len} tokens, {last.decode} steps"
             + (f" ({last.not_compiled})" if last.not_compiled is not None else "")
-            + (f"; {speculation(self.generator)}" if isinstance(self.generator, SpeculativeGenerator) else "")
+            + (
+                f"; last answer: {speculation(self.generator)}"
+                if isinstance(self.generator, SpeculativeGenerator)
+                else ""
+            )
         )
 
 

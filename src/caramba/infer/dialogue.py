@@ -51,8 +51,8 @@ class Dialogue:
         while len(ids := self._ids([*self.system, *kept])) > limit:
             if len(kept) < 3:
                 raise ConfigError(
-                    f"chat: the message and its frame take {len(ids)} tokens and {limit} are left beside the answer; "
-                    "shorten it, or lower --max-new-tokens"
+                    f"chat: the message and its frame take {len(ids)} tokens and {max(limit, 0)} are left beside the "
+                    "answer; shorten it, or lower --max-new-tokens"
                 )
             kept = kept[2:]
         self.turns = kept

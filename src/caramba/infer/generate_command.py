@@ -103,7 +103,10 @@ def show_decision(generator: Generator) -> None:
     if decision is None:
         return
     facts = decision.facts
-    what = f"cache at {facts['batch_size']} x {facts['n_tokens']} tokens, on {facts['text']}"
+    on = (
+        f", on {facts['text']}" if facts["windows_of"] else ""
+    )  # else the reason says why nothing was measured
+    what = f"cache at {facts['batch_size']} x {facts['n_tokens']} tokens{on}"
     logger.table(what, COLUMNS, decision.rows())
     logger.info(f"cache_kind=auto chose {decision.kind.value}: {decision.reason}")
     if decision.plan is not None:

@@ -88,6 +88,8 @@ def open_model(
 
 
 def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: bool) -> OpenedModel:
+    if not text:
+        resolve_run(text)  # refuses it: an empty path is the folder that this is called in
     path = Path(text).expanduser()
     is_state = latest_sharded_state(path) is not None
     is_weights = is_state or (path.is_file() and path.name != MANIFEST)

@@ -163,6 +163,8 @@ class CachePolicy:
         if not reason:
             plan = self._plan_file(batch_size, n_tokens, length)
             known = {} if self.config.cache_plan == "refresh" else plan.load()
+            if not all(self._is_known(known.get(kind)) for kind in fitting):
+                plan.refuse_unwritable()
             planned = self._bucket(n_tokens)
             # Half of what is planned for is below what is asked for, so timing takes no more memory than the call.
             facts["timed_at"] = timed_at = min(planned, max(FEWEST_TOKENS, planned // 2))
@@ -175,6 +177,16 @@ class CachePolicy:
             if is_new:
                 plan.save(known, decision.record())
         return decision
+
+    def _is_known(self, one: Measured | None) -> bool:
+        """Whether nothing is left to measure of a format."""
+        if one is None or one.quality is None:
+            return False
+        return (
+            not self.config.cache_auto_benchmark
+            or one.step_s is not None
+            or bool(one.quality.failures(self.config))
+        )
 
     def _measure(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,24 @@ class PlanFile:
             return {KVCacheKind(kind): _measured(item) for kind, item in raw["kinds"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._damaged(error) from None
+
+    def refuse_unwritable(self) -> None:
+        """See that `save` has a place, before anything is measured for it.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            problem = "a folder" if self.path.is_dir() else ""
+            problem = problem or ("" if os.access(self.path.parent, os.W_OK) else "its folder is read-only")
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            raise ConfigError(
+                f"{self.path}: what is measured of a cache cannot be written there ({problem}); name another "
+                "cache_plan_path"
+            )
 
     def save(self, kinds: dict[KVCacheKind, Measured], decision: dict[str, Any]) -> None:
         """Write what is known, and the last decision that was made from it, for people."""

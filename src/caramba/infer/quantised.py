@@ -51,7 +51,10 @@ def calibration_config(words: argparse.Namespace) -> CalibrationConfig:
         raise ConfigError(
             f"--weights-{option}: ranges are of --weights int8_dynamic, got {words.weights}; leave it out"
         )
-    return parse_as(CalibrationConfig, given)
+    try:
+        return parse_as(CalibrationConfig, given)
+    except ConfigError as error:
+        raise ConfigError(f"--weights-calibration: {error}") from None
 
 
 def quantise_opened(opened: OpenedModel, words: argparse.Namespace) -> QuantisedWeights | None:

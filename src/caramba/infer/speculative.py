@@ -124,7 +124,7 @@ class SpeculativeGenerator(Generator):
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens of a row per forward for it, of the last call."""
+        """Tokens of a row per forward for it, of the last call."""
         return self.stats.tokens_per_step if isinstance(self.stats, SpeculativeStats) else 0.0
 
     def generate(
@@ -312,6 +312,8 @@ class SpeculativeGenerator(Generator):
         stats.captures += captures_of(steps) + captures_of(rounds) - captures
         stats.compilations += compilations() - compiled if form.startswith("compiled") else 0
         stats.most_rows = max(stats.most_rows, len(rows))
+        drawn = [len(row.tokens) + (row.finish == "eos") for row in rows]
+        stats.step_tokens += sum(max(0, n - 1) for n in drawn)
         stats.prefill_s += prefilled - began
         stats.decode_s += time.perf_counter() - prefilled
         own_draft = 0 if draft_ctx is None or self._shares(ctx) else draft_ctx.nbytes()

@@ -27,12 +27,14 @@ class SpeculativeStats(GenerateStats):
     Attributes:
         steps: forwards of the model after prefill.
         row_steps: rows that these were for, each until it ended.
+        step_tokens: tokens that they gave, end marks too; the first of each row comes of its prompt.
         most_rows: rows that ran together at most.
         judged: drafts up to the first of a round that was rejected.
         not_batched: why rows ran one after another, if they did.
     """
 
     row_steps: int = 0
+    step_tokens: int = 0
     most_rows: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -47,8 +49,8 @@ class SpeculativeStats(GenerateStats):
 
     @property
     def tokens_per_step(self) -> float:
-        """New tokens of a row per forward for it: the speed-up if drafting and verifying cost no more than a step."""
-        return self.new_tokens / self.row_steps if self.row_steps else 0.0
+        """Tokens of a row per forward for it: the speed-up if drafting and verifying cost no more than a step."""
+        return self.step_tokens / self.row_steps if self.row_steps else 0.0
 
 
 def verify_drafts(

@@ -18,6 +18,8 @@ def resolve_run(text: str, root: Path = Path("runs")) -> Path:
     Raises:
         ConfigError: nothing of that name, with the nearest one.
     """
+    if not text:  # a shell variable that is not set: not the folder that it is called in
+        raise ConfigError(f"got '' for a run; name a directory with {MANIFEST}, or `latest`")
     if text == "latest":
         found = list_runs(root)
         if not found:

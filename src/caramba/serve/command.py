@@ -7,8 +7,6 @@ import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from caramba.config.engine import EngineConfig
 from caramba.config.parse import parse_as
 from caramba.console import logger
@@ -19,6 +17,7 @@ from caramba.infer.engine import Engine
 from caramba.infer.opened import OpenedModel
 from caramba.infer.quantised import OPTIONS as WEIGHTS_OPTIONS
 from caramba.infer.quantised import calibration_config
+from caramba.runtime import is_out_of_memory
 
 if TYPE_CHECKING:
     from caramba.serve.service import Service
@@ -94,7 +93,9 @@ def serve(argv: list[str]) -> int:
 def _engine(opened: OpenedModel, tokenizer: Tokenizer, config: EngineConfig) -> Engine:
     try:
         return Engine(opened.model, config, tokenizer=tokenizer, eos_token_id=end_marks(opened, tokenizer))
-    except torch.OutOfMemoryError:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"serve: the cache of {config.n_slots} slots and {config.n_ahead} prompts ahead, {config.max_len} tokens "
             "each, does not fit beside the model; lower --max-batch, --prompts-ahead or --max-len, or take a "

@@ -127,6 +127,10 @@ class TestAttentionRules:
             ({"n_heads": 5}, "n_heads=5 does not divide d_model=64; use a divisor of 64, or set head_dim"),
             ({"mode": "gqa", "n_kv_heads": 3}, "n_kv_heads=3 does not divide n_heads=4; use a divisor of 4"),
             ({"n_kv_heads": 2}, "use mode=gqa"),
+            (
+                {"mode": "decopled"},
+                "expected one of standard gqa decoupled bottleneck; did you mean 'decoupled'?",
+            ),
             ({"head_dim": 7}, "rotary positions need an even width per head, got 7"),
             ({**DECOUPLED, "geo_dim": 12}, "even width per head, got 3; set geo_dim to 8 or 16"),
             (

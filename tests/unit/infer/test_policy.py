@@ -154,6 +154,18 @@ def test_a_plan_is_read_again_and_only_for_the_same_model(
         policy_of(model, text, **values).decide(BATCH, 160)
 
 
+@pytest.mark.parametrize("name", ["file/plan.json", "folder"])
+def test_a_plan_that_cannot_be_written_is_refused_before_anything_is_measured(
+    model: Model, text: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(policy, "measure_quality", lambda *_: pytest.fail("measured"))
+    named = {"cache_plan_path": str(tmp_path / name), "cache_plan": "refresh"}
+    with pytest.raises(ConfigError, match=f"{name}: what is measured of a cache cannot be written there"):
+        policy_of(model, text, **named).decide(BATCH, 160)
+
+
 def test_without_proof_it_is_16_bits_with_the_reason(model: Model, text: Path) -> None:
     broken = small("decoupled", **WIDE)
     with torch.no_grad():

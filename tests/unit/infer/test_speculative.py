@@ -319,6 +319,19 @@ def test_rows_run_in_turn_where_the_cache_cannot_hold_them(method: str) -> None:
     assert generator.stats.steps == generator.stats.row_steps
 
 
+def test_tokens_a_step_are_those_of_steps(target: Model) -> None:
+    """The first token of a row comes of its prompt, and an end mark takes a step as any token does."""
+    values: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 12}
+    drawn = Generator(target, **values).generate(PROMPTS)
+    end = next(token for token in drawn[0].tokens[2:] if token not in drawn[0].tokens[:2])
+    for more in ({"max_new_tokens": 2}, {"max_new_tokens": 12, "eos_token_id": end}):
+        generator = SpeculativeGenerator(target, spec_k=1, **values | more)
+        generator.generate(PROMPTS)
+        stats = generator.stats
+        assert generator.tokens_per_step == 1 + stats.accepted / stats.row_steps, more
+    assert any(row.finish == "eos" for row in generator.generate(PROMPTS))
+
+
 def test_misuse_is_named(target: Model, other: Model) -> None:
     with pytest.raises(ConfigError, match=r"spec_draft_layers=2 of a model of 2 blocks; expected 1 to 1"):
         SpeculativeGenerator(target, spec_method="early_exit", spec_draft_layers=2)

@@ -92,6 +92,9 @@ def test_runs_are_found_by_what_people_type(manifest, tmp_path, monkeypatch):
     assert resolve_run(str(first / "manifest.json")) == first
     with pytest.raises(ConfigError, match=r"runs/dem: no run there .*did you mean 'demo'"):
         resolve_run("runs/dem")
+    monkeypatch.chdir(first)
+    with pytest.raises(ConfigError, match="got '' for a run"):  # a variable of a shell that is not set
+        resolve_run("")
     monkeypatch.chdir(tmp_path / "runs")
     with pytest.raises(ConfigError, match="latest: there are no runs under"):
         resolve_run("latest")
