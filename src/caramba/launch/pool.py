@@ -49,6 +49,7 @@ class Pool:
     Within it, Ctrl-C, signals that end a process, and a closed terminal are noted, and `run` raises KeyboardInterrupt
     for them where every worker that was started is known. Raised by the handler itself they would be lost now and
     then: Python drops what is raised in its callbacks around a fork, and a worker whose start is cut off is nobody's.
+    What this process was told to ignore, by nohup or by a shell that runs it in the background, it still ignores.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -58,9 +59,10 @@ class Pool:
         self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Pool:
-        self._handlers.enter_context(
-            handled((signal.SIGINT, *ENDING), lambda number, _: self._heard.append(number))
-        )
+        numbers = [
+            number for number in (signal.SIGINT, *ENDING) if signal.getsignal(number) != signal.SIG_IGN
+        ]
+        self._handlers.enter_context(handled(numbers, lambda number, _: self._heard.append(number)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,17 +103,18 @@ class Pool:
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Interrupt the workers, which end with what they have saved; kill those that have not ended in time.
 
-        A further signal while they end, a second Ctrl-C say, kills them at once.
+        A further Ctrl-C while they end kills them at once. No other signal does: a terminal that closes sends SIGHUP
+        twice, from the shell and from the system, and nobody has asked for what they save to be lost.
         """
         for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
                     (os.kill if how == signal.SIGINT else os.killpg)(item.process.pid, how)
-            limit, heard = time.monotonic() + wait_s, len(self._heard)
+            limit, asked = time.monotonic() + wait_s, self._heard.count(signal.SIGINT)
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
-                if how == signal.SIGINT and len(self._heard) > heard:
+                if how == signal.SIGINT and self._heard.count(signal.SIGINT) > asked:
                     break
                 time.sleep(_POLL_S)
             if not self._running:
