@@ -136,7 +136,9 @@ def test_a_second_interrupt_kills_at_once(deaf):
 def test_a_terminal_that_closes_leaves_time_to_save(deaf):
     """The shell and the system both send SIGHUP then."""
     program = deaf.run_dir / "python"
-    program.write_text("#!/bin/sh\ntrap 'sleep 0.5; echo saved; exit' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
+    program.write_text(
+        "#!/bin/sh\ntrap 'sleep 0.5; echo saved; exit' INT\necho deaf\nwhile :; do sleep 0.05; done\n"
+    )
     with _one_worker() as workers:
         endings = workers.run(iter([deaf]))
         threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGHUP))).start()
