@@ -100,12 +100,14 @@ class Pool:
         if self._heard:
             raise KeyboardInterrupt(signal.Signals(self._heard[0]).name)
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time.
+    def stop(self, grace_s: float = GRACE_S) -> list[int]:
+        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time. Return
+        the exit statuses of those that have ended, killed ones among them.
 
         A further Ctrl-C while they end kills them at once. No other signal does: a terminal that closes sends SIGHUP
         twice, from the shell and from the system, and nobody has asked for what they save to be lost.
         """
+        stopped = list(self._running)
         for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
@@ -118,7 +120,8 @@ class Pool:
                     break
                 time.sleep(_POLL_S)
             if not self._running:
-                return
+                break
+        return [item.process.returncode for item in stopped if item.process.returncode is not None]
 
 
 def _start(job: Job, slot: Slot) -> subprocess.Popen[bytes]:
@@ -145,13 +148,20 @@ def _hear_interrupts() -> None:
 
 
 def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Sequence[str]) -> int:
-    """Run one worker in a process of its own, with our output, and return its exit status; 130 after Ctrl-C."""
+    """Run one worker in a process of its own, with our output, and return its exit status.
+
+    After a signal too, as only the worker knows how it ended: it may have finished, or heard the signal itself and
+    saved. One that a signal ended then was interrupted (130).
+    """
+    found: list[int] = []
     with Pool(make_slots(config, 1, device)) as pool:
         try:
-            ((_, status),) = pool.run(iter([Job(0, run_dir, None, tuple(flags))]))
+            for _, status in pool.run(iter([Job(0, run_dir, None, tuple(flags))])):
+                found.append(status)
         except KeyboardInterrupt:
-            return INTERRUPTED
-    return status
+            found += pool.stop()
+            return found[0] if found and found[0] >= 0 else INTERRUPTED
+    return found[0]
 
 
 def last_lines(log: Path, count: int = TAIL_LINES) -> str:

@@ -19,6 +19,7 @@ from caramba.launch.pool import Job, Pool
 from caramba.launch.slots import make_slots
 from caramba.launch.sweep import common_name, refuse_ranks
 from caramba.runs import lock, mint
+from caramba.runs.ending import INTERRUPTED
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
 
@@ -146,6 +147,18 @@ def test_a_terminal_that_closes_leaves_time_to_save(deaf):
             next(endings)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGHUP)).start()
     assert deaf.log.read_text() == "deaf\nsaved\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", INTERRUPTED)]
+)
+def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, ending, expected):
+    program = deaf.run_dir / "python"
+    program.write_text(
+        f"#!/bin/sh\ntrap '{ending}' INT\necho deaf > {deaf.log}\nwhile :; do sleep 0.05; done\n"
+    )
+    threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGUSR1))).start()
+    assert pool.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
