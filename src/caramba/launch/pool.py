@@ -16,7 +16,7 @@ from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
 from caramba.runs.ending import INTERRUPTED
-from caramba.runs.signals import ENDING, handled
+from caramba.runs.signals import ENDING, handled, heeded
 
 GRACE_S = 30.0
 TAIL_LINES = 12
@@ -59,9 +59,7 @@ class Pool:
         self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Pool:
-        numbers = [
-            number for number in (signal.SIGINT, *ENDING) if signal.getsignal(number) != signal.SIG_IGN
-        ]
+        numbers = heeded((signal.SIGINT, *ENDING))
         self._handlers.enter_context(handled(numbers, lambda number, _: self._heard.append(number)))
         return self
 
