@@ -17,6 +17,7 @@ from caramba import artifact
 from caramba.benchmark import Subjects, ladder, run_suite
 from caramba.config.benchmark import BenchmarkConfig, InferenceLadderConfig
 from caramba.config.quantise import CalibrationConfig, WeightFormat
+from caramba.errors import ConfigError
 from caramba.infer import Generator, step_pool
 from caramba.layer.coded import CodedLinear
 from caramba.measure import model_bytes
@@ -163,6 +164,15 @@ def test_compiled_steps_take_quantised_weights(monkeypatch: pytest.MonkeyPatch) 
     generator = Generator(model, compiled=True, max_new_tokens=4, temperature=0.0)
     assert generator.generate([[1, 2, 3]])[0].tokens == plain.generate([[1, 2, 3]])[0].tokens
     assert generator.stats.decode == "compiled"
+
+
+@pytest.mark.parametrize("form", [WeightFormat.INT8, WeightFormat.INT8_DYNAMIC])
+def test_codes_are_not_quantised_again(form: WeightFormat) -> None:
+    model = build_model(transformer("gqa_scaled"), seed=0)
+    quantise_weights(model, WeightFormat.INT8, with_head=True)
+    ranges = Ranges({}, 64, CalibrationConfig())
+    with pytest.raises(ConfigError, match=r"no linear layer .*\(head: it is of codes already\)"):
+        quantise_weights(model, form, with_head=True, ranges=ranges)
 
 
 def test_quantised_weights_have_an_identity_of_their_own() -> None:

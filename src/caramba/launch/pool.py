@@ -16,7 +16,7 @@ from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
 from caramba.runs.ending import INTERRUPTED
-from caramba.runs.signals import ENDING, handled
+from caramba.runs.signals import ENDING, handled, heeded
 
 GRACE_S = 30.0
 TAIL_LINES = 12
@@ -49,6 +49,7 @@ class Pool:
     Within it, Ctrl-C, signals that end a process, and a closed terminal are noted, and `run` raises KeyboardInterrupt
     for them where every worker that was started is known. Raised by the handler itself they would be lost now and
     then: Python drops what is raised in its callbacks around a fork, and a worker whose start is cut off is nobody's.
+    What this process was told to ignore, by nohup or by a shell that runs it in the background, it still ignores.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -58,9 +59,8 @@ class Pool:
         self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Pool:
-        self._handlers.enter_context(
-            handled((signal.SIGINT, *ENDING), lambda number, _: self._heard.append(number))
-        )
+        numbers = heeded((signal.SIGINT, *ENDING))
+        self._handlers.enter_context(handled(numbers, lambda number, _: self._heard.append(number)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -98,24 +98,28 @@ class Pool:
         if self._heard:
             raise KeyboardInterrupt(signal.Signals(self._heard[0]).name)
 
-    def stop(self, grace_s: float = GRACE_S) -> None:
-        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time.
+    def stop(self, grace_s: float = GRACE_S) -> list[int]:
+        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time. Return
+        the exit statuses of those that have ended, killed ones among them.
 
-        A further signal while they end, a second Ctrl-C say, kills them at once.
+        A further Ctrl-C while they end kills them at once. No other signal does: a terminal that closes sends SIGHUP
+        twice, from the shell and from the system, and nobody has asked for what they save to be lost.
         """
+        stopped = list(self._running)
         for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
                     (os.kill if how == signal.SIGINT else os.killpg)(item.process.pid, how)
-            limit, heard = time.monotonic() + wait_s, len(self._heard)
+            limit, asked = time.monotonic() + wait_s, self._heard.count(signal.SIGINT)
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
-                if how == signal.SIGINT and len(self._heard) > heard:
+                if how == signal.SIGINT and self._heard.count(signal.SIGINT) > asked:
                     break
                 time.sleep(_POLL_S)
             if not self._running:
-                return
+                break
+        return [item.process.returncode for item in stopped if item.process.returncode is not None]
 
 
 def _start(job: Job, slot: Slot) -> subprocess.Popen[bytes]:
@@ -142,13 +146,20 @@ def _hear_interrupts() -> None:
 
 
 def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Sequence[str]) -> int:
-    """Run one worker in a process of its own, with our output, and return its exit status; 130 after Ctrl-C."""
+    """Run one worker in a process of its own, with our output, and return its exit status.
+
+    After a signal too, as only the worker knows how it ended: it may have finished, or heard the signal itself and
+    saved. One that a signal ended then was interrupted (130).
+    """
+    found: list[int] = []
     with Pool(make_slots(config, 1, device)) as pool:
         try:
-            ((_, status),) = pool.run(iter([Job(0, run_dir, None, tuple(flags))]))
+            for _, status in pool.run(iter([Job(0, run_dir, None, tuple(flags))])):
+                found.append(status)
         except KeyboardInterrupt:
-            return INTERRUPTED
-    return status
+            found += pool.stop()
+            return found[0] if found and found[0] >= 0 else INTERRUPTED
+    return found[0]
 
 
 def last_lines(log: Path, count: int = TAIL_LINES) -> str:

@@ -20,7 +20,7 @@ from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
 from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
 from caramba.runs.ranks import is_rank
-from caramba.runs.signals import ENDING, handled
+from caramba.runs.signals import ENDING, handled, heeded
 
 LOGS, FAILURE = "logs", "failure.json"
 STOP_S = 60.0
@@ -203,7 +203,7 @@ def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
         heard.append(number)
         agent.terminate()
 
-    with handled(ENDING, terminate):
+    with handled(heeded(ENDING), terminate):
         yield heard
 
 

@@ -12,7 +12,7 @@ from caramba.layer.few_rows import is_few
 from caramba.ops import row_linear, rows_fit
 
 UNIT = 2.0**7
-"""Codes are over this, exactly, where float16 would not hold their sums as they are."""
+"""Codes over this, and scales times it, are of the size of weights and what float16 holds best."""
 
 
 class CodedLinear(nn.Module):
@@ -43,17 +43,28 @@ class CodedLinear(nn.Module):
         """Return the map of `input`. `context` is what the layer that this one stands for is given beside it: a head
         the embedding, a node of a topology its caches; it reads none of them."""
         x = input if self.reduce is None else self.reduce(input)
-        if is_few(x) and rows_fit(x, self.weight):
-            return row_linear(x, self.weight, self.bias, scale=self.scale)
         return linear(x, self.weight, self.bias, self.scale)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CodedLinear:
+        """Move, as any module; of another dtype is the bias alone, since kernels read scales in fp32."""
+        exact = self.scale.data
+        super()._apply(fn, recurse)
+        if self.scale.dtype != exact.dtype:
+            self.scale.data = exact.to(self.scale.device)
+        return self
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """Return W x + b, W being a weight or, with a scale, codes. Shape: x [..., K], weight [N, K] to [..., N]."""
+    """Return W x + b, W being a weight or, with a scale, codes, of which few rows make no weight.
+
+    Shape: x [..., K], weight [N, K] to [..., N].
+    """
     if scale is None:
         return F.linear(x, weight, bias)
-    operand = weight.to(x.dtype)
-    if x.dtype == torch.float16:
-        operand, scale = operand / UNIT, scale * UNIT
+    if is_few(x) and rows_fit(x, weight):
+        return row_linear(x, weight, bias, scale=scale)
+    operand = weight.to(x.dtype)  # a copy, of which there should be one
+    if x.dtype == torch.float16:  # which holds the sums of weights where those of codes are beyond it
+        return F.linear(x, operand.mul_(1 / UNIT).mul_((scale[:, None] * UNIT).half()), bias)
     y = F.linear(x, operand) * scale
     return (y if bias is None else y + bias).to(x.dtype)

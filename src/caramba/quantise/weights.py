@@ -119,7 +119,8 @@ def linear_layers(
             found.layers[name] = module
     if with_head:
         table = model.head if isinstance(model.head, nn.Linear) else model.embedder.token
-        reason = _unfit(table, form, device)
+        has_own = isinstance(model.head, Head | TiedHead)
+        reason = _unfit(table, form, device) if has_own else "it is of codes already"
         if reason:
             found.kept[HEAD] = reason
         else:

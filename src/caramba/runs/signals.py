@@ -32,6 +32,11 @@ def requested() -> int:
     return _request.number
 
 
+def heeded(numbers: Iterable[int]) -> tuple[int, ...]:
+    """Return those of some signals that this process was not told to ignore, as nohup tells it of SIGHUP."""
+    return tuple(number for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
     """Within, these signals are the handler's; then those that had them before have them again."""

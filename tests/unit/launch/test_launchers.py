@@ -271,6 +271,14 @@ def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
 
     assert ended(signal.SIGUSR2) == 75
     assert ended(signal.SIGTERM) == ended(signal.SIGUSR1, signal.SIGTERM) == 143
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    try:
+        with subprocess.Popen(["sleep", "60"]) as agent, torchrun._passed_on(agent) as heard:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not heard
+            agent.kill()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

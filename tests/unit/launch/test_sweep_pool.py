@@ -19,6 +19,7 @@ from caramba.launch.pool import Job, Pool
 from caramba.launch.slots import make_slots
 from caramba.launch.sweep import common_name, refuse_ranks
 from caramba.runs import lock, mint
+from caramba.runs.ending import INTERRUPTED
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
 
@@ -90,7 +91,9 @@ def _deaf(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\ntrap '' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
     program.chmod(0o755)
     monkeypatch.setattr(pool.sys, "executable", str(program))
-    return Job(0, tmp_path, tmp_path / "log.txt")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    yield Job(0, tmp_path, tmp_path / "log.txt")
+    signal.signal(signal.SIGINT, before)
 
 
 def _one_worker():
@@ -129,6 +132,44 @@ def test_a_second_interrupt_kills_at_once(deaf):
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - start < pool.GRACE_S / 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_terminal_that_closes_leaves_time_to_save(deaf):
+    """The shell and the system both send SIGHUP then."""
+    program = deaf.run_dir / "python"
+    program.write_text(
+        "#!/bin/sh\ntrap 'sleep 0.5; echo saved; exit' INT\necho deaf\nwhile :; do sleep 0.05; done\n"
+    )
+    with _one_worker() as workers:
+        endings = workers.run(iter([deaf]))
+        threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGHUP))).start()
+        with pytest.raises(KeyboardInterrupt, match="SIGHUP"):
+            next(endings)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGHUP)).start()
+    assert deaf.log.read_text() == "deaf\nsaved\n"
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", INTERRUPTED)]
+)
+def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, ending, expected):
+    program = deaf.run_dir / "python"
+    program.write_text(
+        f"#!/bin/sh\ntrap '{ending}' INT\necho deaf > {deaf.log}\nwhile :; do sleep 0.05; done\n"
+    )
+    threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGUSR1))).start()
+    assert pool.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_what_is_ignored_stays_so(number):
+    """A shell that runs us in the background ignores SIGINT for us, and nohup SIGHUP."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with _one_worker():
+            assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_signal_while_a_worker_starts_is_not_lost(deaf):

@@ -19,7 +19,7 @@ from caramba.kernels import load
 from caramba.layer import SwiGLULayer
 from caramba.layer.coded import CodedLinear
 from caramba.layer.few_rows import FEW_ROWS, is_few
-from caramba.layer.joined import joined_weights
+from caramba.layer.joined import Joined, joined_weights
 from caramba.model import Model, build_model
 from caramba.ops import backend
 from caramba.quantise import quantise_weights
@@ -117,6 +117,39 @@ def test_a_layer_of_codes_is_its_product(dtype: torch.dtype, kernels: None) -> N
         found, exact = layer(rows), want[: len(rows), : rows.shape[1]]
         assert found.dtype == dtype
         assert float((found.double() - exact).norm() / exact.norm()) < bound
+
+
+@torch.inference_mode()
+def test_what_float16_holds_of_a_layer_of_codes_does_not_overflow() -> None:
+    """4,096 weights of 0.01, for which sums of codes over 128 are four times what float16 holds."""
+    codes, scale = torch.full((2, 4096), 127, dtype=torch.int8), torch.full((2,), 0.01 / 127)
+    x = torch.full((1, 3, 4096), 64.0, dtype=torch.float16)
+    found = CodedLinear(codes, scale, None)(x)
+    torch.testing.assert_close(found.float(), torch.full((1, 3, 2), 64 * 40.96), rtol=1e-3, atol=0)
+
+
+@torch.inference_mode()
+def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
+    layers = [CodedLinear(torch.ones(n, 8, dtype=torch.int8), torch.rand(n), torch.rand(n)) for n in (3, 5)]
+    weight, bias, scale = (
+        torch.cat([layer.get_parameter(name) for layer in layers]) for name in ("weight", "bias", "scale")
+    )
+    x = torch.rand(1, 1, 8)
+    with Ops() as ops:
+        found = Joined(weight, bias, [3, 5], scale)(x)
+    assert (ops.ran["row_linear"], ops.ran["_to_copy"]) == (1, 0)
+    for part, layer in zip(found, layers, strict=True):
+        torch.testing.assert_close(part, layer(x))
+
+
+@torch.inference_mode()
+def test_scales_keep_their_dtype(kernels: None) -> None:
+    layer = CodedLinear(torch.ones(4, 8, dtype=torch.int8), torch.rand(4), torch.rand(4))
+    exact = layer.scale.clone()
+    layer.to(torch.bfloat16)
+    assert (layer.weight.dtype, layer.scale.dtype) == (torch.int8, torch.float32)
+    assert torch.equal(layer.scale, exact)
+    assert layer(torch.rand(1, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
 
 
 def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None:
