@@ -37,8 +37,12 @@ def requested() -> int:
 
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Within, these signals are the handler's; then those that had them before have them again."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Within, these signals are the handler's; then those that had them before have them again.
+
+    What this process ignores stays ignored: by nohup it outlives its terminal, and in a shell's background Ctrl-C.
+    """
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:

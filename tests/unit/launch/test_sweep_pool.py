@@ -90,7 +90,9 @@ def _deaf(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\ntrap '' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
     program.chmod(0o755)
     monkeypatch.setattr(pool.sys, "executable", str(program))
-    return Job(0, tmp_path, tmp_path / "log.txt")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    yield Job(0, tmp_path, tmp_path / "log.txt")
+    signal.signal(signal.SIGINT, before)
 
 
 def _one_worker():
@@ -129,6 +131,19 @@ def test_a_second_interrupt_kills_at_once(deaf):
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - start < pool.GRACE_S / 2
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_is_ignored_stays_ignored():
+    """Trap: a sweep under nohup ended with its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with _one_worker() as workers:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert list(workers.run(iter([]))) == []
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_while_a_worker_starts_is_not_lost(deaf):
