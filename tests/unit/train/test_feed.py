@@ -91,7 +91,7 @@ def test_signals_to_a_whole_job_leave_the_loaders_workers_at_work() -> None:
     feed = iter(train_loader(Windows(), phase, seed=5, start=0, pin=False))  # type: ignore[arg-type]
     next(feed)
     (worker,) = multiprocessing.active_children()
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
         os.kill(worker.pid or 0, number)
     for _ in range(4):  # more than were fetched before
         next(feed)
@@ -99,7 +99,7 @@ def test_signals_to_a_whole_job_leave_the_loaders_workers_at_work() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         os.kill(worker.pid or 0, signal.SIGTERM)  # a second one is its parent's, at the end
-        worker.join(5)
+        worker.join(60)
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert worker.exitcode == -signal.SIGTERM
