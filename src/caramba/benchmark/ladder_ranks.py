@@ -66,7 +66,7 @@ def timed_on_ranks(model: Model, rung: SharedRung, n_ranks: int = 2) -> SharedTi
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(model, folder / WEIGHTS, role="student", phase="ladder", labels={})
-        ranks = spawn(_rank, (name, dataclasses.asdict(rung), n_ranks), nprocs=n_ranks, join=False)
+        ranks: Any = spawn(_rank, (name, dataclasses.asdict(rung), n_ranks), nprocs=n_ranks, join=False)
         assert ranks is not None
         try:
             while not ranks.join():

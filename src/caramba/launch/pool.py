@@ -104,11 +104,12 @@ class Pool:
         A further signal while they end, a second Ctrl-C say, kills them at once.
         """
         for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
+            heard = len(self._heard)
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
                     (os.kill if how == signal.SIGINT else os.killpg)(item.process.pid, how)
-            limit, heard = time.monotonic() + wait_s, len(self._heard)
+            limit = time.monotonic() + wait_s
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
                 if how == signal.SIGINT and len(self._heard) > heard:
