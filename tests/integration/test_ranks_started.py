@@ -89,7 +89,7 @@ def test_ranks_go_on_after_a_kill_or_a_signal_with_the_same_weights(tmp_path: Pa
         starts = [event["time"] for event in events if event["event"] == "run_started"]
         assert len(starts) == 2
         if run == runs[0]:
-            assert starts[1] - killed_at < 60, "the rest stop within a minute"
+            assert starts[1] - killed_at < 120, "the rest do not wait for what was killed"
         rows = Counter(
             (item["step"], *sorted(item["values"])) for item in events if item["event"] == "metrics"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from caramba.checkpoint import load_tensors
 from caramba.runs.events import read_events
 from caramba.train.trainer import saved_step, state_path
-from tests.integration.commands import SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
+from tests.integration.commands import FORKS, SMALL, SMALL_TEACHER, caramba, interrupt_when, only_run
 
 WORDS = [
     *("experiment=smoke", "benchmark=none", "verify=none", *SMALL, *SMALL_TEACHER),
@@ -92,6 +93,31 @@ def test_a_kill_loses_no_more_steps_than_lie_between_two_saves(tmp_path: Path, c
     assert 30 <= last < 400
     assert saved_step(state_path(run, "pretrain")) >= last - 4
     assert not (run / "result.json").exists()
+
+
+def _stop_as_training_begins() -> None:
+    """A signal when Lightning has set up everything and has called no hook of a batch yet."""
+    from caramba.train.callbacks import Monitoring
+
+    begin = Monitoring.on_train_start
+
+    def stopped(self: Monitoring, trainer: Any, pl_module: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        begin(self, trainer, pl_module)
+
+    Monitoring.on_train_start = stopped
+
+
+@pytest.mark.skipif(not FORKS, reason="the run is changed in the process that it is forked in")
+def test_a_stop_as_training_begins_is_answered_by_the_first_step(tmp_path: Path, cache: Path) -> None:
+    """Trap: Lightning had SIGTERM then, and ended the run as by Ctrl-C, with a step half accumulated and no state."""
+    words = ["launch", "model=tiny", "train=pretrain", "benchmark=none", "verify=none", "device=cpu", *SMALL]
+    words += ["train.batch_size=2", "train.block_size=64", "train.steps=8", "train.accumulate=2"]
+    words += ["settings.instrument=none", "train.compile=false"]
+    done = caramba(words, tmp_path, cache, preexec_fn=_stop_as_training_begins)
+    assert done.returncode == 143, done.stderr
+    assert "stopped by SIGTERM; go on with: caramba resume" in done.stderr
+    assert saved_step(state_path(only_run(tmp_path), "pretrain")) == 1
 
 
 def test_the_same_command_goes_on_with_an_unfinished_run(whole: Path, tmp_path: Path, cache: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -15,13 +16,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import ProcessContext
 from torch.nn.functional import cross_entropy
 
 from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
 from caramba.cache import StepContext
 from caramba.cli import main
 from caramba.config.model import ModelSpec
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, Preempted
 from caramba.infer import Generator
 from caramba.infer.device_steps import step_refusal
 from caramba.model import Model, build_model, save_model
@@ -287,6 +289,19 @@ def test_the_last_rung_of_the_ladder_is_timed_by_two_ranks() -> None:
     assert (found.ran, len(found.timed)) == ("eager", 2)
     assert all(seconds > 0 for pair in found.timed for seconds in pair)
     assert found.weight_bytes < 0.75 * sum(value.nbytes for value in model.parameters())
+
+
+def test_a_stop_ends_the_ranks_of_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trap: a run that was told to stop went on until its ranks had timed everything."""
+
+    def stopped(_: object) -> bool:
+        raise Preempted("SIGTERM")
+
+    monkeypatch.setattr(ProcessContext, "join", stopped)
+    rung = SharedRung("cpu", "float32", "reference", True, TOKENS.tolist(), 1, 2, {"max_new_tokens": 4})
+    with pytest.raises(Preempted):
+        timed_on_ranks(build_model(SPECS["even"], seed=1), rung)
+    assert multiprocessing.active_children() == []
 
 
 @pytest.mark.gpu

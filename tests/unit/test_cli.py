@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -18,6 +18,20 @@ from caramba.runs import mint
 HEAVY = ("torch", "lightning", "numpy", "transformers", "litellm")
 HELP_SECONDS = 1.0
 COMPILE_SECONDS = 4.0
+BARE_SECONDS = 0.05  # of an interpreter that does nothing, on a machine that those are for
+
+
+def cpu_seconds():
+    """Return what the processes that were started and have ended took of the CPU: others may hold it meanwhile."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def allowed(seconds):
+    """Return how many seconds of the CPU that is here, in proportion where it is slow."""
+    before = cpu_seconds()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    return seconds * max(1.0, (cpu_seconds() - before) / BARE_SECONDS)
 
 
 @pytest.fixture(name="caramba")
@@ -65,9 +79,9 @@ def modules_after(code, tmp_path):
 
 @pytest.mark.parametrize("module", ["caramba", "caramba.launch"])
 def test_help_is_instant_and_lists_groups_and_commands(caramba, module):
-    started = time.monotonic()
+    started = cpu_seconds()
     text = caramba("--help", module=module).stdout
-    assert time.monotonic() - started < HELP_SECONDS
+    assert cpu_seconds() - started < allowed(HELP_SECONDS)
     for word in ("tiny_dba", "upcycle", "stdlib_bytes", "doctor", "--multirun", "Pretrain the teacher"):
         assert word in text
 
@@ -84,9 +98,9 @@ def test_compile_loads_no_torch(tmp_path):
 
 
 def test_compile_prints_the_plan_in_time_and_writes_nothing(caramba, tmp_path):
-    started = time.monotonic()
+    started = cpu_seconds()
     text = caramba("compile", "model=llama32_dba", "train=blockwise", "--print-plan").stdout
-    assert time.monotonic() - started < COMPILE_SECONDS
+    assert cpu_seconds() - started < allowed(COMPILE_SECONDS)
     assert "python -m caramba.launch model=llama32_dba train=blockwise" in text
     assert "is not built yet" not in text
     assert list(tmp_path.iterdir()) == []
@@ -127,9 +141,9 @@ def test_mistakes_exit_2_and_write_nothing(called, tmp_path, words, text):
 
 @pytest.mark.parametrize("module", ["caramba", "caramba.launch"])
 def test_a_mistake_in_a_process_of_its_own(caramba, tmp_path, module):
-    started = time.monotonic()
+    started = cpu_seconds()
     done = caramba("trian.steps=3", module=module, status=2)
-    assert time.monotonic() - started < COMPILE_SECONDS
+    assert cpu_seconds() - started < allowed(COMPILE_SECONDS)
     assert done.stderr == "error: trian: unknown key; did you mean 'train'? (command line: trian.steps=3)\n"
     assert list(tmp_path.iterdir()) == []
 

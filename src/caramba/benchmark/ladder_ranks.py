@@ -66,7 +66,15 @@ def timed_on_ranks(model: Model, rung: SharedRung, n_ranks: int = 2) -> SharedTi
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(model, folder / WEIGHTS, role="student", phase="ladder", labels={})
-        spawn(_rank, (name, dataclasses.asdict(rung), n_ranks), nprocs=n_ranks)
+        ranks: Any = spawn(_rank, (name, dataclasses.asdict(rung), n_ranks), nprocs=n_ranks, join=False)
+        assert ranks is not None
+        try:
+            while not ranks.join():
+                pass
+        finally:  # stopped by a signal, this process would wait at its own end until they have timed all
+            for process in ranks.processes:
+                process.kill()
+                process.join()
         found = json.loads((folder / TIMES).read_text())
     return SharedTimes(
         [(prefill, step) for prefill, step in found["timed"]], found["ran"], found["weight_bytes"]

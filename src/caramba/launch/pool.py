@@ -16,7 +16,7 @@ from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
 from caramba.runs.ending import INTERRUPTED
-from caramba.runs.signals import ENDING, handled, heeded
+from caramba.runs.signals import ENDING, handled
 
 GRACE_S = 30.0
 TAIL_LINES = 12
@@ -59,8 +59,9 @@ class Pool:
         self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Pool:
-        numbers = heeded((signal.SIGINT, *ENDING))
-        self._handlers.enter_context(handled(numbers, lambda number, _: self._heard.append(number)))
+        self._handlers.enter_context(
+            handled((signal.SIGINT, *ENDING), lambda number, _: self._heard.append(number))
+        )
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,11 +108,12 @@ class Pool:
         """
         stopped = list(self._running)
         for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
+            asked = self._heard.count(signal.SIGINT)
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
                     (os.kill if how == signal.SIGINT else os.killpg)(item.process.pid, how)
-            limit, asked = time.monotonic() + wait_s, self._heard.count(signal.SIGINT)
+            limit = time.monotonic() + wait_s
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
                 if how == signal.SIGINT and self._heard.count(signal.SIGINT) > asked:

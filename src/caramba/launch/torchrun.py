@@ -16,16 +16,14 @@ from pathlib import Path
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.pool import last_lines
+from caramba.launch.relay import Relay
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED, MISTAKE, PREEMPTED, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
+from caramba.runs.ending import INTERRUPTED, MISTAKE, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
 from caramba.runs.ranks import is_rank
-from caramba.runs.signals import ENDING, handled, heeded
 
 LOGS, FAILURE = "logs", "failure.json"
-STOP_S = 60.0
 _POLL_S = 0.2
-_WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def check_torchrun(manifest: Manifest) -> None:
@@ -97,15 +95,28 @@ def run_torchrun(run_dir: Path, manifest: Manifest, flags: Sequence[str]) -> int
 
     That of the first rank that failed, whose last words are printed: 2 is a mistake, which no restart mends. Where
     memory ran out, and the plan has a smaller batch now, they are started again once for each phase, whatever
-    `max_restarts` says.
+    `max_restarts` says. After a signal to us they are not started again.
+
+    Raises:
+        KeyboardInterrupt: a signal came when the ranks had finished.
     """
+    with Relay() as relay:
+        status = _attempts(run_dir, manifest, flags, relay)
+    if status == 0 and relay.heard:  # too late for the ranks, and in time for what would follow, in a sweep
+        raise KeyboardInterrupt(signal.Signals(relay.heard[0]).name)
+    return status
+
+
+def _attempts(run_dir: Path, manifest: Manifest, flags: Sequence[str], relay: Relay) -> int:
     most = manifest.launcher.max_restarts or 0
     attempt = 0
     started_again: set[str] = set()  # the phases for whose smaller batch they were
     while True:
         before = _reduced_batches(run_dir)
-        status = _attempt(run_dir, manifest, _log_folder(run_dir), flags)
-        if status in (0, MISTAKE, *STOPPED):
+        status = _attempt(run_dir, manifest, _log_folder(run_dir), flags, relay)
+        if relay.heard and status == REDUCED:
+            return relay.status
+        if relay.heard or status in (0, MISTAKE, *STOPPED):
             return status
         if status == REDUCED:
             smaller = _reduced_batches(run_dir)
@@ -157,54 +168,28 @@ def _log_folder(run_dir: Path) -> Path:
             return folder
 
 
-def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str]) -> int:
+def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str], relay: Relay) -> int:
     ranks = ranks_per_node(manifest)
     threads = manifest.launcher.threads or max(1, available_cores() // ranks)
     variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     if manifest.launcher.devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(manifest))
     words = [str(run_dir / MANIFEST), str(folder), str(ranks), *flags]
-    with open(folder / "agent.log", "ab") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "caramba.launch.elastic", *words],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **variables},
-            start_new_session=True,
-        )
-    with _shown(folder), _passed_on(agent) as heard:
-        try:
-            status = agent.wait()
-        except KeyboardInterrupt:
-            agent.send_signal(signal.SIGINT)
-            status = _wait(agent)
-    return _ending(folder, status, heard)
 
+    def start() -> subprocess.Popen[bytes]:
+        with open(folder / "agent.log", "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "caramba.launch.elastic", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **variables},
+                start_new_session=True,
+            )
 
-def _wait(agent: subprocess.Popen[bytes]) -> int:
-    try:
-        return agent.wait(STOP_S)
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):
-        agent.kill()  # the kernel ends its ranks with it (end_with_agent), and the run has its last saved state
-        agent.wait()
-        return 128 + signal.SIGINT
-
-
-@contextlib.contextmanager
-def _passed_on(agent: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Within, what would end this process ends the ranks instead, which save their state first; yield what was heard.
-
-    SIGTERM is what the agent passes on, whichever signal it was here.
-    """
-    heard: list[int] = []
-
-    def terminate(number: int, _: object) -> None:
-        heard.append(number)
-        agent.terminate()
-
-    with handled(heeded(ENDING), terminate):
-        yield heard
+    with _shown(folder):
+        status = relay.run(start)
+    return _ending(folder, status, relay)
 
 
 @contextlib.contextmanager
@@ -237,15 +222,14 @@ def _shown(folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _ending(folder: Path, status: int, heard: Sequence[int]) -> int:
-    """Say how the ranks ended when one failed, and return the run's exit status; `heard` are the signals to us."""
+def _ending(folder: Path, status: int, relay: Relay) -> int:
+    """Say how the ranks ended when one failed, and return the run's exit status."""
     if status == 0:
         return 0
     if status in (128 + signal.SIGINT, -signal.SIGINT):
         return INTERRUPTED
     if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-        is_wanted_back = bool(heard) and all(number in _WANTED_BACK for number in heard)
-        return PREEMPTED if is_wanted_back else TERMINATED
+        return relay.status or TERMINATED
     try:
         failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
     except FileNotFoundError:

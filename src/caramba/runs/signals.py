@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from caramba.errors import Preempted
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (*STOPPING, signal.SIGHUP)
 """What ends a process that does not handle it, a closed terminal among it; Ctrl-C is Python's own."""
+AGAIN_S = 0.05
 
 
 class _Request:
@@ -32,15 +35,14 @@ def requested() -> int:
     return _request.number
 
 
-def heeded(numbers: Iterable[int]) -> tuple[int, ...]:
-    """Return those of some signals that this process was not told to ignore, as nohup tells it of SIGHUP."""
-    return tuple(number for number in numbers if signal.getsignal(number) != signal.SIG_IGN)
-
-
 @contextlib.contextmanager
 def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Within, these signals are the handler's; then those that had them before have them again."""
-    before = {number: signal.signal(number, handler) for number in numbers}
+    """Within, these signals are the handler's; then those that had them before have them again.
+
+    What this process ignores stays ignored: by nohup it outlives its terminal, and in a shell's background Ctrl-C.
+    """
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
@@ -55,6 +57,10 @@ def stop_on_signals(*, follows: bool = False) -> Iterator[None]:
     A process that `follows` another waits for it outside training, in calls that no Python handler interrupts: there
     SIGTERM ends it as it ends any process, and the other two leave it to hear from whom it follows.
 
+    Python drops what a handler raises in a finalizer, and in callbacks of the garbage collector or around a fork: a
+    stop or Ctrl-C that was dropped there is asked for again a moment later. One that other code took for an error of
+    its own is lost, and the next signal stops the run.
+
     Only the main thread hears signals; in any other this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -64,7 +70,8 @@ def stop_on_signals(*, follows: bool = False) -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in STOPPING}
     try:
         _between_steps()
-        yield
+        with _asked_again():
+            yield
     finally:
         _request.is_heard = False
         for number, handler in before.items():
@@ -103,8 +110,39 @@ def _between_steps() -> None:
 
 
 def _heard(number: int, _: Any) -> None:
-    if _request.number:
+    if _request.number and (_request.waits or _is_stopping()):
         return  # it is stopping already, and must not be stopped in that
-    _request.number = number
+    _request.number = _request.number or number
     if not _request.waits:
-        raise Preempted(signal.Signals(number).name)
+        raise Preempted(signal.Signals(_request.number).name)
+
+
+def _is_stopping() -> bool:
+    """Whether a stop is on its way out: this was called within a `finally` or `except` that it passes through."""
+    error = sys.exception()
+    while error is not None and not isinstance(error, Preempted):
+        error = error.__context__
+    return error is not None
+
+
+@contextlib.contextmanager
+def _asked_again() -> Iterator[None]:
+    """Within, what Python tells of a stop or Ctrl-C that it drops sends the signal once more."""
+    before, main, process = sys.unraisablehook, threading.main_thread(), os.getpid()
+
+    def dropped(what: Any) -> None:
+        is_stop = issubclass(what.exc_type, (Preempted, KeyboardInterrupt))
+        if not is_stop or threading.current_thread() is not main or os.getpid() != process:
+            before(what)
+            return
+        number = signal.SIGINT if what.exc_type is KeyboardInterrupt else _request.number
+        # Not from here, where it would be dropped as well.
+        again = threading.Timer(AGAIN_S, signal.pthread_kill, (main.ident, number))
+        again.daemon = True
+        again.start()
+
+    sys.unraisablehook = dropped
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before

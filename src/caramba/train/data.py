@@ -96,9 +96,10 @@ def train_loader(
 def _outlive_signals(_: int) -> None:
     """A signal to a whole SLURM step reaches the loader's workers too, and the step that the run ends with needs them.
 
-    They end with their loader, or when their parent is gone; a second SIGTERM is their parent's own.
+    Ctrl-C, which a terminal sends to all of them, is their parent's alone. They end with their loader, or when their
+    parent is gone; a second SIGTERM is their parent's own.
     """
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
     def once(_: int, __: object) -> None:

@@ -25,7 +25,7 @@ from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory
 from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
-from caramba.runs.signals import until_step_ends
+from caramba.runs.signals import listen, until_step_ends
 from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
     Checkpointing,
@@ -166,6 +166,8 @@ def fit(
         val_check_interval=phase.eval_every * phase.gradient_accumulation_steps if phase.eval_every else None,
         limit_val_batches=1.0 if phase.eval_every else 0,
     )
+    # Lightning would take SIGTERM over: it ends in SystemExit, and its handler waits for the other ranks.
+    trainer._signal_connector.register_signal_handlers = listen
     began = time.perf_counter()
     failure: OutOfMemory | None = None
     try:

@@ -367,7 +367,7 @@ def test_an_estimate_is_against_steps_of_the_same_form(monkeypatch: pytest.Monke
         return steps, *rest
 
     def slow(*given: Any) -> Any:
-        time.sleep(0.5)
+        time.sleep(1.5)
         return captured(*given)
 
     monkeypatch.setattr(device_steps, "captured", slow)
@@ -382,7 +382,7 @@ def test_an_estimate_is_against_steps_of_the_same_form(monkeypatch: pytest.Monke
     assert eager is not None
     assert graph is not None
     step = graph * generator.stats.decode_s / generator.stats.steps / generator.tokens_per_step
-    assert step < 0.05, "the capture is no step"
+    assert step < 0.15, "the capture is no step"
 
 
 def test_auto_speculates_without_graphs_where_their_cache_does_not_fit(

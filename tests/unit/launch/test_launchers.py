@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from caramba.errors import ConfigError
 from caramba.launch import run, torchrun
 from caramba.launch.freeze import freeze
 from caramba.launch.joined import agreed_run, refuse_launcher
+from caramba.launch.relay import Relay
 from caramba.launch.sbatch import _ranges, array_script, run_script
 from caramba.launch.slurm_sweep import refuse_unlike
 from caramba.launch.torchrun import check_torchrun, ranks_per_node
@@ -258,27 +260,67 @@ def test_ranks_that_run_a_manifest_again_share_a_directory(manifest, tmp_path, m
     assert len(list((tmp_path / "runs").glob("*/*"))) == 2
 
 
+@pytest.fixture
+def hears_interrupts():
+    """What a shell does to SIGINT for tests in its background is undone."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_interrupts")
 def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
     """The ranks are told by SIGTERM either way; a system starts again what ends with 75."""
 
     def ended(*numbers):
-        with subprocess.Popen(["sleep", "60"]) as agent:
-            with torchrun._passed_on(agent) as heard:
-                for number in numbers:
-                    os.kill(os.getpid(), number)
-                status = agent.wait()
-            return torchrun._ending(tmp_path, status, heard)
+        def start():
+            for number in numbers:  # the agent is not known yet
+                os.kill(os.getpid(), number)
+            return subprocess.Popen(["sleep", "60"])
 
+        with Relay() as relay:
+            return torchrun._ending(tmp_path, relay.run(start), relay)
+
+    before = signal.getsignal(signal.SIGTERM)
     assert ended(signal.SIGUSR2) == 75
     assert ended(signal.SIGTERM) == ended(signal.SIGUSR1, signal.SIGTERM) == 143
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
-    try:
-        with subprocess.Popen(["sleep", "60"]) as agent, torchrun._passed_on(agent) as heard:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not heard
-            agent.kill()
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    assert ended(signal.SIGINT) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("hears_interrupts")
+def test_an_agent_that_does_not_stop_is_killed_by_a_second_interrupt():
+    program = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); print(flush=True); time.sleep(600)"
+    with Relay() as relay, subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as agent:
+
+        def start():
+            assert agent.stdout is not None
+            agent.stdout.readline()  # it has become deaf
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            return agent
+
+        assert relay.run(start) == -signal.SIGINT
+        assert agent.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("status", "ends"), [(1, 1), (79, 143)])
+def test_ranks_that_fail_as_a_signal_comes_are_not_started_again(
+    status, ends, manifest, tmp_path, monkeypatch
+):
+    attempts = []
+
+    def attempt(*_):
+        attempts.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return status
+
+    monkeypatch.setattr(torchrun, "_attempt", attempt)
+    assert torchrun.run_torchrun(tmp_path, launched(manifest, type="torchrun", max_restarts=3), []) == ends
+    assert len(attempts) == 1
+    status = 0
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        torchrun.run_torchrun(tmp_path, launched(manifest, type="torchrun"), [])
 
 
 @pytest.mark.parametrize(

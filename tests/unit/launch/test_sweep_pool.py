@@ -86,12 +86,12 @@ def test_workers_get_their_devices_and_share_of_the_cores(monkeypatch):
 
 @pytest.fixture(name="deaf")
 def _deaf(tmp_path, monkeypatch):
-    """A job whose worker says that it runs, and does not end by SIGINT."""
+    """A job whose worker says that it runs, and when it has got a SIGINT, by which it does not end."""
     program = tmp_path / "python"
-    program.write_text("#!/bin/sh\ntrap '' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
+    program.write_text("#!/bin/sh\ntrap 'echo told' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
     program.chmod(0o755)
     monkeypatch.setattr(pool.sys, "executable", str(program))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     yield Job(0, tmp_path, tmp_path / "log.txt")
     signal.signal(signal.SIGINT, before)
 
@@ -100,8 +100,8 @@ def _one_worker():
     return Pool(make_slots(LauncherConfig(type="process", n_jobs=1), 1, "cpu"))
 
 
-def _said(log):
-    while not log.exists() or log.read_text() != "deaf\n":
+def _said(log, word="deaf"):
+    while not log.exists() or f"{word}\n" not in log.read_text():
         time.sleep(0.01)
 
 
@@ -127,7 +127,9 @@ def test_a_second_interrupt_kills_at_once(deaf):
         with pytest.raises(KeyboardInterrupt):
             next(endings)
         process = workers._running[0].process
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        threading.Thread(
+            target=lambda: (_said(deaf.log, "told"), os.kill(os.getpid(), signal.SIGINT))
+        ).start()
         start = time.monotonic()
     assert process.returncode == -signal.SIGKILL
     assert time.monotonic() - start < pool.GRACE_S / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -46,6 +47,79 @@ def test_a_signal_stops_at_once_or_when_a_step_has_ended(number):
             work()
     assert done == ["step"]
     assert signal.getsignal(number) is before
+
+
+class Finalized:
+    """What tells itself of a signal as it goes: Python drops whatever the handler raises there."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        tell(self.number)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"), [*((number, Preempted) for number in STOPPING), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_stop_that_python_drops_is_asked_for_again(number, kind):
+    """Trap: it was printed as `Exception ignored in`, and the run was deaf to every signal after it."""
+    hook, interrupt = sys.unraisablehook, signal.signal(signal.SIGINT, signal.default_int_handler)
+    went_on = []
+
+    def work() -> None:
+        with stop_on_signals():
+            Finalized(number)
+            went_on.append(number)
+            time.sleep(60)
+
+    try:
+        with pytest.raises(kind):
+            work()
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
+    assert went_on == [number], "it had been dropped"
+    assert sys.unraisablehook is hook
+
+
+def test_other_errors_that_python_drops_are_told_as_ever(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda what: told.append(what.exc_type))
+
+    class Failing:
+        def __del__(self) -> None:
+            raise ValueError
+
+    with stop_on_signals():
+        Failing()
+    assert told == [ValueError]
+
+
+def test_the_signal_after_one_that_was_swallowed_stops_and_one_while_it_stops_does_not():
+    cleaned = []
+
+    def clean() -> None:
+        tell(signal.SIGTERM)
+        try:
+            raise ValueError
+        except ValueError:
+            tell(signal.SIGTERM)
+        cleaned.append(True)
+
+    def work() -> None:
+        with stop_on_signals():
+            with contextlib.suppress(
+                BaseException
+            ):  # as code does that takes anything for a failure of its own
+                tell(signal.SIGUSR1)
+            try:
+                tell(signal.SIGTERM)
+            finally:
+                clean()
+
+    with pytest.raises(Preempted, match="SIGUSR1"):
+        work()
+    assert cleaned
 
 
 def test_a_rank_that_waits_for_another_leaves_it_to_that():

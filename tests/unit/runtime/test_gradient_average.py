@@ -181,7 +181,7 @@ def check_rows(*, is_tied: bool, tokens: int, is_kept: bool, micro_steps: int = 
 
 
 def rank_main(rank: int, folder: str) -> None:
-    meet(rank, folder, RANKS, timedelta(seconds=60))
+    meet(rank, folder, RANKS, timedelta(minutes=5))
     for loss in (chained, by_turns):
         check(loss)
         check(loss, group_bytes=2**20)

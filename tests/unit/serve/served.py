@@ -66,7 +66,7 @@ def serving(service: Service, key: str | None = None) -> Iterator[str]:
     assert not thread.is_alive()
 
 
-def eventually(is_so, seconds: float = 10.0) -> bool:
+def eventually(is_so, seconds: float = 60.0) -> bool:
     limit = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > limit:

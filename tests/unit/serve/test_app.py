@@ -322,10 +322,14 @@ def test_a_failing_model_is_told_and_the_next_request_is_answered(
     assert client.post("/v1/completions", json=body).json()["choices"] == good
 
 
-def test_nobody_waits_for_a_whole_answer(client: httpx.Client, service: Service) -> None:
+def test_nobody_waits_for_a_whole_answer(
+    client: httpx.Client, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = service.engine.batch.decode
+    monkeypatch.setattr(service.engine.batch, "decode", lambda: (time.sleep(0.005), decode())[1])
     n_before = service.engine.stats().cancelled
     with pytest.raises(httpx.ReadTimeout):
-        client.post("/v1/completions", json=LONG, timeout=0.05)
+        client.post("/v1/completions", json=LONG, timeout=httpx.Timeout(30, read=0.5))
     assert eventually(lambda: service.engine.stats().cancelled == n_before + 1)
     assert service.engine.stats().active == 0
 

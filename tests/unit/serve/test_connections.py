@@ -16,7 +16,8 @@ from caramba.infer.engine import EngineStats
 from caramba.serve import connections
 from caramba.serve.metrics import Metrics
 
-LIMIT, REQUEST = 0.4, b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n"
+LIMIT, GUARD_S = 0.4, 25.0  # the guard is below uvicorn's own limit
+REQUEST = b"GET /%s HTTP/1.1\r\nHost: a\r\n\r\n"
 Address = tuple[str, int]
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -63,7 +64,7 @@ async def seconds_open(address: Address, *pieces: bytes, every: float = 0.0) -> 
             await asyncio.sleep(every)
 
     task = asyncio.create_task(drip())
-    assert await asyncio.wait_for(reader.read(), 20 * LIMIT) == b""
+    assert await asyncio.wait_for(reader.read(), GUARD_S) == b""
     spent = time.monotonic() - began
     task.cancel()
     writer.close()
@@ -78,13 +79,13 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_connections_without_a_whole_head_are_closed() -> None:
     async def talk(address: Address) -> None:
         # Nothing at all, half a head, and one that never stops to come.
-        drops = [bytes([byte]) for byte in b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 400]
+        drops = [bytes([byte]) for byte in b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 2000]
         found = await asyncio.gather(
             seconds_open(address),
             seconds_open(address, REQUEST[:12]),
             seconds_open(address, *drops, every=LIMIT / 20),
         )
-        assert all(LIMIT / 2 < spent < 6 * LIMIT for spent in found), found
+        assert all(spent > LIMIT / 2 for spent in found), found
 
     served(talk)
 
@@ -94,14 +95,14 @@ def test_requests_are_answered_however_long_that_takes_and_the_next_head_is_time
         reader, writer = await asyncio.open_connection(*address)
         for path in (b"slow", b"quick"):
             writer.write(REQUEST % path)
-            assert (await asyncio.wait_for(reader.readuntil(b"ok"), 20 * LIMIT)).startswith(b"HTTP/1.1 200")
+            assert (await asyncio.wait_for(reader.readuntil(b"ok"), GUARD_S)).startswith(b"HTTP/1.1 200")
         await asyncio.sleep(2 * LIMIT)  # between requests uvicorn's own limit holds
         writer.write(REQUEST % b"quick")
         assert (await reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200")
         writer.write(REQUEST[:9])
         began = time.monotonic()
-        assert await asyncio.wait_for(reader.read(), 20 * LIMIT) == b""
-        assert LIMIT / 2 < time.monotonic() - began < 6 * LIMIT
+        assert await asyncio.wait_for(reader.read(), GUARD_S) == b""
+        assert time.monotonic() - began > LIMIT / 2
         writer.close()
 
     served(talk)
@@ -115,14 +116,14 @@ def test_connections_above_the_bound_are_told_so_and_make_room_for_none() -> Non
     async def answered(address: Address, sent: bytes) -> tuple[bytes, Streams]:
         streams = await asyncio.open_connection(*address)
         streams[1].write(sent)
-        return await asyncio.wait_for(streams[0].readuntil(b"ok"), 20 * LIMIT), streams
+        return await asyncio.wait_for(streams[0].readuntil(b"ok"), GUARD_S), streams
 
     async def talk(address: Address) -> None:
         kept = [(await answered(address, request))[1] for _ in range(2)]
         for sent in (b"", request, b"x" * 100_000):  # whatever a client says first
             reader, writer = await asyncio.open_connection(*address)
             writer.write(sent)
-            head, _, body = (await asyncio.wait_for(reader.read(), 20 * LIMIT)).partition(b"\r\n\r\n")
+            head, _, body = (await asyncio.wait_for(reader.read(), GUARD_S)).partition(b"\r\n\r\n")
             assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
             lines = dict(line.split(b": ", 1) for line in head.lower().split(b"\r\n")[1:])
             assert (lines[b"retry-after"], lines[b"connection"]) == (b"1", b"close")
@@ -163,11 +164,11 @@ def test_not_even_refused_connections_are_unbounded(monkeypatch: pytest.MonkeyPa
         streams = await asyncio.open_connection(*address)
         streams[1].write(REQUEST % b"quick")
         await streams[0].readuntil(b"ok")
-        found = await asyncio.wait_for(asyncio.gather(*(read(address) for _ in range(6))), 20 * LIMIT)
+        found = await asyncio.wait_for(asyncio.gather(*(read(address) for _ in range(6))), GUARD_S)
         told = [spent for text, spent in found if b"too_many_connections" in text]
         assert len(told) == 2
-        assert all(LIMIT / 2 < spent < 6 * LIMIT for spent in told), told
-        assert all(spent < LIMIT / 2 for text, spent in found if not text), found
+        assert min(told) > LIMIT / 2, told
+        assert max(spent for text, spent in found if not text) < min(told), found
 
     served(talk, protocol)
 

@@ -50,7 +50,7 @@ class Means(pl.Callback):
 
 
 def rank_main(rank: int, folder: str) -> None:
-    meet(rank, folder, RANKS, timedelta(seconds=30))
+    meet(rank, folder, RANKS, timedelta(minutes=5))
     tokens = torch.randint(VOCAB, (STEPS, 9), generator=torch.Generator().manual_seed(rank))
     windows = torch.utils.data.TensorDataset(tokens[:, :-1], tokens[:, 1:])
     phase = PhaseConfig(phase="pretrain", steps=STEPS, lr=1e-2, block_size=8, batch_size=1)

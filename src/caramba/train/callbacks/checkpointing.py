@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 
 from caramba.errors import Preempted
-from caramba.runs.signals import listen, requested
+from caramba.runs.signals import requested
 from caramba.runtime import Agreement
 
 
@@ -39,7 +39,6 @@ class Checkpointing(pl.Callback):
         self._agreement: Agreement | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        listen()  # Lightning took the signals over when it began
         self._agreement = Agreement()
 
     def on_train_batch_end(

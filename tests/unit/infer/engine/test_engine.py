@@ -205,7 +205,7 @@ def test_a_device_that_fails_closes_the_engine_and_leaves_nobody_waiting(
     engine.start()
     for ticket in tickets:
         with pytest.raises(RuntimeError, match="device lost"):
-            ticket.wait(30)
+            ticket.wait(120)
     engine.close()
     with pytest.raises(EngineClosed, match="by a failure: device lost"):
         engine.submit([1], max_new_tokens=2)
@@ -257,7 +257,7 @@ def test_the_collector_leaves_alone_what_was_there_before_the_thread(model: Mode
         first, second = (Engine(model, n_slots=1, max_len=64) for _ in range(2))
         assert gc.get_freeze_count() == 0
         for engine in (first, second):
-            engine.start().submit([1], max_new_tokens=2).wait(30)  # the thread runs then
+            engine.start().submit([1], max_new_tokens=2).wait(120)  # the thread runs then
         assert gc.get_freeze_count() > 1000
         first.close()
         first.close()
@@ -286,7 +286,7 @@ def test_threads_submit_while_the_engine_runs(model: Model) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(timeout=30)
+            thread.join(timeout=120)
         left = engine.submit([1], max_new_tokens=21)
         engine.close(drain=True)
         assert left.finish_reason == "length"
@@ -312,20 +312,20 @@ def test_requests_that_come_together_begin_together_where_a_batch_timeout_waits_
         second = engine.submit([3], max_new_tokens=6)
         next(iter(first))
         seconds = time.monotonic() - began
-        assert [first.wait(30), second.wait(30)] == ["length", "length"]
+        assert [first.wait(120), second.wait(120)] == ["length", "length"]
         return seconds
 
     with Engine(model, n_slots=3, **values) as engine:
         two(engine)
         assert engine.stats().steps > 6
-    with Engine(model, n_slots=3, batch_timeout=0.3, **values) as engine:
-        assert 0.3 <= two(engine) < 3.0  # from the first on, not from the last
+    with Engine(model, n_slots=3, batch_timeout=1.0, **values) as engine:
+        assert 1.0 <= two(engine) < 10.0  # from the first on, not from the last
         assert engine.stats().steps == 6
     with Engine(model, n_slots=2, batch_timeout=60, **values) as engine:
         assert two(engine) < 30  # a full batch waits for nobody
         left = engine.submit([1], max_new_tokens=2)
         left.cancel()
-        assert left.wait(30) == "cancelled"
+        assert left.wait(120) == "cancelled"
         engine.submit([1], max_new_tokens=2)
         engine.close(drain=True)  # nor does an engine that ends
         assert (engine.stats().steps, engine.stats().finished) == (8, 3)

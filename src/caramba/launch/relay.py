@@ -1,0 +1,73 @@
+"""Signals to the front end of a run of several ranks, passed on to the agent that runs them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
+from caramba.runs.signals import ENDING, handled
+
+STOP_S = 60.0
+_POLL_S = 0.1
+_WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Relay:
+    """Within, Ctrl-C and what would end this process is noted, and told to the agent, whose ranks save their state.
+
+    Nothing is raised and nobody is told in the handler: a signal may come while an agent starts, when it is not known
+    yet, and an agent that nobody knows would go on without us, in a session of its own.
+    """
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self._handlers = contextlib.ExitStack()
+
+    def __enter__(self) -> Relay:
+        self._handlers.enter_context(
+            handled((signal.SIGINT, *ENDING), lambda number, _: self.heard.append(number))
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.close()
+
+    def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> int:
+        """Start an agent and return its exit status, negative where a signal ended it.
+
+        Ctrl-C reaches it as such and everything else as SIGTERM. After Ctrl-C it has STOP_S; then it is killed, and by
+        a second one at once, and the kernel ends its ranks with it (`end_with_agent`).
+        """
+        agent = start()
+        told, limit = 0, None
+        while True:
+            for number in self.heard[told:]:
+                told += 1
+                if number != signal.SIGINT:
+                    agent.terminate()
+                elif limit is None:
+                    agent.send_signal(signal.SIGINT)
+                    limit = time.monotonic() + STOP_S
+                else:
+                    limit = 0.0
+            if limit is not None and time.monotonic() > limit:
+                agent.kill()
+                agent.wait()
+                return -signal.SIGINT
+            try:
+                return agent.wait(_POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+    @property
+    def status(self) -> int:
+        """The exit status of a run that was stopped by what was heard, 0 where nothing was."""
+        if not self.heard:
+            return 0
+        if signal.SIGINT in self.heard:
+            return INTERRUPTED
+        return PREEMPTED if all(number in _WANTED_BACK for number in self.heard) else TERMINATED
