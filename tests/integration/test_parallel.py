@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch import Tensor
 
 from caramba import worker
@@ -126,26 +127,30 @@ def end_when_saved(run_dir: Path) -> None:
 
 def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
     torch.set_num_threads(1)
-    as_rank(rank, ports[0])
-    check_sharded_models(folders["exact"], freeze(list(WORDS)).manifest.model)
-    as_rank(rank, ports[1])
-    for is_tied in (False, True):
-        check_stages(freeze([*WORDS, f"model.head.tied={is_tied}"]).manifest.model)
-    stopped, ended = set(), ("pipeline", "stopped")
-    for name, port in zip(RANKED, ports[2:], strict=True):
-        as_rank(rank, port)
-        is_stopped = name in ended and name not in stopped
-        if is_stopped:
-            stopped.add(name)
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:  # a question that waits for the device before every batch
+        patch.setattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor", lambda _: asked.append("once"))
+        as_rank(rank, ports[0])
+        check_sharded_models(folders["exact"], freeze(list(WORDS)).manifest.model)
+        as_rank(rank, ports[1])
+        for is_tied in (False, True):
+            check_stages(freeze([*WORDS, f"model.head.tied={is_tied}"]).manifest.model)
+        stopped, ended = set(), ("pipeline", "stopped")
+        for name, port in zip(RANKED, ports[2:], strict=True):
+            as_rank(rank, port)
+            is_stopped = name in ended and name not in stopped
+            if is_stopped:
+                stopped.add(name)
+                if rank == 0:
+                    end_when_saved(folders[name])
+            status = worker.run(folders[name])
             if rank == 0:
-                end_when_saved(folders[name])
-        status = worker.run(folders[name])
-        if rank == 0:
-            assert (status == 0) != is_stopped, (name, status)
-            if is_stopped and name == "pipeline":
-                check_state_of_stages(folders[name])
-        if dist.is_initialized():  # a process that was stopped ends, and does not part from the others
-            dist.destroy_process_group()
+                assert (status == 0) != is_stopped, (name, status)
+                if is_stopped and name == "pipeline":
+                    check_state_of_stages(folders[name])
+            if dist.is_initialized():  # a process that was stopped ends, and does not part from the others
+                dist.destroy_process_group()
+    assert not asked, "ranks agree on a stop by themselves"
 
 
 def check_state_of_stages(run_dir: Path) -> None:

@@ -168,6 +168,9 @@ def fit(
     )
     # Lightning would take SIGTERM over: it ends in SystemExit, and its handler waits for the other ranks.
     trainer._signal_connector.register_signal_handlers = listen
+    # Ranks agree on a stop while a step runs (`Agreement`). Lightning asks by a broadcast, and waits for the device,
+    # before every batch, so that no launch of a step is made before the step ahead has ended.
+    trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
     began = time.perf_counter()
     failure: OutOfMemory | None = None
     try:
