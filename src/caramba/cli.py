@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from caramba.runs.starting import heavy_imports
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 0, 1 for a failure, 2 for a user's mistake, 130 when interrupted."""
     words = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal or pipe that has no sign for what a model writes gets its number, and no traceback in mid-answer.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
     return end(lambda: _dispatch(words), is_debug="--debug" in words)
 
 

@@ -108,6 +108,10 @@ def test_what_cannot_be_done_is_said_with_status_2(
         (("",), "generate: unrecognized arguments: '' (an empty word); caramba generate RUN|DIR"),
         (("--prompt", "a" * 90), "prompt 0 of 90 tokens and max_new_tokens=48 exceed the 96 positions"),
         (("--prompt", "a", "--cache-kind", "auto", "--cache-budget-mb", "0.001"), "take at least"),
+        (
+            ("--prompt", "a", "--max-seq-len", "1000000000000", "--max-new-tokens", "999999999990"),
+            "generate: memory ran out",
+        ),
         (("--prompt", "a", "--cache-budget-mb", "1"), "cache_budget_mb is of cache_kind=auto"),
         (("--prompt", "a", "--cache-plan-probe", "yes"), "got 'yes', expected true or false"),
         (("--prompt", "a", "--cache-kind", "auto", "--cache-quality-text", "no"), "cache_quality_text=no"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -84,6 +85,15 @@ def test_help_is_instant_and_lists_groups_and_commands(caramba, module):
     assert cpu_seconds() - started < allowed(HELP_SECONDS)
     for word in ("tiny_dba", "upcycle", "stdlib_bytes", "doctor", "--multirun", "Pretrain the teacher"):
         assert word in text
+
+
+def test_what_an_output_has_no_sign_for_ends_nothing(monkeypatch):
+    """A model writes what a terminal of another alphabet cannot show."""
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert main(["--version"]) == 0
+    print("caf\N{LATIN SMALL LETTER E WITH ACUTE}", flush=True)
+    assert shown.buffer.getvalue().endswith(b"caf\\xe9\n")
 
 
 def test_help_loads_nothing_heavy(tmp_path):

@@ -24,7 +24,7 @@ from caramba.infer.policy import COLUMNS
 from caramba.infer.shared import joined_ranks
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.infer.verification import SpeculativeStats
-from caramba.runtime import is_main_process
+from caramba.runtime import is_main_process, is_out_of_memory
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a model's text must not steer a terminal
 
@@ -57,7 +57,16 @@ def _generate(
         raise ConfigError("generate: --spec-compare times speculation against none; name --spec-method")
     # Every rank streams or none, as that decides how often they look whether the rows have ended.
     show = _show if is_main_process() else _hide
-    rows = generator.generate(prompts, on_text=show if is_streamed else None)
+    try:
+        rows = generator.generate(prompts, on_text=show if is_streamed else None)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(
+            f"generate: memory ran out ({str(error).strip().splitlines()[0]}) with {len(prompts)} prompts and up to "
+            f"{config.max_new_tokens} new tokens; lower --max-new-tokens, give fewer prompts, or take a "
+            "--cache-kind of fewer bits"
+        ) from None
     speed_up = _speed_up(generator, prompts) if words.spec_compare else None
     if not is_main_process():
         if isinstance(generator, SpeculativeGenerator):
