@@ -106,9 +106,12 @@ def as_rank(rank: int, port: int) -> None:
 
 
 def free_port() -> int:
-    """Return a port that is free, of those that no connection is given by the system until it is used."""
+    """Return a port that is free, of those that no connection is given by the system until it is used.
+
+    Drawn by the system: training seeds Python's numbers, and two runs of these tests would draw the same.
+    """
     while True:
-        port = random.randrange(20_000, 32_000)
+        port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port

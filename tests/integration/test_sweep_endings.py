@@ -42,7 +42,7 @@ if seed == 9 and first:
     time.sleep(60)
 rate = json.loads((run / "manifest.json").read_text())["groups"][0]["runs"][0]["train"]["lr"]
 loss = {"id": "pretrain", "loss": (rate - 0.003) ** 2 if rate != "auto" else 1.0, "steps": 0}
-(run / "artifacts").mkdir()
+(run / "artifacts").mkdir(exist_ok=True)
 (run / "artifacts" / "report.json").write_text(json.dumps({"metrics": {}, "phases": [loss]}))
 (run / "result.json").write_text('{"status": "finished"}')
 """

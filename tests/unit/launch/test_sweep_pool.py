@@ -91,9 +91,12 @@ def _deaf(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\ntrap 'echo told' INT\necho deaf\nwhile :; do sleep 0.05; done\n")
     program.chmod(0o755)
     monkeypatch.setattr(pool.sys, "executable", str(program))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    # A shell's background ignores the one, and nohup the other.
+    heard = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in heard.items()}
     yield Job(0, tmp_path, tmp_path / "log.txt")
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def _one_worker():
