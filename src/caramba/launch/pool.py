@@ -16,7 +16,7 @@ from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
 from caramba.runs.ending import INTERRUPTED
-from caramba.runs.signals import ENDING, handled
+from caramba.runs.signals import NotedSignals
 
 GRACE_S = 30.0
 TAIL_LINES = 12
@@ -43,30 +43,23 @@ class _Running:
     process: subprocess.Popen[bytes]
 
 
-class Pool:
+class Pool(NotedSignals):
     """Runs jobs, one per slot at a time. Leaving the context stops those that still run, and waits for them.
 
-    Within it, Ctrl-C, signals that end a process, and a closed terminal are noted, and `run` raises KeyboardInterrupt
-    for them where every worker that was started is known. Raised by the handler itself they would be lost now and
-    then: Python drops what is raised in its callbacks around a fork, and a worker whose start is cut off is nobody's.
-    What this process was told to ignore, by nohup or by a shell that runs it in the background, it still ignores.
+    Within it, signals are noted, and `run` raises KeyboardInterrupt for them where every worker that was started is
+    known.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
+        super().__init__()
         self.free = list(slots)
         self._running: list[_Running] = []
-        self._heard: list[int] = []
-        self._handlers = contextlib.ExitStack()
 
-    def __enter__(self) -> Pool:
-        self._handlers.enter_context(
-            handled((signal.SIGINT, *ENDING), lambda number, _: self._heard.append(number))
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._handlers:
+    def __exit__(self, *error: object) -> None:
+        try:
             self.stop()
+        finally:
+            super().__exit__(*error)
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, int]]:
         """Start jobs as slots come free, and yield each with its exit status as it ends.
@@ -96,8 +89,8 @@ class Pool:
                 time.sleep(_POLL_S)
 
     def _raise_if_heard(self) -> None:
-        if self._heard:
-            raise KeyboardInterrupt(signal.Signals(self._heard[0]).name)
+        if self.heard:
+            raise KeyboardInterrupt(signal.Signals(self.heard[0]).name)
 
     def stop(self, grace_s: float = GRACE_S) -> list[int]:
         """Interrupt the workers, which end with what they have saved; kill those that have not ended in time. Return
@@ -108,7 +101,7 @@ class Pool:
         """
         stopped = list(self._running)
         for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
-            asked = self._heard.count(signal.SIGINT)
+            asked = self.heard.count(signal.SIGINT)
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
@@ -116,7 +109,7 @@ class Pool:
             limit = time.monotonic() + wait_s
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
-                if how == signal.SIGINT and self._heard.count(signal.SIGINT) > asked:
+                if how == signal.SIGINT and self.heard.count(signal.SIGINT) > asked:
                     break
                 time.sleep(_POLL_S)
             if not self._running:

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import time
 from collections.abc import Callable
 
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
-from caramba.runs.signals import ENDING, handled
+from caramba.runs.signals import NotedSignals
 
 STOP_S = 60.0
 _POLL_S = 0.1
 _WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Relay:
-    """Within, Ctrl-C and what would end this process is noted, and told to the agent, whose ranks save their state.
+class Relay(NotedSignals):
+    """Within, Ctrl-C and what would end this process is told to the agent, whose ranks save their state.
 
-    Nothing is raised and nobody is told in the handler: a signal may come while an agent starts, when it is not known
-    yet, and an agent that nobody knows would go on without us, in a session of its own.
+    Not by the handler: an agent that nobody told as it started would go on without us, in a session of its own.
     """
-
-    def __init__(self) -> None:
-        self.heard: list[int] = []
-        self._handlers = contextlib.ExitStack()
-
-    def __enter__(self) -> Relay:
-        self._handlers.enter_context(
-            handled((signal.SIGINT, *ENDING), lambda number, _: self.heard.append(number))
-        )
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handlers.close()
 
     def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> int:
         """Start an agent and return its exit status, negative where a signal ended it.

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, Self
 
 from caramba.errors import Preempted
 
@@ -48,6 +48,27 @@ def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> It
     finally:
         for number, previous in before.items():
             signal.signal(number, previous)
+
+
+class NotedSignals:
+    """Within, Ctrl-C and what would end this process is noted in `heard`, in order, and nothing is raised.
+
+    For who starts processes: what a handler raises Python drops around a fork, and a process whose start is cut off is
+    known to nobody and goes on. Who notes them looks where every process is known.
+    """
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self._handlers = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        self._handlers.enter_context(
+            handled((signal.SIGINT, *ENDING), lambda number, _: self.heard.append(number))
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.close()
 
 
 @contextlib.contextmanager
