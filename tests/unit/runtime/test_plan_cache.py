@@ -68,10 +68,15 @@ def test_plans_are_replayed_exactly_or_not_at_all(
 
 
 def test_memory_is_measured_and_its_end_recognised() -> None:
-    meter = MemoryMeter(CPU)
-    meter.start()
-    block = torch.ones(16 * 2**20 // 4)
-    assert meter.peak_bytes() >= block.nbytes
+    meter, size, peaks = MemoryMeter(CPU), 16 * 2**20, []
+    for _ in range(
+        5
+    ):  # a system may take pages of a process back meanwhile, by which its growth looks smaller
+        meter.start()
+        block = torch.ones(size // 4)
+        peaks.append(meter.peak_bytes())
+        del block
+    assert max(peaks) >= size
     assert 0 < free_bytes(CPU) < 2**50
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**50, dtype=torch.float64)
