@@ -68,15 +68,11 @@ def test_plans_are_replayed_exactly_or_not_at_all(
 
 
 def test_memory_is_measured_and_its_end_recognised() -> None:
-    meter, size, peaks = MemoryMeter(CPU), 16 * 2**20, []
-    for _ in range(
-        5
-    ):  # a system may take pages of a process back meanwhile, by which its growth looks smaller
-        meter.start()
-        block = torch.ones(size // 4)
-        peaks.append(meter.peak_bytes())
-        del block
-    assert max(peaks) >= size
+    # More than malloc ever takes of what the heap holds (32 MB); the kernel counts resident pages a few hundred KB wrong.
+    meter, size = MemoryMeter(CPU), 128 * 2**20
+    meter.start()
+    block = torch.ones(size // 4)
+    assert meter.peak_bytes() > 0.9 * block.nbytes
     assert 0 < free_bytes(CPU) < 2**50
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         torch.empty(2**50, dtype=torch.float64)
