@@ -158,10 +158,10 @@ def forget_plans() -> None:
     dba_decode.forget_plans()
 
 
-def warm(job: tuple[int, str, Any]) -> str:
+def warm(job: tuple[str, str, Any]) -> str:
     """Compile one way of one layout and format into Triton's cache, in a process of its own."""
-    index, form, config = job
-    layout = cases.LAYOUTS[index]
+    name, form, config = job
+    layout = cases.named([name])[0]
     try:
         stores = [cases.make(layout, form, 2, 4096, "cuda")]
         q = cases.queries(layout, 2, "cuda", torch.bfloat16)
@@ -182,18 +182,18 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
     from caramba.kernels.triton.launch import arch
 
     kind, in_cuda = arch(torch.device("cuda")), nvrtc.version() is not None
-    ranked: list[tuple[int, tuple[int, str, Any]]] = []
-    for index, layout in enumerate(cases.LAYOUTS):
-        if options.layouts and not layout.name.startswith(tuple(options.layouts)):
-            continue
+    ranked: list[tuple[int, tuple[str, str, Any]]] = []
+    for layout in cases.named(options.layouts):
         for form in options.formats:
-            kinds = cases.FORMATS[form][: len(layout.widths)]
+            kinds = layout.kinds(form)
             rows = layout.heads // layout.kv_heads
             shape = DecodeShape(kind, kinds, layout.dims, rows, 8 * layout.kv_heads, 32768)
             ways = wanted(candidates(shape, 132, in_cuda), options)
             readings = dict.fromkeys(way.reading for way in ways)
             # The count of splits is not compiled in, but for one.
-            ranked += [(rank, (index, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)]
+            ranked += [
+                (rank, (layout.name, form, replace(way, n_splits=2))) for rank, way in enumerate(readings)
+            ]
     jobs = [job for _, job in sorted(ranked, key=lambda item: item[0])]
     n_workers = max(1, min(24, (os.cpu_count() or 2) - 4))
     with ProcessPoolExecutor(n_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -202,9 +202,7 @@ def warm_all(options: Any, seconds: float) -> set[tuple[str, str, Any]]:
         pool.shutdown(cancel_futures=True)
     found = {job: future.result() for future, job in futures.items() if not future.cancelled()}
     refused = [said for said in found.values() if said]
-    compiled = {
-        (cases.LAYOUTS[i].name, form, way.reading) for (i, form, way), said in found.items() if not said
-    }
+    compiled = {(name, form, way.reading) for (name, form, way), said in found.items() if not said}
     print(f"compiled {len(compiled)} ways of {len(jobs)}", *refused, sep="\n  ", flush=True)
     return compiled
 
@@ -307,7 +305,7 @@ def main() -> None:
         "rows": rows,
         "left_out": left_out,
     }
-    layouts = [x for x in cases.LAYOUTS if not options.layouts or x.name.startswith(tuple(options.layouts))]
+    layouts = cases.named(options.layouts)
     good: dict[tuple[str, str], dict[Any, None]] = {}
     # Shapes outermost: what there is no time for is sizes, of which others are read alike, and no format or layout.
     for batch, tokens in SIZES[options.size]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from caramba.layer.stored import zero_keys
 from caramba.ops import STORED, StoredStream, dequantize
 
 TAIL = 128
@@ -26,12 +27,16 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Heads and widths of a layer; `latent` has one key/value head and no values of its own."""
+    """Heads and widths of a layer; `latent` has one key/value head and no values of its own.
+
+    `one_part`: the keys have the first width, and beside them are zeros, which take no memory.
+    """
 
     name: str
     heads: int
     kv_heads: int
     dims: tuple[int, int, int]
+    one_part: bool = False
 
     @property
     def latent(self) -> bool:
@@ -41,12 +46,18 @@ class Layout:
     def widths(self) -> tuple[int, ...]:
         return self.dims[:2] if self.latent else self.dims
 
+    def kinds(self, form: str) -> tuple[str, ...]:
+        """Formats of the streams."""
+        sem, geo, v = FORMATS[form]
+        return (sem, "bf16", v) if self.one_part else (sem, geo, v)[: len(self.widths)]
+
     def bytes_per_token(self, form: str) -> float:
         """Bytes that a step has to read for a token: codes and scales without padding."""
         each = (
             2 * width if kind == "bf16" else width * (block.code_bytes + block.scale_bytes) / block.elements
-            for kind, width in zip(FORMATS[form], self.widths, strict=False)
+            for i, (kind, width) in enumerate(zip(self.kinds(form), self.widths, strict=True))
             for block in [STORED[kind].block if kind != "bf16" else None]
+            if i != 1 or not self.one_part
         )
         return self.kv_heads * sum(each)
 
@@ -56,6 +67,18 @@ LAYOUTS = (
     Layout("latent 128+256", 32, 1, (128, 256, 128)),
     Layout("per head 8 x (16+32, 64)", 32, 8, (16, 32, 64)),
 )
+ON_REQUEST = (
+    Layout("one part 8 x (64, 64)", 32, 8, (64, 16, 64), one_part=True),
+    Layout("one part 8 x (128, 128)", 32, 8, (128, 16, 128), one_part=True),
+)
+"""Quantised keys of plain attention, which run only by name."""
+
+
+def named(beginnings: Sequence[str] | None) -> list[Layout]:
+    """Return the layouts whose names begin so, those of the table without any."""
+    if not beginnings:
+        return list(LAYOUTS)
+    return [layout for layout in (*LAYOUTS, *ON_REQUEST) if layout.name.startswith(tuple(beginnings))]
 
 
 @dataclass
@@ -68,18 +91,22 @@ class Store:
     @property
     def padded_bytes(self) -> int:
         """Bytes of everything allocated, tails aside."""
-        return sum(part.nbytes for stream in self.streams for part in stream.tensors[:2])
+        parts = [part for stream in self.streams for part in stream.tensors[:2]]
+        return sum(part.nbytes for part in parts if part.stride(2))
 
 
 def make(layout: Layout, form: str, batch: int, tokens: int, device: str) -> Store:
     """Draw a store; codes and scales are drawn as such, so that nothing large passes through float32."""
-    kinds, kv = FORMATS[form], layout.kv_heads
+    kv = layout.kv_heads
     if form == "bf16" and layout.latent:
         joined = _normal((batch, 1, tokens, sum(layout.widths)), device)
         c, k_geo = joined.split(layout.widths, dim=-1)
         return Store([StoredStream("bf16", c), StoredStream("bf16", k_geo)], joined)
     streams = []
-    for kind, width in zip(kinds, layout.widths, strict=False):
+    for kind, width in zip(layout.kinds(form), layout.widths, strict=True):
+        if layout.one_part and len(streams) == 1:
+            streams.append(zero_keys(streams[0], width))
+            continue
         if kind == "bf16":
             streams.append(StoredStream(kind, _normal((batch, kv, tokens, width), device)))
             continue

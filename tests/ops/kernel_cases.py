@@ -310,6 +310,8 @@ def stream(kind: str, width: int, batch: int, kv_heads: int, capacity: int, tail
     """A cache's stream as the op takes it: numbers, or codes, scales and a tail."""
     if kind in NUMBERS:
         return [one(batch, kv_heads, capacity, width, dtype=NUMBERS[kind])]
+    if kind == "zeros":
+        return [one(width).expand(batch, kv_heads, capacity + tail, width)]
     elements, code_width, codes, scales = BLOCKS[kind]
     n_blocks = -(-kv_heads * width // elements)
     return [
@@ -334,6 +336,8 @@ def decoding() -> Iterator[Case]:
         ("nf4 fp16", F16, ("nf4",) * 3, (64, 64, 64), (8, 8), 2, 1, 0, False),
         ("mixed fp16", F16, ("q4_0", "q8_0", "q4_0"), dba, (32, 8), 8, 1, 0, False),
         ("mixed with numbers", BF16, ("q4_0", "bf16", "nf4"), (24, 40, 48), (6, 2), 2, 1, 64, True),
+        ("q8_0, keys of one part", BF16, ("q8_0", "zeros", "q8_0"), (64, 16, 64), (32, 8), 8, 1, 0, False),
+        ("nf4, keys of one part", F16, ("nf4", "zeros", "q4_0"), (128, 16, 128), (32, 8), 1, 1, 0, True),
         ("q8_0 fp32", F32, ("q8_0",) * 3, (128, 128, 128), (4, 4), 1, 1, 0, False),
         ("latent bf16, wide", BF16, ("bf16",) * 2, wide, (32, 1), 8, 1, 0, True),
         ("latent bf16, widest", BF16, ("bf16",) * 2, (512, 512, 512), (128, 1), 1, 1, 0, False),
@@ -351,7 +355,8 @@ def decoding() -> Iterator[Case]:
         packed = one(1, dtype=torch.int32) if any(kind in BLOCKS for kind in kinds) else None
         rows = [one(kv_heads, d, dtype=dtype) for d in dims[: len(kinds)]] if null else []
         q = [one(batch, heads[0], queries, d, dtype=dtype) for d in dims[:2]]
-        call = (*q, list(kinds), streams[0], streams[1], values, one(batch, dtype=torch.int32), packed, rows)
+        stored = ["bf16" if kind == "zeros" else kind for kind in kinds]
+        call = (*q, stored, streams[0], streams[1], values, one(batch, dtype=torch.int32), packed, rows)
         # Of many sequences programs are enough without splits, which have to be joined.
         kernels = ("decode_split", "decode_join")[: 1 if batch == 64 else 2]
         yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)

@@ -214,3 +214,29 @@ def test_a_captured_graph_follows_the_lengths() -> None:
         graph.replay()
         wanted, _ = expected(part, args, options)
         assert (out.double().cpu() - wanted).norm() / wanted.norm() < 2.5e-2
+
+
+@runs
+@pytest.mark.parametrize("kinds", [("q8_0", "bf16", "q4_0"), ("nf4", "bf16", "nf4")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_keys_of_one_part_are_read_beside_zeros_that_take_no_memory(
+    kinds: tuple[str, str, str], dtype: torch.dtype
+) -> None:
+    from caramba.kernels.triton.dba_decode import dba_decode, launch
+    from caramba.kernels.triton.dba_decode_table import DecodeConfig
+
+    from caramba.layer.stored import zero_keys
+
+    case = Case(kinds, (105, 64), packed=64, dims=(64, 16, 64), null=kinds[0] == "nf4")
+    args, options = arguments(case, dtype, DEVICE)
+    args[3] = zero_keys(args[2], 16)
+    assert args[3].values.untyped_storage().nbytes() == 32
+    null = list(options.get("null", ()))
+    wanted, wanted_sums = expected(case, args, options)
+    streams = [stream.tensors for stream in args[2:5]]
+    call = (*args[:2], list(kinds), *streams, args[5], options["n_packed"], null, 0)
+    way = DecodeConfig(block_tokens=32, n_splits=3)
+    for out, sums in (launch(way, *call), dba_decode(*call, 0, 0)):
+        bound = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2.5e-2}[dtype]
+        assert (out.double().cpu() - wanted).norm() / wanted.norm() < bound
+        torch.testing.assert_close(sums.double().cpu(), wanted_sums, rtol=bound, atol=bound)

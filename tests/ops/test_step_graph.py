@@ -50,7 +50,12 @@ def no_compiled_code_is_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [*((name, KVCacheKind.BF16) for name in NAMES), ("latent", KVCacheKind.MIXED)]
+    ("name", "kind"),
+    [
+        *((name, KVCacheKind.BF16) for name in NAMES),
+        ("latent", KVCacheKind.MIXED),
+        ("gqa_scaled", KVCacheKind.Q8_0),
+    ],
 )
 @torch.no_grad()
 def test_the_compiled_step_is_one_graph_for_all_positions(name: str, kind: KVCacheKind) -> None:
@@ -126,7 +131,14 @@ CAPTURED = [
     for kind in (KVCacheKind.FP32, KVCacheKind.FP16, KVCacheKind.BF16)
     if "exact_first_tokens" not in options
 ]
-PACKED = [("decoupled", KVCacheKind.MIXED), ("latent", KVCacheKind.MIXED), ("latent", KVCacheKind.NF4)]
+PACKED = [
+    ("decoupled", KVCacheKind.MIXED),
+    ("latent", KVCacheKind.MIXED),
+    ("latent", KVCacheKind.NF4),
+    ("gqa_scaled", KVCacheKind.Q8_0),
+    ("bottleneck", KVCacheKind.NF4),
+    ("window", KVCacheKind.MIXED),
+]
 
 
 @pytest.mark.gpu

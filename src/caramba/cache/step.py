@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from caramba.cache.context import Context
-from caramba.cache.layer import LayerCache, LayerKVCache
+from caramba.cache.layer import LayerCache
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import CacheFull, ConfigError
 from caramba.ops import StoredStream
@@ -147,8 +147,6 @@ def refusal(ctx: Context, *, is_packed: bool = False) -> str | None:
     for cache in ctx.caches:
         if is_packed and cache.is_rotated:
             return "the cache is Hadamard-rotated"
-        if is_packed and cache.n_packed is not None and cache.names == LayerKVCache.names:
-            return "the cache is quantised, and keys of one part cannot be read as two from blocks"
         kinds = {tensor.config.kind for tensor in cache.tensors.values()}
         quantised = sorted(kinds.difference(EXACT_KINDS))
         if cache.keeps_first_tokens:

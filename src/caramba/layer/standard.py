@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
@@ -26,7 +27,7 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.row_products import normed
 from caramba.layer.score import Null
-from caramba.layer.stored import StoredKeys
+from caramba.layer.stored import ZERO_WIDTH, StoredKeys, zero_keys
 from caramba.ops import StoredStream, has_kernel, rope_qkv
 
 
@@ -136,12 +137,20 @@ class StandardProjection(Projection):
         return sem, self.dims.qk - sem
 
     def stored_queries(self, q: Tensor) -> Queries:
-        return in_parts(q, self._key_parts())
+        """Return the queries, and as many of their features as a second part of quantised keys has, which is zeros."""
+        return q, q[..., :ZERO_WIDTH]
 
     def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
-        widths = self._key_parts()
-        k = keys.streams["k"]
-        parts = (StoredStream(k.kind, part) for part in k.values.split(widths, dim=-1))
-        halves = dict(zip(("k_sem", "k_geo"), parts, strict=True))
-        split = replace(keys, streams={**halves, "v": keys.streams["v"]})
-        return attend_per_head(q, split, widths, self.dims.n_kv_heads, window, null)
+        k, v, kv_heads = keys.streams["k"], keys.streams["v"], self.dims.n_kv_heads
+        if k.scales is None:
+            widths = self._key_parts()
+            queries = in_parts(q[0], widths)
+            k_sem, k_geo = (StoredStream(k.kind, part) for part in k.values.split(widths, dim=-1))
+        else:  # blocks of a head cannot be cut in two in every format
+            queries, k_sem, k_geo = q, k, zero_keys(k, q[1].shape[-1])
+            if null is not None:
+                null_k = null[0].view(kv_heads, -1)
+                null = torch.cat((null_k, null_k.new_zeros(kv_heads, q[1].shape[-1])), dim=-1), null[1]
+            widths = (self.dims.qk, q[1].shape[-1])
+        two_parts = replace(keys, streams={"k_sem": k_sem, "k_geo": k_geo, "v": v})
+        return attend_per_head(queries, two_parts, widths, kv_heads, window, null)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from caramba.ops import StoredStream, dba_decode, dba_decode_up
+
+ZERO_WIDTH = 16
+"""Features of `zero_keys` at most: what a product of keys has at least."""
+_zeros: dict[torch.device, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -63,3 +68,31 @@ class StoredKeys:
             max_seqlen=self.longest,
         )
         return read.transpose(1, 2)
+
+
+def zero_keys(k: StoredStream, width: int) -> StoredStream:
+    """Return keys of zeros beside quantised ones, for `dba_decode`, which reads keys in two parts: no memory but a row.
+
+    Shape: [B, K, S, width] for what k's codes [B, N, S, ·] and tail [B, K, C, ·] hold, S and C together.
+    """
+    assert k.tail is not None
+    batch, kv_heads, n_tail, _ = k.tail.shape
+    row = _zero_row(k.values.device)[:width]
+    return StoredStream("bf16", row.expand(batch, kv_heads, k.values.shape[2] + n_tail, width))
+
+
+def _zero_row(device: torch.device) -> Tensor:
+    """Return zeros that are kept, so that a step does not write them anew for every layer.
+
+    Not those of a graph under capture, which has not run yet, or of a compiler, which keeps its own.
+    """
+    found = None if torch.compiler.is_compiling() else _zeros.get(device)
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.zeros(ZERO_WIDTH, dtype=torch.bfloat16, device=device)
+        is_passing = torch.compiler.is_compiling() or (
+            device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        )
+        if not is_passing:
+            _zeros[device] = found
+    return found

@@ -74,7 +74,7 @@ _eager: dict[str, type[torch.autograd.Function]] = {}
 _compilers: dict[str, str | None] = {}
 
 DECOUPLED = (("k_sem", "k_geo", "v"), ("c", "k_geo"))
-"""Streams of the caches that `dba_decode` reads."""
+"""Streams of the caches that `dba_decode` reads in every format."""
 
 
 class _Cache(Protocol):
@@ -83,6 +83,9 @@ class _Cache(Protocol):
 
     @property
     def is_rotated(self) -> bool: ...
+
+    @property
+    def n_packed(self) -> int | None: ...
 
 
 def attach(op: str, device_type: str, backend: str, launcher: Callable[..., Any]) -> None:
@@ -211,10 +214,12 @@ def get_backend_info(device: torch.device | str = "cpu") -> dict[str, Any]:
 def fused_decode_available(cache: _Cache, device: torch.device | str) -> bool:
     """Whether a decode step on this cache runs a kernel that reads the stored format, without dequantising first.
 
-    It does for the caches of decoupled attention where a launcher of `dba_decode` is attached, unless blocks are
-    Hadamard-rotated (the tail beside them is not, and one query cannot serve both) or first tokens are kept exact
-    (their keys are of another shape).
+    It does for the caches of decoupled attention where a launcher of `dba_decode` is attached, and for quantised ones
+    of keys in one part, of which torch's backends read the exact ones. Not where blocks are Hadamard-rotated (the tail
+    beside them is not, and one query cannot serve both) or first tokens are kept exact (their keys are of another
+    shape).
     """
     if not _attached or ("dba_decode", torch.device(device).type) not in _attached:
         return False
-    return cache.names in DECOUPLED and not (cache.is_rotated or cache.keeps_first_tokens)
+    is_read = cache.names in DECOUPLED or cache.n_packed is not None
+    return is_read and not (cache.is_rotated or cache.keeps_first_tokens)

@@ -63,6 +63,3 @@ def test_caches_that_cannot_be_stepped_say_why(model: Model) -> None:
     rotated = model.new_context(2, 300, KVCacheKind.Q4_0, static=True, hadamard=True)
     with pytest.raises(ConfigError, match="Hadamard-rotated"):
         SlotContext(rotated)
-    standard = build_model(transformer("standard", repeat=1), seed=0)
-    with pytest.raises(ConfigError, match="keys of one part"):
-        SlotContext(standard.new_context(2, 300, KVCacheKind.Q8_0, static=True))

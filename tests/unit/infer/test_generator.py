@@ -239,14 +239,10 @@ def test_eager_steps_plan_no_attention_for_the_length_of_each(
     assert planned[-6:] == [2, 3, 4, 5, 6, 7]
 
 
-def test_device_steps_on_blocks_draw_the_same_where_a_kernel_can_read_them(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_device_steps_on_blocks_draw_the_same(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_steps, "compiled_logits", lambda *_: device_steps.next_logits)
     options: dict[str, Any] = {"max_new_tokens": 5, "cache_kind": "q8_0", **SAMPLED}
     plain, stepped = Generator(model, **options), Generator(model, compiled=True, **options)
     wanted = plain.generate(PROMPTS)
     assert [row.tokens for row in stepped.generate(PROMPTS)] == [row.tokens for row in wanted]
-    if stepped.stats.decode == "eager":
-        assert (stepped.stats.not_compiled or "").startswith("the cache is quantised, and keys of one part")
-        assert model.new_context(1, 4).caches[0].names == ("k", "v")
+    assert stepped.stats.decode != "eager"

@@ -124,9 +124,11 @@ def test_graphs_of_a_bucket_are_captured_once(name: str, compiled: Any) -> None:
     assert (stepped.stats.captures, stepped.stats.compilations) == (1, 0)
 
 
-@pytest.mark.parametrize("kind", ["mixed", "q8_0"])
-def test_graphs_of_a_quantised_cache_are_captured_once(kind: str) -> None:
-    model = build_model(transformer("latent"), seed=0).cuda()
+@pytest.mark.parametrize(
+    ("name", "kind"), [("latent", "mixed"), ("latent", "q8_0"), ("gqa_scaled", "q8_0"), ("window", "nf4")]
+)
+def test_graphs_of_a_quantised_cache_are_captured_once(name: str, kind: str) -> None:
+    model = build_model(transformer(name), seed=0).cuda()
     options: dict[str, Any] = {"max_new_tokens": 70, "temperature": 0.0, "cache_kind": kind}
     eager, stepped = Generator(model, **options, **EAGER), Generator(model, compiled="graph", **options)
     for index, prompts in enumerate(([[1, 2, 3] * 50], [[5, 4] * 40], [[7] * 129])):

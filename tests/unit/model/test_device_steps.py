@@ -72,7 +72,17 @@ def test_device_steps_equal_the_growing_cache(name: str) -> None:
             torch.testing.assert_close(values, growing.state_dict()[key], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("decoupled", KVCacheKind.MIXED), ("latent", KVCacheKind.NF4)])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("decoupled", KVCacheKind.MIXED),
+        ("latent", KVCacheKind.NF4),
+        ("bottleneck", KVCacheKind.NF4),
+        ("gqa_scaled", KVCacheKind.Q8_0),
+        ("null", KVCacheKind.Q4_0),
+        ("window", KVCacheKind.MIXED),
+    ],
+)
 @torch.no_grad()
 def test_device_steps_pack_the_tail_of_a_quantised_cache_when_the_host_would(
     name: str, kind: KVCacheKind
@@ -150,7 +160,6 @@ def test_what_needs_the_host_is_refused_by_name() -> None:
             StepContext(build_model(transformer(name), seed=0).new_context(1, 8, kind, static=static))
 
     refused("latent_first", "keeps its first tokens")
-    refused("gqa_scaled", "keys of one part cannot be read as two from blocks", KVCacheKind.Q8_0)
     refused("standard", "static=True", static=False)
     scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8}
     layer = block("standard")

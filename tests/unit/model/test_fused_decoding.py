@@ -22,6 +22,10 @@ N_TOKENS, TILE = 21, 4
 PLAIN = [name for name in ATTENTION if "exact_first_tokens" in ATTENTION[name]]
 FUSED = [name for name in ATTENTION if name.startswith(("decoupled", "latent")) and name not in PLAIN]
 FUSED.append("decoupled_null")
+# Keys of one part are read by the op as blocks alone.
+BLOCKS_ALONE = [name for name in ATTENTION if not name.startswith(("decoupled", "latent", "no_rope"))] + [
+    "null"
+]
 
 
 @pytest.fixture
@@ -42,6 +46,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture(autouse=True)
 def null_keys_per_head(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ATTENTION, "decoupled_null", {**DECOUPLED, "null_attn": True})
+    one_part = {"n_heads": 4, "n_kv_heads": 2, "mode": "gqa", "null_attn": True}
+    monkeypatch.setitem(ATTENTION, "null", one_part)
 
 
 def lively(name: str) -> Model:
@@ -72,6 +78,25 @@ def test_fused_decode_equals_the_full_forward(name: str, calls: list[int]) -> No
         out = decoded(model, KVCacheKind.FP32, cuts, static=static)
         torch.testing.assert_close(out, full, rtol=2e-5, atol=2e-5)
         assert set(calls) == ({1, 3, 5} if len(cuts) > 2 else {1, 8})
+
+
+@pytest.mark.parametrize("kind", [KVCacheKind.Q8_0, KVCacheKind.NF4, KVCacheKind.MIXED])
+@pytest.mark.parametrize("name", BLOCKS_ALONE)
+@torch.no_grad()
+def test_blocks_of_keys_in_one_part_are_read_as_they_are(
+    name: str, kind: KVCacheKind, calls: list[int]
+) -> None:
+    model, cuts = lively(name), [10, 11, 12, 15, 20]
+    torch.testing.assert_close(
+        decoded(model, KVCacheKind.FP32, cuts), model(tokens_of()), rtol=2e-5, atol=2e-5
+    )
+    assert not calls
+    fused = decoded(model, kind, cuts)
+    assert set(calls) == {1, 3, 5}
+    with pytest.MonkeyPatch.context() as undone:
+        undone.delitem(backend._attached, ("dba_decode", "cpu"))
+        plain = decoded(model, kind, cuts)
+    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -139,11 +164,15 @@ def test_rollback_reorder_and_overflow_on_the_fused_path(calls: list[int]) -> No
 def test_only_caches_that_the_op_reads_are_fused(calls: list[int]) -> None:
     def cache(**options: object):
         hadamard = bool(options.pop("hadamard", False))
+        kind = options.pop("kind", KVCacheKind.MIXED)
+        assert isinstance(kind, KVCacheKind)
         config = AttentionLayerConfig.model_validate({"d_model": 16, "n_heads": 2, **options})
-        return new_layer_cache(config.dims(), 1, 8, KVCacheKind.MIXED, hadamard=hadamard)
+        return new_layer_cache(config.dims(), 1, 8, kind, hadamard=hadamard)
 
     decoupled = {"mode": "decoupled", "sem_dim": 4, "geo_dim": 4}
-    assert not ops.fused_decode_available(cache(), "cpu")
+    assert ops.fused_decode_available(cache(), "cpu")
+    assert not ops.fused_decode_available(cache(hadamard=True), "cpu")
+    assert not ops.fused_decode_available(cache(kind=KVCacheKind.BF16), "cpu")
     assert ops.fused_decode_available(cache(**decoupled), "cpu")
     assert not ops.fused_decode_available(cache(**decoupled), "cuda")
     assert not ops.fused_decode_available(cache(**decoupled, hadamard=True), "cpu")
