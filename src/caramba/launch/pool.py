@@ -15,7 +15,6 @@ from pathlib import Path
 from caramba.config.launcher import LauncherConfig
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED
 from caramba.runs.signals import NotedSignals
 
 GRACE_S = 30.0
@@ -92,24 +91,25 @@ class Pool(NotedSignals):
         if self.heard:
             raise KeyboardInterrupt(signal.Signals(self.heard[0]).name)
 
-    def stop(self, grace_s: float = GRACE_S) -> list[int]:
-        """Interrupt the workers, which end with what they have saved; kill those that have not ended in time. Return
-        the exit statuses of those that have ended, killed ones among them.
+    def stop(self, grace_s: float = GRACE_S, how: int = signal.SIGINT) -> list[int]:
+        """Interrupt the workers, or send them another signal that they hear, upon which they end with what they have
+        saved; kill those that have not ended in time. Return the exit statuses of those that have ended, killed ones
+        among them.
 
         A further Ctrl-C while they end kills them at once. No other signal does: a terminal that closes sends SIGHUP
         twice, from the shell and from the system, and nobody has asked for what they save to be lost.
         """
         stopped = list(self._running)
-        for how, wait_s in ((signal.SIGINT, grace_s), (signal.SIGKILL, grace_s)):
+        for number in (how, signal.SIGKILL):
             asked = self.heard.count(signal.SIGINT)
             for item in self._running:
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
-                    (os.kill if how == signal.SIGINT else os.killpg)(item.process.pid, how)
-            limit = time.monotonic() + wait_s
+                    (os.killpg if number == signal.SIGKILL else os.kill)(item.process.pid, number)
+            limit = time.monotonic() + grace_s
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
-                if how == signal.SIGINT and self.heard.count(signal.SIGINT) > asked:
+                if number != signal.SIGKILL and self.heard.count(signal.SIGINT) > asked:
                     break
                 time.sleep(_POLL_S)
             if not self._running:
@@ -143,8 +143,8 @@ def _hear_interrupts() -> None:
 def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Sequence[str]) -> int:
     """Run one worker in a process of its own, with our output, and return its exit status.
 
-    After a signal too, as only the worker knows how it ended: it may have finished, or heard the signal itself and
-    saved. One that a signal ended then was interrupted (130).
+    After a signal too, which it is sent as it came, a closed terminal as SIGTERM: only the worker knows how it ended,
+    it may have finished, or saved. One that a signal ended then was stopped by what we heard.
     """
     found: list[int] = []
     with Pool(make_slots(config, 1, device)) as pool:
@@ -152,8 +152,9 @@ def run_in_process(run_dir: Path, config: LauncherConfig, device: str, flags: Se
             for _, status in pool.run(iter([Job(0, run_dir, None, tuple(flags))])):
                 found.append(status)
         except KeyboardInterrupt:
-            found += pool.stop()
-            return found[0] if found and found[0] >= 0 else INTERRUPTED
+            heard = pool.heard[0]
+            found += pool.stop(how=signal.SIGTERM if heard == signal.SIGHUP else heard)
+            return found[0] if found and found[0] >= 0 else pool.status
     return found[0]
 
 

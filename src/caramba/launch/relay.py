@@ -7,12 +7,10 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
 from caramba.runs.signals import NotedSignals
 
 STOP_S = 60.0
 _POLL_S = 0.1
-_WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Relay(NotedSignals):
@@ -47,12 +45,3 @@ class Relay(NotedSignals):
                 return agent.wait(_POLL_S)
             except subprocess.TimeoutExpired:
                 continue
-
-    @property
-    def status(self) -> int:
-        """The exit status of a run that was stopped by what was heard, 0 where nothing was."""
-        if not self.heard:
-            return 0
-        if signal.SIGINT in self.heard:
-            return INTERRUPTED
-        return PREEMPTED if all(number in _WANTED_BACK for number in self.heard) else TERMINATED

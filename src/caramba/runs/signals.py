@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from caramba.errors import Preempted
+from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
 
-STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
+"""By these a system says that it wants its place back, and may start the run again."""
+STOPPING = (signal.SIGTERM, *WANTED_BACK)
 ENDING = (*STOPPING, signal.SIGHUP)
 """What ends a process that does not handle it, a closed terminal among it; Ctrl-C is Python's own."""
 AGAIN_S = 0.05
@@ -69,6 +72,15 @@ class NotedSignals:
 
     def __exit__(self, *_: object) -> None:
         self._handlers.close()
+
+    @property
+    def status(self) -> int:
+        """The exit status of a run that was stopped by what was heard, 0 where nothing was."""
+        if not self.heard:
+            return 0
+        if signal.SIGINT in self.heard:
+            return INTERRUPTED
+        return PREEMPTED if all(number in WANTED_BACK for number in self.heard) else TERMINATED
 
 
 @contextlib.contextmanager

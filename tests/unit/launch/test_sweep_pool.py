@@ -19,7 +19,7 @@ from caramba.launch.pool import Job, Pool
 from caramba.launch.slots import make_slots
 from caramba.launch.sweep import common_name, refuse_ranks
 from caramba.runs import lock, mint
-from caramba.runs.ending import INTERRUPTED
+from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
 
@@ -155,14 +155,22 @@ def test_a_terminal_that_closes_leaves_time_to_save(deaf):
 
 
 @pytest.mark.parametrize(
-    ("ending", "expected"), [("exit 0", 0), ("exit 75", 75), ("kill -9 $$", INTERRUPTED)]
+    ("sent", "told", "ending", "expected"),
+    [
+        ("USR1", "USR1", "exit 0", 0),
+        ("USR1", "USR1", "exit 75", 75),
+        ("INT", "INT", "kill -9 $$", INTERRUPTED),
+        ("USR2", "USR2", "kill -9 $$", PREEMPTED),
+        ("HUP", "TERM", "kill -9 $$", TERMINATED),
+    ],
 )
-def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, ending, expected):
+def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, sent, told, ending, expected):
     program = deaf.run_dir / "python"
     program.write_text(
-        f"#!/bin/sh\ntrap '{ending}' INT\necho deaf > {deaf.log}\nwhile :; do sleep 0.05; done\n"
+        f"#!/bin/sh\ntrap '{ending}' {told}\necho deaf > {deaf.log}\nwhile :; do sleep 0.05; done\n"
     )
-    threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGUSR1))).start()
+    number = signal.Signals[f"SIG{sent}"]
+    threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), number))).start()
     assert pool.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected
 
 
