@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from caramba.console import logger
+from caramba.layer.stored import ZERO_WIDTH, zero_keys
 from caramba.ops import STORED, StoredStream, quantize
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.tune.timing import Timed, time_in_turn
@@ -38,7 +39,10 @@ WEIGHT = {
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A decode step to tune: formats and widths of semantic and geometric keys and, unless latent, of values."""
+    """A decode step to tune: formats and widths of semantic and geometric keys and, unless latent, of values.
+
+    `one_part`: quantised keys of plain attention, beside which the geometric ones are zeros (`zero_keys`).
+    """
 
     kinds: tuple[str, ...]
     dims: tuple[int, int, int]
@@ -46,16 +50,19 @@ class DecodeCase:
     tokens: int
     n_heads: int = 32
     n_kv_heads: int = 1
+    one_part: bool = False
 
     @property
     def bytes(self) -> int:
         """What the step reads at least."""
         rows = self.batch * self.tokens * self.n_kv_heads
-        return round(rows * sum(WEIGHT[k] * d for k, d in zip(self.kinds, self.dims, strict=False)))
+        widths = (self.dims[0], 0, self.dims[2]) if self.one_part else self.dims
+        return round(rows * sum(WEIGHT[k] * d for k, d in zip(self.kinds, widths, strict=False)))
 
     @property
     def name(self) -> str:
-        dims = "+".join(str(d) for d in self.dims[: len(self.kinds)])
+        widths = self.dims[::2] if self.one_part else self.dims[: len(self.kinds)]
+        dims = "+".join(str(d) for d in widths)
         return f"{'/'.join(self.kinds)} {self.n_kv_heads} x {dims}, {self.batch} x {self.tokens}"
 
 
@@ -66,13 +73,20 @@ FORMATS = {
     "q8_0": ("q8_0",) * 3,
     "q4_0": ("q4_0",) * 3,
 }
+ONE_PART = (("q8_0", "bf16", "q8_0"), ("q4_0", "bf16", "q4_0"))
 SIZES = ((8, 32768), (1, 32768), (64, 4096), (1, 4096), (1, 131072), (8, 4096), (64, 32768))
-CASES = tuple(
-    DecodeCase(kinds[: 2 if n_kv_heads == 1 else 3], dims, batch, tokens, n_kv_heads=n_kv_heads)
-    for batch, tokens in SIZES  # outermost: a format that was measured at one size is read alike at the others
-    for kinds in FORMATS.values()
-    for dims, n_kv_heads in LAYOUTS
-)
+
+
+def _cases(batch: int, tokens: int) -> Iterator[DecodeCase]:
+    for kinds in FORMATS.values():
+        for dims, n_kv_heads in LAYOUTS:
+            yield DecodeCase(kinds[: 2 if n_kv_heads == 1 else 3], dims, batch, tokens, n_kv_heads=n_kv_heads)
+    for kinds in ONE_PART:
+        yield DecodeCase(kinds, (64, ZERO_WIDTH, 64), batch, tokens, n_kv_heads=8, one_part=True)
+
+
+# Sizes outermost: a format that was measured at one size is read alike at the others.
+CASES = tuple(case for size in SIZES for case in _cases(*size))
 
 
 def tune_decode(
@@ -166,11 +180,11 @@ def _copies(case: DecodeCase, device: torch.device, n: int | None = None) -> lis
 
 
 def _streams(case: DecodeCase, device: torch.device, generator: torch.Generator) -> list[list[torch.Tensor]]:
-    streams = [
-        _stored(case, kind, d, device, generator).tensors
-        for kind, d in zip(case.kinds, case.dims, strict=False)
-    ]
-    return streams + [[]] * (3 - len(streams))
+    streams: list[StoredStream] = []
+    for kind, d in zip(case.kinds, case.dims, strict=False):
+        is_zeros = case.one_part and len(streams) == 1
+        streams.append(zero_keys(streams[0], d) if is_zeros else _stored(case, kind, d, device, generator))
+    return [stream.tensors for stream in streams] + [[]] * (3 - len(streams))
 
 
 def _probe(case: DecodeCase, device: torch.device) -> tuple[list[Any], Sequence[torch.Tensor]]:

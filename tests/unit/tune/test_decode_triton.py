@@ -20,12 +20,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 CPU = torch.device("cpu")
 LATENT = DecodeCase(("fp32", "fp32"), (16, 16, 16), batch=1, tokens=40, n_heads=2)
 PER_HEAD = DecodeCase(("q4_0", "q8_0", "fp32"), (16, 16, 32), batch=2, tokens=32, n_heads=4, n_kv_heads=2)
+ONE_PART = DecodeCase(
+    ("q8_0", "bf16", "q4_0"), (32, 16, 32), batch=1, tokens=32, n_heads=4, n_kv_heads=2, one_part=True
+)
 
 
 def test_what_was_fastest_is_what_the_kernel_takes() -> None:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, adopt, candidates, choose
 
     assert list(tune_case(PER_HEAD, CPU, 0.0)) == ["interpreter|q4_0+q8_0+fp32|16x16x32|2|4|32"]
+    assert list(tune_case(ONE_PART, CPU, 0.0)) == ["interpreter|fp32:q8_0+bf16+q4_0|32x16x32|2|2|32"]
     found = tune_decode(CPU, 0.2, [LATENT, PER_HEAD])
     key = next(iter(found))
     assert key == "interpreter|fp32+fp32|16x16x16|2|1|64", key
@@ -36,7 +40,7 @@ def test_what_was_fastest_is_what_the_kernel_takes() -> None:
     assert choose(shape, 4) == DecodeConfig(**other)
 
 
-@pytest.mark.parametrize("case", [LATENT, PER_HEAD], ids=["latent", "per head"])
+@pytest.mark.parametrize("case", [LATENT, PER_HEAD, ONE_PART], ids=["latent", "per head", "one part"])
 @pytest.mark.parametrize("is_any_right", [True, False])
 def test_a_way_that_is_wrong_is_not_taken(
     case: DecodeCase,
@@ -84,7 +88,7 @@ def test_a_way_that_the_gpu_lacks_resources_for_is_refused() -> None:
     assert "out of resource: shared memory, Required: 300000" in refused["large"]
 
 
-@pytest.mark.parametrize("case", [LATENT, PER_HEAD], ids=["latent", "per head"])
+@pytest.mark.parametrize("case", [LATENT, PER_HEAD, ONE_PART], ids=["latent", "per head", "one part"])
 def test_the_op_takes_what_is_timed(case: DecodeCase) -> None:
     q_sem, q_geo, kinds, *streams, seqlens, packed = _copies(case, CPU)[0]
     stored = [StoredStream(kind, *parts) for kind, parts in zip(kinds, streams, strict=False)]
