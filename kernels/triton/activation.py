@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from caramba.kernels.triton.random_words import random_words
+
 import triton
 import triton.language as tl
 
-ROUNDS = tl.constexpr(7)
 RELU, GELU = tl.constexpr(1), tl.constexpr(2)
 
 
@@ -15,7 +16,7 @@ def kept(row, seed, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     octet = tl.arange(0, BLOCK_N // 8)[None, :] + tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
     low = (row & 0xFFFFFFFF).to(tl.uint32)[:, None]
     high = (row >> 32).to(tl.uint32)[:, None]
-    w0, w1, w2, w3 = tl.philox(seed, octet, low, high, low * 0, n_rounds=ROUNDS)
+    w0, w1, w2, w3 = random_words(seed, octet.to(tl.uint32), low, high, low * 0)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     # The lower bits of a word decide nothing, for the threshold has none.
     return tl.interleave(words << 16, words) >= threshold.to(tl.uint32)

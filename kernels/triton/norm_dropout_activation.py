@@ -13,13 +13,27 @@ import triton
 import triton.language as tl
 
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}
-THREADS_FORWARD, THREADS_BACKWARD = 768, 512
-"""Threads of a multiprocessor that programs occupy, which leaves each 80 and 128 registers."""
+THREADS_FORWARD, THREADS_BACKWARD = (768, 512), (512, 256)
+"""Threads of a multiprocessor that programs occupy, of 16 bits and of more: registers that a tile and the next take."""
+AHEAD_BYTES = 16384
+"""Of a row up to which registers hold a tile and the next."""
+REGISTERS = 65536
+"""Of a multiprocessor. Programs stay, so that one more than there is place for would take as long as all others."""
 
 
 @triton.jit
 def _load(ptr, mask, EXACT: tl.constexpr):
     return tl.load(ptr) if EXACT else tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
+    """Load the tile that begins at row `start`, zeros outside."""
+    row = start + tl.arange(0, BLOCK_M).to(tl.int64)
+    col = tl.arange(0, BLOCK_N)
+    # Tiles of whole rows lie inside or beyond the end as one.
+    mask = (row < n_rows)[:, None] & (EXACT | (col < width))[None, :]
+    return tl.load(ptr + row[:, None] * width + col[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -48,21 +62,32 @@ def _forward_kernel(
     ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """EXACT: rows fill their tile, and tiles the rows. The scale of dropout is in weight and bias, once a program."""
+    """EXACT: rows fill their tile, and tiles the rows. The scale of dropout is in weight and bias, once a program.
+
+    AHEAD, a program asks for its next tile before it works on this one: two sums of a row leave memory idle otherwise.
+    """
     col = tl.arange(0, BLOCK_N)
     in_width = col < width
     if weight_ptr is not None:
         weight = _load(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
     if bias_ptr is not None:
         bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
-    for start in range(tl.program_id(0) * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+    first, stride = tl.program_id(0) * BLOCK_M, tl.num_programs(0) * BLOCK_M
+    if AHEAD:
+        next_x = _rows(x_ptr, first, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+    for start in range(first, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (row < n_rows)[:, None] & in_width[None, :]
         at = row[:, None] * width + col[None, :]
-        x = _load(x_ptr + at, mask, EXACT).to(ACC)
+        if AHEAD:
+            x = next_x.to(ACC)
+            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        else:
+            x = _load(x_ptr + at, mask, EXACT).to(ACC)
         mean = tl.sum(x, axis=1) / width
         x = x - mean[:, None]
         if not EXACT:
@@ -100,10 +125,14 @@ def _backward_kernel(
     ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Every program keeps its own sums of the gradients of weight and bias, of which the scale of dropout is taken once."""
+    """Every program keeps its own sums of the gradients of weight and bias, of which the scale of dropout is taken once.
+
+    AHEAD, it asks for its next tile before it works on this one.
+    """
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_N)
     in_width = col < width
@@ -113,13 +142,22 @@ def _backward_kernel(
         bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
     weight_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     bias_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
-    for start in range(program * BLOCK_M, n_rows, tl.num_programs(0) * BLOCK_M):
+    stride = tl.num_programs(0) * BLOCK_M
+    if AHEAD:
+        next_x = _rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        next_grad = _rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+    for start in range(program * BLOCK_M, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         in_rows = row < n_rows
         mask = in_rows[:, None] & in_width[None, :]
         at = row[:, None] * width + col[None, :]
-        x = _load(x_ptr + at, mask, EXACT).to(ACC)
-        grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
+        if AHEAD:
+            x, grad = next_x.to(ACC), next_grad.to(ACC)
+            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+            next_grad = _rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        else:
+            x = _load(x_ptr + at, mask, EXACT).to(ACC)
+            grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
         rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
         mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
         unit = (x - mean) * rstd
@@ -139,7 +177,7 @@ def _backward_kernel(
             bias_sums += grad
         inner = grad * weight if weight_ptr is not None else grad * keep_scale
         along, shift = tl.sum(inner * unit, axis=1) / width, tl.sum(inner, axis=1) / width
-        grad_x = (inner - unit * along[:, None] - shift[:, None]) * rstd
+        grad_x = inner * rstd - (unit * (along[:, None] * rstd) + shift[:, None] * rstd)
         _store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask, EXACT)
     out = program.to(tl.int64) * width + col
     if weight_ptr is not None:
@@ -152,10 +190,16 @@ _forwards: Plans[ForwardPlan] = Plans()
 _backwards: Plans[BackwardPlan] = Plans()
 
 
-def _launch_options(width: int, threads: int) -> tuple[int, int, int, int]:
-    """Rows and columns of a tile, its warps, and programs that a multiprocessor holds."""
-    block_m, block_n, warps = tile(width)
-    return block_m, block_n, warps, max(1, threads // (32 * warps))
+def _launch_options(x: Tensor, threads: tuple[int, int]) -> tuple[tuple[bool, int, int], int, dict[str, int]]:
+    """Whether tiles are asked for ahead, their rows and columns; programs that a multiprocessor holds; warps and
+    registers of each."""
+    block_m, block_n, warps = tile(x.shape[-1])
+    if threads is THREADS_BACKWARD and block_n >= 16384:
+        warps = min(2 * warps, 32)  # the sums of such a row need more registers
+    held = max(1, threads[x.element_size() > 2] // (32 * warps))
+    registers = min(REGISTERS // (held * 32 * warps) // 8 * 8, 248)
+    is_ahead = block_n * x.element_size() <= AHEAD_BYTES
+    return (is_ahead, block_m, block_n), held, {"num_warps": warps, "maxnreg": registers}
 
 
 def is_narrow(seed: int) -> bool:
@@ -196,7 +240,8 @@ def _forward_launch(x: Tensor, eps: float, p: float, activation: str) -> Launch 
         return None
     width = x.shape[-1]
     n_rows = x.numel() // width
-    block_m, block_n, warps, held = _launch_options(width, THREADS_FORWARD)
+    tiles, held, options = _launch_options(x, THREADS_FORWARD)
+    _, block_m, block_n = tiles
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
     is_full = width == block_n and n_rows % block_m == 0
     return Launch(
@@ -204,10 +249,10 @@ def _forward_launch(x: Tensor, eps: float, p: float, activation: str) -> Launch 
         (programs,),
         (
             *(n_rows, width, eps, *_drops(p)),
-            *(p > 0, ACTIVATIONS[activation], accumulator(x)[1], is_full, block_m, block_n),
+            *(p > 0, ACTIVATIONS[activation], accumulator(x)[1], is_full, *tiles),
         ),
         {},
-        num_warps=warps,
+        **options,
     )
 
 
@@ -253,16 +298,16 @@ def _backward_plan(
         return BackwardPlan(outputs, vectors, 0, None, None, is_even)
     width, acc = x.shape[-1], accumulator(x)[1]
     n_rows = x.numel() // width
-    block_m, block_n, warps, held = _launch_options(width, THREADS_BACKWARD)
+    tiles, held, options = _launch_options(x, THREADS_BACKWARD)
+    _, block_m, block_n = tiles
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
     is_full = width == block_n and n_rows % block_m == 0
     launch = Launch(
         _backward_kernel,
         (programs,),
-        (n_rows, width, *_drops(p), p > 0, ACTIVATIONS[activation], acc, is_full, block_m, block_n),
+        (n_rows, width, *_drops(p), p > 0, ACTIVATIONS[activation], acc, is_full, *tiles),
         {},
-        # The sums of a row of 16384 need more registers.
-        num_warps=min(2 * warps, 32) if block_n >= 16384 else warps,
+        **options,
     )
     totals = totals_of(programs, width, sum(vectors), acc)
     return BackwardPlan(outputs, vectors, programs, launch, totals, is_even)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.random_words import random_words
 from caramba.kernels.triton.tensor_lists import BLOCK, WARPS, are_aligned, places_of, table_of
 from torch import Tensor
 
 import triton
 import triton.language as tl
-
-ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
@@ -23,7 +22,7 @@ def noise_of(seed, number, block, BLOCK_N: tl.constexpr):
     low = (place & 0xFFFFFFFF).to(tl.uint32) + tl.arange(0, BLOCK_N // 8).to(tl.uint32)
     zero = low * 0
     high, tensor = zero + (place >> 32).to(tl.uint32), zero + number.to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox(seed, low, high, tensor, zero, n_rounds=ROUNDS)
+    w0, w1, w2, w3 = random_words(seed, low, high, tensor, zero)
     lower = tl.interleave(tl.interleave(w0 & 0xFFFF, w2 & 0xFFFF), tl.interleave(w1 & 0xFFFF, w3 & 0xFFFF))
     upper = tl.interleave(tl.interleave(w0 >> 16, w2 >> 16), tl.interleave(w1 >> 16, w3 >> 16))
     return tl.reshape(tl.permute(tl.join(lower, upper), (1, 0)), (BLOCK_N,))

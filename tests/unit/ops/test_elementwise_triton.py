@@ -138,6 +138,30 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
     assert torch.equal(y != 0, mask)
 
 
+@pytest.mark.parametrize(("rows", "width"), [(13, 2048), (27, 800)])
+def test_programs_take_several_tiles_of_which_they_ask_for_the_next(
+    rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from caramba.kernels.triton import norm
+    from caramba.kernels.triton import norm_dropout_activation as launcher
+
+    x, weight, bias = drawn(rows, width), drawn(width, seed=2), drawn(width, seed=3)
+    monkeypatch.setattr(norm, "_counts", {x.device: 1})
+    for plans in ("_forwards", "_backwards"):
+        monkeypatch.setattr(launcher, plans, type(launcher._forwards)())
+    mask = kept(11, 0.4, rows, width, x.device)
+    compare(
+        lambda x, w, b: norm_dropout_activation(x, w, b, activation="silu", eps=1e-3, p=0.4, seed=11),
+        lambda x, w, b: F.silu(F.layer_norm(x, (width,), w, b, 1e-3) * mask / (1 - resolved(0.4))),
+        (x, weight, bias),
+        torch.float32,
+    )
+    (plan,) = launcher._forwards.by_form.values()
+    assert plan[1] is not None
+    tiles = -(-rows // norm.tile(width)[0])
+    assert 2 * plan[1].grid[0] <= tiles, "a program has a next tile"
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_gelu_of_every_number_of_16_bits_is_within_one_unit(dtype: torch.dtype) -> None:
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16)
