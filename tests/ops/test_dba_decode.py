@@ -13,6 +13,7 @@ import torch
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.ops import StoredStream, dba_decode
+from caramba.ops.decode_reference import reference_dba_decode
 from tests.ops.decode_cases import Case, arguments, expected
 
 KINDS = ("fp32", "fp16", "bf16", "q8_0", "q4_0", "nf4")
@@ -36,13 +37,46 @@ CASES = {
 }
 
 
+def by_reference(args: list[Any], options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What devices without a kernel run; a CPU has its own."""
+    streams = [stream for stream in args[2:5] if stream is not None]
+    parts = [stream.tensors for stream in streams] + [[]] * (3 - len(streams))
+    null = list(options.get("null", ()))
+    rest = (options.get("n_packed"), null, options.get("window") or 0, 0, 0)
+    return reference_dba_decode(*args[:2], [stream.kind for stream in streams], *parts, args[5], *rest)
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_the_reference_is_attention_on_the_dequantised_tokens(name: str) -> None:
+def test_the_op_and_its_reference_are_attention_on_the_dequantised_tokens(name: str) -> None:
     args, options = arguments(CASES[name], torch.float64)
-    out, sums = dba_decode(*args, **options)
     wanted, wanted_sums = expected(CASES[name], args, options)
-    torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(sums.double(), wanted_sums, rtol=1e-6, atol=1e-6)
+    for out, sums in (dba_decode(*args, **options), by_reference(args, options)):
+        torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(sums.double(), wanted_sums, rtol=1e-6, atol=1e-6)
+
+
+def test_each_sequence_has_blocks_of_its_own_and_an_idle_one_none() -> None:
+    case = replace(PER_HEAD, lengths=(150, 120, 20, 97), queries=3)
+    args, options = arguments(case, torch.float64)
+    lengths = torch.tensor([150, 300, 20, 0], dtype=torch.int32)
+    packed = torch.tensor([64, 32, 0, -1], dtype=torch.int32)
+    # Blocks that other counts of them uncover are numbers too.
+    args[2:4] = [stream._replace(scales=stream.scales.nan_to_num(0.5)) for stream in args[2:4]]
+    args[2:5] = [stream._replace(values=stream.values.nan_to_num(0.5)) for stream in args[2:5]]
+    args[2:4] = [stream._replace(tail=stream.tail.nan_to_num(0.5)) for stream in args[2:4]]
+    args[5], options["n_packed"] = lengths, packed
+    found, wanted = dba_decode(*args, **options), by_reference(args, options)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    assert not found[0][3].any()
+
+
+def test_keys_that_are_one_row_in_memory_make_one_score() -> None:
+    args, options = arguments(replace(PER_HEAD, kinds=("q8_0", "bf16", "q4_0"), queries=2), torch.float64)
+    row = torch.randn(2, 1, 32).bfloat16()
+    args[3] = StoredStream("bf16", row.expand(4, 2, 256, 32))
+    for one, other in zip(dba_decode(*args, **options), by_reference(args, options), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["per_head", "latent"])
@@ -53,8 +87,9 @@ def test_every_mix_of_formats(layout: str) -> None:
             continue  # a third of the triples; the tile code is one per stream
         case = Case(kinds, (40,), heads=(2, 2) if n_streams == 3 else (2, 1), packed=32, tail=8, capacity=40)
         args, options = arguments(case, torch.float64)
-        out, _ = dba_decode(*args, **options)
-        torch.testing.assert_close(out, expected(case, args, options)[0], rtol=1e-9, atol=1e-9)
+        wanted, _ = expected(case, args, options)
+        for out, _ in (dba_decode(*args, **options), by_reference(args, options)):
+            torch.testing.assert_close(out, wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_parts_of_the_keys_merge_by_their_sums() -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import EXACT_KINDS
 from caramba.ops.decode_reference import reference_dba_decode, visible
+from caramba.ops.dequantize import dequantize
 
 
 def host_dba_decode(
@@ -23,11 +24,15 @@ def host_dba_decode(
     max_seqlen: int,
     n_splits: int,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `dba_decode`: plain numbers on a CPU up to the longest sequence, all else by the reference."""
-    if not q_sem.is_cpu or null or any(kind not in EXACT_KINDS for kind in kinds):
+    """Compute `dba_decode`: on a CPU numbers of all sequences at once, blocks of each by itself, up to what it stores;
+    elsewhere by the reference."""
+    if not q_sem.is_cpu:
         return reference_dba_decode(
             q_sem, q_geo, kinds, k_sem, k_geo, v, seqlens, n_packed, null, window, max_seqlen, n_splits
         )
+    if null or any(kind not in EXACT_KINDS for kind in kinds):
+        streams = list(zip(kinds, [k_sem, k_geo, *([v] if v else [])], strict=True))
+        return _sequence_by_sequence(q_sem, q_geo, streams, seqlens, n_packed, null, window)
     stored = [k_sem[0], k_geo[0], *v[:1]]
     n_stored = min(stream.shape[2] for stream in stored)
     counts = [min(count, n_stored) for count in seqlens.tolist()]
@@ -58,6 +63,77 @@ def host_dba_decode(
     sums = total.log().add_(top)
     read = torch.bmm(shares, values).div_(total if sees_all else total.masked_fill(total == 0.0, 1.0))
     return read.view(*shape, -1).to(q_sem.dtype), sums.view(shape).float()
+
+
+def _sequence_by_sequence(
+    q_sem: Tensor,
+    q_geo: Tensor,
+    streams: list[tuple[str, list[Tensor]]],
+    seqlens: Tensor,
+    n_packed: Tensor | None,
+    null: list[Tensor],
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """Compute `dba_decode` of streams in any formats: each sequence's own tokens, and no others, become numbers."""
+    (batch, heads, n_queries, _), kv_heads = q_sem.shape, streams[0][1][-1].shape[1]
+    wide = torch.promote_types(q_sem.dtype, torch.float32)
+    v_width = streams[-1][1][-1].shape[-1] if len(streams) > 2 else q_sem.shape[-1]
+    out = q_sem.new_zeros((batch, heads, n_queries, v_width))
+    sums = q_sem.new_full((batch, heads, n_queries), -torch.inf, dtype=torch.float32)
+    rows = [row.to(wide)[:, None] for row in null]
+    packed = [0] * batch if n_packed is None else n_packed.expand(batch).tolist()
+    for b, (length, held) in enumerate(zip(seqlens.tolist(), packed, strict=True)):
+        for _, parts in streams:
+            held = max(0, min(held, parts[0].shape[2])) if len(parts) == 3 else held
+        for _, parts in streams:
+            length = min(length, held + parts[2].shape[2] if len(parts) == 3 else parts[0].shape[2])
+        if length < 1 and not rows:
+            continue
+        length = max(0, length)
+        numbers = [_numbers(kind, parts, b, length, min(held, length), wide) for kind, parts in streams]
+        queries = [q[b].to(wide).reshape(kv_heads, -1, q.shape[-1]) for q in (q_sem, q_geo)]
+        # Keys that are one row for all tokens, as zeros may be, make one score.
+        scores = sum(torch.bmm(q, k.mT) for q, k in zip(queries, numbers[:2], strict=True))
+        assert isinstance(scores, Tensor)
+        if scores.shape[-1] != length:
+            scores = scores.expand(*scores.shape[:2], length)
+        if n_queries > 1 or 0 < window < length:
+            mask = visible(torch.tensor([length]), n_queries, length, window)[0]
+            scores = (
+                scores.reshape(kv_heads, heads // kv_heads, n_queries, length)
+                .masked_fill(~mask, -torch.inf)
+                .flatten(1, 2)
+            )
+        values = numbers[-1 if len(numbers) > 2 else 0]
+        if rows:
+            own = sum(torch.bmm(q, row.mT) for q, row in zip(queries, rows[:2], strict=True))
+            assert isinstance(own, Tensor)
+            scores = torch.cat((own, scores), dim=-1)
+            values = torch.cat((rows[-1 if len(rows) > 2 else 0], values), dim=1)
+        total = torch.logsumexp(scores, dim=-1)
+        top = total.masked_fill(total == -torch.inf, 0.0)
+        read = torch.bmm((scores - top[..., None]).exp_(), values)
+        out[b] = read.reshape(heads, n_queries, v_width)
+        sums[b] = total.reshape(heads, n_queries)
+    return out, sums
+
+
+def _numbers(kind: str, parts: list[Tensor], b: int, length: int, held: int, dtype: torch.dtype) -> Tensor:
+    """Return the first `length` tokens of a sequence as numbers, of which `held` are blocks: [K, length, D].
+
+    Of a stream whose tokens are all one row in memory, that row: [K, 1, D].
+    """
+    if len(parts) == 1:
+        is_one = parts[0].stride(2) == 0 and length > 0
+        return parts[0][b, :, : 1 if is_one else length].to(dtype)
+    codes, scales, tail = parts
+    kv_heads, _, width = tail.shape[1:]
+    recent = tail[b, :, : length - held].to(dtype)
+    if not held:
+        return recent
+    rows = codes[b, None, :, :held].transpose(1, 2), scales[b, None, :, :held, 0].transpose(1, 2)
+    blocks = dequantize(*rows, kind, kv_heads * width, dtype)[0].unflatten(1, (kv_heads, width))
+    return torch.cat((blocks.transpose(0, 1), recent), dim=1)
 
 
 def put(x: Tensor, into: Tensor, starts: list[int]) -> None:
