@@ -32,6 +32,11 @@ class CacheKeys(Config):
     cache_quality_max_mean_kl: Limit = Field(
         default=0.05, description="nats per token, of held-out text and of the needle's answers alike"
     )
+    cache_quality_max_tokens: Annotated[int, Field(ge=256)] = Field(
+        default=2048,
+        description="of a window and of the needle's row, which are as long as the generation up to it; a longer one "
+        "tells more of a long cache, in time that grows with its square",
+    )
     cache_quality_text: str | None = Field(
         default=None,
         description="token folder, .npy, .tokens or UTF-8 text to measure on; unset: the run's held-out split",

@@ -53,6 +53,7 @@ KEYS: dict[str, Callable[[str], Any]] = {
     "cache_quality_max_delta_nll": float,
     "cache_quality_max_ppl_ratio": float,
     "cache_quality_max_mean_kl": float,
+    "cache_quality_max_tokens": int,
     "cache_quality_text": str,
     "cache_auto_benchmark": _switch,
     "cache_auto_bench_steps": int,

@@ -17,7 +17,6 @@ from caramba.errors import ConfigError
 from caramba.infer.device_steps import asked_form
 from caramba.infer.held_out import HeldOut
 from caramba.infer.policy_measure import (
-    MOST_TOKENS,
     WINDOWS,
     Quality,
     cache_bytes,
@@ -171,6 +170,8 @@ class CachePolicy:
             is_new = self._measure(known, fitting, batch_size, timed_at, length)
         candidates = tuple(self._candidate(kind, sizes[kind], fitting, known, batch_size) for kind in sizes)
         kind, why = choose(candidates, self.fallback, reason, self.config)
+        if length == self.config.cache_quality_max_tokens < self._bucket(n_tokens):
+            why += f"; quality is that of windows of {length} tokens (cache_quality_max_tokens)"
         decision = CacheDecision(kind, why, candidates, facts, is_new)
         if plan is not None:
             decision.plan = str(plan.path)
@@ -245,7 +246,7 @@ class CachePolicy:
         tokens = self.held_out.tokens
         if tokens is None:
             return 0, self.held_out.name
-        length = min(self._bucket(n_tokens), MOST_TOKENS, tokens.size - 1)
+        length = min(self._bucket(n_tokens), self.config.cache_quality_max_tokens, tokens.size - 1)
         if length <= tail:
             return 0, (
                 f"{self.held_out.name} has {tokens.size} tokens, and a quantised cache keeps {tail} in 16 bits; "

@@ -28,7 +28,6 @@ from caramba.runtime import synchronize
 from caramba.topology.base import attention_applications
 
 WINDOWS = 8
-MOST_TOKENS = 2048  # of a window: bounds the time of the gates, whatever length is asked for
 WARM_UP_STEPS = 3
 PREFILL_CHUNK = 512
 

@@ -116,6 +116,16 @@ def test_the_choice_is_the_one_that_a_hand_computes(model: Model, text: Path, ho
     assert json.loads(file.read_text())["last_decision"] == found.record()
 
 
+def test_windows_are_as_long_as_the_generation_up_to_what_is_asked_for(model: Model, text: Path) -> None:
+    whole = policy_of(model, text).decide(BATCH, TOKENS)
+    assert whole.facts["windows_of"] == LENGTH
+    assert "cache_quality_max_tokens" not in whole.reason
+    short = policy_of(model, text, cache_quality_max_tokens=256).decide(BATCH, TOKENS)
+    assert short.facts["windows_of"] == 256
+    assert short.is_measured_now, "what was measured on longer windows is not taken over"
+    assert short.reason.endswith("; quality is that of windows of 256 tokens (cache_quality_max_tokens)")
+
+
 def test_a_plan_is_read_again_and_only_for_the_same_model(
     model: Model, text: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
