@@ -51,16 +51,16 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness",
     ),
     "generate": (
-        "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] [--top-p P] "
-        "[--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--max-seq-len N] [--prefill-chunk N] "
-        "[--cache-kind KIND|auto] [--cache-budget-mb MB] [--cache-quality-text FILE] "
+        "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] "
+        "[--top-p P] [--min-p P] [--repetition-penalty R] [--stop TEXT] [--seed N] [--max-seq-len N] "
+        "[--prefill-chunk N] [--cache-kind KIND|auto] [--cache-budget-mb MB] [--cache-quality-text FILE] "
         "[--cache-quality-max-delta-nll X] [--cache-quality-max-ppl-ratio X] [--cache-quality-max-mean-kl X] "
         "[--cache-quality-max-tokens N] [--cache-auto-benchmark true|false] [--cache-auto-bench-steps N] "
         "[--cache-plan reuse|refresh] [--cache-plan-path FILE] [--cache-plan-probe true|false] "
         "[--cache-plan-probe-interval-sec S] [--decode-plan PLAN] [--decode-q-chunk N] [--decode-local-window N] "
-        "[--dtype float32|bf16|fp16] [--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] [--spec-k-adaptive true|false] "
-        "[--spec-extra-token true|false] [--spec-disable-below-accept X] [--hysteresis X] [--window N] "
-        "[--retry-after N] [--max-ngram N] [--spec-compare] [--spec-draft-layers N] "
+        "[--dtype float32|bf16|fp16] [--spec-method lookup | early_exit | draft --draft RUN|DIR] [--spec-k N] "
+        "[--spec-k-adaptive true|false] [--spec-extra-token true|false] [--spec-disable-below-accept X] "
+        "[--hysteresis X] [--window N] [--retry-after N] [--max-ngram N] [--spec-compare] [--spec-draft-layers N] "
         "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
         "[--compiled auto|graph|true|false] [--which teacher|student] [--tokenizer PATH] [--device D] [--json]",
         "continue prompts with a run, an export or a Hugging Face folder",
