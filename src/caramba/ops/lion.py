@@ -32,7 +32,8 @@ def lion_step(
 
         w <- (1 - lr weight_decay) w - lr sign(beta1 m + (1 - beta1) g),  m <- beta2 m + (1 - beta2) g
 
-    Every product and sum is rounded by itself, so that all implementations give the same bits in fp32.
+    Every product and sum is rounded by itself, so that all implementations give the same bits in fp32. The sign of NaN
+    is NaN: a weight whose momentum is lost does not stay a number that nothing moves any more.
 
     Shape: three lists of one length; tensor i of each has one shape, is dense, and lies on one device.
 
@@ -82,7 +83,8 @@ def reference_lion_step(
     # No alpha= or lerp: they fuse a product into a sum on some devices, which rounds once where others round twice.
     for parameter, momentum, grad in zip(parameters, momenta, grads, strict=True):
         wide, moment, slope = widened(parameter), widened(momentum), widened(grad)
-        direction = torch.sign(moment * beta1 + slope * (1 - beta1))
+        mixed = moment * beta1 + slope * (1 - beta1)
+        direction = torch.where(mixed == mixed, torch.sign(mixed), mixed)  # torch's sign of NaN is 0
         parameter.copy_(wide * (1 - lr * weight_decay) - direction * lr)
         momentum.copy_(moment * beta2 + slope * (1 - beta2))
 
