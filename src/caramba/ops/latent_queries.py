@@ -9,6 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import has_kernel
+from caramba.ops.first_order import first_order, refuse_tangents
 from caramba.ops.widen import widened
 
 HALF = (torch.float16, torch.bfloat16)
@@ -36,6 +37,7 @@ def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: 
         ConfigError: shapes, dtypes or devices that do not fit, or tables that require gradients.
     """
     check_queries("latent_queries", q, geo_map, cos, sin)
+    refuse_tangents("latent_queries", q, geo_map)
     if has_kernel("latent_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):
         return reference_latent_queries(q, geo_map, cos, sin, scale)
     return torch.ops.caramba.latent_queries.default(q, geo_map, cos, sin, scale)
@@ -128,4 +130,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_q, grad_map, None, None, None
 
 
-torch.library.register_autograd("caramba::latent_queries", _backward, setup_context=_setup)
+torch.library.register_autograd(
+    "caramba::latent_queries", first_order("latent_queries", _backward), setup_context=_setup
+)

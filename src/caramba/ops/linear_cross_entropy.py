@@ -12,6 +12,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
+from caramba.ops.first_order import first_order, refuse_tangents
 from caramba.ops.scale import scale_
 
 NAME = "caramba::linear_cross_entropy"
@@ -71,6 +72,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     _check(hidden, weight, targets)
+    refuse_tangents("linear_cross_entropy", hidden, weight)
     makes_gradients = torch.is_grad_enabled()
     if chunk is None:
         copies = (hidden.dtype != given.dtype) + (makes_gradients and hidden.requires_grad)
@@ -269,4 +271,6 @@ def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     return scale_(grad, by)
 
 
-torch.library.register_autograd(NAME, _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    NAME, first_order("linear_cross_entropy", _backward), setup_context=_setup_context
+)

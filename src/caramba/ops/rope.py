@@ -98,4 +98,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, None, None, None
 
 
-differentiable("rope", _backward, _setup)
+differentiable("rope", _backward, _setup, is_linear=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.first_order import refuse_tangents
 from caramba.ops.widen import widened
 
 TABLES = "Tensor cos, Tensor sin, int n_heads, int n_kv_heads, float scale"
@@ -32,6 +33,7 @@ def rope_qkv(
     Reference: Su et al., 2021, arXiv:2104.09864.
     """
     _check(joined, cos, sin, n_heads, n_kv_heads)
+    refuse_tangents("rope_qkv", joined)
     return torch.ops.caramba.rope_qkv.default(joined, cos, sin, n_heads, n_kv_heads, scale)
 
 
