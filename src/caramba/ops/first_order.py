@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from caramba.errors import ConfigError
+
 Backward = Callable[..., Any]
 
 
@@ -54,6 +56,18 @@ def refuse_tangents(op: str, *given: Any) -> None:
                 f"{op}: forward-mode derivatives (jvp, dual numbers) are not there; differentiate backwards, or "
                 "compute what it stands for in plain PyTorch"
             )
+
+
+def refuse_gradients(op: str, *given: Tensor) -> None:
+    """Refuse inputs of an op without gradients that some are wanted of.
+
+    Raises:
+        ConfigError: gradients that are wanted.
+    """
+    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+        raise ConfigError(
+            f"{op}: got inputs that require gradients, expected none; call it under torch.inference_mode()"
+        )
 
 
 class _Refused(torch.autograd.Function):

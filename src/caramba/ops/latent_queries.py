@@ -57,15 +57,18 @@ def check_queries(op: str, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor)
     if q.dim() != 4 or not q.is_floating_point():
         raise ConfigError(f"{op}: q is {q.dtype} of shape {tuple(q.shape)}, expected floating [B, T, H, D]")
     batch, n_tokens, heads, width = q.shape
-    if geo_map.dim() != 3 or geo_map.shape[:2] != (heads, width) or geo_map.shape[2] % 2:
+    is_map = geo_map.dim() == 3 and geo_map.shape[:2] == (heads, width) and geo_map.is_floating_point()
+    if not is_map or geo_map.shape[2] % 2:
         raise ConfigError(
-            f"{op}: geo_map is {tuple(geo_map.shape)}, expected [{heads}, {width}, G] with even G"
+            f"{op}: geo_map is {geo_map.dtype} of shape {tuple(geo_map.shape)}, expected floating "
+            f"[{heads}, {width}, G] with even G"
         )
     table = (n_tokens, geo_map.shape[2] // 2)
-    if tuple(cos.shape) not in ((1, *table), (batch, 1, *table)) or sin.shape != cos.shape:
+    is_table = tuple(cos.shape) in ((1, *table), (batch, 1, *table)) and cos.is_floating_point()
+    if not is_table or (sin.shape, sin.dtype) != (cos.shape, cos.dtype):
         raise ConfigError(
-            f"{op}: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, expected both {(1, *table)} "
-            f"or {(batch, 1, *table)}"
+            f"{op}: cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}, expected both "
+            f"floating {(1, *table)} or {(batch, 1, *table)}"
         )
     if len({x.device for x in (q, geo_map, cos, sin)}) > 1:
         raise ConfigError(

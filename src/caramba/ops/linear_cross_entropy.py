@@ -190,10 +190,11 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         or targets.dim() != 1
         or hidden.shape[1] != weight.shape[1]
         or len(targets) != len(hidden)
+        or not len(weight)
     ):
         raise ConfigError(
             f"linear_cross_entropy: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
-            f"{tuple(targets.shape)}, expected [N, M], [V, M] and [N]; flatten batch and time first"
+            f"{tuple(targets.shape)}, expected [N, M], [V, M] and [N], V at least 1; flatten batch and time first"
         )
     if targets.dtype != torch.int64 or not hidden.is_floating_point() or not weight.is_floating_point():
         raise ConfigError(

@@ -38,7 +38,8 @@ def lion_step(
     Shape: three lists of one length; tensor i of each has one shape, is dense, and lies on one device.
 
     Raises:
-        ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device.
+        ConfigError: lists or shapes that differ, tensors that are not contiguous or not floating, or more than one
+            device.
 
     Reference: Chen et al., 2023, arXiv:2302.06675.
     """
@@ -54,13 +55,16 @@ def lion_step(
             p.shape == m.shape == g.shape
             and p.device == m.device == g.device == device
             and (p.is_contiguous() and m.is_contiguous() and g.is_contiguous())
+            and (p.is_floating_point() and m.is_floating_point() and g.is_floating_point())
         ):
             continue
         for name, tensor in zip(("parameter", "momentum", "gradient"), group, strict=True):
-            if tensor.shape != group[0].shape or tensor.device != device or not tensor.is_contiguous():
+            places = tensor.shape == group[0].shape and tensor.device == device
+            if not (places and tensor.is_contiguous() and tensor.is_floating_point()):
                 raise ConfigError(
-                    f"lion_step: {name} {index} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, on "
-                    f"{tensor.device}; expected contiguous {tuple(group[0].shape)} on {device}"
+                    f"lion_step: {name} {index} is {tensor.dtype} of shape {tuple(tensor.shape)}, strides "
+                    f"{tensor.stride()}, on {tensor.device}; expected contiguous floating {tuple(group[0].shape)} on "
+                    f"{device}"
                 )
     run = None if torch.is_grad_enabled() else direct("lion_step", *parameters)
     if run is None:
