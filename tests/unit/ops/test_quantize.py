@@ -173,7 +173,9 @@ def test_bad_input_is_named() -> None:
     codes, scales = quantize(rows(2, 32), "q4_0")
     with pytest.raises(ConfigError, match=r"do not hold 40 elements of q4_0; expected codes \[..., 2, 16\]"):
         dequantize(codes, scales, "q4_0", 40)
-    with pytest.raises(ConfigError, match=r"scales torch.float32, q4_0 has torch.uint8 and torch.float16"):
+    with pytest.raises(
+        ConfigError, match=r"scales torch.float32 on cpu, q4_0 has torch.uint8 and torch.float16"
+    ):
         dequantize(codes, scales.float(), "q4_0", 32)
     with pytest.raises(ConfigError, match=r"expected uint8 rows of a multiple of 34 bytes"):
         from_ggml(torch.zeros(35, dtype=torch.uint8), "q8_0")
