@@ -125,19 +125,14 @@ class LayerCache:
                 f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self.names)}; "
                 "make the context with this model's new_context()"
             )
-        batch_size, n_tokens = self.batch_size, streams[self.names[0]].shape[2:3]
+        batch_size, first = self.batch_size, streams[self.names[0]].shape
+        n_tokens = first[2] if len(first) == 4 else "T"
         for name, n_heads, width in self.streams:
-            shape = streams[name].shape
-            if len(shape) != 4 or (*shape[:2], shape[2:3], shape[3]) != (
-                batch_size,
-                n_heads,
-                n_tokens,
-                width,
-            ):
+            if streams[name].shape != (batch_size, n_heads, n_tokens, width):
                 raise ConfigError(
-                    f"{type(self).__name__}: got {name} of shape {tuple(shape)}, expected [{batch_size}, {n_heads}, "
-                    f"{n_tokens[0] if n_tokens else 'T'}, {width}], as many tokens of every stream; make the context "
-                    "with this model's new_context() and the same batch size"
+                    f"{type(self).__name__}: got {name} of shape {tuple(streams[name].shape)}, expected [{batch_size}, "
+                    f"{n_heads}, {n_tokens}, {width}], as many tokens of every stream; make the context with this "
+                    "model's new_context() and the same batch size"
                 )
         self._store(streams)
 
