@@ -14,6 +14,7 @@ from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.first_order import first_order, refuse_tangents
 from caramba.ops.scale import scale_
+from caramba.ops.widen import widened
 
 NAME = "caramba::linear_cross_entropy"
 EXTRA_BYTES = 10**9
@@ -262,14 +263,13 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
 
 def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     """Scale in place, which saves a copy as large as the weight, unless the graph is kept for another backward, or
-    traced (tensors are then of a subclass).
+    traced (tensors are then of a subclass). The scale itself is never rounded to 16 bits: all of a gradient would be
+    off by the same 2^-9.
     """
-    if grad.dtype == torch.float16:  # which has no room for the scale of a loss
-        return (grad.float() * by).to(grad.dtype)
+    if type(grad) is not Tensor or grad.dtype == torch.float16:  # which has no room for the scale of a loss
+        return (widened(grad) * by).to(grad.dtype)
     keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
-    if type(grad) is not Tensor or keeps is None or keeps():
-        return grad * by.to(grad.dtype)
-    return scale_(grad, by)
+    return scale_(grad.clone() if keeps is None or keeps() else grad, by)
 
 
 torch.library.register_autograd(
