@@ -12,6 +12,12 @@ import triton.language as tl
 
 
 @triton.jit
+def _sign(x):
+    """The sign of x, NaN of NaN: a weight whose gradient is no number does not stay one."""
+    return tl.where(x == x, tl.where(x > 0, 1.0, 0.0) - tl.where(x < 0, 1.0, 0.0), x)
+
+
+@triton.jit
 def _kernel(
     table_ptr,
     place_ptr,
@@ -44,7 +50,7 @@ def _kernel(
         m = tl.load(m_ptr + at).to(ACC)
         g = tl.load(g_ptr + at).to(ACC)
         step = m * beta1 + g * rest1
-        sign = tl.where(step > 0, 1.0, 0.0) - tl.where(step < 0, 1.0, 0.0)
+        sign = _sign(step)
         tl.store(p_ptr + at, (p * decay - sign * lr).to(P))
         tl.store(m_ptr + at, (m * beta2 + g * rest2).to(M))
     else:
@@ -53,7 +59,7 @@ def _kernel(
         m = tl.load(m_ptr + at, mask=mask, other=0.0).to(ACC)
         g = tl.load(g_ptr + at, mask=mask, other=0.0).to(ACC)
         step = m * beta1 + g * rest1
-        sign = tl.where(step > 0, 1.0, 0.0) - tl.where(step < 0, 1.0, 0.0)
+        sign = _sign(step)
         tl.store(p_ptr + at, (p * decay - sign * lr).to(P), mask=mask)
         tl.store(m_ptr + at, (m * beta2 + g * rest2).to(M), mask=mask)
 

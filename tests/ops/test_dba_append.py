@@ -121,7 +121,7 @@ def test_bad_input_is_named() -> None:
     )
     refused(r"rotated: got 3, expected -1 without cos and sin, with them 0 to 2", rotated=3)
     refused(
-        r"cos, sin: got .*expected both \[G, 1, 3\], or the same with 2 in front, G a divisor of 4",
+        r"cos, sin: got .*expected both floating \[G, 1, 3\], or the same with 2 in front, G a divisor of 4",
         cos=good[3][..., :2],
     )
     refused(

@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         r"null: got torch.float32 \[2, 3\].*, expected rows \[\(2, 16\), ",
         {"null": lambda n: (torch.ones(2, 3),)},
     )
-    refuse(r"window, max_seqlen, n_splits: got \(-1, 0, 0\)", {"window": lambda n: -1})
+    refuse(r"window: got -1, expected 1 or more", {"window": lambda n: -1})
 
 
 def wide(q: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,8 @@ def test_misuse_is_named() -> None:
     ):
         lookup_round(case.ids, case.held.long(), *case.arguments[2:])
     with pytest.raises(
-        ConfigError, match=r"lookup_round: drawn: got torch.int64 of shape \(2, 9\), expected .*\(2, 8\)"
+        ConfigError,
+        match=r"lookup_round: drawn: got torch.int64 of shape \(2, 9\) on cpu, expected .*\(2, 8\)",
     ):
         lookup_round(*case.arguments[:3], torch.zeros(2, 9, dtype=torch.int64), *case.arguments[4:])
     with pytest.raises(ConfigError, match=r"lookup_round: ids: .* not contiguous"):

@@ -92,9 +92,11 @@ class FirstTokensKVCache(LatentLayerKVCache):
                     f"{type(self).__name__}: got {streams[name].shape[2]} tokens of {name} after {before} tokens, "
                     f"expected {expected} (the first {self.first_tokens} of a sequence are kept)"
                 )
+        for name, tensor in self._first.items():  # before anything is stored
+            tensor.check_append(streams[name])
         stored = super().append(others)
         for name, tensor in self._first.items():
-            tensor.append(streams[name])
+            tensor.put(streams[name])
         return stored | {name: tensor.read() for name, tensor in self._first.items()}
 
     def read(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -146,15 +148,17 @@ class FirstTokensKVCache(LatentLayerKVCache):
                 parts[name][part] = values
             else:
                 others[key] = values
+        held = {name: tensor.check_state(parts[name])[0] for name, tensor in self._first.items()}
+        n_tokens = self.tokens_of(others)
+        for name, count in held.items():
+            if count != self._kept(n_tokens):
+                raise ConfigError(
+                    f"{type(self).__name__}: the state has {count} tokens of {name} and {n_tokens} of the others, "
+                    f"expected {self._kept(n_tokens)}; load it into a cache of the model that it was saved from"
+                )
         super().load_state_dict(others)
         for name, tensor in self._first.items():
             tensor.load_state_dict(parts[name])
-            if tensor.n_tokens != self._kept(self.n_tokens):
-                raise ConfigError(
-                    f"{type(self).__name__}: the state has {tensor.n_tokens} tokens of {name} and {self.n_tokens} of "
-                    f"the others, expected {self._kept(self.n_tokens)}; load it into a cache of the model that it was "
-                    "saved from"
-                )
 
     def _kept(self, n_tokens: int) -> int:
         """Return how many of `n_tokens` are among the first."""

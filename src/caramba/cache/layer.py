@@ -118,13 +118,22 @@ class LayerCache:
 
         Raises:
             CacheFull: more tokens than fit; the cache is unchanged.
-            ConfigError: streams of another layer, or that autograd follows.
+            ConfigError: streams of another layer, or that autograd follows; the cache is unchanged.
         """
         if streams.keys() != self._names:
             raise ConfigError(
                 f"{type(self).__name__}: got streams {sorted(streams)}, expected {sorted(self.names)}; "
                 "make the context with this model's new_context()"
             )
+        batch_size, first = self.batch_size, streams[self.names[0]].shape
+        n_tokens = first[2] if len(first) == 4 else "T"
+        for name, n_heads, width in self.streams:
+            if streams[name].shape != (batch_size, n_heads, n_tokens, width):
+                raise ConfigError(
+                    f"{type(self).__name__}: got {name} of shape {tuple(streams[name].shape)}, expected [{batch_size}, "
+                    f"{n_heads}, {n_tokens}, {width}], as many tokens of every stream; make the context with this "
+                    "model's new_context() and the same batch size"
+                )
         self._store(streams)
 
     @property
@@ -151,9 +160,17 @@ class LayerCache:
         """Whether a stream's blocks are Hadamard-rotated, while its 16-bit tail is not."""
         return any(tensor.config.hadamard for tensor in self._tensors.values())
 
+    @property
+    def batch_size(self) -> int:
+        """Sequences that the cache holds."""
+        return next(iter(self._tensors.values())).batch_size
+
     def _store(self, streams: Mapping[str, Tensor]) -> None:
+        # All are looked at before one is stored: streams of unlike lengths would pair keys with others' values.
         for name, tensor in self._tensors.items():
-            tensor.append(streams[name])
+            tensor.check_append(streams[name])
+        for name, tensor in self._tensors.items():
+            tensor.put(streams[name])
 
     def pack(self, n_tokens: int) -> bool:
         """Quantise what an append to `n_tokens` tokens quantises first, and return whether there was any."""
@@ -209,8 +226,24 @@ class LayerCache:
         """Take the content of another cache of the same streams, format and batch.
 
         Raises:
-            ConfigError: what is there is not that of these streams.
+            ConfigError: what is there is not that of these streams; the cache is unchanged.
+            CacheFull: more tokens than fit; the cache is unchanged.
         """
+        parts = self._parts_of(state)
+        for name, tensor in self._tensors.items():
+            tensor.load_state_dict(parts[name])
+
+    def tokens_of(self, state: Mapping[str, Tensor]) -> int:
+        """Return how many tokens `load_state_dict` would take out of a state.
+
+        Raises:
+            ConfigError, CacheFull: as there.
+        """
+        parts = self._parts_of(state)
+        return next(tensor.check_state(parts[name])[0] for name, tensor in self._tensors.items())
+
+    def _parts_of(self, state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return a state by stream and buffer, once all of it is known to fit together, and here."""
         parts: dict[str, dict[str, Tensor]] = {name: {} for name in self._tensors}
         for key, values in state.items():
             name, _, part = key.partition(".")
@@ -220,8 +253,16 @@ class LayerCache:
                     "load it into a cache of the model that it was saved from"
                 )
             parts[name][part] = values
-        for name, tensor in self._tensors.items():
-            tensor.load_state_dict(parts[name])
+        counts = {name: tensor.check_state(parts[name]) for name, tensor in self._tensors.items()}
+        # One number of blocks serves a decode step, whichever stream it reads.
+        blocks = {counts[name][1] for name, tensor in self._tensors.items() if not tensor.is_exact}
+        if len({n_tokens for n_tokens, _ in counts.values()}) > 1 or len(blocks) > 1:
+            told = [f"{name} {n_tokens} ({packed} in blocks)" for name, (n_tokens, packed) in counts.items()]
+            raise ConfigError(
+                f"{type(self).__name__}: the state's streams hold {', '.join(told)} tokens, expected as many each; "
+                "the state is damaged, make it again"
+            )
+        return parts
 
 
 class LayerKVCache(LayerCache):

@@ -36,6 +36,8 @@ class Store(Protocol):
 
     def room(self, n_tokens: int) -> int: ...
 
+    def counts(self, state: Mapping[str, Tensor]) -> tuple[int, int]: ...
+
     def restore(self, state: Mapping[str, Tensor]) -> int: ...
 
     def extend(self, max_tokens: int) -> None: ...
@@ -81,8 +83,12 @@ class ExactStore:
     def room(self, n_tokens: int) -> int:
         return self.values.capacity - n_tokens
 
+    def counts(self, state: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return the tokens of a state that are in blocks, and all of them."""
+        return 0, state["values"].shape[2]
+
     def restore(self, state: Mapping[str, Tensor]) -> int:
-        return state["values"].shape[2]
+        return self.counts(state)[1]
 
     def extend(self, max_tokens: int) -> None:
         self.values.limit = max_tokens
@@ -185,14 +191,23 @@ class BlockStore:
         alone.codes, alone.scales, alone.tail = (part.row(index, n_rows) for part in self.buffers.values())
         return alone
 
-    def restore(self, state: Mapping[str, Tensor]) -> int:
+    def counts(self, state: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Return the tokens of a state that are in blocks, and all of them.
+
+        Raises:
+            ConfigError: codes and scales of unlike numbers of tokens.
+        """
         if state["codes"].shape[2] != state["scales"].shape[2]:
             raise ConfigError(
                 f"KV cache state: {state['codes'].shape[2]} tokens of codes and {state['scales'].shape[2]} of scales; "
                 "the state is damaged, make it again"
             )
-        self.n_packed = state["codes"].shape[2]
-        return self.n_packed + state["tail"].shape[2]
+        n_packed = state["codes"].shape[2]
+        return n_packed, n_packed + state["tail"].shape[2]
+
+    def restore(self, state: Mapping[str, Tensor]) -> int:
+        self.n_packed, n_tokens = self.counts(state)
+        return n_tokens
 
     def _pack_tiles(self, recent: Tensor) -> None:
         """Quantise the whole tiles of [B, K, T, D] in order, and keep the rest as the tail."""

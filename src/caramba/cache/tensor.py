@@ -165,9 +165,13 @@ class KVCacheTensor:
 
         Raises:
             CacheFull: more tokens than `max_tokens`.
-            ConfigError: a shape or device that does not fit, or tracked gradients.
+            ConfigError: a shape, dtype or device that does not fit, or tracked gradients.
         """
-        self._check(values)
+        self.check_append(values)
+        self.put(values)
+
+    def put(self, values: Tensor) -> None:
+        """Add tokens that `check_append` has let pass."""
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.store.append(values, self.n_tokens)
@@ -232,17 +236,34 @@ class KVCacheTensor:
             self.max_tokens = max_tokens
 
     def select(self, rows: Tensor) -> None:
-        """Keep the sequences `rows`, [B'] integers, in that order; one may come more than once."""
+        """Keep the sequences `rows`, [B'] integers, in that order; one may come more than once.
+
+        Raises:
+            ConfigError: no rows, rows that are no integers, or ones on the host that are not there.
+        """
         if rows.dim() != 1 or rows.shape[0] < 1 or rows.dtype not in (torch.int32, torch.int64):
             raise ConfigError(
                 f"KV cache: got rows {rows.dtype} of shape {tuple(rows.shape)}, expected integers of shape [B'], B' > 0"
+            )
+        # Rows on a GPU are not waited for: there an index that is none stops the device.
+        if rows.is_cpu and not (int(rows.min()) >= 0 and int(rows.max()) < self.batch_size):
+            raise ConfigError(
+                f"KV cache: got rows {rows.tolist()[:8]}, expected numbers from 0 to {self.batch_size - 1}"
             )
         for buffer in self.store.buffers.values():
             buffer.select(rows)
         self.batch_size = rows.shape[0]
 
     def row(self, index: int, n_rows: int = 1) -> KVCacheTensor:
-        """Return the stream of one sequence, or of `n_rows`: it counts its own tokens, in this one's memory."""
+        """Return the stream of one sequence, or of `n_rows`: it counts its own tokens, in this one's memory.
+
+        Raises:
+            ConfigError: sequences that are not there.
+        """
+        if not 0 <= index <= self.batch_size - n_rows or n_rows < 1:
+            raise ConfigError(
+                f"KV cache: got rows {index} to {index + n_rows - 1}, expected some from 0 to {self.batch_size - 1}"
+            )
         alone = copy.copy(self)
         alone.batch_size, alone.store = n_rows, self.store.row(index, n_rows)
         return alone
@@ -264,6 +285,18 @@ class KVCacheTensor:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the content of another cache of the same format and batch.
+
+        Raises:
+            ConfigError: another format, batch or width; nothing is changed.
+            CacheFull: more tokens than fit; nothing is changed.
+        """
+        self.check_state(state)
+        self.n_tokens = self.store.restore(state)
+        for name, tensor in state.items():
+            self.store.buffers[name].write(0, tensor)
+
+    def check_state(self, state: Mapping[str, Tensor]) -> tuple[int, int]:
+        """Refuse what `load_state_dict` does not take; return the tokens of a state, and those in blocks.
 
         Raises:
             ConfigError: another format, batch or width.
@@ -293,25 +326,29 @@ class KVCacheTensor:
                     f"KV cache state: {got[2]} tokens of {name} do not fit {limit}; make the cache with the "
                     f"max_tokens and tail_tokens that it was saved with (here {self.max_tokens})"
                 )
-        used = self.store.used(self.n_tokens)
-        n_tokens = self.store.restore(state)
+        n_packed, n_tokens = self.store.counts(state)
         if n_tokens > self.max_tokens:
-            self.store.restore({name: buffer.view(used[name]) for name, buffer in buffers.items()})
             raise CacheFull(f"KV cache state: {n_tokens} tokens do not fit max_tokens={self.max_tokens}")
-        self.n_tokens = n_tokens
-        for name, tensor in state.items():
-            buffers[name].write(0, tensor)
+        return n_tokens, n_packed
 
     def _bytes(self, tokens: Mapping[str, int]) -> int:
         return sum(self.store.buffers[name].used_bytes(n_tokens) for name, n_tokens in tokens.items())
 
-    def _check(self, values: Tensor) -> None:
+    def check_append(self, values: Tensor) -> None:
+        """Refuse what `append` does not take.
+
+        Raises:
+            CacheFull: more tokens than `max_tokens`.
+            ConfigError: a shape, dtype or device that does not fit, or tracked gradients.
+        """
         shape = values.shape
         if len(shape) != 4 or shape != (self.batch_size, self.n_heads, shape[2], self.width):
             raise ConfigError(
                 f"KV cache: got shape {tuple(shape)}, expected [{self.batch_size}, {self.n_heads}, T, "
                 f"{self.width}]; make the context with this model's new_context() and the same batch size"
             )
+        if not values.is_floating_point():
+            raise ConfigError(f"KV cache: got a tensor of {values.dtype}, expected a floating dtype")
         if values.device != self.device:
             raise ConfigError(
                 f"KV cache: got a tensor on {values.device}, the cache is on {self.device}; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -32,12 +32,16 @@ _told: set[str] = set()
 def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
     """Attach what there is for a type of device, before compilation, and return op -> backend.
 
-    `reference` attaches nothing. `auto` leaves an op without a launcher, or whose launcher does not build, on its
-    reference and says so once. Calling it again is harmless.
+    `reference` attaches nothing; what this process attached before stays, which it says once. `auto` leaves an op
+    without a launcher, or whose launcher does not build, on its reference and says so once. Calling it again is
+    harmless.
 
     Raises:
         KernelUnavailable: under `require`, when an op would run its reference.
+        ConfigError: another policy.
     """
+    if policy not in get_args(Policy):
+        raise ConfigError(f"kernels: got {policy!r}, expected one of: {', '.join(get_args(Policy))}")
     kind = torch.device(device).type
     missing = {} if policy == "reference" else _attach_all(kind)
     chosen: dict[str, str] = get_backend_info(device)["ops"]
@@ -50,6 +54,13 @@ def load(device: torch.device | str, policy: Policy = "auto") -> dict[str, str]:
     if policy == "auto" and kind in BACKENDS and missing and kind not in _told:
         _told.add(kind)
         logger.info(f"kernels on {kind}: {', '.join(missing)} run the {REFERENCE} implementation")
+    kept = [op for op, backend in chosen.items() if backend != REFERENCE]
+    if policy == "reference" and kept and (said := f"{kind}, {policy}") not in _told:
+        _told.add(said)
+        logger.warning(
+            f"kernels: reference on {kind}: {len(kept)} ops keep the kernels that this process attached before; "
+            "use a process of its own"
+        )
     return chosen
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, has_kernel
-from caramba.ops.head_values import reference_head_values, refuse_gradients
+from caramba.ops.first_order import refuse_gradients
+from caramba.ops.head_values import reference_head_values
 from caramba.ops.latent_queries import check_queries, has_narrow_queries, reference_latent_queries
 
 torch.library.define(
@@ -31,10 +32,11 @@ def absorbed_queries(
         ConfigError: shapes, dtypes or devices that do not fit, or gradients that are wanted.
     """
     check_queries("absorbed_queries", q, geo_map, cos, sin)
-    if sem_map.dim() != 3 or sem_map.shape[:2] != q.shape[2:] or sem_map.device != q.device:
+    fits = sem_map.dim() == 3 and sem_map.shape[:2] == q.shape[2:] and sem_map.is_floating_point()
+    if not fits or sem_map.device != q.device:
         raise ConfigError(
-            f"absorbed_queries: sem_map is {tuple(sem_map.shape)} on {sem_map.device}, expected "
-            f"[{q.shape[2]}, {q.shape[3]}, R] on {q.device}"
+            f"absorbed_queries: sem_map is {sem_map.dtype} {tuple(sem_map.shape)} on {sem_map.device}, expected "
+            f"floating [{q.shape[2]}, {q.shape[3]}, R] on {q.device}"
         )
     refuse_gradients("absorbed_queries", q, sem_map, geo_map)
     if has_kernel("absorbed_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):

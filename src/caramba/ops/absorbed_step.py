@@ -11,7 +11,7 @@ from caramba.errors import ConfigError
 from caramba.ops.absorbed_queries import absorbed_queries
 from caramba.ops.backend import call_op, has_kernel
 from caramba.ops.dba_append import check_dba_append, dba_append
-from caramba.ops.head_values import refuse_gradients
+from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF, check_queries, has_narrow_queries
 
 torch.library.define(
@@ -77,10 +77,11 @@ def _check(
     """Refuse what the op does not take, by shapes and dtypes alone."""
     check_queries("absorbed_step", q, geo_map, cos, sin)
     heads, width, geo = geo_map.shape
-    if sem_map.dim() != 3 or sem_map.shape[:2] != (heads, width) or sem_map.device != q.device:
+    fits = sem_map.dim() == 3 and sem_map.shape[:2] == (heads, width) and sem_map.is_floating_point()
+    if not fits or sem_map.device != q.device:
         raise ConfigError(
-            f"absorbed_step: sem_map is {tuple(sem_map.shape)} on {sem_map.device}, expected "
-            f"[{heads}, {width}, R] on {q.device}"
+            f"absorbed_step: sem_map is {sem_map.dtype} {tuple(sem_map.shape)} on {sem_map.device}, expected "
+            f"floating [{heads}, {width}, R] on {q.device}"
         )
     rows = q.shape[0], 1, q.shape[1]
     shapes = (*rows, sem_map.shape[2]), (*rows, geo)

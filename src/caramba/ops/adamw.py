@@ -65,9 +65,9 @@ def adamw_step(
     int64.
 
     Raises:
-        ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device; with
-            `seed` or `in_moments` parameters that are not bfloat16, or weights, or both of the two; with `in_moments`
-            moments that are not float32.
+        ConfigError: lists or shapes that differ, tensors that are not contiguous or not floating, or more than one
+            device; with `seed` or `in_moments` parameters that are not bfloat16, or weights, or both of the two; with
+            `in_moments` moments that are not float32.
 
     Reference: Loshchilov and Hutter, 2019, arXiv:1711.05101; Zamirai et al., 2020, arXiv:2010.06192 (`seed`).
     """
@@ -83,7 +83,7 @@ def adamw_step(
     for index, group in enumerate(zip(*lists, strict=True)):
         shape = group[0].shape
         for x in group:
-            if x.shape != shape or x.device != device or not x.is_contiguous():
+            if x.shape != shape or x.device != device or not (x.is_contiguous() and x.is_floating_point()):
                 raise _refusal(index, group)
             is_wide = is_wide or x.dtype == torch.float64
     single = {"lr": lr, "clip": clip, "grad_scale": grad_scale, "found_inf": found_inf}
@@ -142,12 +142,14 @@ def _refusal(index: int, group: Sequence[Tensor]) -> ConfigError:
     wrong = [
         (name, x)
         for name, x in zip(NAMES, group, strict=False)
-        if x.shape != first.shape or x.device != first.device or not x.is_contiguous()
+        if x.shape != first.shape
+        or x.device != first.device
+        or not (x.is_contiguous() and x.is_floating_point())
     ]
     name, x = wrong[0] if wrong else (NAMES[0], first)  # which is on another device than the tensors before
     return ConfigError(
-        f"adamw_step: {name} {index} has shape {tuple(x.shape)}, strides {x.stride()}, on {x.device}; "
-        f"expected contiguous {tuple(first.shape)}, all on one device"
+        f"adamw_step: {name} {index} is {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}, on {x.device}; "
+        f"expected contiguous floating {tuple(first.shape)}, all on one device"
     )
 
 

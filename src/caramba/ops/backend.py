@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from caramba.errors import KernelUnavailable
+from caramba.ops.first_order import first_order, refuse_tangents
 
 REFERENCE = "reference"
 OPS = (
@@ -136,6 +137,7 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
     is a function with the op's own gradient (`differentiable`), if it has one. Subclasses of tensors, which may stand
     for something else, traces and modes that watch ops always get the op.
     """
+    refuse_tangents(op, *tensors)
     if not _launchers or torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
         return None
     needs_grad = False
@@ -155,12 +157,17 @@ def direct(op: str, *tensors: torch.Tensor | None) -> Callable[..., Any] | None:
     return None if function is None else function.apply
 
 
-def differentiable(op: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+def differentiable(
+    op: str, backward: Callable[..., Any], setup: Callable[..., None], *, is_linear: bool = False
+) -> None:
     """Give an op its gradient, through the dispatcher and for `direct`.
 
     `setup(ctx, inputs, output)` keeps what `backward(ctx, *grads)` needs, as `torch.library.register_autograd` has it.
-    Inputs: all of the op's arguments, the tensors one by one, the first one there.
+    Inputs: all of the op's arguments, the tensors one by one, the first one there. `is_linear`: the gradient is made of
+    ops that have gradients; any other refuses to be differentiated once more.
     """
+    if not is_linear:
+        backward = first_order(op, backward)
     torch.library.register_autograd(f"caramba::{op}", backward, setup_context=setup)
 
     def forward(ctx: Any, *inputs: Any) -> Any:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
-from caramba.ops.formats import pack_nibbles, stored_format, unpack_nibbles
+from caramba.ops.formats import StoredFormat, pack_nibbles, stored_format, unpack_nibbles
 
 
 def to_ggml(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
@@ -16,9 +16,10 @@ def to_ggml(codes: Tensor, scales: Tensor, kind: str) -> Tensor:
     Shape: codes [..., N, code_width], scales [..., N] to uint8 [..., N * (2 + code_width)].
 
     Raises:
-        ConfigError: ggml has no such format.
+        ConfigError: ggml has no such format, or codes and scales that are not of it.
     """
     _need_ggml(kind)
+    _need_blocks(f"ggml {kind}", codes, scales, stored_format(kind))
     return torch.cat((scales.unsqueeze(-1).view(torch.uint8), codes.view(torch.uint8)), dim=-1).flatten(-2)
 
 
@@ -31,7 +32,7 @@ def from_ggml(blocks: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     _need_ggml(kind)
     stored = stored_format(kind)
     size = stored.block.code_bytes + stored.block.scale_bytes
-    if blocks.dtype != torch.uint8 or blocks.shape[-1] % size:
+    if blocks.dtype != torch.uint8 or blocks.dim() < 1 or blocks.shape[-1] % size:
         raise ConfigError(
             f"ggml {kind}: got {blocks.dtype} of shape {tuple(blocks.shape)}, expected uint8 rows of a multiple of "
             f"{size} bytes"
@@ -45,21 +46,40 @@ def to_bitsandbytes(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return NF4 codes as bitsandbytes packs them, two neighbours in a byte, the first high, beside the maxima.
 
     Shape: codes uint8 [..., N, 32], scales fp32 [..., N] to uint8 [..., N * 32] and fp32 [..., N].
+
+    Raises:
+        ConfigError: codes and scales that are not NF4's.
     """
+    _need_blocks("bitsandbytes nf4", codes, scales, stored_format(KVCacheKind.NF4))
     pairs = unpack_nibbles(codes).unflatten(-1, (-1, 2))
     return ((pairs[..., 0] << 4) | pairs[..., 1]).flatten(-2), scales
 
 
 def from_bitsandbytes(packed: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Undo `to_bitsandbytes`."""
+    """Undo `to_bitsandbytes`.
+
+    Raises:
+        ConfigError: bytes and maxima that do not belong together.
+    """
     width = stored_format(KVCacheKind.NF4).code_width
-    if packed.dtype != torch.uint8 or packed.shape[-1] != width * scales.shape[-1]:
+    whole = (*scales.shape[:-1], width * scales.shape[-1]) if scales.dim() else None
+    if packed.dtype != torch.uint8 or scales.dtype != torch.float32 or tuple(packed.shape) != whole:
         raise ConfigError(
-            f"bitsandbytes nf4: got {packed.dtype} of shape {tuple(packed.shape)} with maxima {tuple(scales.shape)}, "
-            f"expected uint8 with {width} bytes for each maximum"
+            f"bitsandbytes nf4: got {packed.dtype} of shape {tuple(packed.shape)} with maxima {scales.dtype} "
+            f"{tuple(scales.shape)}, expected uint8 with {width} bytes for each maximum, and those in float32"
         )
     each = packed.unflatten(-1, (-1, width))
     return pack_nibbles(torch.stack((each >> 4, each & 0x0F), dim=-1).flatten(-2)), scales
+
+
+def _need_blocks(name: str, codes: Tensor, scales: Tensor, stored: StoredFormat) -> None:
+    dtypes = (codes.dtype, scales.dtype) == (stored.code_dtype, stored.scale_dtype)
+    if not dtypes or tuple(codes.shape) != (*scales.shape, stored.code_width) or not scales.dim():
+        raise ConfigError(
+            f"{name}: got codes {codes.dtype} {tuple(codes.shape)} and scales {scales.dtype} {tuple(scales.shape)}, "
+            f"expected {stored.code_dtype} [..., N, {stored.code_width}] and {stored.scale_dtype} [..., N]; pass what "
+            "quantize returned"
+        )
 
 
 def _need_ggml(kind: str) -> None:

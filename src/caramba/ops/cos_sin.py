@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from caramba.errors import ConfigError
+
 torch.library.define("caramba::cos_sin", "(Tensor angles) -> (Tensor, Tensor)")
 
 
@@ -14,8 +16,13 @@ def cos_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     Inductor computes elementwise inputs of a kernel inside it: a rotation of 32 heads would take every cosine 64 times,
     which costs several times what it reads and writes. What an op gives out is in memory.
 
-    Shape: any, to two of the same.
+    Shape: any floating, to two of the same.
+
+    Raises:
+        ConfigError: angles that are not floating.
     """
+    if not angles.is_floating_point():
+        raise ConfigError(f"cos_sin: angles are {angles.dtype}, expected a floating dtype")
     return torch.ops.caramba.cos_sin.default(angles)
 
 

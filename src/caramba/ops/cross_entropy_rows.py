@@ -86,6 +86,11 @@ def _check(logits: Tensor, targets: Tensor, losses: Tensor) -> None:
             f"cross_entropy_rows: logits are {logits.dtype}, targets {targets.dtype} and losses {losses.dtype}, "
             f"expected floating point, int64 and {wide}"
         )
+    if not logits.device == targets.device == losses.device or not logits.shape[1]:
+        raise ConfigError(
+            f"cross_entropy_rows: logits {tuple(logits.shape)} are on {logits.device}, targets on {targets.device} and "
+            f"losses on {losses.device}, expected one device and a class at least"
+        )
     if not losses.is_contiguous() or (logits.stride(1) != 1 and logits.numel()):
         raise ConfigError(
             f"cross_entropy_rows: logits have strides {logits.stride()} and losses {losses.stride()}, "

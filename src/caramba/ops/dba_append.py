@@ -10,6 +10,7 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
 from caramba.ops.decode_on_host import put
+from caramba.ops.first_order import refuse_gradients
 from caramba.ops.widen import widened
 
 torch.library.define(
@@ -37,11 +38,13 @@ def dba_append(
     W, sum of D_i = sum of W_j; lengths int32 [B]; cos and sin [G, T, D/2] or [B, G, T, D/2], G a divisor of K.
 
     Raises:
-        ConfigError: an argument of another shape, dtype, device or stride.
+        ConfigError: an argument of another shape, dtype, device or stride, or gradients that are wanted: what a
+            cache holds has none.
 
     Reference: Su et al., 2021, arXiv:2104.09864 (RoPE).
     """
     given, into = list(streams), list(buffers)
+    refuse_gradients("dba_append", *given)
     run = (
         direct("dba_append", given[0], into[0], lengths)
         if given and into and not torch.is_grad_enabled()
@@ -67,14 +70,16 @@ def check_dba_append(
     """Refuse what the op does not take, by shapes and dtypes alone."""
     if not streams or not buffers:
         raise _wrong("streams, buffers", f"{len(streams)} and {len(buffers)}", "one at least of each")
-    batch, heads, n_tokens = streams[0].shape[:3]
-    device = streams[0].device
+    batch, heads, n_tokens = streams[0].shape[:3] if streams[0].dim() == 4 else ("B", "K", "T")
+    device, capacity = streams[0].device, buffers[0].shape[2] if buffers[0].dim() == 4 else "S"
     for x in streams:
-        if x.dim() != 4 or x.shape[:3] != (batch, heads, n_tokens) or not x.is_floating_point():
-            raise _wrong("streams", _said(x), f"floating [{batch}, {heads}, {n_tokens}, D]")
+        fits = x.dim() == 4 and x.shape[:3] == (batch, heads, n_tokens) and x.device == device
+        if not fits or not x.is_floating_point():
+            raise _wrong("streams", _said(x), f"floating [{batch}, {heads}, {n_tokens}, D] on {device}")
     for x in buffers:
-        if x.dim() != 4 or x.shape[:2] != (batch, heads) or not x.is_floating_point() or x.device != device:
-            raise _wrong("buffers", _said(x), f"floating [{batch}, {heads}, S, W] on {device}")
+        fits = x.dim() == 4 and x.shape[:3] == (batch, heads, capacity) and x.device == device
+        if not fits or not x.is_floating_point():
+            raise _wrong("buffers", _said(x), f"floating [{batch}, {heads}, {capacity}, W] on {device}")
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise _wrong("buffers", f"stride {x.stride(-1)} along the last axis", "1")
     if columns([x.shape[-1] for x in streams], [x.shape[-1] for x in buffers]) is None:
@@ -102,11 +107,13 @@ def _check_tables(streams: list[Tensor], cos: Tensor | None, sin: Tensor | None,
         and heads % table[-3] == 0
         and (len(table) == 3 or table[0] == batch)
     )
-    if not fits or sin.shape != table or sin.dtype != cos.dtype or cos.device != streams[0].device:
+    places = cos.device == sin.device == streams[0].device
+    if not (fits and places and cos.is_floating_point()) or sin.shape != table or sin.dtype != cos.dtype:
         raise _wrong(
             "cos, sin",
             f"{_said(cos)} and {_said(sin)}",
-            f"both [G, {n_tokens}, {width // 2}], or the same with {batch} in front, G a divisor of {heads}",
+            f"both floating [G, {n_tokens}, {width // 2}], or the same with {batch} in front, G a divisor of {heads}, "
+            f"on {streams[0].device}",
         )
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from caramba.console import logger
 from caramba.ops.backend import REFERENCE, direct, implementation
-from caramba.ops.decode_arguments import check_dba_decode, check_lengths
+from caramba.ops.decode_arguments import check_dba_decode, check_lengths, span_of
 from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.decode_reference import reference_dba_decode
+from caramba.ops.first_order import refuse_gradients
 
 WIDEST = {torch.float32: 128, torch.float16: 512, torch.bfloat16: 512}
 """Widest head that kernels take, by the queries' dtype: tiles fit shared memory, and compile in less than a minute."""
@@ -90,18 +91,21 @@ def dba_decode(
     [1] or [B]; returns [B, H, T, Dv] in q's dtype and fp32 [B, H, T], natural logarithms. With two disjoint parts
     of the keys, (o1, l1) and (o2, l2) merge to o1 exp(l1 - l) + o2 exp(l2 - l), l = log(exp(l1) + exp(l2)).
 
+    There are no gradients.
+
     Raises:
-        ConfigError: an argument of another shape, dtype, device or stride.
+        ConfigError: an argument of another shape, dtype, device or stride, or gradients that are wanted.
 
     Reference: Milakov and Gimelshein, 2018, arXiv:1805.02867 (online softmax); Dao et al., 2023, Flash-Decoding.
     """
+    refuse_gradients("dba_decode", q_sem, q_geo, *(null or ()))
     kinds, sem, geo = [str(k_sem.kind), str(k_geo.kind)], k_sem.tensors, k_geo.tensors
     values: list[Tensor] = []
     if v is not None:
         kinds.append(str(v.kind))
         values = v.tensors
     extra = [] if null is None else list(null)
-    span = 0 if window is None else window
+    span = span_of("dba_decode", window)
     given = (q_sem, q_geo, kinds, sem, geo, values, seqlens, n_packed, extra, span, max_seqlen, n_splits)
     if logger.is_debug and not torch.compiler.is_compiling():
         check_lengths([sem, geo, values], seqlens, n_packed)

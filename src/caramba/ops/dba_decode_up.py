@@ -12,9 +12,10 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.ops.backend import REFERENCE, direct, implementation
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
-from caramba.ops.decode_arguments import check_dba_decode, check_lengths
+from caramba.ops.decode_arguments import check_dba_decode, check_lengths, span_of
 from caramba.ops.decode_on_host import host_dba_decode
-from caramba.ops.head_values import head_values, reference_head_values, refuse_gradients
+from caramba.ops.first_order import refuse_gradients
+from caramba.ops.head_values import head_values, reference_head_values
 from caramba.ops.latent_queries import HALF
 
 torch.library.define(
@@ -46,7 +47,7 @@ def dba_decode_up(
     Raises:
         ConfigError: an argument of another shape, dtype, device or stride, or gradients that are wanted.
     """
-    kinds, span = [str(c.kind), str(k_geo.kind)], 0 if window is None else window
+    kinds, span = [str(c.kind), str(k_geo.kind)], span_of("dba_decode_up", window)
     sem, geo = c.tensors, k_geo.tensors
     given = (q_sem, q_geo, kinds, sem, geo, seqlens, n_packed, up, span, max_seqlen, n_splits)
     refuse_gradients("dba_decode_up", q_sem, q_geo, up)

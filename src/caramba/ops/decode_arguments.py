@@ -33,18 +33,22 @@ def check_dba_decode(
     batch, heads, n_queries, _ = _of_rank(q_sem, "q_sem", 4)
     if not q_sem.is_floating_point():
         raise _wrong("q_sem", q_sem.dtype, "a floating dtype")
-    if tuple(q_geo.shape[:3]) != (batch, heads, n_queries) or q_geo.dtype != q_sem.dtype:
-        raise _wrong("q_geo", _said(q_geo), f"[{batch}, {heads}, {n_queries}, Dgeo] in q_sem's {q_sem.dtype}")
+    alike = (q_geo.dtype, q_geo.device) == (q_sem.dtype, q_sem.device)
+    if q_geo.dim() != 4 or tuple(q_geo.shape[:3]) != (batch, heads, n_queries) or not alike:
+        wanted = f"[{batch}, {heads}, {n_queries}, Dgeo] in q_sem's {q_sem.dtype} on {q_sem.device}"
+        raise _wrong("q_geo", _said(q_geo), wanted)
     if not 1 <= n_queries <= MAX_QUERIES:
         raise _wrong(
             "q_sem", f"{n_queries} queries per sequence", f"1 to {MAX_QUERIES}; attend in prefill's form"
         )
     streams = [("k_sem", k_sem, q_sem.shape[-1]), ("k_geo", k_geo, q_geo.shape[-1])]
     if v:
-        streams.append(("v", v, v[-1].shape[-1]))
+        streams.append(("v", v, _of_rank(v[-1], "v", 4)[-1]))
     if len(kinds) != len(streams):
         raise _wrong("kinds", kinds, f"one for each of {len(streams)} streams")
-    kv_heads = k_sem[-1].shape[1] if k_sem else 0
+    if not k_sem:
+        raise _wrong("k_sem", "0 tensors", "values, or values, scales and tail")
+    kv_heads = _of_rank(k_sem[-1], "k_sem", 4)[1]
     if kv_heads < 1 or heads % kv_heads or (not v and kv_heads != 1):
         wanted = f"a number that divides the {heads} query heads" if v else "1, as a latent has, or pass v"
         raise _wrong("k_sem", f"{kv_heads} key/value heads", wanted)
@@ -66,8 +70,12 @@ def check_dba_decode(
     ):
         raise _wrong("n_packed", _said(n_packed), f"int32 [1] or [{batch}] on {q_sem.device}")
     rows = [(kv_heads, width) for _, _, width in streams]
-    if null and ([tuple(row.shape) for row in null] != rows or {row.dtype for row in null} != {q_sem.dtype}):
-        raise _wrong("null", ", ".join(_said(row) for row in null), f"rows {rows} in {q_sem.dtype}")
+    like = (q_sem.dtype, q_sem.device)
+    if null and (
+        [tuple(row.shape) for row in null] != rows or any((row.dtype, row.device) != like for row in null)
+    ):
+        wanted = f"rows {rows} in {q_sem.dtype} on {q_sem.device}"
+        raise _wrong("null", ", ".join(_said(row) for row in null), wanted)
     if min(window, max_seqlen, n_splits) < 0 or n_splits > MAX_SPLITS:
         raise _wrong(
             "window, max_seqlen, n_splits",
@@ -75,6 +83,19 @@ def check_dba_decode(
             f"0 or more each, and at most {MAX_SPLITS} splits",
         )
     return kv_heads, streams[-1][2] if v else q_sem.shape[-1]
+
+
+def span_of(op: str, window: int | None) -> int:
+    """Return a window as ops have it, 0 for none.
+
+    Raises:
+        ConfigError: a window of nothing.
+    """
+    if window is None:
+        return 0
+    if window < 1:
+        raise ConfigError(f"{op}: window: got {window}, expected 1 or more, or None for none")
+    return window
 
 
 def check_lengths(streams: list[list[Tensor]], seqlens: Tensor, n_packed: Tensor | None) -> None:

@@ -24,9 +24,12 @@ def dequantize(
     the last block is dropped.
 
     Raises:
-        ConfigError: a kind that is not a block format, or codes and scales that are not of that kind and width.
+        ConfigError: a kind that is not a block format, codes and scales that are not of that kind and width, or
+            numbers of a dtype that is not floating.
     """
     _check(codes, scales, kind, width)
+    if not dtype.is_floating_point:
+        raise ConfigError(f"dequantise: dtype is {dtype}, expected a floating one")
     return call_op("dequantize", codes, scales, str(kind), width, dtype)
 
 
@@ -52,10 +55,11 @@ def _check(codes: Tensor, scales: Tensor, kind: str, width: int) -> None:
             f"dequantise: codes {tuple(codes.shape)} and scales {tuple(scales.shape)} do not hold {width} elements "
             f"of {kind}; expected codes [..., {n_blocks}, {stored.code_width}] and scales [..., {n_blocks}]"
         )
-    if codes.dtype != stored.code_dtype or scales.dtype != stored.scale_dtype:
+    wrong = (codes.dtype, scales.dtype) != (stored.code_dtype, stored.scale_dtype)
+    if wrong or codes.device != scales.device:
         raise ConfigError(
-            f"dequantise: codes are {codes.dtype} and scales {scales.dtype}, {kind} has {stored.code_dtype} and "
-            f"{stored.scale_dtype}; pass what quantize returned"
+            f"dequantise: codes are {codes.dtype} on {codes.device} and scales {scales.dtype} on {scales.device}, "
+            f"{kind} has {stored.code_dtype} and {stored.scale_dtype} on one device; pass what quantize returned"
         )
 
 

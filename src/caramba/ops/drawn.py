@@ -21,18 +21,21 @@ def drawn(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor,
     [B] and float32 [B].
 
     Raises:
-        ConfigError: logits that are not floating [B, V] with V at least 1, or settings of other shapes or dtypes.
+        ConfigError: logits that are not floating [B, V] with V at least 1, or settings of other shapes, dtypes or
+            devices.
     """
     wide = temperature.dtype
     is_wide = wide == uniform.dtype and wide in (torch.float64, torch.float32)
+    is_wide = is_wide and temperature.device == uniform.device == logits.device
     if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
         raise ConfigError(
             f"drawn: logits are {logits.dtype} of shape {tuple(logits.shape)}, expected floating [B, V], V >= 1"
         )
     if not is_wide or temperature.shape != logits.shape[:1] or uniform.shape != logits.shape[:1]:
         raise ConfigError(
-            f"drawn: temperature and uniform are {wide} {tuple(temperature.shape)} and {uniform.dtype} "
-            f"{tuple(uniform.shape)} beside {logits.shape[0]} rows, expected float64 [{logits.shape[0]}]"
+            f"drawn: temperature and uniform are {wide} {tuple(temperature.shape)} on {temperature.device} and "
+            f"{uniform.dtype} {tuple(uniform.shape)} on {uniform.device} beside {logits.shape[0]} rows, expected "
+            f"float64 [{logits.shape[0]}] on {logits.device}"
         )
     if logits.dtype == torch.float64 or wide != torch.float64:  # no kernel takes it
         return reference_drawn(logits, temperature, uniform)

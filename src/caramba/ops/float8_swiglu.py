@@ -48,6 +48,12 @@ def float8_swiglu_backward(
         raise ConfigError(
             f"float8_swiglu: grad is {tuple(grad.shape)} and packed {tuple(packed.shape)}, expected [M, F] and [M, 2F]"
         )
+    scales = (tuple(grad_scale.shape), tuple(column_scale.shape))
+    if not per_tensor and scales != ((grad.shape[0], 1), (grad.shape[1], 1)):
+        raise ConfigError(
+            f"float8_swiglu: grad_scale and column_scale are {scales[0]} and {scales[1]}, expected "
+            f"{(grad.shape[0], 1)} and {(grad.shape[1], 1)}"
+        )
     return torch.ops.caramba.float8_swiglu_backward.default(
         grad, grad_scale, column_scale, packed, per_tensor, per_tensor
     )
@@ -55,10 +61,16 @@ def float8_swiglu_backward(
 
 def _check(packed: Tensor) -> None:
     sides = packed.shape
-    if packed.dim() != 2 or sides[0] % TILE or sides[1] % (2 * TILE) or not packed.numel():
+    if (
+        packed.dim() != 2
+        or sides[0] % TILE
+        or sides[1] % (2 * TILE)
+        or not packed.numel()
+        or not (packed.is_floating_point())
+    ):
         raise ConfigError(
-            f"float8_swiglu: packed is {packed.dtype} of shape {tuple(sides)}, expected a matrix with multiples "
-            f"of {TILE} rows and {2 * TILE} columns"
+            f"float8_swiglu: packed is {packed.dtype} of shape {tuple(sides)}, expected a floating matrix with "
+            f"multiples of {TILE} rows and {2 * TILE} columns"
         )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, has_kernel
+from caramba.ops.first_order import refuse_gradients
 from caramba.ops.latent_queries import HALF
 from caramba.ops.widen import widened
 
@@ -25,27 +26,16 @@ def head_values(x: Tensor, weight: Tensor) -> Tensor:
         raise ConfigError(
             f"head_values: x is {x.dtype} of shape {tuple(x.shape)}, expected floating [B, T, H, R]"
         )
-    if weight.dim() != 3 or weight.shape[:2] != x.shape[2:] or weight.device != x.device:
+    fits = weight.dim() == 3 and weight.shape[:2] == x.shape[2:] and weight.is_floating_point()
+    if not fits or weight.device != x.device:
         raise ConfigError(
-            f"head_values: weight is {tuple(weight.shape)} on {weight.device}, expected "
+            f"head_values: weight is {weight.dtype} {tuple(weight.shape)} on {weight.device}, expected floating "
             f"[{x.shape[2]}, {x.shape[3]}, D] on {x.device}"
         )
     refuse_gradients("head_values", x, weight)
     if has_kernel("head_values", x) and x.dtype not in HALF:
         return reference_head_values(x, weight)
     return call_op("head_values", x, weight)
-
-
-def refuse_gradients(op: str, *given: Tensor) -> None:
-    """Refuse inputs of an op without gradients that some are wanted of.
-
-    Raises:
-        ConfigError: gradients that are wanted.
-    """
-    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
-        raise ConfigError(
-            f"{op}: got inputs that require gradients, expected none; call it under torch.inference_mode()"
-        )
 
 
 def reference_head_values(x: Tensor, weight: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import has_kernel
+from caramba.ops.first_order import first_order, refuse_tangents
 from caramba.ops.widen import widened
 
 HALF = (torch.float16, torch.bfloat16)
@@ -36,6 +37,7 @@ def latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: 
         ConfigError: shapes, dtypes or devices that do not fit, or tables that require gradients.
     """
     check_queries("latent_queries", q, geo_map, cos, sin)
+    refuse_tangents("latent_queries", q, geo_map)
     if has_kernel("latent_queries", q) and not has_narrow_queries(q.dtype, q.shape[-1], geo_map.shape[-1]):
         return reference_latent_queries(q, geo_map, cos, sin, scale)
     return torch.ops.caramba.latent_queries.default(q, geo_map, cos, sin, scale)
@@ -55,15 +57,18 @@ def check_queries(op: str, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor)
     if q.dim() != 4 or not q.is_floating_point():
         raise ConfigError(f"{op}: q is {q.dtype} of shape {tuple(q.shape)}, expected floating [B, T, H, D]")
     batch, n_tokens, heads, width = q.shape
-    if geo_map.dim() != 3 or geo_map.shape[:2] != (heads, width) or geo_map.shape[2] % 2:
+    is_map = geo_map.dim() == 3 and geo_map.shape[:2] == (heads, width) and geo_map.is_floating_point()
+    if not is_map or geo_map.shape[2] % 2:
         raise ConfigError(
-            f"{op}: geo_map is {tuple(geo_map.shape)}, expected [{heads}, {width}, G] with even G"
+            f"{op}: geo_map is {geo_map.dtype} of shape {tuple(geo_map.shape)}, expected floating "
+            f"[{heads}, {width}, G] with even G"
         )
     table = (n_tokens, geo_map.shape[2] // 2)
-    if tuple(cos.shape) not in ((1, *table), (batch, 1, *table)) or sin.shape != cos.shape:
+    is_table = tuple(cos.shape) in ((1, *table), (batch, 1, *table)) and cos.is_floating_point()
+    if not is_table or (sin.shape, sin.dtype) != (cos.shape, cos.dtype):
         raise ConfigError(
-            f"{op}: cos is {tuple(cos.shape)} and sin {tuple(sin.shape)}, expected both {(1, *table)} "
-            f"or {(batch, 1, *table)}"
+            f"{op}: cos is {cos.dtype} {tuple(cos.shape)} and sin {sin.dtype} {tuple(sin.shape)}, expected both "
+            f"floating {(1, *table)} or {(batch, 1, *table)}"
         )
     if len({x.device for x in (q, geo_map, cos, sin)}) > 1:
         raise ConfigError(
@@ -128,4 +133,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_q, grad_map, None, None, None
 
 
-torch.library.register_autograd("caramba::latent_queries", _backward, setup_context=_setup)
+torch.library.register_autograd(
+    "caramba::latent_queries", first_order("latent_queries", _backward), setup_context=_setup
+)

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
+from caramba.ops.first_order import first_order, refuse_tangents
 from caramba.ops.scale import scale_
+from caramba.ops.widen import widened
 
 NAME = "caramba::linear_cross_entropy"
 EXTRA_BYTES = 10**9
@@ -71,6 +73,7 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(hidden.device.type):
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     _check(hidden, weight, targets)
+    refuse_tangents("linear_cross_entropy", hidden, weight)
     makes_gradients = torch.is_grad_enabled()
     if chunk is None:
         copies = (hidden.dtype != given.dtype) + (makes_gradients and hidden.requires_grad)
@@ -188,10 +191,11 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         or targets.dim() != 1
         or hidden.shape[1] != weight.shape[1]
         or len(targets) != len(hidden)
+        or not len(weight)
     ):
         raise ConfigError(
             f"linear_cross_entropy: hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and targets "
-            f"{tuple(targets.shape)}, expected [N, M], [V, M] and [N]; flatten batch and time first"
+            f"{tuple(targets.shape)}, expected [N, M], [V, M] and [N], V at least 1; flatten batch and time first"
         )
     if targets.dtype != torch.int64 or not hidden.is_floating_point() or not weight.is_floating_point():
         raise ConfigError(
@@ -259,14 +263,15 @@ def _backward(ctx: Any, upstream: Tensor | None, *_: Tensor | None) -> tuple[Ten
 
 def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     """Scale in place, which saves a copy as large as the weight, unless the graph is kept for another backward, or
-    traced (tensors are then of a subclass).
+    traced (tensors are then of a subclass). The scale itself is never rounded to 16 bits: all of a gradient would be
+    off by the same 2^-9.
     """
-    if grad.dtype == torch.float16:  # which has no room for the scale of a loss
-        return (grad.float() * by).to(grad.dtype)
+    if type(grad) is not Tensor or grad.dtype == torch.float16:  # which has no room for the scale of a loss
+        return (widened(grad) * by).to(grad.dtype)
     keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
-    if type(grad) is not Tensor or keeps is None or keeps():
-        return grad * by.to(grad.dtype)
-    return scale_(grad, by)
+    return scale_(grad.clone() if keeps is None or keeps() else grad, by)
 
 
-torch.library.register_autograd(NAME, _backward, setup_context=_setup_context)
+torch.library.register_autograd(
+    NAME, first_order("linear_cross_entropy", _backward), setup_context=_setup_context
+)

@@ -32,12 +32,14 @@ def lion_step(
 
         w <- (1 - lr weight_decay) w - lr sign(beta1 m + (1 - beta1) g),  m <- beta2 m + (1 - beta2) g
 
-    Every product and sum is rounded by itself, so that all implementations give the same bits in fp32.
+    Every product and sum is rounded by itself, so that all implementations give the same bits in fp32. The sign of NaN
+    is NaN: a weight whose momentum is lost does not stay a number that nothing moves any more.
 
     Shape: three lists of one length; tensor i of each has one shape, is dense, and lies on one device.
 
     Raises:
-        ConfigError: lists or shapes that differ, tensors that are not contiguous, or more than one device.
+        ConfigError: lists or shapes that differ, tensors that are not contiguous or not floating, or more than one
+            device.
 
     Reference: Chen et al., 2023, arXiv:2302.06675.
     """
@@ -53,13 +55,16 @@ def lion_step(
             p.shape == m.shape == g.shape
             and p.device == m.device == g.device == device
             and (p.is_contiguous() and m.is_contiguous() and g.is_contiguous())
+            and (p.is_floating_point() and m.is_floating_point() and g.is_floating_point())
         ):
             continue
         for name, tensor in zip(("parameter", "momentum", "gradient"), group, strict=True):
-            if tensor.shape != group[0].shape or tensor.device != device or not tensor.is_contiguous():
+            places = tensor.shape == group[0].shape and tensor.device == device
+            if not (places and tensor.is_contiguous() and tensor.is_floating_point()):
                 raise ConfigError(
-                    f"lion_step: {name} {index} has shape {tuple(tensor.shape)}, strides {tensor.stride()}, on "
-                    f"{tensor.device}; expected contiguous {tuple(group[0].shape)} on {device}"
+                    f"lion_step: {name} {index} is {tensor.dtype} of shape {tuple(tensor.shape)}, strides "
+                    f"{tensor.stride()}, on {tensor.device}; expected contiguous floating {tuple(group[0].shape)} on "
+                    f"{device}"
                 )
     run = None if torch.is_grad_enabled() else direct("lion_step", *parameters)
     if run is None:
@@ -82,7 +87,8 @@ def reference_lion_step(
     # No alpha= or lerp: they fuse a product into a sum on some devices, which rounds once where others round twice.
     for parameter, momentum, grad in zip(parameters, momenta, grads, strict=True):
         wide, moment, slope = widened(parameter), widened(momentum), widened(grad)
-        direction = torch.sign(moment * beta1 + slope * (1 - beta1))
+        mixed = moment * beta1 + slope * (1 - beta1)
+        direction = torch.where(mixed == mixed, torch.sign(mixed), mixed)  # torch's sign of NaN is 0
         parameter.copy_(wide * (1 - lr * weight_decay) - direction * lr)
         momentum.copy_(moment * beta2 + slope * (1 - beta2))
 

@@ -19,16 +19,16 @@ def list_norms(tensors: Sequence[Tensor]) -> Tensor:
     Shape: n tensors of any shapes, contiguous and on one device -> [n], in fp32 or, where one is float64, in that.
 
     Raises:
-        ConfigError: no tensor, or one on another device or not contiguous.
+        ConfigError: no tensor, or one on another device, not contiguous or not floating.
     """
     if not tensors:
         raise ConfigError("list_norms: got no tensor, expected one at least")
     device = tensors[0].device
     for index, x in enumerate(tensors):
-        if x.device != device or not x.is_contiguous():
+        if x.device != device or not x.is_contiguous() or not x.is_floating_point():
             raise ConfigError(
-                f"list_norms: tensor {index} has shape {tuple(x.shape)}, strides {x.stride()}, on {x.device}; expected "
-                f"contiguous ones on {device}"
+                f"list_norms: tensor {index} is {x.dtype} of shape {tuple(x.shape)}, strides {x.stride()}, on "
+                f"{x.device}; expected contiguous floating ones on {device}"
             )
     if _dtype_of(tensors) == torch.float64:  # which no kernel takes
         return reference_list_norms(list(tensors))

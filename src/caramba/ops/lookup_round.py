@@ -45,23 +45,26 @@ def lookup_round(
     bool, to [B] int64. N has room for T tokens behind every text; the three first are changed, and are contiguous.
 
     Raises:
-        ConfigError: an argument of another shape or dtype, or one that is not contiguous.
+        ConfigError: an argument of another shape, dtype or device, or one that is not contiguous.
 
     Reference: Saxena, 2023, prompt lookup decoding.
     """
-    n_rows = ids.shape[0]
+    n_rows = ids.shape[0] if ids.dim() else 0
+    n_ids, n_state, n_drawn = (x.shape[-1] if x.dim() else 0 for x in (ids, state, drawn))
     shapes = {
-        "ids": (ids, torch.int64, (n_rows, ids.shape[-1])),
+        "ids": (ids, torch.int64, (n_rows, n_ids)),
         "held": (held, torch.int32, (n_rows,)),
-        "state": (state, torch.int64, (n_rows, max(state.shape[-1], DRAFTS + 1))),
-        "drawn": (drawn, torch.int64, (n_rows, min(max(drawn.shape[-1], 1), state.shape[-1] - 1))),
+        "state": (state, torch.int64, (n_rows, max(n_state, DRAFTS + 1))),
+        "drawn": (drawn, torch.int64, (n_rows, min(max(n_drawn, 1), n_state - 1))),
         "live": (live, torch.bool, (n_rows,)),
     }
     for name, (x, dtype, shape) in shapes.items():
-        if x.dtype != dtype or tuple(x.shape) != shape or not x.is_contiguous():
+        fits = x.dtype == dtype and tuple(x.shape) == shape and x.device == ids.device
+        if not fits or not x.is_contiguous():
             raise ConfigError(
-                f"lookup_round: {name}: got {x.dtype} of shape {tuple(x.shape)}"
-                f"{'' if x.is_contiguous() else ', not contiguous'}, expected contiguous {dtype} {shape}"
+                f"lookup_round: {name}: got {x.dtype} of shape {tuple(x.shape)} on {x.device}"
+                f"{'' if x.is_contiguous() else ', not contiguous'}, expected contiguous {dtype} {shape} on "
+                f"{ids.device}"
             )
     if most < 0 or max_ngram < 1:
         raise ConfigError(f"lookup_round: got most={most} and max_ngram={max_ngram}, expected >= 0 and >= 1")

@@ -51,7 +51,7 @@ def norm_dropout_activation(
     Shape: x [..., D], weight and bias [D] or none, to [..., D], contiguous, in x's dtype.
 
     Raises:
-        ConfigError: as `layer_norm`, an unknown activation, or p outside [0, 1].
+        ConfigError: as `layer_norm`, an unknown activation, p outside [0, 1], or a seed that is no int64.
 
     Reference: Ba et al., 2016, arXiv:1607.06450; Srivastava et al., 2014, JMLR 15(56).
     """
@@ -62,6 +62,10 @@ def norm_dropout_activation(
         )
     if not 0.0 <= p <= 1.0:
         raise ConfigError(f"norm_dropout_activation: p={p}, expected a probability from 0 to 1")
+    if seed is not None and (
+        isinstance(seed, bool) or not isinstance(seed, int) or not -(2**63) <= seed < 2**63
+    ):
+        raise ConfigError(f"norm_dropout_activation: seed={seed!r}, expected an integer of 64 bits")
     p = resolved(p) if training else 0.0
     if p == 0.0:
         p, seed = 0.0, 0

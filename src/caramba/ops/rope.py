@@ -28,11 +28,13 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, scale: float = 1.0, dtype: torch.d
     n // (N / G); returns [B, N, T, D] in x's order of strides and dtype, or in `dtype`.
 
     Raises:
-        ConfigError: shapes or devices that do not fit, x that is not floating, or tables that require gradients.
+        ConfigError: shapes or devices that do not fit, what is not floating, or tables that require gradients.
 
     Reference: Su et al., 2021, arXiv:2104.09864.
     """
     _check(x, cos, sin)
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"rope: dtype is {dtype}, expected a floating one")
     run = direct("rope", x, cos, sin) or torch.ops.caramba.rope.default
     return run(x, cos, sin, scale, False, dtype or x.dtype)
 
@@ -50,11 +52,11 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         and shape[1] % table[-3] == 0
         and (len(table) == 3 or table[0] == shape[0])
     )
-    if not fits or sin.shape != table or cos.dtype != sin.dtype:
+    if not fits or sin.shape != table or cos.dtype != sin.dtype or not cos.is_floating_point():
         raise ConfigError(
             f"rope: cos is {cos.dtype} {tuple(table)} and sin {sin.dtype} {tuple(sin.shape)} for x {tuple(shape)}; "
-            f"expected both [G, {shape[2]}, {shape[3] // 2}], or the same with {shape[0]} in front, G a divisor "
-            f"of {shape[1]}"
+            f"expected both floating [G, {shape[2]}, {shape[3] // 2}], or the same with {shape[0]} in front, G a "
+            f"divisor of {shape[1]}"
         )
     if cos.device != x.device or sin.device != x.device:
         raise ConfigError(
@@ -98,4 +100,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_x, None, None, None, None, None
 
 
-differentiable("rope", _backward, _setup)
+differentiable("rope", _backward, _setup, is_linear=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.errors import ConfigError
+from caramba.ops.first_order import refuse_tangents
 from caramba.ops.widen import widened
 
 TABLES = "Tensor cos, Tensor sin, int n_heads, int n_kv_heads, float scale"
@@ -32,6 +33,7 @@ def rope_qkv(
     Reference: Su et al., 2021, arXiv:2104.09864.
     """
     _check(joined, cos, sin, n_heads, n_kv_heads)
+    refuse_tangents("rope_qkv", joined)
     return torch.ops.caramba.rope_qkv.default(joined, cos, sin, n_heads, n_kv_heads, scale)
 
 
@@ -40,6 +42,8 @@ def _check(joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: i
     fits = (
         joined.dim() == 3
         and joined.is_floating_point()
+        and cos.is_floating_point()
+        and min(n_heads, n_kv_heads) > 0
         and len(table) in (3, 4)
         and table[-3:-1] == (1, joined.shape[1])
         and heads * 2 * table[-1] == joined.shape[-1]
@@ -48,8 +52,8 @@ def _check(joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: i
     if not fits or sin.shape != table or sin.dtype != cos.dtype:
         raise ConfigError(
             f"rope_qkv: the product is {joined.dtype} {tuple(joined.shape)}, cos {cos.dtype} {tuple(table)} and sin "
-            f"{sin.dtype} {tuple(sin.shape)}; expected floating [B, T, {heads} D] and both [1, T, D/2] or "
-            "[B, 1, T, D/2]"
+            f"{sin.dtype} {tuple(sin.shape)} for {n_heads} and {n_kv_heads} heads; expected one head of each or more, "
+            f"floating [B, T, {heads} D] and both floating [1, T, D/2] or [B, 1, T, D/2]"
         )
     if cos.device != joined.device or sin.device != joined.device:
         raise ConfigError(

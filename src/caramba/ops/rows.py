@@ -11,7 +11,8 @@ def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Ten
     """Check a tensor of rows, its residual, and vectors as long as a row.
 
     Raises:
-        ConfigError: x is not floating point, the residual differs from it, or a vector is not [D] on its device.
+        ConfigError: x is not floating point, the residual differs from it, or a vector is not floating [D] on its
+            device.
     """
     if not x.is_floating_point() or x.dim() < 1:
         raise ConfigError(
@@ -25,8 +26,9 @@ def check_rows(op: str, x: Tensor, residual: Tensor | None = None, **affine: Ten
     for name, vector in affine.items():
         if vector is None:
             continue
-        if vector.dim() != 1 or vector.shape[0] != width or vector.device != x.device:
-            raise ConfigError(f"{op}: {name} is {_told(vector)}, expected ({width},) on {x.device}")
+        fits = vector.dim() == 1 and vector.shape[0] == width and vector.is_floating_point()
+        if not fits or vector.device != x.device:
+            raise ConfigError(f"{op}: {name} is {_told(vector)}, expected floating ({width},) on {x.device}")
 
 
 def _told(x: Tensor) -> str:

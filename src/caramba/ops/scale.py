@@ -20,11 +20,12 @@ def scale_(x: Tensor, by: Tensor) -> Tensor:
     Shape: x any, by [] on its device.
 
     Raises:
-        ConfigError: more than one element, or x that is not floating.
+        ConfigError: more than one element, another device, or what is not floating.
     """
-    if by.numel() != 1 or not x.is_floating_point():
+    if by.numel() != 1 or not (x.is_floating_point() and by.is_floating_point()) or by.device != x.device:
         raise ConfigError(
-            f"scale_: x is {x.dtype} and the factor {tuple(by.shape)}; expected a floating dtype and one element"
+            f"scale_: x is {x.dtype} on {x.device} and the factor {by.dtype} {tuple(by.shape)} on {by.device}; "
+            "expected floating dtypes, one element and one device"
         )
     torch.ops.caramba.scale_.default(x, by)
     return x

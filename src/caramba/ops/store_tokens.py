@@ -10,6 +10,7 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
 from caramba.ops.dba_append import columns
+from caramba.ops.first_order import refuse_gradients
 
 MOST_STREAMS = 3
 
@@ -31,9 +32,11 @@ def store_tokens(streams: Sequence[Tensor], buffers: Sequence[Tensor], rows: Ten
     rows and places int64 [T].
 
     Raises:
-        ConfigError: an argument of another shape, dtype, device or stride; it is a ValueError.
+        ConfigError: an argument of another shape, dtype, device or stride, or gradients that are wanted; it is a
+            ValueError.
     """
     given, into = list(streams), list(buffers)
+    refuse_gradients("store_tokens", *given)
     run = (
         direct("store_tokens", given[0], into[0], rows)
         if given and into and not torch.is_grad_enabled()

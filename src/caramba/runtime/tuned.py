@@ -107,6 +107,8 @@ def read_tables(path: Path) -> dict[str, Any]:
             raise ValueError(f"format {raw['format']}, expected {FORMAT}")
         for name in raw["devices"]:
             attention_rows(raw["devices"][name])
+            if not isinstance(raw["devices"][name].get("machine", {}), dict):
+                raise ValueError(f"machine of {name} is not a mapping")
             decode = raw["devices"][name].get("decode", {})
             if not all(isinstance(way, dict) for way in decode.values()):
                 raise ValueError(f"decode of {name} is not a mapping of mappings")
@@ -141,7 +143,11 @@ def write_table(
 
 
 def attention_rows(entry: dict[str, Any]) -> list[Row]:
-    """Return what a device's entry of a table says about attention."""
+    """Return what a device's entry of a table says about attention.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: it is none.
+    """
     rows = []
     for item in entry["attention"]:
         values = dict(item)
@@ -150,7 +156,17 @@ def attention_rows(entry: dict[str, Any]) -> list[Row]:
         unknown = {name.removesuffix(PADDED) for name in ms} - {*BACKENDS, *DOCUMENT_WAYS}
         if unknown or all(time is None for time in ms.values()):
             raise ValueError(f"attention has {sorted(ms)}, expected a time of one of {', '.join(BACKENDS)}")
-        rows.append(Row(Family(**values), ms, refused))
+        if any(time is not None and not 0 < time < math.inf for time in ms.values()):
+            raise ValueError(f"attention has times {ms}, expected milliseconds above 0")
+        family = Family(**values)
+        flags = (family.is_grouped, family.is_masked, family.trains)
+        if any(type(width) is not int or width < 1 for width in (family.d_qk, family.d_v)) or any(
+            not isinstance(flag, bool) for flag in flags
+        ):
+            raise ValueError(
+                f"attention has a family {values}, expected widths of 1 or more, and true or false"
+            )
+        rows.append(Row(family, ms, refused))
     return rows
 
 
@@ -165,8 +181,8 @@ def choose_attention(device: torch.device, families: Iterable[Family] = ()) -> A
     name = device_name(device)
     for path in (tuned_path(), SHIPPED):
         entry = read_tables(path).get(name) if path.is_file() else None
-        if entry is not None:
-            rows = attention_rows(entry)
+        rows = attention_rows(entry) if entry is not None else []
+        if rows:
             nearest = _nearest(rows, families)
             choice = rank(nearest or rows, f"measured on {name} ({_short(path)})")
             return replace(choice, measured_ms=_milliseconds(nearest))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,8 @@ def main(argv: list[str]) -> int:
     """Run `caramba tune ARGV` and return its exit status.
 
     Raises:
-        ConfigError: a word that is not understood, a device that is not here, or a table that cannot be read.
+        ConfigError: a word that is not understood, a device that is not here, or a table that cannot be read or
+            written.
     """
     words = [word for word in argv if word != "--debug"]
     logger.quiet = logger.quiet or "--quiet" in words
@@ -59,6 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     if out.is_file():
         read_tables(out)  # a file that is none of ours is found out before the measurement, not after
+    _need_place(out)
     has_kernel = device.type == "cuda" and TRITON_AVAILABLE
     rows = tune_attention(device, given.seconds * (ATTENTION_SHARE if has_kernel else 1.0))
     name = device_name(device)
@@ -78,6 +81,23 @@ def main(argv: list[str]) -> int:
     else:
         logger.success(f"{out}; runs read {tuned_path()}: copy it there, or set CARAMBA_HOME to its folder")
     return 0
+
+
+def _need_place(out: Path) -> None:
+    """Refuse a file that cannot be written, before what is to stand in it is measured.
+
+    Raises:
+        ConfigError: its folder cannot be made, or takes no files.
+    """
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"tune: {out} cannot be written ({error.strerror}); give another file by --out, or set CARAMBA_HOME to a "
+            "folder that can"
+        ) from None
 
 
 def tune_attention(device: torch.device, seconds: float, families: Sequence[Family] = FAMILIES) -> list[Row]:

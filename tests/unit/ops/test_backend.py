@@ -10,7 +10,7 @@ import torch
 from caramba import kernels
 from caramba.cache import new_layer_cache
 from caramba.config.layer import AttentionLayerConfig
-from caramba.errors import KernelUnavailable
+from caramba.errors import ConfigError, KernelUnavailable
 from caramba.ops import backend, get_backend_info, quantize
 
 
@@ -52,6 +52,22 @@ def test_require_says_what_is_missing() -> None:
     ):
         kernels.load("cpu", "require")
     assert kernels.load("cpu", "reference") == dict.fromkeys(backend.OPS, "reference")
+
+
+def test_reference_after_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dispatcher does not give a launcher back: who asked for the reference learns that it is not what runs."""
+    monkeypatch.setattr(backend, "_attached", {("quantize", "cuda"): "triton", ("rope", "cuda"): "triton"})
+    monkeypatch.setattr(kernels, "_told", set())
+    said: list[str] = []
+    monkeypatch.setattr(kernels.logger, "warning", said.append)
+    for _ in range(2):
+        assert kernels.load("cuda", "reference")["quantize"] == "triton"
+    assert kernels.load("cpu", "reference")["quantize"] == "reference"
+    assert said == [
+        "kernels: reference on cuda: 2 ops keep the kernels that this process attached before; use a process of its own"
+    ]
+    with pytest.raises(ConfigError, match="kernels: got 'fast', expected one of: auto, require, reference"):
+        kernels.load("cpu", "fast")  # pyright: ignore[reportArgumentType]
 
 
 def test_attach_refuses_what_has_no_contract_and_a_second_backend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,10 +45,14 @@ def test_contracts_and_formulas() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     q, maps, table = drawn(B, T, H, D), drawn(H, D, G), drawn(1, T, G // 2)
     with pytest.raises(
-        ConfigError, match=r"absorbed_queries: sem_map is \(1, 4, 6\) on cpu, expected \[2, 4, R\]"
+        ConfigError,
+        match=r"absorbed_queries: sem_map is torch.float64 \(1, 4, 6\) on cpu, expected floating \[2, 4, R\]",
     ):
         absorbed_queries(q, maps[1:], maps, table, table, 1.0)
-    with pytest.raises(ConfigError, match=r"absorbed_queries: geo_map is \(2, 4, 5\), expected \[2, 4, G\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"absorbed_queries: geo_map is torch.float64 of shape \(2, 4, 5\), expected floating \[2, 4, G\]",
+    ):
         absorbed_queries(q, maps, maps[..., 1:], table, table, 1.0)
     with pytest.raises(ConfigError, match=r"absorbed_queries: got inputs that require gradients"):
         absorbed_queries(q, maps.clone().requires_grad_(), maps, table, table, 1.0)
@@ -56,7 +60,10 @@ def test_what_does_not_fit_is_refused() -> None:
         ConfigError, match=r"head_values: x is torch.int64 of shape .*floating \[B, T, H, R\]"
     ):
         head_values(q.long(), maps)
-    with pytest.raises(ConfigError, match=r"head_values: weight is \(2, 3, 6\) on cpu, expected \[2, 4, D\]"):
+    with pytest.raises(
+        ConfigError,
+        match=r"head_values: weight is torch.float64 \(2, 3, 6\) on cpu, expected floating \[2, 4, D\]",
+    ):
         head_values(q, maps[:, 1:])
 
 

@@ -54,10 +54,14 @@ def test_what_does_not_fit_is_refused() -> None:
     q, geo_map, cos, sin, scale = arguments()
     with pytest.raises(ConfigError, match=r"q is torch.int64 of shape .*expected floating \[B, T, H, D\]"):
         latent_queries(q.long(), geo_map, cos, sin, scale)
-    with pytest.raises(ConfigError, match=r"geo_map is \(2, 4, 5\), expected \[2, 4, G\] with even G"):
+    with pytest.raises(
+        ConfigError,
+        match=r"geo_map is torch.float64 of shape \(2, 4, 5\), expected floating \[2, 4, G\] with even G",
+    ):
         latent_queries(q, geo_map[..., 1:], cos, sin, scale)
     with pytest.raises(
-        ConfigError, match=r"cos is \(1, 2, 3\) .*expected both \(1, 3, 3\) or \(2, 1, 3, 3\)"
+        ConfigError,
+        match=r"cos is torch.float64 \(1, 2, 3\) .*expected both floating \(1, 3, 3\) or \(2, 1, 3, 3\)",
     ):
         latent_queries(q, geo_map, cos[:, 1:], sin, scale)
     with pytest.raises(ConfigError, match="cos and sin require gradients"):

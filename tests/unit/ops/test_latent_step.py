@@ -104,7 +104,8 @@ def test_what_does_not_fit_is_refused() -> None:
             absorbed_step(**(given | changed))
 
     refused(
-        r"absorbed_step: sem_map is \(1, 4, 6\) on cpu, expected \[2, 4, R\]", sem_map=given["sem_map"][1:]
+        r"absorbed_step: sem_map is torch.float64 \(1, 4, 6\) on cpu, expected floating \[2, 4, R\]",
+        sem_map=given["sem_map"][1:],
     )
     refused(
         r"absorbed_step: c is \(3, 1, 2, 5\) on cpu and k_geo .*expected \(3, 1, 2, 6\)",

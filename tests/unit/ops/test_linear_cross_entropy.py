@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from caramba import kernels
 from caramba.errors import ConfigError
@@ -234,3 +238,27 @@ def test_a_target_outside_the_vocabulary_on_the_gpu() -> None:
     assert loss.isnan()
     assert hidden.grad is not None
     assert hidden.grad.isnan().any(-1).tolist() == [row == 3 for row in range(6)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("way", ["kept", "traced"])
+def test_gradients_have_one_scale_whichever_way_they_are_scaled(dtype: torch.dtype, way: str) -> None:
+    """The scale of a mean, 17 / 13 here, is not rounded to 16 bits where the graph is kept or traced."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(rows, 8, generator=generator).to(dtype).requires_grad_() for rows in (17, 33)
+    )
+    targets = torch.randint(33, (17,), generator=generator)
+    targets[:4] = -100
+
+    def gradients(loss: Callable[..., Tensor], **options: Any) -> list[Tensor]:
+        found = torch.autograd.grad(loss(hidden, weight, targets), (hidden, weight), **options)
+        return [grad.clone() for grad in found]
+
+    expected = gradients(linear_cross_entropy)
+    if way == "kept":
+        found = gradients(linear_cross_entropy, retain_graph=True)
+    else:
+        found = gradients(torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True))
+    for ours, want in zip(found, expected, strict=True):
+        assert torch.equal(ours, want)

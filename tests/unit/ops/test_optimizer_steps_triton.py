@@ -54,6 +54,20 @@ def test_lion_gives_the_references_bits(dtype: torch.dtype) -> None:
             assert torch.equal(x, y)
 
 
+def test_lion_shows_a_gradient_that_is_no_number() -> None:
+    """A sign that NaN does not reach would leave the weight a number while its momentum is lost for good."""
+    made = [drawn(size, seed=seed) for seed, size in enumerate((4100, 4100, 4100))]
+    made[2][5], made[2][4099], made[1][7] = torch.nan, torch.nan, torch.nan
+    made[2][6] = torch.inf
+    expected = [x.clone() for x in made]
+    lion_step(*([x] for x in made), lr=0.1, weight_decay=0.1)
+    reference_lion_step(*([x] for x in expected), 0.1, 0.9, 0.99, 0.1)
+    assert made[0].isnan().nonzero().flatten().tolist() == [5, 7, 4099]
+    for x, y in zip(made, expected, strict=True):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num())
+        assert torch.equal(x.isnan(), y.isnan())
+
+
 def states_of(dtype: torch.dtype, masters: bool) -> list[list[Tensor]]:
     """Parameters, moments, gradients, steps and, for masters, weights: some empty, some at unaligned addresses."""
     sizes = [(3, 5), (4096,), (0,), (70, 33), (1,), *([(3000, 1111), (2**24,)] if HAS_GPU else [])]

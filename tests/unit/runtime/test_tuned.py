@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +107,13 @@ def test_families_are_those_that_training_runs() -> None:
     assert families_of([grouped, grouped]) == [Family(16, 16, is_grouped=True)]
 
 
+FAMILY: dict[str, Any] = {"d_qk": 8, "d_v": 8, "ms": {"math": 1.0}}
+
+
+def changed(**values: Any) -> str:
+    return json.dumps({"format": 1, "devices": {"cpu": {"attention": [FAMILY | values]}}})
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -116,9 +125,29 @@ def test_families_are_those_that_training_runs() -> None:
             ),
             r"attention has \['fast'\], expected a time of one of cudnn, flash",
         ),
+        (changed(d_qk=0), "attention has a family .*'d_qk': 0.*, expected widths of 1 or more"),
+        (changed(d_qk="64"), "attention has a family .*'d_qk': '64'"),
+        (changed(trains="no"), "attention has a family .*'trains': 'no'.*true or false"),
+        (changed(ms={"math": 0}), "attention has times .*, expected milliseconds above 0"),
+        (changed(ms={"math": 1.0, "flash": -1.0}), "attention has times"),
+        (changed(ms={"math": 1.0, "flash": math.nan}), "attention has times"),
+        (changed(ms={"math": math.inf}), "attention has times"),
+        (
+            json.dumps({"format": 1, "devices": {"cpu": {"machine": [], "attention": [FAMILY]}}}),
+            "machine of cpu is not a mapping",
+        ),
     ],
 )
 def test_a_broken_table_is_refused_with_its_path(content: str, text: str) -> None:
     tuned_path().write_text(content)
     with pytest.raises(ConfigError, match=rf"tuned.json: not a table of caramba tune .*{text}.*delete it"):
         choose_attention(torch.device("cpu"))
+
+
+def test_a_table_that_says_nothing_of_attention_leaves_it_to_the_next_one(folder: Path) -> None:
+    tuned_path().write_text(json.dumps({"format": 1, "devices": {"cpu": {"attention": []}}}))
+    found = choose_attention(torch.device("cpu"), [Family(8, 8)])
+    assert (found.order, found.source) == (
+        None,
+        "cpu is in no table: torch picks by shape (caramba tune measures)",
+    )

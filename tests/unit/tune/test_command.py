@@ -123,9 +123,22 @@ def test_out_keeps_other_devices(folder: Path, capsys: pytest.CaptureFixture[str
             ["--out", "broken.json"],
             "broken.json: not a table of caramba tune (ValueError: format 9, expected 1); delete",
         ),
+        (
+            ["--out", "broken.json/tuned.json"],
+            "tune: broken.json/tuned.json cannot be written (File exists); give another file by --out",
+        ),
     ],
 )
-def test_bad_arguments(words: list[str], text: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(
+    words: list[str],
+    text: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "caramba.tune.command.tune_attention", lambda *_: pytest.fail("measured all the same")
+    )
     broken = '{"format": 9, "devices": {}}'
     (folder / "broken.json").write_text(broken)
     assert main(["tune", "--device", "cpu", *words]) == 2

@@ -1,0 +1,89 @@
+"""Derivatives that ops do not give, of second order and forward: who asks is told so, not given a wrong number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from caramba.errors import ConfigError
+
+Backward = Callable[..., Any]
+
+
+def first_order(op: str, backward: Backward) -> Backward:
+    """Return a backward whose results refuse to be differentiated, where autograd keeps a graph of them.
+
+    A backward reads means, roots and whole gradients that its forward kept, as if they were constants, and kernels
+    leave no graph: a second derivative would lack terms, or all of them, without a word.
+    """
+
+    def run(ctx: Any, *grads: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        there = [x for x in found if isinstance(x, Tensor)] if isinstance(found, tuple) else [found]
+        if not there:
+            return found
+        # What they are made of, so that a derivative by any of it comes here. One more needs a gradient in any case: a
+        # backward of a sum with another loss would go on without these results.
+        sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        own = torch.zeros((), requires_grad=True)
+        marked = _Refused.apply(op, len(there), *there, own, *sources)
+        if not isinstance(found, tuple):
+            return marked[0]
+        rest = iter(marked)
+        return tuple(next(rest) if isinstance(x, Tensor) else x for x in found)
+
+    return run
+
+
+def refuse_tangents(op: str, *given: Any) -> None:
+    """Refuse tensors that forward-mode differentiation follows: no op gives tangents, and torch takes them for zero.
+
+    Raises:
+        NotImplementedError: one has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for x in given:
+        if isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: forward-mode derivatives (jvp, dual numbers) are not there; differentiate backwards, or "
+                "compute what it stands for in plain PyTorch"
+            )
+
+
+def refuse_gradients(op: str, *given: Tensor) -> None:
+    """Refuse inputs of an op without gradients that some are wanted of.
+
+    Raises:
+        ConfigError: gradients that are wanted.
+    """
+    if torch.is_grad_enabled() and any(one.requires_grad for one in given):
+        raise ConfigError(
+            f"{op}: got inputs that require gradients, expected none; call it under torch.inference_mode()"
+        )
+
+
+class _Refused(torch.autograd.Function):
+    """Hands tensors on, and raises where their gradient is asked for."""
+
+    @staticmethod
+    def forward(op: str, count: int, *given: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.view_as(x) for x in given[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.op = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError(
+            f"{ctx.op}: its gradient cannot be differentiated; compute what it stands for in plain PyTorch where "
+            "second derivatives are needed"
+        )
