@@ -122,14 +122,10 @@ def _from_check(key: str, verdict: Verdict, check: Check) -> Metric:
 def window_means(result: RunResult) -> dict[tuple[str, str], tuple[float, ...]]:
     """Return what the perplexity benchmarks kept of their windows; records of before have none."""
     found: dict[tuple[str, str], tuple[float, ...]] = {}
-    for bench in result.benchmarks:
-        sources = {metric.source for metric in bench.metrics} if bench.type == "perplexity" else set()
-        for source in sources:
-            found |= {
-                (source, str(row["model"])): tuple(row[WINDOW_NLL])
-                for row in bench.rows
-                if row.get(WINDOW_NLL)
-            }
+    for bench in (bench for bench in result.benchmarks if bench.type == "perplexity" and bench.metrics):
+        for row in bench.rows:
+            if row.get(WINDOW_NLL):
+                found[bench.metrics[0].source, str(row["model"])] = tuple(row[WINDOW_NLL])
     return found
 
 
@@ -167,10 +163,8 @@ def ratios(
             undefined.append(Undefined(name, f"{base.key} is 0"))
             continue
         ratio = _divide(name, metric, base)
-        pair = [
-            (windows or {}).get((item.source, role)) for item, role in ((metric, key.model), (base, TEACHER))
-        ]
-        ours, theirs = pair
+        known = windows or {}
+        ours, theirs = known.get((metric.source, str(key.model))), known.get((base.source, TEACHER))
         if key.family == "perplexity" and key.field in _OF_WINDOWS and ours and theirs:
             ratio = replace(ratio, std=paired_error(key.field, ratio.value, ours, theirs))
         _add(out, ratio, "two families of metrics")
