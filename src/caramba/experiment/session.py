@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 
 from caramba import kernels, upcycle
 from caramba.benchmark import Subjects, check_accuracy, run_suite
+from caramba.checkpoint import fingerprint
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.layer import AttentionLayerConfig
@@ -26,6 +27,7 @@ from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
+from caramba.experiment.sources import DATA, hold_source
 from caramba.experiment.text import check_tokenizer, open_text
 from caramba.layer import runs_parts
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
@@ -80,6 +82,8 @@ class Session:
         text = open_text(manifest, group) if reads_text else None
         if text is not None:
             check_accuracy(group.benchmarks, text.tokenizer)
+            if is_main_process():
+                hold_source(run_dir, DATA, str(text.folder), text.fingerprint)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir), ranks=ranks)
         session._open_models()
         session._check_surgery()
@@ -186,6 +190,8 @@ class Session:
             tokenizer_hash=self.tokenizer_hash,
         )
         self.labels |= labels
+        if is_main_process():
+            hold_source(self.run_dir, role, str(path.absolute()), fingerprint(path))
         if path.is_dir() and is_main_process():
             self.labels |= record_loaded(self.run_dir, role, path)
         logger.path(str(path), role)
