@@ -27,7 +27,7 @@ from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
-from caramba.experiment.sources import DATA, hold_source
+from caramba.experiment.sources import DATA, hold_source, labels_as
 from caramba.experiment.text import check_tokenizer, open_text
 from caramba.layer import runs_parts
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
@@ -189,7 +189,7 @@ class Session:
             where=where,
             tokenizer_hash=self.tokenizer_hash,
         )
-        self.labels |= labels
+        self.labels |= labels_as(role, labels)
         if is_main_process():
             hold_source(self.run_dir, role, str(path.absolute()), fingerprint(path))
         if path.is_dir() and is_main_process():

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
+from caramba.config.model import ModelConfig
 from caramba.errors import CheckpointError, DataError
 from caramba.runs.files import write_json
 
 SOURCES = "sources.json"
 DATA = "data"
+# Labels of models that were trained here from scratch: of the one that a run's teacher is, and of any other.
+PROXY, ORIGIN = "proxy", "origin"
+
+
+def starts_anew(model: ModelConfig, role: str | None) -> bool:
+    """Return whether the weights of `role` come from no file."""
+    if role == "teacher":
+        return model.teacher is None or model.teacher.checkpoint is None
+    return model.path is None and model.checkpoint is None
+
+
+def labels_as(role: str, labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of weights that are read as `role`: a teacher that another run trained from scratch is a proxy,
+    as one that the run trains itself.
+    """
+    found = dict(labels)
+    if role == "teacher" and ORIGIN in found:
+        found.setdefault(PROXY, found.pop(ORIGIN))
+    return found
 
 
 def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
