@@ -35,7 +35,7 @@ def test_a_teacher_or_text_that_changed_in_between_is_refused_and_nothing_is_los
 ) -> None:
     """Trap: the signature of a folder is that of its headers, and of a run's weights and of the text there was none."""
     teacher, tokens = tmp_path / "teacher", tmp_path / "text.npy"
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, **HEADS)).save_pretrained(teacher)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(SHAPE | HEADS)).save_pretrained(teacher)
     draw = np.random.default_rng(0)
     text, other = (draw.integers(0, 61, 4000).astype(np.uint16) for _ in range(2))
     np.save(tokens, text)
@@ -77,3 +77,20 @@ def test_the_fingerprint_of_a_large_file_sees_a_changed_matrix(tmp_path: Path) -
         stream.seek(WHOLE_BYTES)
         stream.write(os.urandom(40 * SAMPLE_BYTES))
     assert fingerprint(first) != fingerprint(second)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_teacher_with_values_that_are_not_finite_is_refused_before_surgery(
+    tmp_path: Path, cache: Path, bad: float
+) -> None:
+    """Trap: without calibration the student, the learning rate, an eigensolver or JSON was blamed, with status 1."""
+    teacher, tokens = tmp_path / "teacher", tmp_path / "text.npy"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(SHAPE | HEADS)).save_pretrained(teacher)
+    tensors = load_tensors(teacher / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = bad
+    save_tensors(teacher / "model.safetensors", tensors, {"format": "pt"})
+    np.save(tokens, np.random.default_rng(0).integers(0, 61, 4000).astype(np.uint16))
+    done = caramba([*words(teacher, tokens), "model.surgery.method=random"], tmp_path, cache)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"model.teacher.checkpoint={teacher}: values that are not finite" in done.stderr
+    assert "topology.layers.0.layers.3.layers.1.down.weight (1 of 6,144 values)" in done.stderr

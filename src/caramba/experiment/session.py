@@ -31,6 +31,7 @@ from caramba.experiment.sources import DATA, hold_source, labels_as
 from caramba.experiment.text import check_tokenizer, open_text
 from caramba.layer import runs_parts
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
+from caramba.model.pretrained import refuse_not_finite
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import (
     AttentionChoice,
@@ -189,6 +190,7 @@ class Session:
             where=where,
             tokenizer_hash=self.tokenizer_hash,
         )
+        refuse_not_finite(model, f"{where}={path}")
         self.labels |= labels_as(role, labels)
         if is_main_process():
             hold_source(self.run_dir, role, str(path.absolute()), fingerprint(path))
