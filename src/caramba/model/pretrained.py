@@ -108,8 +108,8 @@ def refuse_not_finite(model: Model, where: str) -> None:
     if found:
         more = f" and {len(found) - 4} more" if len(found) > 4 else ""
         raise CheckpointError(
-            f"{where}: values that are not finite in {', '.join(found[:4])}{more}; the files are damaged, or were cast to "
-            "a type that their values overflow: download or convert them again"
+            f"{where}: values that are not finite in {', '.join(found[:4])}{more}; the files are damaged, or "
+            "were cast to a type that their values overflow: download or convert them again"
         )
 
 
