@@ -6,10 +6,14 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+WINDOW_NLL = "window_nll"
+"""The column of a perplexity row that holds the mean NLL of each window, which pairs models; in no CSV."""
+
 
 @dataclass(frozen=True)
 class Metric:
-    """One measured number. `std` is the dispersion of its `n` samples; of an NLL, the standard error of the mean.
+    """One measured number. `std` is the dispersion of its `n` samples; of an NLL, and of what follows from it, the
+    standard error of the mean.
 
     `source` names what measured it: a benchmark or phase id.
     """

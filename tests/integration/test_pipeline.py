@@ -219,6 +219,20 @@ def test_bytes_and_a_single_model(tmp_path: Path, cache: Path) -> None:
     assert "perplexity.teacher.nll" not in metrics
     assert "proxy" not in report["labels"], "there is no teacher to stand for another"
     assert "proxy" not in done.stdout
+    # As the teacher of another run it does stand for one, whether that run reads it or what was exported of it.
+    run, folder = only_run(tmp_path), tmp_path / "exported"
+    done = caramba(["export", str(run), "--format", "hf", "--out", str(folder)], tmp_path, cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name, teacher in (("of_run", run), ("of_export", folder)):
+        of_teacher = ["data=stdlib_bytes", "data.max_bytes=300000", f"model.teacher.checkpoint={teacher}"]
+        of_teacher += ["model=tiny_dba", "model.embedder.vocab_size=257", "train=none", "verify=none"]
+        of_teacher += ["model.teacher.manifest.embedder.vocab_size=257", f"name={name}"]
+        done = caramba(["experiment=smoke", *of_teacher], tmp_path, cache)
+        assert done.returncode == 0, done.stdout + done.stderr
+        written = next((tmp_path / "runs" / name).iterdir()) / "artifacts"
+        labels = json.loads((written / "report.json").read_text())["labels"]
+        assert labels["proxy"].startswith("trained from scratch on")
+        assert "Proxy teacher: trained from scratch on" in (written / "tables.tex").read_text()
 
 
 def test_a_seed_of_a_phase_takes_effect(tmp_path: Path, cache: Path) -> None:

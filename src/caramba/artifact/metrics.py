@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from caramba.artifact.key import MetricKey, as_word, parse_key
 from caramba.errors import CarambaError
-from caramba.result import Check, Metric, RunResult, Verdict
+from caramba.result import WINDOW_NLL, Check, Metric, RunResult, Verdict
 
 TEACHER, STUDENT = "teacher", "student"
 
@@ -29,6 +30,11 @@ COMPARING = frozenset(
     {"controls", "weights", "inference_ladder", "ladder"}
 )  # families that state their ratios themselves
 EXACT_16_BIT = ("fp16", "bf16")
+# Fields of the family perplexity whose ratio follows from the losses of the windows.
+_OF_WINDOWS = frozenset({"nll", "perplexity", "bits_per_byte"})
+
+WindowMeans = Mapping[tuple[str, str], Sequence[float]]
+"""NLL of every held-out window, in nats per token, by the benchmark's id and the model."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,8 @@ def collect(result: RunResult) -> dict[str, Metric]:
         CarambaError: a key that is malformed or measured twice under one id, or a value that is not finite.
     """
     measured = _measured(result)
-    metrics = {**measured, **_verified(result.verdicts), **ratios(measured)[0]}
+    ours = ratios(measured, window_means(result))[0]
+    metrics = {**measured, **_verified(result.verdicts), **ours}
     for metric in metrics.values():
         if not math.isfinite(metric.value) or not math.isfinite(metric.std or 0.0):
             raise CarambaError(
@@ -112,13 +119,28 @@ def _from_check(key: str, verdict: Verdict, check: Check) -> Metric:
     return Metric(key, check.value, check.unit, source=f"verify:{verdict.run_id}")
 
 
-def ratios(measured: dict[str, Metric]) -> tuple[dict[str, Metric], tuple[Undefined, ...]]:
+def window_means(result: RunResult) -> dict[tuple[str, str], tuple[float, ...]]:
+    """Return what the perplexity benchmarks kept of their windows; records of before have none."""
+    found: dict[tuple[str, str], tuple[float, ...]] = {}
+    for bench in (bench for bench in result.benchmarks if bench.type == "perplexity" and bench.metrics):
+        for row in bench.rows:
+            if row.get(WINDOW_NLL):
+                found[bench.metrics[0].source, str(row["model"])] = tuple(row[WINDOW_NLL])
+    return found
+
+
+def ratios(
+    measured: dict[str, Metric], windows: WindowMeans | None = None
+) -> tuple[dict[str, Metric], tuple[Undefined, ...]]:
     """Return student over teacher for every metric that both have, and the ratios that have no value.
 
     The stage rows get `ratio.perplexity@model=<row>`. With errors s and t of student S and teacher T, taken
     as independent, the first-order error of the ratio is
 
         std(S / T) = |S / T| * sqrt((s / S)^2 + (t / T)^2)
+
+    The losses of both on the same windows are not independent: what both find hard cancels. Where `windows` has them,
+    the error is the standard error of their difference, window by window (`paired_error`).
     """
     by_key = {parse_key(text): metric for text, metric in measured.items()}
     out: dict[str, Metric] = {}
@@ -140,7 +162,12 @@ def ratios(measured: dict[str, Metric]) -> tuple[dict[str, Metric], tuple[Undefi
         if base.value == 0:
             undefined.append(Undefined(name, f"{base.key} is 0"))
             continue
-        _add(out, _divide(name, metric, base), "two families of metrics")
+        ratio = _divide(name, metric, base)
+        known = windows or {}
+        ours, theirs = known.get((metric.source, str(key.model))), known.get((base.source, TEACHER))
+        if key.family == "perplexity" and key.field in _OF_WINDOWS and ours and theirs:
+            ratio = replace(ratio, std=paired_error(key.field, ratio.value, ours, theirs))
+        _add(out, ratio, "two families of metrics")
     return out, tuple(undefined)
 
 
@@ -151,6 +178,21 @@ def _divide(name: str, over: Metric, under: Metric) -> Metric:
         # |S/T| s/S is s/T, which also holds when S is zero.
         std = math.hypot(over.std / under.value, value * under.std / under.value)
     return Metric(name, value, "ratio", std=std, source=f"{over.key} / {under.key}")
+
+
+def paired_error(field: str, ratio: float, ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    """Return the first-order standard error of student over teacher from the NLL of the same n windows.
+
+    Of perplexity, R = exp(mean(s_i - t_i)), it is R std(s_i - t_i) / sqrt(n); of nll and of bits per byte, with
+    R = mean(s_i) / mean(t_i), it is std(s_i - R t_i) / (mean(t_i) sqrt(n)). None for fewer than two windows, or where
+    the two are not of the same windows.
+    """
+    if len(ours) != len(theirs) or len(ours) < 2:
+        return None
+    slope = 1.0 if field == "perplexity" else ratio
+    differences = [s - slope * t for s, t in zip(ours, theirs, strict=True)]
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    return ratio * error if field == "perplexity" else error / statistics.fmean(theirs)
 
 
 def headline(metrics: dict[str, Metric], family: str, field: str) -> dict[str, Metric]:

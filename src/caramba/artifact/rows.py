@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from caramba.errors import CarambaError
-from caramba.result import BenchmarkResult, RunResult
+from caramba.result import WINDOW_NLL, BenchmarkResult, RunResult
 
 ID_COLUMN = "benchmark"
 
@@ -17,7 +17,8 @@ def to_csv(result: RunResult, kind: str) -> str | None:
     """Return the rows of the benchmarks of type `kind` as CSV text, or None when there are none.
 
     The first column is the benchmark's id; the others are the union of the rows' keys, in the order first
-    seen. None is an empty cell, numbers keep every digit, and lists and mappings are written as JSON.
+    seen. None is an empty cell, numbers keep every digit, and lists and mappings are written as JSON. What a row
+    holds of every window stays in result.json.
 
     Raises:
         CarambaError: a row has a column that is called `benchmark` itself.
@@ -50,7 +51,7 @@ def _names(bench: BenchmarkResult, row: dict[str, Any]) -> list[str]:
             f"benchmark {bench.id!r}: a row has a column {ID_COLUMN!r}, which the CSV fills with the id; "
             "rename the column"
         )
-    return list(row)
+    return [name for name in row if name != WINDOW_NLL]
 
 
 def _cell(value: Any) -> Any:

@@ -376,10 +376,13 @@ def _measured_cell(metric: Metric | None) -> Cell:
     text = number(metric.value)
     if not metric.std:
         return Cell(text, metric.key, is_number=True)
-    # The spread is given to the last digit of its value; one that would vanish there keeps its own digits.
-    digits = 0 if "e" in text else len(text.partition(".")[2])
-    spread = f"{metric.std:.{digits}f}" if round(metric.std, digits) else number(metric.std)
+    spread = _spread(metric.std, 0 if "e" in text else len(text.partition(".")[2]))
     return Cell(f"{text} ± {spread}", metric.key, is_number=True)
+
+
+def _spread(std: float, digits: int) -> str:
+    """Return a spread to the last digit of its value; one that would vanish there keeps its own digits."""
+    return f"{std:.{digits}f}" if round(std, digits) else number(std)
 
 
 def _bytes_cell(metric: Metric | None) -> Cell:
@@ -391,5 +394,5 @@ def _bytes_cell(metric: Metric | None) -> Cell:
 def _ratio_cell(metric: Metric | None) -> Cell:
     if metric is None:
         return Cell(NOTHING)
-    spread = f" ± {metric.std:.3f}" if metric.std else ""
+    spread = f" ± {_spread(metric.std, 3)}" if metric.std else ""
     return Cell(f"{metric.value:.3f}{TIMES}{spread}", metric.key, is_number=True)

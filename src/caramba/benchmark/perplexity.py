@@ -15,7 +15,7 @@ from caramba.data import IGNORED, TokenDataset, count_bytes, open_benchmark_text
 from caramba.errors import CarambaError, ConfigError
 from caramba.measure import WindowedNLL, spread_windows, windowed_nll
 from caramba.model import Model
-from caramba.result import Metric
+from caramba.result import WINDOW_NLL, Metric
 
 
 class CachedModel(nn.Module):
@@ -100,6 +100,7 @@ def perplexity(
                 "hadamard": config.cache_hadamard if config.cache_kind else None,
                 "nll_standard_error": _or_none(measured.standard_error),
                 "text_bytes": text_bytes,
+                WINDOW_NLL: list(measured.window_means),
             }
         )
     return metrics, rows

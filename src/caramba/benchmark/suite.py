@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -73,15 +74,25 @@ def _dispatch(bench: BenchmarkConfig, subjects: Subjects) -> Measured:
 def _average(repeats: Sequence[list[Metric]]) -> list[Metric]:
     if len(repeats) == 1:
         return repeats[0]
-    averaged = []
-    for same in zip(*repeats, strict=True):
-        values = [metric.value for metric in same]
-        averaged.append(
-            dataclasses.replace(
-                same[0], value=statistics.fmean(values), n=len(values), std=statistics.stdev(values)
-            )
-        )
-    return averaged
+    return [pooled(same) for same in zip(*repeats, strict=True)]
+
+
+def pooled(same: Sequence[Metric]) -> Metric:
+    """Return one metric of two or more repeats: the mean, and a deviation of what varies within and between them.
+
+    Repeats that have no deviation of their own are the samples themselves. Otherwise the variance is the mean of
+    theirs plus that of their values, so that repeating what cannot differ, as a loss on the same windows, does not
+    call its error zero; and `n` counts the samples of all, or those of one where every repeat has the same value.
+    """
+    values = [metric.value for metric in same]
+    within = [metric.std for metric in same if metric.std is not None]
+    between = statistics.stdev(values)
+    if len(within) < len(same):
+        return dataclasses.replace(same[0], value=statistics.fmean(values), n=len(values), std=between)
+    spread = math.hypot(math.sqrt(statistics.fmean(std**2 for std in within)), between)
+    counts = [metric.n for metric in same if metric.n is not None]
+    n = sum(counts) if between and counts else same[0].n
+    return dataclasses.replace(same[0], value=statistics.fmean(values), n=n, std=spread)
 
 
 def run_suite(benchmarks: Sequence[BenchmarkConfig], subjects: Subjects) -> tuple[BenchmarkResult, ...]:

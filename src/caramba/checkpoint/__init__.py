@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from caramba.checkpoint.folder import signature, weight_files
+    from caramba.checkpoint.folder import fingerprint, signature, weight_files
     from caramba.checkpoint.shards import stored_tensors, stream_into
     from caramba.checkpoint.tensors import (
         load_into,
@@ -24,6 +24,7 @@ _HOMES = {
     "save_tensors": "tensors",
     "stored_tensors": "shards",
     "stream_into": "shards",
+    "fingerprint": "folder",
     "signature": "folder",
     "weight_files": "folder",
     "without_aliases": "tensors",
@@ -32,6 +33,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "fingerprint",
     "load_into",
     "load_tensors",
     "load_training_state",

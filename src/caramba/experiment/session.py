@@ -13,6 +13,7 @@ from torch.utils.data import Subset
 
 from caramba import kernels, upcycle
 from caramba.benchmark import Subjects, check_accuracy, run_suite
+from caramba.checkpoint import fingerprint
 from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.eval_cases import EvalVerifyConfig
 from caramba.config.layer import AttentionLayerConfig
@@ -26,9 +27,11 @@ from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
+from caramba.experiment.sources import DATA, hold_source, labels_as
 from caramba.experiment.text import check_tokenizer, open_text
 from caramba.layer import runs_parts
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
+from caramba.model.pretrained import refuse_not_finite
 from caramba.result import BenchmarkResult, PhaseResult
 from caramba.runtime import (
     AttentionChoice,
@@ -80,6 +83,8 @@ class Session:
         text = open_text(manifest, group) if reads_text else None
         if text is not None:
             check_accuracy(group.benchmarks, text.tokenizer)
+            if is_main_process():
+                hold_source(run_dir, DATA, str(text.folder), text.fingerprint)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir), ranks=ranks)
         session._open_models()
         session._check_surgery()
@@ -185,7 +190,10 @@ class Session:
             where=where,
             tokenizer_hash=self.tokenizer_hash,
         )
-        self.labels |= labels
+        refuse_not_finite(model, f"{where}={path}")
+        self.labels |= labels_as(role, labels)
+        if is_main_process():
+            hold_source(self.run_dir, role, str(path.absolute()), fingerprint(path))
         if path.is_dir() and is_main_process():
             self.labels |= record_loaded(self.run_dir, role, path)
         logger.path(str(path), role)

@@ -94,6 +94,25 @@ def load_pretrained(
     return model.eval(), json.loads(metadata.get("labels", "{}"))
 
 
+def refuse_not_finite(model: Model, where: str) -> None:
+    """Refuse weights to train, distil or measure with that hold NaN or infinity: what follows would blame itself.
+
+    Raises:
+        CheckpointError: names the tensors and how many of their values are not finite.
+    """
+    found: list[str] = []
+    for name, tensor in model.named_parameters():
+        if tensor.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(tensor.detach())):
+            count = tensor.numel() - int(tensor.detach().isfinite().sum())
+            found.append(f"{name} ({count:,} of {tensor.numel():,} values)")
+    if found:
+        more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+        raise CheckpointError(
+            f"{where}: values that are not finite in {', '.join(found[:4])}{more}; the files are damaged, or "
+            "were cast to a type that their values overflow: download or convert them again"
+        )
+
+
 def find_checkpoint(place: Path, *, role: str) -> Path:
     """Return the weights of `role` in a run directory, or the file, export or Hugging Face folder itself, or those of a
     sharded training state.

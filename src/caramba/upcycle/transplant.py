@@ -107,7 +107,8 @@ def _convert(
         return copy_heads(source, target)
     if method == "weight_svd" and target.config.layout == "latent":
         return convert(source, target, weight_statistics(source), None)
-    energy = weight_svd(source, target) if method == "weight_svd" else 0.0
+    # Chance keeps nothing of a variance, so there is no share of it to report.
+    energy = weight_svd(source, target) if method == "weight_svd" else None
     return describe(target.config, source.config, energy_kept=energy)
 
 

@@ -13,7 +13,7 @@ import pytest
 from caramba.artifact.latex import build_tables, escape, typeset
 from caramba.artifact.metrics import collect
 from caramba.artifact.tables import number
-from caramba.result import Check, RunResult, Verdict
+from caramba.result import BenchmarkResult, Check, Metric, RunResult, Verdict
 
 NASTY = "50%_of$a&b#c {x} ~^\\ <|> é 模 -- \n end"
 
@@ -111,3 +111,14 @@ def test_pdflatex_accepts_the_tables(result: RunResult, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert (tmp_path / "main.pdf").stat().st_size > 10_000
+
+
+def test_a_small_spread_of_a_ratio_is_not_shown_as_none(result: RunResult) -> None:
+    """Trap: an 8-bit cache that changes the loss by (2 +- 4) x 1e-5 nats stood there as 1.000 +- 0.000."""
+    measured = tuple(
+        Metric(f"perplexity.{model}.perplexity", value, "", 64, std, "ppl")
+        for model, value, std in (("teacher", 10.0, 1e-4), ("student", 10.0, 2e-4))
+    )
+    bench = BenchmarkResult("ppl", "perplexity", measured)
+    tables = tables_of(dataclasses.replace(result, benchmarks=(bench,), verdicts=()))
+    assert r"1.000$\times$ $\pm$ $2.236\times10^{-5}$" in tables

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import statistics
+from collections.abc import Callable
 
 import pytest
 
 from caramba.artifact.metrics import collect, headline, undefined_ratios
+from caramba.artifact.rows import to_csv
+from caramba.benchmark.perplexity import summarise
 from caramba.errors import CarambaError
-from caramba.result import BenchmarkResult, Check, Metric, RunResult, Verdict
+from caramba.measure import WindowedNLL
+from caramba.result import WINDOW_NLL, BenchmarkResult, Check, Metric, RunResult, Verdict
 
 
 def bench(ident: str, *metrics: tuple[str, float, float | None]) -> BenchmarkResult:
@@ -103,3 +108,45 @@ def test_headline_shares_conditions_and_counts_kv_bytes_at_16_bits(result: RunRe
     }
     assert set(headline(lonely, "latency", "tok_s")) == {"teacher", "student"}
     assert headline(lonely, "latency", "tok_s")["teacher"].key.endswith("@prompt=512,gen=32,batch=1")
+
+
+def test_the_error_of_a_ratio_on_the_same_windows_is_that_of_their_differences(result: RunResult) -> None:
+    """What both models find hard is no doubt about their ratio: hard and easy windows cancel."""
+    draw = random.Random(1)
+    hard = [draw.gauss(3.0, 0.5) for _ in range(64)]
+    means = {"teacher": hard, "student": [value + draw.gauss(0.04, 0.02) for value in hard]}
+    metrics, rows = [], []
+    for model, found in means.items():
+        measured = WindowedNLL(sum(found) * 128, 64 * 128, tuple(found))
+        for field, (value, unit, std) in summarise(measured, 20_000).items():
+            metrics.append(Metric(f"perplexity.{model}.{field}", value, unit, 64, std, "ppl"))
+        rows.append({"model": model, WINDOW_NLL: found})
+    both = BenchmarkResult("ppl", "perplexity", tuple(metrics), tuple(rows))
+    got = collect(with_benches(result, both))
+
+    def resampled(ratio: Callable[[float, float], float]) -> float:
+        values = []
+        for _ in range(4000):
+            picked = draw.choices(range(64), k=64)
+            t, s = (sum(means[model][at] for at in picked) / 64 for model in ("teacher", "student"))
+            values.append(ratio(s, t))
+        return statistics.stdev(values)
+
+    for field, ratio in (
+        ("perplexity", lambda s, t: math.exp(s - t)),
+        ("nll", lambda s, t: s / t),
+        ("bits_per_byte", lambda s, t: s / t),
+    ):
+        assert got[f"ratio.{field}"].std == pytest.approx(resampled(ratio), rel=0.1), field
+    apart, paired = got["perplexity.student.nll"].std, got["ratio.perplexity"].std
+    assert apart is not None
+    assert paired is not None
+    assert apart > 10 * paired
+    others = dataclasses.replace(both, rows=({**rows[0], WINDOW_NLL: hard[:-1]}, rows[1]))
+    assert collect(with_benches(result, others))["ratio.perplexity"].std is None
+
+
+def test_losses_of_windows_are_in_no_csv(result: RunResult) -> None:
+    rows = ({"repeat": 0, "model": "teacher", "nll": 2.5, WINDOW_NLL: [2.0, 3.0]},)
+    text = to_csv(with_benches(result, BenchmarkResult("ppl", "perplexity", (), rows)), "perplexity")
+    assert text == "benchmark,repeat,model,nll\nppl,0,teacher,2.5\n"

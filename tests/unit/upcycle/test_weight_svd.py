@@ -144,6 +144,9 @@ def test_every_weight_is_accounted_for(teacher: Model) -> None:
     assert not set(report.copied) & set(report.initialised)
     assert report.unmapped_teacher == ()
     random = transplant(teacher, build_model(student_spec(4, 8, 8), seed=9), SurgeryConfig(method="random"))
+    assert [layer.energy_kept for layer in random.layers] == [None, None], (
+        "a share that nobody measured is no 0"
+    )
     assert len(random.unmapped_teacher) == len(teacher.state_dict()) - len(random.copied)
 
 
