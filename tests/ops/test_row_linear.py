@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops import row_linear
+from caramba.ops import packed, row_linear
 from caramba.ops.row_linear import MAX_ROWS
 
 
@@ -41,6 +41,16 @@ def coded(given: dict[str, Any]) -> dict[str, Any]:
     scale = weight.double().abs().amax(1) / 127 + 1e-9
     codes = (weight.double() / scale[:, None]).round().to(torch.int8)
     return given | {"weight": codes, "scale": scale.float()}
+
+
+def in_words(given: dict[str, Any], group: int) -> dict[str, Any]:
+    """The same with a weight of words of codes of 4 bits, and a scale and a zero of each group."""
+    grouped = given["weight"].double().unflatten(1, (-1, group))
+    low, high = grouped.amin(2), grouped.amax(2)
+    scale = torch.stack([(high - low) / 15 + 1e-9, low], dim=2).bfloat16()
+    step, zero = scale.double()[..., None].unbind(2)
+    codes = ((grouped - zero) / step).round().clamp(0, 15).to(torch.int32).flatten(1)
+    return given | {"weight": packed(codes, group), "scale": scale}
 
 
 def by_parts(given: dict[str, Any]) -> Tensor:

@@ -17,6 +17,7 @@ from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.dba_decode_up import dba_decode_up
+from caramba.ops.code_words import WORDS, numbers_of_words, packed
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys
 from caramba.ops.dequantize import dequantize
@@ -51,6 +52,7 @@ __all__ = [
     "METAL_AVAILABLE",
     "STORED",
     "TRITON_AVAILABLE",
+    "WORDS",
     "StoredFormat",
     "StoredStream",
     "absorbed_queries",
@@ -89,6 +91,8 @@ __all__ = [
     "list_norms",
     "lookup_round",
     "norm_dropout_activation",
+    "numbers_of_words",
+    "packed",
     "quantize",
     "rms_norm",
     "rope",

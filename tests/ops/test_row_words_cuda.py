@@ -1,0 +1,96 @@
+"""The CUDA kernel of products of codes of 4 bits against float64, in the emulator of a warp."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.ops.row_linear import reference_row_linear
+from tests.ops.emulated import MODES, KERNELS, EmulatedKernel, needs_compiler
+from tests.ops.test_row_linear import arguments, in_words
+from tests.ops.test_row_linear_triton import BOUNDS, widened
+
+pytestmark = needs_compiler
+row_words = importlib.import_module("caramba.kernels.cuda.row_words")
+
+
+def run(given: dict[str, Any], way: Any = None, mode: int = 0) -> Tensor:
+    """Return what the kernel makes of the arguments of the op."""
+    x, norm = given["x"], given["norm"]
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    n_out = given["weight"].shape[0] // (2 if given["gated"] else 1)
+    product = row_words.Product(n_out, width, row_words.most_rows(rows), given["gated"])
+    way = way or row_words.guessed(product)
+    kind = row_words.norm_kind(x, norm, given["eps"])
+    macros = row_words.macros(
+        product,
+        way,
+        in_bf16=x.dtype == torch.bfloat16,
+        norm=kind,
+        has_bias=given["bias"] is not None,
+        has_residual=given["residual"] is not None,
+    )
+    y = torch.full((*x.shape[:-1], n_out), torch.nan, dtype=x.dtype)
+    names = ("x", "weight", "scale", "bias", "residual", "norm")
+    tensors = [None if given[name] is None else given[name].contiguous() for name in names]
+    held = [None if one is None else aligned(one) for one in (*tensors, y)]
+    shared = row_words.shared_bytes(product, way, is_normed=kind != "none")
+    eps = np.float32(given["eps"] or 0.0)
+    kernel = EmulatedKernel(KERNELS / "row_words.cu", "row_words", macros)
+    kernel((row_words.n_blocks(product, way), 1), 32 * way.warps, shared, [*held, n_out, rows, eps], mode)
+    assert held[-1] is not None
+    return torch.from_numpy(held[-1]).view(x.dtype).reshape(y.shape)
+
+
+def aligned(x: Tensor) -> np.ndarray:
+    """A tensor's bits at a multiple of 16 bytes, where those of a GPU begin."""
+    bits = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy().ravel()
+    room = np.zeros(bits.nbytes + 16, np.uint8)
+    place = -room.ctypes.data % 16
+    found = room[place : place + bits.nbytes].view(bits.dtype)
+    found[:] = bits
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 19])
+def test_against_float64(rows: int, gated: bool, dtype: torch.dtype) -> None:
+    for without in ((), ("norm",), ("bias", "norm", "eps", "residual")):
+        if rows > 1:
+            without = (*without, "norm", "eps")  # rows are normalised before
+        given = in_words(arguments(rows, 384, 37, gated, dtype) | dict.fromkeys(without), 128)
+        found, wide = run(given), reference_row_linear(**widened(given))
+        assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[dtype], without
+
+
+@pytest.mark.parametrize("way", [(1, 1, 1), (1, 4, 2), (2, 2, 1), (2, 8, 1), (1, 2, 4)])
+@pytest.mark.parametrize("mode", MODES)
+def test_every_way_each_time_alike(way: tuple[int, int, int], mode: int) -> None:
+    """Groups that warps share unevenly, and rows of the last block that there are none of."""
+    for rows, gated, norm in ((1, True, torch.float32), (9, False, None)):
+        given = in_words(arguments(rows, 640, 21, gated, torch.float16), 128)
+        given |= {"norm": None if norm is None else given["norm"].to(norm)}
+        given |= {} if rows == 1 else {"eps": None}
+        wide = reference_row_linear(**widened(given))
+        found = run(given, row_words.Way(*way), mode)
+        assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[torch.float16]
+        assert torch.equal(found, run(given, row_words.Way(*way)))
+
+
+def test_ways_fill_a_device_and_fit_it() -> None:
+    for n_out, width, rows, gated in (
+        (3072, 2048, 1, False), (2048, 2048, 1, False), (8192, 2048, 1, True), (2048, 8192, 64, False),
+        (128256, 2048, 64, False), (40, 16384, 1, False),
+    ):  # fmt: skip
+        product = row_words.Product(n_out, width, rows, gated)
+        way = row_words.guessed(product)
+        blocks = row_words.n_blocks(product, way)
+        assert blocks * way.warps >= 1024 or way.warps == row_words.MOST_WARPS
+        assert row_words.shared_bytes(product, way, is_normed=rows == 1) <= 227 * 1024
+        assert blocks * way.tiles * (8 if gated else 16) >= n_out
