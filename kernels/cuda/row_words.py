@@ -26,7 +26,7 @@ class Product(NamedTuple):
 
 
 class Way(NamedTuple):
-    """Tiles of 16 rows of the weight to a block, its warps, which share the width, and groups that each asks for ahead."""
+    """Tiles of 16 rows of the weight to a block, its warps, which share the width, groups that each asks for ahead."""
 
     tiles: int
     warps: int

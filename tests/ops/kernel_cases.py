@@ -321,6 +321,12 @@ def row_products() -> Iterator[Case]:
         yield Case("row_linear", name, (*before, "_words_kernel"), lambda a=given: a)
 
 
+def weights_of_words() -> Iterator[Case]:
+    for name, dtype, group in (("bf16", BF16, 128), ("fp16, small groups", F16, 32), ("fp32", F32, 64)):
+        call = (one(300, 6 * group // 4, dtype=torch.int16), one(300, 6, 2), dtype)
+        yield Case("numbers_of_words", name, ("_numbers_kernel",), lambda a=call: a)
+
+
 def stream(kind: str, width: int, batch: int, kv_heads: int, capacity: int, tail: int) -> list[Tensor]:
     """A cache's stream as the op takes it: numbers, or codes, scales and a tail."""
     if kind in NUMBERS:
@@ -396,6 +402,6 @@ def decoding() -> Iterator[Case]:
 
 FAMILIES = (
     *(norms, norms_with_activations, elementwise, rotations, latent, attention, blocks, optimisers, float8),
-    *(row_products, appended, stored_tokens, decoding),
+    *(row_products, weights_of_words, appended, stored_tokens, decoding),
 )
 CASES = [case for family in FAMILIES for case in family()]

@@ -83,7 +83,13 @@ def test_the_kernel_against_float64(
 # Rows, groups of how many inputs, how many of them, results: one group, more words than a program takes at a time, and on a GPU
 # the forms of tensor cores.
 WORDS = [(1, 32, 3, 5), (2, 64, 5, 33), (1, 128, 9, 12), (8, 32, 41, 3), (19, 128, 3, 70)]
-LARGE_WORDS = [(1, 128, 16, 3072), (1, 128, 64, 2048), (8, 128, 16, 2048), (33, 128, 64, 2048), (64, 128, 16, 8192)]
+LARGE_WORDS = [
+    (1, 128, 16, 3072),
+    (1, 128, 64, 2048),
+    (8, 128, 16, 2048),
+    (33, 128, 64, 2048),
+    (64, 128, 16, 8192),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from caramba.ops.row_linear import reference_row_linear
-from tests.ops.emulated import MODES, KERNELS, EmulatedKernel, needs_compiler
+from tests.ops.emulated import KERNELS, MODES, EmulatedKernel, needs_compiler
 from tests.ops.test_row_linear import arguments, in_words
 from tests.ops.test_row_linear_triton import BOUNDS, widened
 

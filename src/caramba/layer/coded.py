@@ -16,8 +16,8 @@ UNIT = 2.0**7
 
 
 class CodedLinear(nn.Module):
-    """Linear map y_n = s_n sum_k q_nk x_k + b_n of codes q, for inference; of 4 bits sum_k (q_nk s_ng + z_ng) x_k + b_n,
-    with a scale and a zero of each group g of inputs.
+    """Linear map y_n = s_n sum_k q_nk x_k + b_n of codes q, for inference; of 4 bits, with a scale and a zero of each
+    group g of inputs, sum_k (q_nk s_ng + z_ng) x_k + b_n.
 
     Few rows on a device with a kernel for them read each code once, in the dtype of x; more rows take the library's
     product of a weight made for it. `reduce` comes before, as in `LinearLayer`.

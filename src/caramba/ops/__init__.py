@@ -12,12 +12,12 @@ from caramba.ops.backend import (
     implementation,
     is_fused,
 )
+from caramba.ops.code_words import WORDS, numbers_of_words, packed
 from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.dba_decode_up import dba_decode_up
-from caramba.ops.code_words import WORDS, numbers_of_words, packed
 from caramba.ops.decode_arguments import MAX_QUERIES
 from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys
 from caramba.ops.dequantize import dequantize

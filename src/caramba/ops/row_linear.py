@@ -8,7 +8,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-from caramba.ops.code_words import FIELDS, SHARED, WORDS, numbers_of_words
+from caramba.ops.code_words import FIELDS, SHARED, WORDS, reference_numbers_of_words
 from caramba.ops.rms_norm import reference_rms_norm
 from caramba.ops.swiglu import reference_swiglu_packed
 from caramba.ops.widen import widened
@@ -113,7 +113,9 @@ def _check(
     if has_words:
         n_groups = scale.shape[1]
         if n_groups == 0 or width % (FIELDS * n_groups):
-            raise _wrong("scale", _said(scale), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly")
+            raise _wrong(
+                "scale", _said(scale), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly"
+            )
         of_scale = (n_out, n_groups, 2)
     expected = {
         "weight": (weight, tuple(weight.shape), of_weight),
@@ -158,7 +160,7 @@ def reference_row_linear(
     if scale is None:
         y = F.linear(wide, widened(weight), None if bias is None else widened(bias))
     elif weight.dtype == WORDS:
-        weight = numbers_of_words(weight, scale, wide.dtype)
+        weight = reference_numbers_of_words(weight, scale, wide.dtype)
         y = F.linear(wide, weight, None if bias is None else widened(bias))
     else:
         y = F.linear(wide, weight.to(wide.dtype)) * scale
