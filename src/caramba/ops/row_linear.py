@@ -102,7 +102,8 @@ def _check(
     if not x.is_floating_point() or x.dim() < 1 or not 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
         raise _wrong("x", _said(x), f"a floating [..., K] of 1 to {MAX_ROWS} rows")
     width = x.shape[-1]
-    has_words = scale is not None and scale.dim() == 3
+    grouped = scale if scale is not None and scale.dim() == 3 else None
+    has_words = grouped is not None
     n_columns = width // FIELDS if has_words else width
     if weight.dim() != 2 or weight.shape[1] != n_columns or (gated and weight.shape[0] % 2):
         raise _wrong("weight", _said(weight), f"[{'2F' if gated else 'N'}, {n_columns}]")
@@ -110,11 +111,11 @@ def _check(
     has_codes = scale is not None
     of_weight = WORDS if has_words else CODES if has_codes else x.dtype
     of_scale: tuple[int, ...] = (n_out,)
-    if has_words:
-        n_groups = scale.shape[1]
+    if grouped is not None:
+        n_groups = grouped.shape[1]
         if n_groups == 0 or width % (FIELDS * n_groups):
             raise _wrong(
-                "scale", _said(scale), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly"
+                "scale", _said(grouped), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly"
             )
         of_scale = (n_out, n_groups, 2)
     expected = {
