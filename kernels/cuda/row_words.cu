@@ -14,7 +14,7 @@
 // without a weight, 2 with one of x's dtype, 3 of float32), HAS_BIAS, HAS_RESIDUAL.
 #include "row_words.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) row_words(
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) row_words(
     const u16* x, const u16* words, const u32* scale, const u16* bias, const u16* residual, const void* norm, u16* y, int n_out,
     int rows, float eps) {
     wait_for_kernel_ahead();
@@ -33,23 +33,18 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_words(
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
         if (i < STEPS) held[i].load(words, scale, row, i * WARPS + warp);
-    if (NORM) {
-        stage_normed(rows_of_x, sums, x, norm, eps);
-        sync_block();
-    }
+    if (NORM) stage_normed(rows_of_x, sums, x, norm, eps);
+    sync_block();  // without a row to wait for too: the compiler moves what is asked for ahead to where it is used otherwise
     Rows right(x, rows, rows_of_x);
 
-    float c[TILES][PARTS][4];
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        for (int n = 0; n < PARTS; ++n)
-            for (int k = 0; k < 4; ++k) c[i][n][k] = 0;
+    Sums c;
+    c.clear();
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
         held[step % AHEAD].multiply(c, right, step * WARPS + warp);
         if (step + AHEAD < STEPS) held[step % AHEAD].load(words, scale, row, (step + AHEAD) * WARPS + warp);
     }
-    leave(sums, c, warp);
+    c.leave(sums, warp);
     sync_block();
     for (int e = 32 * warp + lane_id(); e < COLUMNS * rows; e += THREADS) {
         int at = e % COLUMNS, m = e / COLUMNS, n = block_x() * COLUMNS + at;

@@ -11,6 +11,8 @@ constexpr int COLUMNS = (GATED ? 8 : 16) * TILES;        // of the result
 constexpr int KEPT = MOST_ROWS;                          // columns of products that are somebody's
 constexpr int X_BYTES = NORM ? 2 * WIDTH : 0;
 constexpr int CHUNKS = (WIDTH / 8 + THREADS - 1) / THREADS;  // of eight numbers, of a thread
+constexpr int CHAINS = PARTS > 1 || TILES > 2 ? 1 : 4 / TILES;  // of products that wait for each other
+constexpr int LEAST_BLOCKS = PARTS == 1 ? 512 / THREADS : 1;  // that a multiprocessor's registers have place for
 constexpr float UNIT = BRAIN ? 18446744073709551616.0f : 1.0f;  // what weights are divided by
 
 DEVICE float number(u16 x) { return BRAIN ? low_bf16(x) : from_f16(x); }
@@ -61,6 +63,33 @@ struct Rows {
     }
 };
 
+// A warp's sums. Where there are few, several of each: a product takes longer than a warp may give the next one.
+struct Sums {
+    float of[TILES][PARTS][CHAINS][4];
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+            for (int n = 0; n < PARTS; ++n)
+                for (int chain = 0; chain < CHAINS; ++chain)
+                    for (int k = 0; k < 4; ++k) of[i][n][chain][k] = 0;
+    }
+
+    // Leave them for others: [warps, rows of tiles, columns] float32.
+    DEVICE void leave(u32 sums, int warp) const {
+        int g = lane_id() / 4, j = lane_id() % 4;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+            for (int n = 0; n < PARTS; ++n)
+                for (int k = 0; k < 4; ++k) {
+                    int row = (warp * TILES + i) * 16 + g + k / 2 * 8, column = 8 * n + 2 * j + k % 2;
+                    float found = of[i][n][0][k];
+                    for (int chain = 1; chain < CHAINS; ++chain) found += of[i][n][chain][k];
+                    if (column < KEPT) store_shared_f32(sums + 4 * (row * KEPT + column), found);
+                }
+    }
+};
+
 // What a lane has of a group of its tiles' rows.
 struct Codes {
     u32x4 words[TILES][2];
@@ -78,7 +107,7 @@ struct Codes {
             }
     }
 
-    DEVICE void multiply(float (&c)[TILES][PARTS][4], const Rows& right, int group) const {
+    DEVICE void multiply(Sums& c, const Rows& right, int group) const {
         group = N_GROUPS % WARPS == 0 ? group : min(group, N_GROUPS - 1);
 #pragma unroll
         for (int field = 0; field < FIELDS; ++field) {
@@ -97,8 +126,8 @@ struct Codes {
                 u32x4 x = right.numbers(n, group, field);
 #pragma unroll
                 for (int i = 0; i < TILES; ++i) {
-                    product(c[i][n], left[i][0], x.x, x.y);
-                    product(c[i][n], left[i][1], x.z, x.w);
+                    product(c.of[i][n][2 * field % CHAINS], left[i][0], x.x, x.y);
+                    product(c.of[i][n][(2 * field + 1) % CHAINS], left[i][1], x.z, x.w);
                 }
             }
         }
@@ -150,18 +179,6 @@ DEVICE void stage_normed(u32 rows_of_x, u32 sums, const u16* x, const void* norm
             pairs[k] = pair_of(low_of(pairs[k]) * by * gain[2 * k], high_of(pairs[k]) * by * gain[2 * k + 1]);
         store_shared_u128(rows_of_x + 16 * chunk, {pairs[0], pairs[1], pairs[2], pairs[3]});
     }
-}
-
-// Leave a warp's sums: [warps, rows of tiles, columns] float32.
-DEVICE void leave(u32 sums, const float (&c)[TILES][PARTS][4], int warp) {
-    int g = lane_id() / 4, j = lane_id() % 4;
-#pragma unroll
-    for (int i = 0; i < TILES; ++i)
-        for (int n = 0; n < PARTS; ++n)
-            for (int k = 0; k < 4; ++k) {
-                int row = (warp * TILES + i) * 16 + g + k / 2 * 8, column = 8 * n + 2 * j + k % 2;
-                if (column < KEPT) store_shared_f32(sums + 4 * (row * KEPT + column), c[i][n][k]);
-            }
 }
 
 DEVICE float total(u32 sums, int row, int column) {
