@@ -51,7 +51,8 @@ def guessed(product: Product) -> Way:
     """Return the way of a product that nobody has measured.
 
     Two tiles share what a block does for x, where there are tiles enough for eight blocks on each multiprocessor. Warps
-    take four groups each, or fewer where the device would not have eight warps on each.
+    take four groups each, or fewer where the device would not have eight warps on each, and ask for all of them ahead;
+    of several rows sums need the registers.
     """
     n_groups = product.width // GROUP
     n_tiles = -(-product.n_out // (8 if product.is_gated else 16))
@@ -62,7 +63,7 @@ def guessed(product: Product) -> Way:
     ):
         warps *= 2
     steps = -(-n_groups // warps)
-    return Way(tiles, warps, min(steps, 4 if tiles == 1 or product.rows == 1 else 2))
+    return Way(tiles, warps, min(steps, 4 if product.rows == 1 else 2 if product.rows <= 16 else 1))
 
 
 def shared_bytes(product: Product, way: Way, *, is_normed: bool) -> int:
