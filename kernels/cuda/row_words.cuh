@@ -12,7 +12,7 @@ constexpr int KEPT = MOST_ROWS;                          // columns of products 
 constexpr int X_BYTES = NORM ? 2 * WIDTH : 0;
 constexpr int CHUNKS = (WIDTH / 8 + THREADS - 1) / THREADS;  // of eight numbers, of a thread
 constexpr int CHAINS = PARTS > 1 || TILES > 2 ? 1 : 4 / TILES;  // of products that wait for each other
-constexpr int LEAST_BLOCKS = PARTS == 1 ? (383 + THREADS) / THREADS : 1;  // that a multiprocessor's registers have place for
+constexpr int LEAST_BLOCKS = PARTS == 1 ? ((NORM ? 511 : 383) + THREADS) / THREADS : 1;  // that a multiprocessor's registers have place for
 constexpr float UNIT = BRAIN ? 18446744073709551616.0f : 1.0f;  // what weights are divided by
 
 DEVICE float number(u16 x) { return BRAIN ? low_bf16(x) : from_f16(x); }

@@ -58,7 +58,7 @@ def guessed(product: Product) -> Way:
     n_tiles = -(-product.n_out // (8 if product.is_gated else 16))
     tiles = 2 if n_tiles >= 6 * PROCESSORS else 1
     warps = 1
-    while warps < min(MOST_WARPS, n_groups) and (
+    while warps < min(MOST_WARPS if product.rows <= 16 else MOST_WARPS // 2, n_groups) and (
         4 * warps < n_groups or warps * n_tiles // tiles < 8 * PROCESSORS
     ):
         warps *= 2

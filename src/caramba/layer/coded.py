@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.layer.few_rows import is_few
-from caramba.ops import WORDS, numbers_of_words, row_linear, rows_fit
+from caramba.ops import WORDS, numbers_of_words, product_of_words, row_linear, rows_fit
 
 UNIT = 2.0**7
 """Codes over this, and scales times it, are of the size of weights and what float16 holds best."""
+
+FEW_ON_CPU = 4
+"""Rows up to which a CPU makes no weight of codes of 4 bits."""
 
 
 class CodedLinear(nn.Module):
@@ -66,6 +69,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None)
     if is_few(x) and rows_fit(x, weight):
         return row_linear(x, weight, bias, scale=scale)
     if weight.dtype == WORDS:
+        if x.is_cpu and x.numel() <= FEW_ON_CPU * x.shape[-1]:
+            y = product_of_words(x, weight, scale)
+            return y if bias is None else y + bias
         return F.linear(x, numbers_of_words(weight, scale, x.dtype), bias)
     operand = weight.to(x.dtype)  # a copy, of which there should be one
     if x.dtype == torch.float16:  # which holds the sums of weights where those of codes are beyond it

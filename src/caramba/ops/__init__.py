@@ -12,7 +12,7 @@ from caramba.ops.backend import (
     implementation,
     is_fused,
 )
-from caramba.ops.code_words import WORDS, numbers_of_words, packed
+from caramba.ops.code_words import WORDS, numbers_of_words, packed, product_of_words
 from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
@@ -93,6 +93,7 @@ __all__ = [
     "norm_dropout_activation",
     "numbers_of_words",
     "packed",
+    "product_of_words",
     "quantize",
     "rms_norm",
     "rope",

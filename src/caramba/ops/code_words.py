@@ -53,11 +53,38 @@ def numbers_of_words(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor
 
 def reference_numbers_of_words(words: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute the op in plain PyTorch."""
-    n_groups = scale.shape[1]
-    by = torch.arange(0, 4 * FIELDS, 4, dtype=WORDS, device=words.device)[:, None]
-    fields = words.unflatten(1, (n_groups, 1, -1)) >> by  # the sign comes along, and is masked
-    step, zero = scale.to(dtype)[..., None, None].unbind(2)
-    return torch.addcmul(zero, fields.bitwise_and_(15).to(dtype), step).flatten(1)
+    n_rows, n_groups = scale.shape[:2]
+    step, zero = scale.to(dtype)[..., None].unbind(2)
+    y = torch.empty((n_rows, n_groups, FIELDS, words.shape[1] // n_groups), dtype=dtype, device=words.device)
+    for field in range(FIELDS):
+        # The sign comes along, and is masked. One field at a time takes half as long on a CPU as all together.
+        codes = (words >> 4 * field).bitwise_and_(15).to(dtype).view(n_rows, n_groups, -1)
+        torch.addcmul(zero, codes, step, out=y[:, :, field])
+    return y.flatten(1)
+
+
+def product_of_words(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
+    """Return W x of a few rows by sums of codes and of x, group by group, which makes no weight: on a CPU a quarter to
+    two thirds of the time. Sums are in fp32 at least, those of a group in bfloat16 where x is.
+
+    Shape: x [..., K], words int16 [N, K / 4], scale bfloat16 [N, K / G, 2], to [..., N] in x's dtype.
+    """
+    n_rows, n_groups = scale.shape[:2]
+    rows = x.reshape(-1, x.shape[-1])
+    rows = (
+        rows.float() if x.dtype == torch.float16 else rows
+    )  # whose range is less than that of sums of codes
+    places = rows.view(len(rows), n_groups, 2, 2, -1)  # byte of a word, half of it, word
+    wide, sums = torch.promote_types(rows.dtype, torch.float32), None
+    pairs = words.view(torch.uint8)
+    for half, codes in enumerate((pairs & 15, pairs >> 4)):
+        at = places[:, :, :, half].transpose(2, 3).flatten(2).permute(1, 2, 0)
+        found = torch.bmm(codes.to(rows.dtype).view(n_rows, n_groups, -1).transpose(0, 1), at).to(wide)
+        sums = found if sums is None else sums + found  # [groups, N, rows]
+    assert sums is not None
+    step, zero = scale.to(wide).unbind(2)
+    y = (sums * step.t()[:, :, None]).sum(0).t()
+    return (y + places.to(wide).sum((2, 3, 4)) @ zero.t()).to(x.dtype).view(*x.shape[:-1], n_rows)
 
 
 torch.library.impl("caramba::numbers_of_words", "CompositeExplicitAutograd", reference_numbers_of_words)
