@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,11 @@ class Way(NamedTuple):
 def most_rows(rows: int) -> int:
     """Return how many rows the kernel computes for some of them: one, or products' columns."""
     return 1 if rows == 1 else 8 * -(-rows // 8)
+
+
+def bits_of(x: float) -> int:
+    """Return a number of 32 bits as an integer, which launches take."""
+    return ctypes.c_int32.from_buffer(ctypes.c_float(x)).value
 
 
 def norm_kind(x: Tensor, norm: Tensor | None, eps: float | None) -> str:

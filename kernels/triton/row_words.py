@@ -7,8 +7,6 @@ rows of the weight, and multiplies codes as numbers of 32 bits.
 
 from __future__ import annotations
 
-import struct
-
 import caramba.kernels.cuda.row_words as in_cuda
 import torch
 from caramba.kernels.cuda.decode import is_ready
@@ -202,7 +200,6 @@ def _of_tensor_cores(
         has_bias=bias is not None,
         has_residual=residual is not None,
     )
-    (eps_bits,) = struct.unpack("i", struct.pack("f", eps or 0.0))
     if len(_made) >= MOST:
         _made.clear()
     made = _made[key] = CudaLaunch(
@@ -213,7 +210,7 @@ def _of_tensor_cores(
         32 * way.warps,
         in_cuda.shared_bytes(product, way, is_normed=kind != "none"),
         N_TENSORS,
-        (n_out, rows, eps_bits),
+        (n_out, rows, in_cuda.bits_of(eps or 0.0)),
         otherwise,
         early=begins_early(x.device),
     )

@@ -88,6 +88,11 @@ def test_every_way_each_time_alike(way: tuple[int, int, int]) -> None:
         assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
+def test_scalars_of_launches_are_bits() -> None:
+    for x in (0.0, 1e-5, -2.5):
+        assert row_words.bits_of(x) == int(np.float32(x).view(np.int32))
+
+
 def test_ways_fill_a_device_and_fit_it() -> None:
     for n_out, width, rows, gated in (
         (3072, 2048, 1, False), (2048, 2048, 1, False), (8192, 2048, 1, True), (2048, 8192, 64, False),
