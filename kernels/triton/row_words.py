@@ -24,7 +24,8 @@ BLOCK_N, BLOCK_J, WARPS = 8, 256, 4
 """Rows of the weight to a program, words of each at a time, and warps."""
 N_TENSORS = 7
 _adopted: dict[in_cuda.Product, in_cuda.Way] = {}
-_made: dict[tuple, CudaLaunch] = {}
+_made: dict[tuple, CudaLaunch | Launch] = {}
+"""What is launched for calls, of either kernel."""
 
 
 @triton.jit
@@ -161,16 +162,18 @@ def row_words(
         norm = norm.float()
     given = tuple(map(dtype_of, (x, bias, residual, norm)))
     key = (rows, n_out, width, scale.shape[1], eps, gated, x.get_device(), given)
-    launch = _made.get(key) or _launches.get(key)
+    launch = _made.get(key)
     if launch is None:
         early = begins_early(x.device)
-        launch = _launches.add(
+        plain = _launches.add(
             *(key, (-(-n_out // BLOCK_N), rows), (n_out, width, 0.0 if eps is None else eps)),
             *(eps is not None, gated, width // scale.shape[1], BLOCK_N, BLOCK_J, early),
             num_warps=WARPS,
             **early_launch(early),
         )
-        launch = _of_tensor_cores(key, x, scale, bias, residual, norm, launch) or launch
+        if len(_made) >= MOST:
+            _made.clear()
+        launch = _made[key] = _of_tensor_cores(key, x, bias, residual, norm, plain) or plain
     launch(x, weight, scale, bias, residual, norm, y)
     return y
 
@@ -178,14 +181,13 @@ def row_words(
 def _of_tensor_cores(
     key: tuple,
     x: Tensor,
-    scale: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
     norm: Tensor | None,
     otherwise: Launch,
 ) -> CudaLaunch | None:
-    """Return the launch in CUDA C++ that takes the place of another, and keep it; None where the product is of another
-    form or no compiler is here."""
+    """Return the launch in CUDA C++ that takes the place of another, None where the product is of another form or no
+    compiler is here."""
     rows, n_out, width, n_groups, eps, gated, *_ = key
     is_half = x.dtype in (torch.bfloat16, torch.float16)
     if not is_half or width != n_groups * in_cuda.GROUP or not is_ready(x.device):
@@ -200,9 +202,7 @@ def _of_tensor_cores(
         has_bias=bias is not None,
         has_residual=residual is not None,
     )
-    if len(_made) >= MOST:
-        _made.clear()
-    made = _made[key] = CudaLaunch(
+    return CudaLaunch(
         "row_words.cu",
         "row_words",
         macros,
@@ -214,4 +214,3 @@ def _of_tensor_cores(
         otherwise,
         early=begins_early(x.device),
     )
-    return made

@@ -88,6 +88,55 @@ def test_every_way_each_time_alike(way: tuple[int, int, int]) -> None:
         assert all(torch.equal(one, found[0]) for one in found[1:])
 
 
+class Emulated:
+    """In the place of `CudaLaunch`: the same arguments, on this host."""
+
+    def __init__(
+        self, source: str, name: str, macros: dict[str, object], grid: tuple[int, int], threads: int,
+        shared_bytes: int, n_tensors: int, scalars: tuple[int, ...], otherwise: object, early: bool,
+    ) -> None:  # fmt: skip
+        self.kernel, self.n_tensors, self.scalars = (
+            EmulatedKernel(KERNELS / source, name, macros),
+            n_tensors,
+            scalars,
+        )
+        self.where = grid, threads, shared_bytes
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        assert len(tensors) == self.n_tensors
+        held = [None if one is None else aligned(one) for one in tensors]
+        self.kernel(*self.where, [*held, *self.scalars])
+        y, made = tensors[-1], held[-1]
+        assert y is not None
+        assert made is not None
+        y.copy_(torch.from_numpy(made).view(y.dtype).reshape(y.shape))
+
+
+@pytest.mark.parametrize("norm", [torch.bfloat16, torch.float16, None])
+def test_the_launcher_hands_over_what_the_kernel_takes(
+    norm: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    module = importlib.import_module("caramba.kernels.triton.row_words")
+    for name, value in (("is_ready", lambda device: True), ("CudaLaunch", Emulated), ("_made", {})):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "_adopted", {})
+    rows = 1 if norm else 3
+    given = in_words(arguments(rows, 256, 19, True, torch.bfloat16), 128)
+    given |= {"norm": given["norm"].to(norm)} if norm else {"norm": None, "eps": None}
+    wide = reference_row_linear(**widened(given))
+    product = row_words.Product(19, 256, row_words.most_rows(rows), True)
+    for way in (row_words.guessed(product), row_words.Way(2, 1, 1)):
+        module.adopt({product: way})
+        found = module.row_words(**given, y=torch.empty_like(given["residual"]))
+        assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[torch.bfloat16]
+        (launch,) = module._made.values()
+        assert launch.where[1] == 32 * way.warps
+    small = in_words(arguments(1, 256, 19, True, torch.bfloat16), 64)
+    key = (1, 19, 256, 4, None, True, -1)
+    assert module._of_tensor_cores(key, small["x"], None, None, None, launch) is None
+
+
 def test_scalars_of_launches_are_bits() -> None:
     for x in (0.0, 1e-5, -2.5):
         assert row_words.bits_of(x) == int(np.float32(x).view(np.int32))
