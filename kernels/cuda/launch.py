@@ -63,8 +63,9 @@ class CudaLaunch:
         self.is_refused = False
         """Whether it could not be had, so that `otherwise` runs."""
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch on tensors, which are the kernel's first arguments, on the device of the first of them.
+    def __call__(self, *tensors: Tensor | None) -> None:
+        """Launch on tensors, which are the kernel's first arguments, on the device of the first of them. One that is
+        None, which the first is not, is a null pointer.
 
         Where the kernel does not compile or load, as by a compiler newer than the driver, `otherwise` runs from then
         on, with a warning that says why.
@@ -73,11 +74,12 @@ class CudaLaunch:
             NotCompiled: it does not compile and there is no `otherwise`; the message has the compiler's log.
             DriverError: it cannot be loaded and there is no `otherwise`, or a launch failed.
         """
-        addresses = [x.data_ptr() for x in tensors]
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
         if self.is_refused or any(address % ALIGNMENT for address in addresses):
             self._other()(*tensors)
             return
         first = tensors[0]
+        assert first is not None
         with torch.cuda.device_of(first):
             if self.made is None and not self._load(first.get_device()):
                 self._other()(*tensors)

@@ -28,6 +28,7 @@ LAUNCHERS: dict[str, str] = {
     "lookup_round": "caramba.kernels.triton.lookup_round:lookup_round",
     "norm_dropout_activation": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation",
     "norm_dropout_activation_backward": "caramba.kernels.triton.norm_dropout_activation:norm_dropout_activation_backward",
+    "numbers_of_words": "caramba.kernels.triton.numbers_of_words:numbers_of_words",
     "rms_norm": "caramba.kernels.triton.norm:rms_norm",
     "rms_norm_backward": "caramba.kernels.triton.norm:rms_norm_backward",
     "rope": "caramba.kernels.triton.rope:rope",

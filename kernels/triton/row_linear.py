@@ -1,6 +1,6 @@
 """Launcher of `caramba::row_linear`, and its kernel for one row, and for few of 32 bits: one program reads whole rows
-of the weight, all of them at once. More rows of 16 bits take tensor cores (`row_tiles`). A weight may be int8 codes, of
-which a row shares a scale: sums are of codes, and are scaled once.
+of the weight, all of them at once. More rows of 16 bits take tensor cores (`row_tiles`), and codes of 4 bits kernels of
+their own (`row_words`). A weight may be int8 codes, of which a row shares a scale: sums are of codes, and are scaled once.
 
 Nothing is staged: the rows of a tile lie in registers, so that every thread waits for many loads of 16 bytes at a time,
 and a few programs on each multiprocessor keep memory busy. The rows of x come from the cache. Sums have one fixed order.
@@ -17,6 +17,7 @@ from caramba.kernels.triton.early import begins_early, early_launch
 from caramba.kernels.triton.forms import dtype_of
 from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.row_tiles import row_tiles
+from caramba.kernels.triton.row_words import row_words
 from torch import Tensor
 
 import triton
@@ -202,6 +203,8 @@ def row_linear(
     scale = scale if scale is None else scale.contiguous()
     bias = bias if bias is None else bias.contiguous()
     norm = norm if norm is None else norm.contiguous()
+    if weight.dtype == torch.int16 and scale is not None:
+        return row_words(x, weight.contiguous(), scale, bias, residual, norm, eps, gated, y)
     dtypes = (x.dtype, weight.dtype, dtype_of(scale), dtype_of(bias), dtype_of(residual), dtype_of(norm))
     if rows > 1 and weight.dtype in (x.dtype, torch.int8) and x.dtype in HALF_PRECISION:
         return row_tiles(x, weight.contiguous(), scale, bias, residual, norm, eps, gated, y)

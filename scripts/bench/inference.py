@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -227,23 +228,19 @@ class Bench:
     def fewer_bits(self) -> Iterator[dict[str, Any]]:
         """Weights of fewer bits beside those of 16, behind the first of the short prefixes, one sequence.
 
-        Steps are captured; those of 4 bits, whose products are the library's, are compiled too, each anew.
+        Steps are captured.
         """
         model, (cache, prompt), new = self.model("gqa"), self.shapes["short"][0], self.shapes["new"]
         facts = {"part": "weights", "layout": "gqa", "batch": 1, "context": prompt, "cache": cache}
         by_device, limit = "graph" if self.is_compiled else False, {"max_seq_len": cache}
         sides, skipped = [ours("16 bits", model, 1, prompt, new, compiled=by_device, **limit)], []
-        for form, with_head, compiled in (
-            (WeightFormat.INT8, False, by_device),
-            (WeightFormat.INT8, True, by_device),
-            (WeightFormat.INT4, False, self.form),
-        ):
+        for form, with_head in itertools.product((WeightFormat.INT8, WeightFormat.INT4), (False, True)):
             name = f"{form} weights{' and head' if with_head else ''}"
-            reason = format_refusal(form, self.device, model.embedder.token.weight.dtype)
+            reason = format_refusal(form, self.device)
             if reason is None:
                 changed = copy.deepcopy(model)
                 quantise_weights(changed, form, with_head=with_head)
-                sides.append(ours(name, changed, 1, prompt, new, compiled=compiled, **limit))
+                sides.append(ours(name, changed, 1, prompt, new, compiled=by_device, **limit))
             else:
                 skipped.append({"side": name, "skipped": reason})
         for row in timed(sides, self.repeats, 1):

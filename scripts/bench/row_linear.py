@@ -1,12 +1,14 @@
 """Products of a decode step's few rows beside torch's: microseconds and share of the read roof. Writes JSON.
 
-Usage on a GPU: python scripts/bench/row_linear.py [--codes] [--tune] [--tiles] [--compiled] [--rows 1,2,4,8]
+Usage on a GPU: python scripts/bench/row_linear.py [--codes [8|4]] [--tune] [--tiles] [--compiled] [--rows 1,2,4,8]
     [--out FILE]
 Weights are of a model of a billion weights; every side runs as a CUDA graph over as many weights as exceed the cache.
 `--tune` first times tiles of one row and writes the fastest beside the kernel, where later processes find them.
 `--tiles` times those of several rows, which follow a rule, beside the rule's choice. `--compiled` adds products as
-reductions that Inductor makes. `--codes`: weights are codes of 8 bits with a scale of each row, beside the same
-weights in 16 bits by ours (`numbers`). `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
+reductions that Inductor makes. `--codes`: weights are codes of 8 bits with a scale of each row, or of 4 with one and a
+zero of each group of inputs (`--codes 4`), beside the same weights in 16 bits by ours (`numbers`); those of 4 bits,
+whose kernel follows a rule for any number of rows, are timed by `--tiles` alone. `--device cpu --size tiny` with
+TRITON_INTERPRET=1 shows that it works.
 """
 
 from __future__ import annotations
@@ -26,20 +28,22 @@ from row_linear_cases import (
     Shape,
     alone,
     by_torch,
-    itemsize_of,
+    bytes_of,
     made,
     n_sets,
     numbers_of,
     ours,
     timed,
 )
-from row_linear_tiles import keep_tiles, time_row_tiles, tune
+from row_linear_tiles import keep_tiles, time_row_tiles, time_ways, tune
 from torch import Tensor
 
 from caramba import kernels
 from caramba.ops import backend
 from caramba.runs.files import write_json
 
+NAMES = {16: "", 8: "_codes", 4: "_codes4"}
+"""Of files, by the bits of a number of the weight."""
 MUST = 0.85
 """Share of the read roof on the widest products."""
 
@@ -52,11 +56,11 @@ def measured(
     roof: float,
     *,
     is_compiled: bool,
-    has_codes: bool,
+    bits: int,
 ) -> dict[str, Any]:
     """Return a row of the table: microseconds, share of the read roof and errors against float64."""
-    n_bytes = shape.n_rows * shape.width * itemsize_of(dtype, has_codes=has_codes)
-    some = [made(shape, n_rows, dtype, device, has_codes=has_codes) for _ in range(n_sets(n_bytes, device))]
+    n_bytes = bytes_of(shape, dtype, bits)
+    some = [made(shape, n_rows, dtype, device, bits=bits) for _ in range(n_sets(n_bytes, device))]
     calls: dict[str, Callable[..., Tensor]] = {
         "ours": ours(shape),
         "torch": by_torch(shape),
@@ -68,7 +72,7 @@ def measured(
         calls["reduction"] = torch.compile(by_torch(shape), fullgraph=True, dynamic=False, options=options)
     with torch.no_grad():
         x, weight, scale, residual, norm = some[0]
-        wide = numbers_of(weight.double(), scale, torch.float64)
+        wide = numbers_of(weight if bits == 4 else weight.double(), scale, torch.float64)
         want = by_torch(shape)(x.double(), wide, None, residual.double(), norm.double())
         errors = {
             name: float((call(*some[0]).double() - want).norm() / want.norm())
@@ -76,7 +80,7 @@ def measured(
             if name != "product"
         }
         sides = {name: Side(call, some, False) for name, call in calls.items()}
-        if has_codes:
+        if bits < 16:
             plain = [(x, numbers_of(weight, scale, dtype), None, *rest) for x, weight, scale, *rest in some]
             sides["numbers"] = Side(ours(shape), plain, False)
         found = timed(sides, 0.3)
@@ -97,13 +101,13 @@ def main() -> int:
     parser.add_argument("--size", default="1b", choices=tuple(SHAPES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rows", default="1,2,4,8,16,32,64")
-    parser.add_argument("--codes", action="store_true")
+    parser.add_argument("--codes", type=int, nargs="?", choices=(8, 4), const=8, default=16)
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--out", type=Path)
     words = parser.parse_args()
-    out = words.out or Path(f"docs/benchmarks/row_linear{'_codes' if words.codes else ''}.json")
+    out = words.out or Path(f"docs/benchmarks/row_linear{NAMES[words.codes]}.json")
     device = torch.device(words.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels.load(device)
@@ -115,16 +119,21 @@ def main() -> int:
         "benchmark": "row_linear",
         "made_by": " ".join(["python", "scripts/bench/row_linear.py", *sys.argv[1:]]),
         "machine": machine(device),
-        "codes": words.codes,
+        "codes": words.codes < 16,
+        "bits": words.codes,
         "rows": [],
     }
-    if words.tune:
-        data["tiles"] = tune(shapes, [1], dtype, device, has_codes=words.codes)
+    if words.tune and words.codes > 4:
+        data["tiles"] = tune(shapes, [1], dtype, device, bits=words.codes)
         if device.type == "cuda":
             keep_tiles(module.TABLE, data["tiles"])
     if words.tiles:
         half = dtype if device.type == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
-        time_row_tiles(shapes, [int(n) for n in words.rows.split(",")], half, device, has_codes=words.codes)
+        rows = [int(n) for n in words.rows.split(",")]
+        if words.codes == 4:
+            time_ways(shapes, rows, half, device)
+        else:
+            time_row_tiles(shapes, rows, half, device, bits=words.codes)
     roof = 1e12
     if device.type == "cuda":
         from read_roof import read_roof
@@ -133,9 +142,7 @@ def main() -> int:
     data["read_bytes_per_s"] = roof
     for n_rows in (int(n) for n in words.rows.split(",")):
         for shape in shapes:
-            row = measured(
-                shape, n_rows, dtype, device, roof, is_compiled=words.compiled, has_codes=words.codes
-            )
+            row = measured(shape, n_rows, dtype, device, roof, is_compiled=words.compiled, bits=words.codes)
             data["rows"].append(row)
             said = ", ".join(
                 f"{name} {us:.2f} us ({row['of_roof'][name]:.0%})" for name, us in row["us"].items()

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from kernel_case import COLD_BYTES, Side
 from torch import Tensor
 
+from caramba.ops import WORDS, numbers_of_words
 from caramba.ops.row_linear import row_linear
+from caramba.quantise.four_bits import four_bits, group_of
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,18 @@ Given = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]
 """x, weight, its scale if it is codes, residual and norm."""
 
 
-def made(
-    shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, has_codes: bool = False
-) -> Given:
-    """Return what a product is of."""
+def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, bits: int = 16) -> Given:
+    """Return what a product is of: a weight of the dtype, or its codes of 8 bits or 4."""
 
     def drawn(*size: int) -> Tensor:
         return torch.randn(size, dtype=dtype, device=device)
 
     weight, scale = drawn(shape.n_rows, shape.width) * shape.width**-0.5, None
-    if has_codes:
+    if bits == 4:
+        group = group_of(shape.width)
+        assert group is not None
+        weight, scale = four_bits(weight, group)
+    elif bits == 8:
         scale = weight.float().abs().amax(1) / 127
         weight = (weight / scale[:, None]).round().to(torch.int8)
     return drawn(rows, shape.width), weight, scale, drawn(rows, shape.n_out), drawn(shape.width)
@@ -65,6 +69,8 @@ def made(
 
 def numbers_of(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight that codes stand for."""
+    if scale is not None and weight.dtype == WORDS:
+        return numbers_of_words(weight, scale, dtype)
     return (
         weight
         if scale is None
@@ -105,7 +111,10 @@ def by_torch(shape: Shape) -> Callable[..., Tensor]:
 
 
 def alone(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
-    """Return the library's product and nothing else; of codes as torchao makes it of one row and of many."""
+    """Return the library's product and nothing else; of codes of 8 bits as torchao makes it of one row and of many, of
+    those of 4 by a weight made for it."""
+    if scale is not None and weight.dtype == WORDS:
+        return F.linear(x, numbers_of_words(weight, scale, x.dtype))
     return F.linear(x, weight) if scale is None else (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
 
 
@@ -124,6 +133,7 @@ def timed(sides: dict[str, Side], seconds: float) -> dict[str, float]:
     return {name: statistics.median(values[2:]) for name, values in times.items()}
 
 
-def itemsize_of(dtype: torch.dtype, *, has_codes: bool) -> int:
-    """Return the bytes of a number of the weight."""
-    return 1 if has_codes else dtype.itemsize
+def bytes_of(shape: Shape, dtype: torch.dtype, bits: int) -> int:
+    """Return the bytes of a weight, with scales and zeros of groups."""
+    n = shape.n_rows * shape.width
+    return n // 2 + 4 * n // (group_of(shape.width) or n) if bits == 4 else n * min(bits // 8, dtype.itemsize)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from kernel_case import Side
-from row_linear_cases import Shape, itemsize_of, made, n_sets, ours, timed
+from row_linear_cases import Shape, bytes_of, made, n_sets, ours, timed
 
 from caramba.runs.files import write_json
 
@@ -27,18 +27,18 @@ def tiles(shape: Shape, itemsize: int) -> list[tuple[int, int]]:
 
 
 def tune(
-    shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, has_codes: bool
+    shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, bits: int
 ) -> list[list[list[Any]]]:
     """Return the fastest tile of each product, in the form of the kernel's table."""
     module = importlib.import_module("caramba.kernels.triton.row_linear")
     entries = []
     for shape in shapes:
         for n_rows in rows:
-            itemsize = itemsize_of(dtype, has_codes=has_codes)
+            itemsize = min(bits // 8, dtype.itemsize)
             product = [shape.n_out, shape.width, n_rows, itemsize, shape.is_gated]
             some = [
-                made(shape, n_rows, dtype, device, has_codes=has_codes)
-                for _ in range(n_sets(shape.n_rows * shape.width * itemsize, device))
+                made(shape, n_rows, dtype, device, bits=bits)
+                for _ in range(n_sets(bytes_of(shape, dtype, bits), device))
             ]
             found = {}
             for tile in tiles(shape, itemsize):
@@ -87,15 +87,15 @@ def row_tiles_of(shape: Shape, block_m: int) -> list[tuple[int, ...]]:
 
 
 def time_row_tiles(
-    shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, has_codes: bool
+    shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, bits: int
 ) -> None:
     """Print the fastest tiles of several rows beside the one that the kernel chooses."""
     module = importlib.import_module("caramba.kernels.triton.row_tiles")
     for shape in shapes:
-        n_bytes = shape.n_rows * shape.width * itemsize_of(dtype, has_codes=has_codes)
+        n_bytes = bytes_of(shape, dtype, bits)
         for n_rows in (n for n in rows if n > 1):
             count = n_sets(n_bytes, device)
-            some = [made(shape, n_rows, dtype, device, has_codes=has_codes) for _ in range(count)]
+            some = [made(shape, n_rows, dtype, device, bits=bits) for _ in range(count)]
             product = module.Product(shape.n_out, shape.width, module.block_of(n_rows), shape.is_gated)
             chosen, found = module.tile_of(product), {}
             for tile in (chosen, *row_tiles_of(shape, product.block_m)):
@@ -105,3 +105,37 @@ def time_row_tiles(
             best = sorted(found, key=lambda tile: found[tile])[:4]
             said = ", ".join(f"{tile}: {found[tile]:.2f}" for tile in best)
             print(f"{shape.name}, {n_rows} rows: chosen {found[tuple(chosen)]:.2f} us; {said}", flush=True)
+
+
+def ways_of(shape: Shape) -> list[tuple[int, int, int]]:
+    """Return ways of codes of 4 bits worth trying, in the fields of the kernel's `Way`."""
+    n_groups = shape.width // 128
+    return [
+        (tiles, warps, ahead)
+        for tiles in (1, 2, 4)
+        for warps in (1, 2, 4, 8, 16)
+        for ahead in (1, 2, 4, 8)
+        if warps <= n_groups and ahead <= max(1, n_groups // warps) and tiles * ahead <= 8
+    ]
+
+
+def time_ways(shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Print the fastest ways of codes of 4 bits beside the one that the kernel chooses.
+
+    Each is another kernel for NVRTC to compile, so that those of a number of rows take a minute.
+    """
+    module = importlib.import_module("caramba.kernels.triton.row_words")
+    form = importlib.import_module("caramba.kernels.cuda.row_words")
+    for shape in shapes:
+        for n_rows in rows:
+            count = n_sets(bytes_of(shape, dtype, 4), device)
+            some = [made(shape, n_rows, dtype, device, bits=4) for _ in range(count)]
+            product = form.Product(shape.n_out, shape.width, form.most_rows(n_rows), shape.is_gated)
+            chosen, found = tuple(module.way_of(product)), {}
+            for way in (chosen, *ways_of(shape)):
+                module.adopt({product: form.Way(*way)})
+                found[way] = timed({"ours": Side(ours(shape), some, False)}, 0.02)["ours"]
+            module.adopt({product: form.Way(*chosen)})
+            best = sorted(found, key=lambda way: found[way])[:4]
+            said = ", ".join(f"{way}: {found[way]:.2f}" for way in best)
+            print(f"{shape.name}, {n_rows} rows: chosen {chosen} {found[chosen]:.2f} us; {said}", flush=True)

@@ -50,7 +50,7 @@ def optimizer_steps(data: dict[str, Any]) -> list[str]:
 def row_linear(data: dict[str, Any]) -> list[str]:
     """Linear maps of a few rows beside torch's own chain and its product alone."""
     has_codes = data.get("codes", False)
-    form = "weights in codes of 8 bits" if has_codes else "bf16"
+    form = f"weights in codes of {data.get('bits', 8)} bits" if has_codes else "bf16"
     more = " of 16 bits by ours, us |" if has_codes else ""
     lines = [
         f"## Linear maps of a decode step's rows (1B, {form}, cold weights, graph replays)",

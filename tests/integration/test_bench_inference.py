@@ -43,7 +43,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     assert data["rows"][0]["part"] == "batch"  # of an earlier call
     sides = [(row["part"], row["side"], row["context"]) for row in data["rows"][1:]]
     assert sides[:2] == [("short", side, 16) for side in ("static loop", "captured")]
-    names = ("16 bits", "int8 weights", "int8 weights and head", "int4 weights")
+    names = ("16 bits", "int8 weights", "int8 weights and head", "int4 weights", "int4 weights and head")
     assert [row for row in sides if row[0] == "weights"] == [("weights", side, 16) for side in names]
     assert sides[-2:] == [("context", "teacher", 64), ("context", "student", 64)]
     errors = [row["peer_error"] for row in data["rows"] if "peer_error" in row]
@@ -56,4 +56,4 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     assert done.returncode == 0, done.stderr
     assert "x the static loop" in done.stdout
     assert "x 16 bits |" in done.stdout
-    assert "not run: weights=int4" in done.stdout
+    assert "int4 weights and head" in done.stdout

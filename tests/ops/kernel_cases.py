@@ -304,6 +304,27 @@ def row_products() -> Iterator[Case]:
         yield Case("row_linear", name, kernels, lambda a=call: a)
     call = (one(1, 2048), one(4096, 2048), None, None, None, None, 1e-5, False)
     yield Case("row_linear", "norm without weight", ("_kernel",), lambda: call)
+    for name, dtype, rows, group, norm in (
+        ("words", BF16, 1, 128, BF16),
+        ("words: rows", BF16, 8, 128, F32),
+        ("words: fp32", F32, 1, 128, F32),
+        ("words: small groups", F16, 1, 32, None),
+    ):
+        n_groups, gated = 2048 // group - 1, norm is not None
+        width = n_groups * group
+        given = (
+            *(one(rows, width, dtype=dtype), one(512, width // 4, dtype=torch.int16)),
+            *(one(512, n_groups, 2), one(512, dtype=dtype), one(rows, 256 if gated else 512, dtype=dtype)),
+            *(None if norm is None else one(width, dtype=norm), None if norm is None else 1e-5, gated),
+        )
+        before = ("_forward_kernel",) if rows > 1 and norm is not None else ()
+        yield Case("row_linear", name, (*before, "_words_kernel"), lambda a=given: a)
+
+
+def weights_of_words() -> Iterator[Case]:
+    for name, dtype, group in (("bf16", BF16, 128), ("fp16, small groups", F16, 32), ("fp32", F32, 64)):
+        call = (one(300, 6 * group // 4, dtype=torch.int16), one(300, 6, 2), dtype)
+        yield Case("numbers_of_words", name, ("_numbers_kernel",), lambda a=call: a)
 
 
 def stream(kind: str, width: int, batch: int, kv_heads: int, capacity: int, tail: int) -> list[Tensor]:
@@ -386,6 +407,6 @@ def decoding() -> Iterator[Case]:
 
 FAMILIES = (
     *(norms, norms_with_activations, elementwise, rotations, latent, attention, blocks, optimisers, float8),
-    *(row_products, appended, stored_tokens, decoding),
+    *(row_products, weights_of_words, appended, stored_tokens, decoding),
 )
 CASES = [case for family in FAMILIES for case in family()]

@@ -14,8 +14,8 @@ import pytest
 from tests.ops.emulated import KERNELS
 from tests.ops.hopper import SHARED_BYTES
 
-heads, latent, nvrtc = (
-    importlib.import_module(f"caramba.kernels.cuda.{x}") for x in ("heads", "latent", "nvrtc")
+heads, latent, nvrtc, row_words = (
+    importlib.import_module(f"caramba.kernels.cuda.{x}") for x in ("heads", "latent", "nvrtc", "row_words")
 )
 pytestmark = pytest.mark.skipif(
     nvrtc.version() is None and shutil.which("nvcc") is None, reason="needs NVRTC or nvcc"
@@ -100,3 +100,23 @@ def test_what_heads_do_not_read(
 ) -> None:
     assert heads.fits(MIXED, (16, 32, 64), 8, 4, heads.HeadsWay())
     assert not heads.fits(kinds, dims, kv_heads, rows, heads.HeadsWay())
+
+
+@pytest.mark.parametrize(
+    ("product", "form"),
+    [
+        ((3072, 2048, 1, False), {"norm": "same"}),
+        ((8192, 2048, 1, True), {"norm": "wide", "has_bias": True}),
+        ((2048, 8192, 1, False), {"has_residual": True, "in_bf16": False}),
+        ((2048, 640, 8, False), {"has_residual": True}),
+        ((8192, 2048, 64, True), {}),
+    ],
+    ids=("one row", "gate and up", "wide, float16", "eight rows, uneven", "most rows"),
+)
+def test_words_of_codes(product: tuple[int, int, int, bool], form: dict[str, Any], tmp_path: Path) -> None:
+    shape = row_words.Product(*product)
+    way = row_words.guessed(shape)
+    plain = {"in_bf16": True, "norm": "none", "has_bias": False, "has_residual": False}
+    assert row_words.shared_bytes(shape, way, is_normed="norm" in form) <= SHARED_BYTES
+    code = compiled("row_words", row_words.macros(shape, way, **plain | form), tmp_path)
+    assert code.startswith(b"\x7fELF")

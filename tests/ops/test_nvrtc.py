@@ -256,12 +256,14 @@ def on_gpu(name: str, threads: int, shared_bytes: int, n_tensors: int, *scalars:
 def test_a_gpu_does_what_the_emulator_does() -> None:
     rng = np.random.default_rng(0)
     words = rng.integers(0, 1 << 32, (3, 32), dtype=np.uint32)
+    # Codes below bfloat16's smallest normal number, times 2^69.
+    words[:, 4:6] = [[0x000F0001, 0x00F00010], [0x62006200] * 2, [0x80008000] * 2]
     halves = rng.integers(0, 1 << 16, (4, 8, 8), dtype=np.uint16)
     left, right = (rng.standard_normal(n).astype(np.float16) for n in (256, 128))
     copied = rng.integers(0, 1 << 32, (3, 3, 64, 4), dtype=np.uint32)
     floats = np.linspace(-30, 30, 32, dtype=np.float32)
     cases = {
-        "numbers": (32, 0, 1, [np.zeros((19, 32), np.uint32), *words], []),
+        "numbers": (32, 0, 1, [np.zeros((20, 32), np.uint32), *words], []),
         "matrices": (32, 8192, 1, [np.zeros(544, np.uint32), halves], []),
         "copies": (64, 60_000, 3, [np.zeros_like(copied), copied], [2]),
         "product_f16": (32, 0, 1, [np.ones((16, 8), np.float32), left, right], []),
@@ -285,7 +287,7 @@ def test_a_gpu_does_what_the_emulator_does() -> None:
 F16_PAIRS, BF16_PAIRS, FLOATS = ((np.uint16, 0x7C00), (np.uint16, 0x7F80), (np.uint32, 0x7F800000))
 OF_NUMBERS = {
     **dict.fromkeys((3, 4, 5, 15, 16), F16_PAIRS),
-    **dict.fromkeys((6, 17), BF16_PAIRS),
+    **dict.fromkeys((6, 17, 19), BF16_PAIRS),
     **dict.fromkeys((7, 8, 9, 10), FLOATS),
 }
 

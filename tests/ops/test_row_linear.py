@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from caramba.errors import ConfigError
-from caramba.ops import row_linear
+from caramba.ops import numbers_of_words, packed, row_linear
 from caramba.ops.row_linear import MAX_ROWS
 
 
@@ -43,13 +43,27 @@ def coded(given: dict[str, Any]) -> dict[str, Any]:
     return given | {"weight": codes, "scale": scale.float()}
 
 
+def in_words(given: dict[str, Any], group: int) -> dict[str, Any]:
+    """The same with a weight of words of codes of 4 bits, and a scale and a zero of each group."""
+    grouped = given["weight"].double().unflatten(1, (-1, group))
+    low, high = grouped.amin(2), grouped.amax(2)
+    scale = torch.stack([(high - low) / 15 + 1e-9, low], dim=2).bfloat16()
+    step, zero = scale.double()[..., None].unbind(2)
+    codes = ((grouped - zero) / step).round().clamp(0, 15).to(torch.int32).flatten(1)
+    return given | {"weight": packed(codes, group), "scale": scale}
+
+
 def by_parts(given: dict[str, Any]) -> Tensor:
     """The same from the modules that it stands for."""
     x = given["x"]
     if given["eps"] is not None:
         x = F.rms_norm(x, x.shape[-1:], given["norm"], given["eps"])
-    weight, scale = given["weight"].to(x.dtype), given["scale"]
-    y = F.linear(x, weight if scale is None else weight * scale[:, None], given["bias"])
+    weight, scale = given["weight"], given["scale"]
+    if weight.dtype == torch.int16:
+        weight = numbers_of_words(weight, scale, x.dtype)
+    else:
+        weight = weight.to(x.dtype) * (1 if scale is None else scale[:, None])
+    y = F.linear(x, weight, given["bias"])
     if given["gated"]:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
@@ -65,6 +79,29 @@ def test_it_is_its_parts(gated: bool, without: tuple[str, ...], has_codes: bool)
     torch.testing.assert_close(row_linear(**given), by_parts(given), rtol=1e-12, atol=1e-12)
     if without == ("bias", "norm"):
         torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("without", [(), ("bias", "norm"), ("residual", "norm", "eps")])
+def test_of_words_it_is_its_parts(gated: bool, without: tuple[str, ...]) -> None:
+    given: dict[str, Any] = in_words(arguments(3, 96, 5, gated) | dict.fromkeys(without), 32)
+    torch.testing.assert_close(row_linear(**given), by_parts(given), rtol=1e-12, atol=1e-12)
+    if without == ("bias", "norm"):
+        torch.library.opcheck(torch.ops.caramba.row_linear.default, tuple(given.values()))
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_words_hold_every_code_where_they_say(group: int) -> None:
+    codes = torch.arange(3 * 2 * group).view(3, -1) * 7 % 16
+    words = packed(codes, group)
+    assert (words.dtype, words.shape) == (torch.int16, (3, group // 2))
+    for feature in range(2 * group):
+        within = feature % group
+        word = words[:, feature // group * group // 4 + within % (group // 4)].int()
+        assert torch.equal(word >> within // (group // 4) * 4 & 15, codes[:, feature].int())
+    scale = torch.tensor([0.5, -3.0]).bfloat16().expand(3, 2, 2).contiguous()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert torch.equal(numbers_of_words(words, scale, dtype), (codes * 0.5 - 3).to(dtype))
 
 
 def test_every_step_rounds_as_the_op_that_it_stands_for() -> None:
@@ -89,6 +126,11 @@ def test_every_step_rounds_as_the_op_that_it_stands_for() -> None:
         (
             {"weight": torch.ones(5, 6, dtype=torch.int8), "scale": torch.ones(5, dtype=torch.float64)},
             "scale: got torch.float64 .* expected torch.float32 of shape .5,.",
+        ),
+        ({"scale": torch.ones(5, 1, 2)}, "weight: got torch.float64 .* expected .N, 1."),
+        (
+            {"weight": torch.ones(5, 1, dtype=torch.int16), "scale": torch.ones(5, 4, 2)},
+            "scale: got .* of groups that share 6 inputs evenly",
         ),
         ({"x": drawn(3, 1, 6, seed=0).requires_grad_()}, "gradients: .*under torch.inference_mode"),
     ],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from caramba.ops.row_linear import MAX_ROWS_FP32, reference_row_linear
-from tests.ops.test_row_linear import arguments, coded
+from tests.ops.test_row_linear import arguments, coded, in_words
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_GPU = torch.cuda.is_available()
@@ -37,9 +37,12 @@ LARGE = [
 
 
 def widened(given: dict[str, Any]) -> dict[str, Any]:
-    """The same in float64; codes are codes."""
+    """The same in float64; codes and what they are multiplied by stay."""
+    kept = ("scale",) if given["weight"].dtype == torch.int16 else ()
     return {
-        name: value.double() if isinstance(value, Tensor) and value.dtype != torch.int8 else value
+        name: value.double()
+        if isinstance(value, Tensor) and value.is_floating_point() and name not in kept
+        else value
         for name, value in given.items()
     }
 
@@ -75,6 +78,54 @@ def test_the_kernel_against_float64(
         assert got.shape == want.shape
         error = float((got.double() - want).norm() / want.norm())
         assert error <= BOUNDS[dtype], (without, error)
+
+
+# Rows, groups of how many inputs, how many of them, results: one group, more words than a program takes at a time, and on a GPU
+# the forms of tensor cores.
+WORDS = [(1, 32, 3, 5), (2, 64, 5, 33), (1, 128, 9, 12), (8, 32, 41, 3), (19, 128, 3, 70)]
+LARGE_WORDS = [
+    (1, 128, 16, 3072),
+    (1, 128, 64, 2048),
+    (8, 128, 16, 2048),
+    (33, 128, 64, 2048),
+    (64, 128, 16, 8192),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])])
+@pytest.mark.parametrize("shape", [*WORDS, *(LARGE_WORDS if HAS_GPU else [])])
+@pytest.mark.parametrize("gated", [False, True])
+def test_words_of_codes_against_float64(
+    shape: tuple[int, int, int, int], gated: bool, dtype: torch.dtype
+) -> None:
+    launched = importlib.import_module("caramba.kernels.triton.row_linear").row_linear
+    rows, group, n_groups, n_out = shape
+    if rows > MAX_ROWS_FP32 and dtype == torch.float32:
+        pytest.skip("the op takes the reference")
+    device = "cuda" if HAS_GPU else "cpu"
+    for without in ((), ("bias", "norm"), ("residual", "bias", "norm", "eps")):
+        plain = arguments(rows, group * n_groups, n_out, gated, dtype) | dict.fromkeys(without)
+        given = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in in_words(plain, group).items()
+        }
+        got, want = launched(**given), reference_row_linear(**widened(given))
+        assert (got.dtype, got.shape) == (dtype, want.shape)
+        assert float((got.double() - want).norm() / want.norm()) <= BOUNDS[dtype], without
+
+
+@pytest.mark.skipif(not HAS_GPU, reason="tensor cores are of a GPU")
+def test_words_take_the_kernel_of_tensor_cores_where_it_compiles() -> None:
+    module = importlib.import_module("caramba.kernels.triton.row_words")
+    if importlib.import_module("caramba.kernels.cuda.nvrtc").version() is None:
+        pytest.skip("needs NVRTC")
+    given = in_words(arguments(1, 1024, 256, gated=True, dtype=torch.bfloat16), 128)
+    given = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in given.items()}
+    module._made.clear()
+    importlib.import_module("caramba.kernels.triton.row_linear").row_linear(**given)
+    (launch,) = module._made.values()
+    assert launch.made is not None
+    assert not launch.is_refused
 
 
 def test_rows_do_not_depend_on_each_other_and_other_dtypes_are_refused() -> None:

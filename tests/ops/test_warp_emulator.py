@@ -81,7 +81,9 @@ def test_numbers() -> None:
     a[:4], b[:4] = [0x3C003C00, 0x7BFF7BFF, 0x00010001, 0x80018001], [0x3C013C01, 0x7BFF7BFF, 0x38003800, 0]
     floats = (rng().standard_normal((2, 32)) * np.exp2(np.arange(-28, 36, 2))).astype(np.float32)
     kernel = EmulatedKernel(SOURCE, "numbers")
-    out = np.zeros((19, 32), np.uint32)
+    # Below bfloat16's smallest normal number, as codes are: 15 and 1 times 2^-133 by 2^69, and 240 and 16.
+    a[4:6], b[4:6], c[4:6] = [0x000F0001, 0x00F00010], 0x62006200, [0x80008000, 0x1F803F80]
+    out = np.zeros((20, 32), np.uint32)
     kernel((1, 1), 32, 0, [out, a, b, c])
 
     np.testing.assert_array_equal(out[0], (a & b) | c)
@@ -98,6 +100,13 @@ def test_numbers() -> None:
         for i, expected in enumerate(made):
             found = out[3 + i].view(np.float16)
             np.testing.assert_array_equal(found, expected.astype(np.float16), err_msg=str(i))
+        brains = [from_bf16(x.view(np.uint16)).astype(np.float64) for x in (a, b, c)]
+        found = from_bf16(out[19].view(np.uint16))
+        near = to_bf16((brains[0] * brains[1] + brains[2]).astype(np.float32))
+        is_finite = np.isfinite(from_bf16(near))
+        # By way of float32, whose rounding may be the other one of a tie.
+        np.testing.assert_allclose(found[is_finite], from_bf16(near)[is_finite], rtol=2**-7)
+    np.testing.assert_array_equal(found[8:10], np.array([2.0**-64, 15 * 2.0**-64], np.float32))
     np.testing.assert_array_equal(out[7].view(np.float32), a.view(np.float16)[::2].astype(np.float32))
     np.testing.assert_array_equal(out[8].view(np.float32), a.view(np.float16)[1::2].astype(np.float32))
     np.testing.assert_array_equal(out[9], a << 16)

@@ -121,7 +121,7 @@ def served_dtype(model: Model, device: torch.device) -> torch.dtype:
 def missing_rungs(device: torch.device, model: Model) -> dict[str, str]:
     """Return the rungs that a device or a model has not, with the reason."""
     found: dict[str, str] = {}
-    reason = format_refusal(WeightFormat.INT8, device, served_dtype(model, device))
+    reason = format_refusal(WeightFormat.INT8, device)
     if reason is not None:
         found["int8"] = reason
     if device.type != "cuda":

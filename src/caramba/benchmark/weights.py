@@ -49,7 +49,7 @@ def weights(
         for text in config.formats:
             form = WeightFormat(text)
             row: dict[str, Any] = {"model": name, "weights": text}
-            reason = format_refusal(form, subjects.device, DTYPES[config.dtype])
+            reason = format_refusal(form, subjects.device)
             if reason is not None:
                 rows.append(row | {"skipped": reason})
                 continue

@@ -100,8 +100,8 @@ def _find_nvrtc() -> None:
     if version is None and "nvrtc" not in _told:
         _told.add("nvrtc")
         logger.info(
-            "kernels on cuda: NVRTC is not found (pip install nvidia-cuda-nvrtc), quantised decode attention runs "
-            "Triton's kernels"
+            "kernels on cuda: NVRTC is not found (pip install nvidia-cuda-nvrtc), decode on quantised caches and INT4 "
+            "weights run Triton's kernels"
         )
 
 

@@ -93,9 +93,7 @@ def _torch() -> Iterator[Finding]:
     if facts["driver"]:
         yield Finding("driver", facts["driver"])
     if cuda != "none" and facts["ops"].get("dba_decode") == "triton":
-        missing = (
-            "not found; quantised decode attention runs Triton's kernels (pip install nvidia-cuda-nvrtc)"
-        )
+        missing = "not found; quantised caches and INT4 weights run Triton's kernels (pip install nvidia-cuda-nvrtc)"
         yield Finding("nvrtc", facts["nvrtc"] or missing)
     ops = ", ".join(f"{op} {backend}" for op, backend in facts["ops"].items())
     yield Finding("kernels", f"on {device}: {ops}")

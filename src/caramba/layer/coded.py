@@ -1,4 +1,4 @@
-"""Linear layers whose weights are codes of 8 bits with a scale of each row: half the bytes of a decode step."""
+"""Linear layers whose weights are codes of 8 or 4 bits: half or a quarter of the bytes of a decode step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.layer.few_rows import is_few
-from caramba.ops import row_linear, rows_fit
+from caramba.ops import WORDS, numbers_of_words, product_of_words, row_linear, rows_fit
 
 UNIT = 2.0**7
 """Codes over this, and scales times it, are of the size of weights and what float16 holds best."""
 
+FEW_ON_CPU = 4
+"""Rows up to which a CPU makes no weight of codes of 4 bits."""
+
 
 class CodedLinear(nn.Module):
-    """Linear map y_n = s_n sum_k q_nk x_k + b_n of codes q, for inference.
+    """Linear map y_n = s_n sum_k q_nk x_k + b_n of codes q, for inference; of 4 bits, with a scale and a zero of each
+    group g of inputs, sum_k (q_nk s_ng + z_ng) x_k + b_n.
 
     Few rows on a device with a kernel for them read each code once, in the dtype of x; more rows take the library's
     product of a weight made for it. `reduce` comes before, as in `LinearLayer`.
 
-    Shape: `weight` int8 [N, K], `scale` fp32 [N], bias [N] or None; [..., K] to [..., N] in x's dtype.
+    Shape: `weight` int8 [N, K], `scale` fp32 [N], bias [N] or None; [..., K] to [..., N] in x's dtype. Of 4 bits
+    `weight` is int16 [N, K / 4], words as `packed` makes them, and `scale` bfloat16 [N, K / G, 2].
 
     Reference: Dettmers et al., 2022, arXiv:2208.07339 (codes by row).
     """
@@ -46,7 +51,7 @@ class CodedLinear(nn.Module):
         return linear(x, self.weight, self.bias, self.scale)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CodedLinear:
-        """Move, as any module; of another dtype is the bias alone, since kernels read scales in fp32."""
+        """Move, as any module; of another dtype is the bias alone, since kernels read scales as they are."""
         exact = self.scale.data
         super()._apply(fn, recurse)
         if self.scale.dtype != exact.dtype:
@@ -57,12 +62,17 @@ class CodedLinear(nn.Module):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
     """Return W x + b, W being a weight or, with a scale, codes, of which few rows make no weight.
 
-    Shape: x [..., K], weight [N, K] to [..., N].
+    Shape: x [..., K], weight [N, K], of words [N, K / 4], to [..., N].
     """
     if scale is None:
         return F.linear(x, weight, bias)
     if is_few(x) and rows_fit(x, weight):
         return row_linear(x, weight, bias, scale=scale)
+    if weight.dtype == WORDS:
+        if x.is_cpu and x.numel() <= FEW_ON_CPU * x.shape[-1]:
+            y = product_of_words(x, weight, scale)
+            return y if bias is None else y + bias
+        return F.linear(x, numbers_of_words(weight, scale, x.dtype), bias)
     operand = weight.to(x.dtype)  # a copy, of which there should be one
     if x.dtype == torch.float16:  # which holds the sums of weights where those of codes are beyond it
         return F.linear(x, operand.mul_(1 / UNIT).mul_((scale[:, None] * UNIT).half()), bias)

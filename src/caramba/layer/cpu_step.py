@@ -44,7 +44,7 @@ def residual_step(nodes: nn.ModuleList) -> CpuStep | None:
     # Exact types: what shares a layer out over ranks gives it a class of its own.
     if type(layer) is AttentionLayer and _adds(layer.out, norm) and not has_hooks(layer.projection):
         return _Attention(norm, layer)
-    if type(layer) is SwiGLULayer and layer.joined is not None and _adds(layer.down, norm):
+    if type(layer) is SwiGLULayer and _is_plain(layer.joined) and _adds(layer.down, norm):
         return _FeedForward(norm, layer, layer.joined)
     return None
 
@@ -60,6 +60,12 @@ def _is_plain_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
 def _adds(layer: nn.Module, norm: RMSNormLayer) -> bool:
     assert norm.weight is not None
     return is_plain_linear(layer) and layer.weight.is_cpu and layer.weight.dtype == norm.weight.dtype
+
+
+def _is_plain(joined: Joined | None) -> TypeGuard[Joined]:
+    """Whether layers are joined, and their product is of weights, not codes: where some inputs share no scale of 4 bits
+    the layer behind may have stayed as it was."""
+    return joined is not None and joined.scale is None
 
 
 def takes_step(step: CpuStep, x: Tensor) -> bool:
@@ -158,7 +164,7 @@ def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], T
 def _reader(projection: Projection) -> _Whole | _Together:
     if type(projection) is StandardProjection and projection.turns_together:
         joined = projection.joined
-        if joined is not None:
+        if _is_plain(joined):
             return _Together(projection, joined)
     return _Whole(projection)
 

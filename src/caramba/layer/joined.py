@@ -117,6 +117,8 @@ def _join(layers: Sequence[nn.Module], is_compiled: bool) -> Joined | None:
     if any(bias.dtype != biases[0].dtype for bias in biases):
         return None
     scales = [layer.scale for layer in plain if isinstance(layer, CodedLinear)]
+    if any(scale.shape[1:] != scales[0].shape[1:] for scale in scales):
+        return None
     # What is made under inference_mode could not be trained later.
     with torch.inference_mode(False), torch.no_grad():
         weight = _side_by_side([layer.weight for layer in plain])
@@ -184,7 +186,7 @@ def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear | CodedLinear]:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return parts [N_i] or [N_i, M] as one tensor in whose memory they lie, moving them where they do not."""
+    """Return parts [N_i, ...] as one tensor in whose memory they lie, moving them where they do not."""
     first = parts[0]
     shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
     place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
@@ -197,7 +199,7 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
             break
         place += part.nbytes
     else:
-        return first.detach().as_strided(shape, (*shape[1:], 1), first.storage_offset())
+        return first.detach().as_strided(shape, first.stride(), first.storage_offset())
     together = torch.cat([part.detach() for part in parts])
     for part, moved in zip(parts, together.split([part.shape[0] for part in parts]), strict=True):
         part.data = moved

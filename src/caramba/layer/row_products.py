@@ -15,23 +15,23 @@ from caramba.layer.coded import CodedLinear
 from caramba.layer.few_rows import has_hooks
 from caramba.layer.joined import Joined
 from caramba.layer.rms_norm import RMSNorm
-from caramba.ops import row_linear, weight_fits
+from caramba.ops import WORDS, row_linear, weight_fits
 
 
 def are_plain(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
-    """Whether linear layers are what they seem, weights of a dtype or codes of 8 bits: not quantised otherwise,
+    """Whether linear layers are what they seem, weights of a dtype or codes of 8 or 4 bits: not quantised otherwise,
     sharded, hooked or with an adapter."""
     for layer in layers:
         if type(layer) is nn.Linear:
-            weight_dtype = dtype
+            weight_dtypes: tuple[torch.dtype, ...] = (dtype,)
         elif type(layer) is CodedLinear and layer.reduce is None:
-            weight_dtype = torch.int8
+            weight_dtypes = (torch.int8, WORDS)
         else:
             return False
         if has_hooks(layer):
             return False
-        for one, expected in ((layer.weight, weight_dtype), (layer.bias, dtype)):
-            if one is not None and (type(one) is not nn.Parameter or one.dtype != expected):
+        for one, expected in ((layer.weight, weight_dtypes), (layer.bias, (dtype,))):
+            if one is not None and (type(one) is not nn.Parameter or one.dtype not in expected):
                 return False
         if not weight_fits(layer.weight):
             return False

@@ -12,6 +12,7 @@ from caramba.ops.backend import (
     implementation,
     is_fused,
 )
+from caramba.ops.code_words import WORDS, numbers_of_words, packed, product_of_words
 from caramba.ops.cos_sin import cos_sin
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
@@ -51,6 +52,7 @@ __all__ = [
     "METAL_AVAILABLE",
     "STORED",
     "TRITON_AVAILABLE",
+    "WORDS",
     "StoredFormat",
     "StoredStream",
     "absorbed_queries",
@@ -89,6 +91,9 @@ __all__ = [
     "list_norms",
     "lookup_round",
     "norm_dropout_activation",
+    "numbers_of_words",
+    "packed",
+    "product_of_words",
     "quantize",
     "rms_norm",
     "rope",

@@ -44,6 +44,7 @@ OPS = (
     "lookup_round",
     "norm_dropout_activation",
     "norm_dropout_activation_backward",
+    "numbers_of_words",
     "quantize",
     "rms_norm",
     "rms_norm_backward",

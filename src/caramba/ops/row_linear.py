@@ -8,6 +8,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
+from caramba.ops.code_words import FIELDS, SHARED, WORDS, reference_numbers_of_words
 from caramba.ops.rms_norm import reference_rms_norm
 from caramba.ops.swiglu import reference_swiglu_packed
 from caramba.ops.widen import widened
@@ -46,9 +47,12 @@ def row_linear(
     weight_nk. Every step rounds to x's dtype as the ops do that it stands for: the norm, the product with its bias, the
     gate, the sum. There are no gradients.
 
+    A weight of words holds four codes each (`code_words`), and W_nk is q_nk s + z, of the scale and the zero of its
+    group of inputs; kernels of 16 bits round it to x's dtype.
+
     Shape: x [..., K] of at most 64 rows, weight [N, K], bias [N], scale [N], residual [..., N], norm [K], to [..., N];
     gated N is 2F, and residual and result are [..., F]. All of x's dtype, but norm of any floating one, and codes int8
-    with a scale in fp32.
+    with a scale in fp32. Words are int16 [N, K / 4], with a scale of bfloat16 [N, K / G, 2].
 
     Raises:
         ConfigError: shapes, dtypes or devices that do not fit, more rows, or gradients that are wanted.
@@ -63,21 +67,26 @@ def row_linear(
 
 
 def rows_fit(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, or the weight of codes, whose rows
-    are contiguous."""
+    """Whether x is few rows, and kernels take both: of one dtype of 16 or 32 bits, or the weight of codes or of words
+    of them, whose rows are contiguous."""
     most = MAX_ROWS_FP32 if x.dtype == torch.float32 else MAX_ROWS
-    is_alike = x.dtype == weight.dtype or (weight.dtype == CODES and x.dtype in NARROW)
+    is_alike = x.dtype == weight.dtype or (weight.dtype in (CODES, WORDS) and x.dtype in NARROW)
     return 0 < x.numel() <= most * x.shape[-1] and is_alike and weight_fits(weight)
 
 
 def weight_fits(weight: Tensor) -> bool:
     """Whether kernels take a weight."""
     return (
-        weight.dtype in (*NARROW, CODES)
+        weight.dtype in (*NARROW, CODES, WORDS)
         and weight.dim() == 2
-        and weight.shape[1] <= WIDEST
+        and weight.shape[1] * codes_of(weight) <= WIDEST
         and weight.is_contiguous()
     )
+
+
+def codes_of(weight: Tensor) -> int:
+    """Return how many inputs a number of a weight is for: four of a word."""
+    return FIELDS if weight.dtype == WORDS else 1
 
 
 def _check(
@@ -93,13 +102,25 @@ def _check(
     if not x.is_floating_point() or x.dim() < 1 or not 0 < x.numel() <= MAX_ROWS * x.shape[-1]:
         raise _wrong("x", _said(x), f"a floating [..., K] of 1 to {MAX_ROWS} rows")
     width = x.shape[-1]
-    if weight.dim() != 2 or weight.shape[1] != width or (gated and weight.shape[0] % 2):
-        raise _wrong("weight", _said(weight), f"[{'2F' if gated else 'N'}, {width}]")
+    grouped = scale if scale is not None and scale.dim() == 3 else None
+    has_words = grouped is not None
+    n_columns = width // FIELDS if has_words else width
+    if weight.dim() != 2 or weight.shape[1] != n_columns or (gated and weight.shape[0] % 2):
+        raise _wrong("weight", _said(weight), f"[{'2F' if gated else 'N'}, {n_columns}]")
     n_out = weight.shape[0]
     has_codes = scale is not None
+    of_weight = WORDS if has_words else CODES if has_codes else x.dtype
+    of_scale: tuple[int, ...] = (n_out,)
+    if grouped is not None:
+        n_groups = grouped.shape[1]
+        if n_groups == 0 or width % (FIELDS * n_groups):
+            raise _wrong(
+                "scale", _said(grouped), f"[{n_out}, K / G, 2] of groups that share {width} inputs evenly"
+            )
+        of_scale = (n_out, n_groups, 2)
     expected = {
-        "weight": (weight, tuple(weight.shape), CODES if has_codes else x.dtype),
-        "scale": (scale, (n_out,), torch.float32),
+        "weight": (weight, tuple(weight.shape), of_weight),
+        "scale": (scale, of_scale, SHARED if has_words else torch.float32),
         "bias": (bias, (n_out,), x.dtype),
         "residual": (residual, (*x.shape[:-1], n_out // 2 if gated else n_out), x.dtype),
     }
@@ -139,6 +160,9 @@ def reference_row_linear(
     wide = widened(rows)
     if scale is None:
         y = F.linear(wide, widened(weight), None if bias is None else widened(bias))
+    elif weight.dtype == WORDS:
+        weight = reference_numbers_of_words(weight, scale, wide.dtype)
+        y = F.linear(wide, weight, None if bias is None else widened(bias))
     else:
         y = F.linear(wide, weight.to(wide.dtype)) * scale
         y = y if bias is None else y + widened(bias)

@@ -39,18 +39,22 @@ def load_torchao() -> ModuleType:
         logging.disable(before)
 
 
-def format_refusal(form: WeightFormat, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why weights of a format cannot run on a device beside activations of a type, None where they can."""
+def format_refusal(form: WeightFormat, device: torch.device) -> str | None:
+    """Return why weights of a format cannot run on a device, None where they can."""
     if not _is_installed():
         return f"weights={form}: {MISSING}"
     if device.type not in ("cpu", "cuda"):
         return f"weights={form}: torchao has no kernel for {device.type}; use device=cpu or cuda, or leave it out"
-    if form is not WeightFormat.INT4:
-        return None
+    return None
+
+
+def packed_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return why torchao's packed 4-bit product, which layers that ranks share take, cannot run on a device and beside
+    activations of a type; None where it can."""
     if device.type != "cuda":
         return (
-            f"weights=int4: torchao's packed 4-bit product needs a CUDA device, the model is on {device.type}; "
-            "use weights=int8"
+            f"weights=int4: torchao's packed 4-bit product of a shared layer needs a CUDA device, the model is on "
+            f"{device.type}; use weights=int8"
         )
     capability = torch.cuda.get_device_capability(device)
     if capability < INT4_CAPABILITY:

@@ -1,8 +1,9 @@
-"""Swaps the weights of a model's linear layers for codes of 8 or 4 bits, which torchao's products read."""
+"""Swaps the weights of a model's linear layers for codes of 8 or 4 bits, for products of our own or torchao's."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +22,9 @@ from caramba.model.head import Head, TiedHead
 from caramba.ops.widen import widened
 from caramba.quantise.calibrate import HEAD, Ranges
 from caramba.quantise.dynamic import DynamicLinear
-from caramba.quantise.library import format_refusal, load_torchao
+from caramba.quantise.four_bits import GROUP_SIZES, four_bits, group_of
+from caramba.quantise.library import format_refusal, load_torchao, packed_refusal
 
-GROUP_SIZES = (128, 64, 32)
-"""Inputs that share a 4-bit scale; the largest that divides a layer's."""
 TILE = 8
 """Both widths of an 8-bit product on CUDA are multiples of this."""
 GATE = "gate_dynamic"
@@ -134,19 +134,21 @@ def quantise_weights(
 ) -> QuantisedWeights:
     """Swap weights for codes in place; the model is for inference from then on.
 
-    `int8`: w = s_o q, symmetric, one fp32 scale per output channel. `int4`: q of 0 to 15 with a scale and a zero per
-    group of inputs, bfloat16. `int8_dynamic`: activations are symmetric 8-bit codes too, one scale per token; with
-    `ranges` r of their channels, x_j / c_j and w_ij c_j take the place of x_j and w_ij, c_j = sqrt(r_j / max_i |w_ij|).
+    `int8`: w = s_o q, symmetric, one fp32 scale per output channel. `int4`: w = s q + z, q of 0 to 15 with a scale and
+    a zero per group of inputs, bfloat16. `int8_dynamic`: activations are symmetric 8-bit codes too, one scale per
+    token; with `ranges` r of their channels, x_j / c_j and w_ij c_j take the place of x_j and w_ij, c_j =
+    sqrt(r_j / max_i |w_ij|).
 
     Raises:
-        KernelUnavailable: torchao is missing, or has no kernel for the format on the model's device.
+        KernelUnavailable: torchao is missing, or has no kernel for the format on the model's device; in `int4` for
+            layers that ranks share, whose products are torchao's.
         ConfigError: the model has no layer that can be quantised, or `int8_dynamic` without ranges.
 
     Reference: Dettmers et al., 2022, arXiv:2208.07339 (codes by row); Xiao et al., 2022, arXiv:2211.10438 (moving
     ranges into weights; theirs are maxima).
     """
     weight = model.embedder.token.weight
-    reason = format_refusal(form, weight.device, weight.dtype)
+    reason = format_refusal(form, weight.device)
     if reason is not None:
         raise KernelUnavailable(reason)
     torchao = load_torchao()
@@ -158,6 +160,11 @@ def quantise_weights(
     if not found.layers:
         why = "; ".join(f"{name}: {reason}" for name, reason in list(found.kept.items())[:3]) or "it has none"
         raise ConfigError(f"weights={form}: no linear layer of this model can be quantised ({why})")
+    if form is WeightFormat.INT4:
+        for name, layer in found.layers.items():
+            reason = None if type(layer) in CODED else packed_refusal(weight.device, weight_of(layer).dtype)
+            if reason is not None:
+                raise KernelUnavailable(f"{reason} ({name} is a {type(layer).__name__})")
     before = model_bytes(model)
     for name, layer in found.layers.items():
         if form is WeightFormat.INT8_DYNAMIC:
@@ -166,6 +173,9 @@ def quantise_weights(
             model.set_submodule(name, _dynamic(layer, own, ranges.of[name]))
             continue
         own = weight if isinstance(layer, TiedHead) else weight_of(layer)
+        if form is WeightFormat.INT4 and type(layer) in CODED:
+            model.set_submodule(name, _grouped(layer, own))
+            continue
         codes = _codes(torchao, own, form)
         if form is WeightFormat.INT8 and type(layer) in CODED:
             model.set_submodule(name, _coded(layer, codes))
@@ -199,9 +209,10 @@ def _codes(torchao: Any, weight: Tensor, form: WeightFormat) -> Tensor:
     if form is WeightFormat.INT8:
         config = torchao.Int8WeightOnlyConfig(set_inductor_config=False)
     else:
-        group = next(size for size in GROUP_SIZES if weight.shape[1] % size == 0)
         config = torchao.Int4WeightOnlyConfig(
-            group_size=group, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+            group_size=group_of(weight.shape[1]),
+            int4_packing_format="tile_packed_to_4d",
+            set_inductor_config=False,
         )
     torchao.quantize_(carrier, config)
     return carrier.weight
@@ -218,8 +229,20 @@ def _coded(layer: nn.Module, codes: Any) -> CodedLinear:
         raise KernelUnavailable(
             "weights=int8: this torchao makes codes with zero points; expected symmetric ones"
         )
-    reduce = layer.reduce if isinstance(layer, LinearLayer) else None
-    return CodedLinear(codes.qdata, codes.scale.flatten().float(), getattr(layer, "bias", None), reduce)
+    return CodedLinear(
+        codes.qdata, codes.scale.flatten().float(), getattr(layer, "bias", None), _reduce(layer)
+    )
+
+
+def _grouped(layer: nn.Module, weight: Tensor) -> CodedLinear:
+    """Return a layer of codes of 4 bits in place of one with a weight [N, K]."""
+    group = group_of(weight.shape[1])
+    assert group is not None
+    return CodedLinear(*four_bits(weight, group), getattr(layer, "bias", None), _reduce(layer))
+
+
+def _reduce(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    return layer.reduce if isinstance(layer, LinearLayer) else None
 
 
 def _dynamic(layer: nn.Module, weight: Tensor, range_of: Tensor) -> DynamicLinear:
@@ -238,6 +261,6 @@ def _dynamic(layer: nn.Module, weight: Tensor, range_of: Tensor) -> DynamicLinea
         codes.scale.flatten(),
         moved,
         getattr(layer, "bias", None),
-        reduce=layer.reduce if isinstance(layer, LinearLayer) else None,
+        reduce=_reduce(layer),
         is_reduced=is_reduced,
     )

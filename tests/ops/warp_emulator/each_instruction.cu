@@ -74,10 +74,10 @@ extern "C" __global__ void copies(u32* out, const u32* x, int warps) {
     }
 }
 
-// One warp of 32 lanes, a, b, c [32]: out [19, 32].
+// One warp of 32 lanes, a, b, c [32]: out [20, 32].
 extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u32* c) {
     int i = lane_id();
-    u32 found[19] = {
+    u32 found[20] = {
         lop3_or(a[i], b[i], c[i]),
         lop3_xor(a[i], b[i], c[i]),
         prmt(a[i], b[i], c[i]),
@@ -97,8 +97,9 @@ extern "C" __global__ void numbers(u32* out, const u32* a, const u32* b, const u
         abs_max_f16x2(a[i], b[i]),
         abs_max_bf16x2(a[i], b[i]),
         max_of_lanes(a[i]),
+        fma_bf16x2(a[i], b[i], c[i]),
     };
-    for (int k = 0; k < 19; ++k) out[32 * k + i] = found[k];
+    for (int k = 0; k < 20; ++k) out[32 * k + i] = found[k];
 }
 
 // One warp. x [32]: out [3, 32], 2^x, log2 |x|, whether any lane of those below 16 bits' largest is 1.

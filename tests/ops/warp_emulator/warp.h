@@ -145,6 +145,10 @@ inline u32 fma_f16x2(u32 a, u32 b, u32 c) {
     return emulated::each(a, b, c, emulated::from_half, emulated::to_half,
                           [](double x, double y, double z) { return x * y + z; });
 }
+inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+    return emulated::each(a, b, c, emulated::from_brain, emulated::to_brain,
+                          [](double x, double y, double z) { return x * y + z; });
+}
 inline u32 pack_f16x2(float low, float high) { return emulated::pair(emulated::to_half(low), emulated::to_half(high)); }
 inline u32 pack_finite_f16x2(float low, float high) {
     auto within = [](float x) { return x > 65504 ? 65504 : x < -65504 ? -65504 : x; };  // neither for NaN, which is kept
@@ -229,6 +233,8 @@ inline u32x4 load_u128(const void* from) {
     std::memcpy(&found, from, sizeof found);
     return found;
 }
+
+inline u32x4 load_once_u128(const void* from) { return load_u128(from); }
 
 inline void copy_async_16(u32 to, const void* from, bool is_there) {
     if (is_there && reinterpret_cast<std::uintptr_t>(from) % 16) emulated::fail("a copy from an address that is not a multiple of 16");

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from caramba.cache import KVCacheKind, StepContext
+from caramba.config.model import ModelSpec
 from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator
 from caramba.kernels import load
@@ -21,8 +22,9 @@ from caramba.layer.coded import CodedLinear
 from caramba.layer.few_rows import FEW_ROWS, is_few
 from caramba.layer.joined import Joined, joined_weights
 from caramba.model import Model, build_model
-from caramba.ops import backend
+from caramba.ops import backend, numbers_of_words
 from caramba.quantise import quantise_weights
+from caramba.quantise.four_bits import four_bits
 
 NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
 
@@ -102,6 +104,68 @@ def test_codes_of_8_bits_take_the_same_products(name: str, kernels: None) -> Non
     torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
 
 
+GROUPED = {
+    "gqa": {"mode": "gqa", "n_heads": 4, "n_kv_heads": 2},
+    "latent": {
+        **{"mode": "decoupled", "layout": "latent", "n_heads": 4, "n_kv_heads": 2},
+        **{"head_dim": 16, "geo_dim": 8, "sem_dim": 32},
+    },
+    "a map that no group divides": {"mode": "bottleneck", "n_heads": 4, "attn_dim": 48},
+}
+
+
+def grouped(name: str) -> Model:
+    """A model whose widths groups of codes divide: 64, 96 and 160."""
+    norm = {"type": "RMSNormLayer", "d_model": 96}
+    layers = [
+        {"type": "AttentionLayer", "d_model": 96, **GROUPED[name]},
+        {"type": "SwiGLULayer", "d_model": 96, "d_ff": 160},
+    ]
+    blocks = [{"type": "ResidualTopology", "layers": [norm, layer]} for layer in layers]
+    spec = ModelSpec.model_validate(
+        {
+            "embedder": {"vocab_size": VOCAB, "d_model": 96},
+            "topology": {"type": "StackedTopology", "layers": [*blocks, norm]},
+            "head": {"tied": True},
+        }
+    )
+    return build_model(spec, seed=0).eval()
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_codes_of_4_bits_take_the_same_products(name: str, kernels: None) -> None:
+    pytest.importorskip("torchao")
+    model = grouped(name)
+    done = quantise_weights(model, WeightFormat.INT4, with_head=True)
+    assert len(done.kept) == (name == "a map that no group divides")
+    logits, ran = step(model)
+    assert ran["row_linear"] >= 4
+    assert ran["rms_norm"] <= 1
+    assert not ran["linear"] + ran["mm"] + ran["addmm"]
+    with backend.without_kernels("row_linear"):
+        want, by_layers = step(model)
+    assert by_layers["row_linear"] == 0
+    torch.testing.assert_close(logits, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_generation_by_codes_of_4_bits_is_that_of_their_numbers(name: str) -> None:
+    """On a CPU without kernels, where steps of plain layers take calls of their own."""
+    pytest.importorskip("torchao")
+    model, plain = grouped(name), grouped(name)
+    done = quantise_weights(model, WeightFormat.INT4)
+    with torch.no_grad():
+        for layer in done.layers:
+            coded = model.get_submodule(layer)
+            assert isinstance(coded, CodedLinear)
+            plain.get_submodule(layer).get_parameter("weight").copy_(
+                numbers_of_words(coded.weight, coded.scale, torch.float32)
+            )
+    settings = {"max_new_tokens": 12, "temperature": 0.0}
+    found, want = (Generator(one, **settings).generate([[1, 2, 3], [4]]) for one in (model, plain))
+    assert [row.tokens for row in found] == [row.tokens for row in want]
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_layer_of_codes_is_its_product(dtype: torch.dtype, kernels: None) -> None:
@@ -117,6 +181,30 @@ def test_a_layer_of_codes_is_its_product(dtype: torch.dtype, kernels: None) -> N
         found, exact = layer(rows), want[: len(rows), : rows.shape[1]]
         assert found.dtype == dtype
         assert float((found.double() - exact).norm() / exact.norm()) < bound
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_layer_of_codes_of_4_bits_is_its_product(dtype: torch.dtype, kernels: None) -> None:
+    source = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(24, 96, generator=source), torch.randn(24, generator=source).to(dtype)
+    layer = CodedLinear(*four_bits(weight, 32), bias)
+    exact = numbers_of_words(layer.weight, layer.scale, torch.float64)
+    assert 0.05 < float((exact - weight).norm() / weight.norm()) < 0.1
+    x = torch.randn(3, 70, 96, generator=source).to(dtype)
+    bound = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
+    for rows in (x, x[:1, :2]):
+        with Ops() as ops:
+            found = layer(rows)
+        assert ops.ran["row_linear"] == (rows.shape[1] == 2)
+        want = rows.double() @ exact.T + bias.double()
+        with backend.without_kernels("row_linear"):
+            alone = layer(rows)
+        for one in (found, alone):
+            assert one.dtype == dtype
+            assert float((one.double() - want).norm() / want.norm()) < bound
+    layer.to(torch.bfloat16 if dtype == torch.float16 else torch.float16)
+    assert (layer.weight.dtype, layer.scale.dtype) == (torch.int16, torch.bfloat16)
 
 
 @torch.inference_mode()
@@ -140,6 +228,33 @@ def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
     assert (ops.ran["row_linear"], ops.ran["_to_copy"]) == (1, 0)
     for part, layer in zip(found, layers, strict=True):
         torch.testing.assert_close(part, layer(x))
+
+
+@torch.no_grad()
+def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
+    class Three(nn.Module):
+        joins, joins_to_train, joined = ("a", "b", "c"), False, None
+
+        def __init__(self, groups: tuple[int, int, int]) -> None:
+            super().__init__()
+            source = torch.Generator().manual_seed(0)
+            for name, n, group in zip(self.joins, (3, 5, 2), groups, strict=True):
+                weight = torch.randn(n, 128, generator=source)
+                self.add_module(
+                    name, CodedLinear(*four_bits(weight, group), torch.ones(n) if n == 5 else None)
+                )
+
+    x, module = torch.rand(1, 1, 128), Three((64, 64, 64))
+    want = [module.get_submodule(name)(x) for name in module.joins]
+    for _ in range(2):
+        with joined_weights(module), Ops() as ops:
+            assert module.joined is not None
+            found = module.joined(x)
+        assert ops.ran["row_linear"] == 1
+        for part, alone in zip(found, want, strict=True):
+            torch.testing.assert_close(part, alone)
+    with joined_weights(unlike := Three((64, 32, 64))):
+        assert unlike.joined is None, "their groups are of other sizes"
 
 
 @torch.inference_mode()

@@ -9,7 +9,6 @@ import torch
 
 from caramba.config.model import ModelSpec
 from caramba.config.quantise import CalibrationConfig, WeightFormat
-from caramba.errors import KernelUnavailable
 from caramba.infer import Generator
 from caramba.model import Model, build_model
 from caramba.quantise import observe_ranges, quantise_weights
@@ -65,6 +64,19 @@ def test_logits_stay_near_and_bytes_fall(model: Model, form: WeightFormat) -> No
         assert compiled is True or found_tokens == wanted_tokens  # compiled code rounds otherwise
 
 
-def test_int4_needs_bfloat16(model: Model) -> None:
-    with pytest.raises(KernelUnavailable, match="takes bfloat16, the model is float32; use --dtype bf16"):
-        quantise_weights(copy.deepcopy(model).float(), WeightFormat.INT4)
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_int4_takes_other_types(model: Model, dtype: torch.dtype) -> None:
+    pytest.importorskip("torchao")
+    changed = copy.deepcopy(model).to(dtype)
+    tokens = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(0)).cuda()
+    wanted = changed(tokens).float()
+    quantise_weights(changed, WeightFormat.INT4, with_head=True)
+    error = (changed(tokens).float() - wanted).norm() / wanted.norm()
+    assert 0 < error < BOUNDS[WeightFormat.INT4][0]
+    generators = [
+        Generator(changed, compiled=compiled, max_new_tokens=8, temperature=0.0)
+        for compiled in ("graph", False)
+    ]
+    found = [one.generate([[1, 2, 3, 4]])[0].tokens for one in generators]
+    assert found[0] == found[1]

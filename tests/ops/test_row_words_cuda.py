@@ -1,0 +1,155 @@
+"""The CUDA kernel of products of codes of 4 bits against float64, in the emulator of a warp."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from caramba.ops.row_linear import reference_row_linear
+from tests.ops.emulated import KERNELS, MODES, EmulatedKernel, needs_compiler
+from tests.ops.test_row_linear import arguments, in_words
+from tests.ops.test_row_linear_triton import BOUNDS, widened
+
+pytestmark = needs_compiler
+row_words = importlib.import_module("caramba.kernels.cuda.row_words")
+
+
+def run(given: dict[str, Any], way: Any = None, mode: int = 0) -> Tensor:
+    """Return what the kernel makes of the arguments of the op."""
+    x, norm = given["x"], given["norm"]
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    n_out = given["weight"].shape[0] // (2 if given["gated"] else 1)
+    product = row_words.Product(n_out, width, row_words.most_rows(rows), given["gated"])
+    way = way or row_words.guessed(product)
+    kind = row_words.norm_kind(x, norm, given["eps"])
+    macros = row_words.macros(
+        product,
+        way,
+        in_bf16=x.dtype == torch.bfloat16,
+        norm=kind,
+        has_bias=given["bias"] is not None,
+        has_residual=given["residual"] is not None,
+    )
+    y = torch.full((*x.shape[:-1], n_out), torch.nan, dtype=x.dtype)
+    names = ("x", "weight", "scale", "bias", "residual", "norm")
+    tensors = [None if given[name] is None else given[name].contiguous() for name in names]
+    held = [None if one is None else aligned(one) for one in (*tensors, y)]
+    shared = row_words.shared_bytes(product, way, is_normed=kind != "none")
+    eps = np.float32(given["eps"] or 0.0)
+    kernel = EmulatedKernel(KERNELS / "row_words.cu", "row_words", macros)
+    kernel((row_words.n_blocks(product, way), 1), 32 * way.warps, shared, [*held, n_out, rows, eps], mode)
+    assert held[-1] is not None
+    return torch.from_numpy(held[-1]).view(x.dtype).reshape(y.shape)
+
+
+def aligned(x: Tensor) -> np.ndarray:
+    """A tensor's bits at a multiple of 16 bytes, where those of a GPU begin."""
+    bits = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x).numpy().ravel()
+    room = np.zeros(bits.nbytes + 16, np.uint8)
+    place = -room.ctypes.data % 16
+    found = room[place : place + bits.nbytes].view(bits.dtype)
+    found[:] = bits
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rows", "gated", "dtype", "without"),
+    [
+        (1, True, torch.bfloat16, ()),
+        (1, False, torch.bfloat16, ("bias", "residual")),
+        (1, False, torch.float16, ("bias", "norm")),
+        (1, True, torch.float16, ("bias", "norm", "eps", "residual")),
+        (3, True, torch.bfloat16, ("norm", "eps")),  # several rows are normalised before
+        (19, False, torch.bfloat16, ("bias", "norm", "eps")),
+        (19, True, torch.float16, ("norm", "eps", "residual")),
+    ],
+)
+def test_against_float64(rows: int, gated: bool, dtype: torch.dtype, without: tuple[str, ...]) -> None:
+    given = in_words(arguments(rows, 384, 37, gated, dtype) | dict.fromkeys(without), 128)
+    found, wide = run(given), reference_row_linear(**widened(given))
+    assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("way", [(1, 1, 1), (1, 4, 2), (2, 2, 1), (2, 8, 1)])
+def test_every_way_each_time_alike(way: tuple[int, int, int]) -> None:
+    """Groups that warps share unevenly, and rows of the last block that there are none of."""
+    for rows, gated, norm in ((1, True, torch.float32), (9, False, None)):
+        given = in_words(arguments(rows, 640, 21, gated, torch.float16), 128)
+        given |= {"norm": None if norm is None else given["norm"].to(norm)}
+        given |= {} if rows == 1 else {"eps": None}
+        wide = reference_row_linear(**widened(given))
+        found = [run(given, row_words.Way(*way), mode) for mode in MODES]
+        assert float((found[0].double() - wide).norm() / wide.norm()) <= BOUNDS[torch.float16]
+        assert all(torch.equal(one, found[0]) for one in found[1:])
+
+
+class Emulated:
+    """In the place of `CudaLaunch`: the same arguments, on this host."""
+
+    def __init__(
+        self, source: str, name: str, macros: dict[str, object], grid: tuple[int, int], threads: int,
+        shared_bytes: int, n_tensors: int, scalars: tuple[int, ...], otherwise: object, early: bool,
+    ) -> None:  # fmt: skip
+        self.kernel, self.n_tensors, self.scalars = (
+            EmulatedKernel(KERNELS / source, name, macros),
+            n_tensors,
+            scalars,
+        )
+        self.where = grid, threads, shared_bytes
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        assert len(tensors) == self.n_tensors
+        held = [None if one is None else aligned(one) for one in tensors]
+        self.kernel(*self.where, [*held, *self.scalars])
+        y, made = tensors[-1], held[-1]
+        assert y is not None
+        assert made is not None
+        y.copy_(torch.from_numpy(made).view(y.dtype).reshape(y.shape))
+
+
+@pytest.mark.parametrize("norm", [torch.bfloat16, torch.float16, None])
+def test_the_launcher_hands_over_what_the_kernel_takes(
+    norm: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    module = importlib.import_module("caramba.kernels.triton.row_words")
+    for name, value in (("is_ready", lambda device: True), ("CudaLaunch", Emulated), ("_made", {})):
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(module, "_adopted", {})
+    rows = 1 if norm else 3
+    given = in_words(arguments(rows, 256, 19, True, torch.bfloat16), 128)
+    given |= {"norm": given["norm"].to(norm)} if norm else {"norm": None, "eps": None}
+    wide = reference_row_linear(**widened(given))
+    product = row_words.Product(19, 256, row_words.most_rows(rows), True)
+    for way in (row_words.guessed(product), row_words.Way(2, 1, 1)):
+        module.adopt({product: way})
+        found = module.row_words(**given, y=torch.empty_like(given["residual"]))
+        assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[torch.bfloat16]
+        (launch,) = module._made.values()
+        assert launch.where[1] == 32 * way.warps
+    small = in_words(arguments(1, 256, 19, True, torch.bfloat16), 64)
+    key = (1, 19, 256, 4, None, True, -1)
+    assert module._of_tensor_cores(key, small["x"], None, None, None, launch) is None
+
+
+def test_scalars_of_launches_are_bits() -> None:
+    for x in (0.0, 1e-5, -2.5):
+        assert row_words.bits_of(x) == int(np.float32(x).view(np.int32))
+
+
+def test_ways_fill_a_device_and_fit_it() -> None:
+    for n_out, width, rows, gated in (
+        (3072, 2048, 1, False), (2048, 2048, 1, False), (8192, 2048, 1, True), (2048, 8192, 64, False),
+        (128256, 2048, 64, False), (40, 16384, 1, False),
+    ):  # fmt: skip
+        product = row_words.Product(n_out, width, rows, gated)
+        way = row_words.guessed(product)
+        blocks = row_words.n_blocks(product, way)
+        assert blocks * way.warps >= 1024 or way.warps == row_words.MOST_WARPS // (1 if rows == 1 else 2)
+        assert row_words.shared_bytes(product, way, is_normed=rows == 1) <= 227 * 1024
+        assert blocks * way.tiles * (8 if gated else 16) >= n_out
