@@ -138,10 +138,13 @@ def test_a_run_does_not_go_on_with_other_data(folder: Path, tmp_path: Path, cach
     for again in (["resume", str(run)], command):
         done = caramba(again, tmp_path, cache)
         assert done.returncode == 2, done.stdout + done.stderr
-        assert "this run began with another text (fingerprint" in done.stderr
+        assert "this run began with another text (SHA-256" in done.stderr
         assert "resume=never" in done.stderr
     assert (run / "checkpoints/pretrain.state.pt").read_bytes() == state, "nothing is lost"
     shutil.rmtree(data)
-    kept.rename(tmp_path / "tokens")
+    kept.rename(data)
+    meta = json.loads((data / "meta.json").read_text())
+    meta["source"]["listing"] = "the same text, read from elsewhere"
+    (data / "meta.json").write_text(json.dumps(meta))
     done = caramba(["resume", str(run)], tmp_path, cache)
     assert done.returncode == 0, done.stderr

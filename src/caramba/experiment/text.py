@@ -51,7 +51,7 @@ def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
 
 
 def keep_text(folder: Path, corpus: Corpus) -> None:
-    """Refuse to go on with a group on other text than it began with, of which `folder`/data.json keeps the fingerprint.
+    """Refuse to go on with a group on other text than it began with, whose hash `folder`/data.json keeps.
 
     The position in the data is a number of windows, and token ids mean what one tokenizer says: on other text a resumed
     run would end with other weights than it should, and say nothing.
@@ -61,17 +61,17 @@ def keep_text(folder: Path, corpus: Corpus) -> None:
     """
     path = folder / DATA
     tokenizer = None if corpus.tokenizer is None else corpus.tokenizer.hash
-    facts = {"name": corpus.name, "fingerprint": corpus.fingerprint, "tokenizer": tokenizer}
+    facts = {"name": corpus.name, "content": corpus.content, "tokenizer": tokenizer}
     if not path.is_file():
         write_json(path, facts)
         return
     before = json.loads(path.read_text(encoding="utf-8"))
-    if before["fingerprint"] == corpus.fingerprint:
+    if before["content"] == corpus.content:
         return
     what = "tokenizer" if before["tokenizer"] != tokenizer else "text"
     raise DataError(
-        f"{corpus.folder}: this run began with another {what} (fingerprint {before['fingerprint'][:16]}, now "
-        f"{corpus.fingerprint[:16]}), and would go on at the place where it stood in that; put the data back, or start "
+        f"{corpus.folder}: this run began with another {what} (SHA-256 {before['content'][:16]}, now "
+        f"{corpus.content[:16]}), and would go on at the place where it stood in that; put the data back, or start "
         "a new run (resume=never)"
     )
 
