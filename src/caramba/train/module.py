@@ -271,6 +271,11 @@ class CarambaModule(pl.LightningModule):
             self.average.copy_to_weights()
         self.objective.finish()
 
+    def on_validation_start(self) -> None:
+        # What is measured is what the phase will save.
+        if self.average is not None:
+            self.average.lend()
+
     def on_validation_end(self) -> None:
         if self.way == SHARDED:
             reshard(self.model)
@@ -280,6 +285,8 @@ class CarambaModule(pl.LightningModule):
         self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=counted)
 
     def on_validation_epoch_end(self) -> None:
+        if self.average is not None:  # before any callback saves a state, at the end of the validation
+            self.average.take_back()
         self.record({"val_loss": float(self.val_loss.compute())})
         self.val_loss.reset()
 
