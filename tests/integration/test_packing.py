@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -112,3 +113,38 @@ def test_calibration_text_that_is_held_out_too_is_refused_before_training(
     assert done.returncode == 2, done.stdout + done.stderr
     assert "is also in the evaluation split, at token" in done.stderr
     assert "pretrain of the teacher" not in done.stdout
+
+
+def test_a_run_does_not_go_on_with_other_data(folder: Path, tmp_path: Path, cache: Path) -> None:
+    data = tmp_path / "tokens"
+    shutil.copytree(folder, data)
+    command = [
+        *("model=tiny", "train=pretrain", "benchmark=none", "verify=none", "settings.instrument=none"),
+        *("data=tokens", f"data.path={data}", f"model.embedder.vocab_size={VOCAB}"),
+        *("train.steps=400", "train.warmup_steps=0", "train.batch_size=2", "train.block_size=16"),
+        "train.save_every=4",
+    ]
+    status = interrupt_when(
+        "runs/*/*/checkpoints/pretrain.state.pt", command, tmp_path, cache, signal.SIGKILL
+    )
+    assert status == -signal.SIGKILL
+    run = only_run(tmp_path)
+    state = (run / "checkpoints/pretrain.state.pt").read_bytes()
+    kept, text = tmp_path / "kept", tmp_path / "other.txt"
+    data.rename(kept)
+    text.write_text("other words of the same vocabulary\n" * 400)
+    words = ["prepare", "text", str(text), "--tokenizer", str(kept), "--output", str(data)]
+    assert caramba(words, tmp_path, cache).returncode == 0
+    for again in (["resume", str(run)], command):
+        done = caramba(again, tmp_path, cache)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "this run began with another text (SHA-256" in done.stderr
+        assert "resume=never" in done.stderr
+    assert (run / "checkpoints/pretrain.state.pt").read_bytes() == state, "nothing is lost"
+    shutil.rmtree(data)
+    kept.rename(data)
+    meta = json.loads((data / "meta.json").read_text())
+    meta["source"]["listing"] = "the same text, read from elsewhere"
+    (data / "meta.json").write_text(json.dumps(meta))
+    done = caramba(["resume", str(run)], tmp_path, cache)
+    assert done.returncode == 0, done.stderr

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from caramba.config.names import nearest
 from caramba.config.plain import is_list, is_mapping, is_sequence
 
-__all__ = ["EXECUTABLE_KEYS", "Config", "Later", "nearest", "refuse_executable"]
+__all__ = ["EXECUTABLE_KEYS", "Config", "Later", "Seed", "nearest", "refuse_executable"]
+
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+"""What torch's and NumPy's generators all take."""
 
 EXECUTABLE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_call_"})
 
@@ -51,7 +54,10 @@ def _executable(key: str, path: tuple[Any, ...]) -> PydanticCustomError:
 class Config(BaseModel):
     """A frozen node of a manifest. Unknown keys are errors that carry the nearest known name."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+    # What is not finite could not be written to manifest.json, which is JSON.
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
     aliases: ClassVar[dict[str, str]] = {}
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import BeforeValidator, Field, create_model
 
-from caramba.config.base import Config
+from caramba.config.base import Config, Seed
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.fit import FitConfig
@@ -59,7 +59,7 @@ class Composition(Config):
     notes: str = ""
     vars: dict[str, Any] = {}
     settings: SettingsConfig = SettingsConfig()
-    seed: int = 1337
+    seed: Seed = 1337
     deterministic: bool = False
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     group: str | None = None

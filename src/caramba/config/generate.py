@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config
+from caramba.config.base import Config, Seed
 from caramba.config.cache_policy import CacheKeys
 from caramba.config.leaf import Positive
 
@@ -41,7 +41,7 @@ class GenerateConfig(CacheKeys):
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="texts that end a row and are cut off, also across token borders"
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+    seed: Seed | None = Field(
         default=None, description="of the first row, one more for each further; unset: the run's, else 1337"
     )
     max_seq_len: Positive | None = Field(

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from caramba.config.base import Config, Later, nearest
+from caramba.config.base import Config, Later, Seed, nearest
 from caramba.config.benchmark import BenchmarkConfig
 from caramba.config.data import DataConfig
 from caramba.config.fit import FitConfig
@@ -85,7 +85,7 @@ class RunConfig(Config):
         default=None,
         description="train this attention from scratch in the manifest's model, d_ff set so that parameters match",
     )
-    seed: int = 1337
+    seed: Seed = 1337
     steps: Positive | None = Field(default=None, description="overrides train.steps")
     train: PhaseConfig | None = None
     verify: tuple[VerifyConfig, ...] = ()
@@ -186,7 +186,7 @@ class Manifest(Config):
     notes: str = ""
     vars: dict[str, Any] = {}
     settings: SettingsConfig = SettingsConfig()
-    seed: int = 1337
+    seed: Seed = 1337
     deterministic: bool = Field(
         default=False, description="only algorithms that give the same bits again; slower on a GPU"
     )

@@ -38,7 +38,9 @@ def parse_node(value: Any) -> Any:
         return value
     if not is_mapping(value):
         raise PydanticCustomError(
-            "node_type", "expected a mapping with a `type`, such as {{type: RMSNormLayer, d_model: 64}}", {}
+            "node_type",
+            "expected a mapping with a `type`, such as {example}",
+            {"example": "{type: RMSNormLayer, d_model: 64}"},
         )
     if "type" not in value:
         refuse_executable(value)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from caramba.config.base import Config, Later
+from caramba.config.base import Config, Later, Seed
 from caramba.config.checkpointing import Checkpointing
 from caramba.config.layer import Positive
 from caramba.config.optimizer import (
@@ -149,7 +149,7 @@ class PhaseConfig(Config):
     )
     lora: LoraConfig | None = None
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    seed: int | None = None
+    seed: Seed | None = None
     save_every: Positive | None = None
     eval_every: Positive | None = None
     schedule: Literal["concurrent", "sequential"] = "concurrent"

@@ -51,6 +51,7 @@ class Corpus:
             count (meta.json says why), and then bits per byte is unknown.
         name: what reports print.
         fingerprint: SHA-256 over content and tokenizer; equal means the same data.
+        content: the same without where the text came from, which is in the fingerprint of a token folder.
         folder: where the token files lie.
         max_ids: the largest id in train and in val.
         paths: the files of train and val, for messages.
@@ -66,6 +67,7 @@ class Corpus:
     token_bytes: np.ndarray | None
     name: str
     fingerprint: str
+    content: str
     folder: Path
     max_ids: tuple[int, int]
     paths: tuple[Path, Path]
@@ -236,6 +238,7 @@ def _open_file(config: DataConfig, path: Path, progress: Progress | None) -> Cor
                 f" {config.vocab_size - 1}; the tokens belong to another vocabulary"
             )
     facts = [opened.sha256, held_out.sha256, train.size, val.size, config.vocab_size]
+    content = _sha256(facts)
     return Corpus(
         train=train,
         val=val,
@@ -243,7 +246,8 @@ def _open_file(config: DataConfig, path: Path, progress: Progress | None) -> Cor
         vocab_size=config.vocab_size,
         token_bytes=None,
         name=config.name or path.stem,
-        fingerprint=hashlib.sha256(json.dumps(facts).encode()).hexdigest(),
+        fingerprint=content,
+        content=content,
         folder=path.parent,
         max_ids=(opened.max_id, held_out.max_id),
         paths=(opened.path, held_out.path),
@@ -288,19 +292,21 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
     splits = opened.meta["splits"]
     train, train_path = opened.train, opened.path / shard_name("train", 0)
     train_max = int(splits["train"]["max_id"])
-    parts: list[Any] = [opened.fingerprint]
+    others: list[Any] = []  # what the corpus is made of besides the folder
     if val is not None:
         held_out, val_path, val_max = val.tokens, val.path, val.max_id
-        parts.append(val.sha256)
+        others.append(val.sha256)
     elif opened.val is not None:
         held_out, val_path = opened.val, opened.path / shard_name("val", 0)
         val_max = int(splits["val"]["max_id"])
     else:
         train, held_out = _hold_out(opened.train, config.val_frac, train_path)
         val_path, val_max = train_path, train_max
-        parts.append(held_out.size)
+        others.append(held_out.size)
     is_apart = config.keeps_documents_apart and val is None
-    fingerprint = parts[0] if len(parts) == 1 else hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    fingerprint, content = (
+        _sha256([own, *others]) if others else own for own in (opened.fingerprint, opened.content)
+    )
     return Corpus(
         train=train,
         val=held_out,
@@ -309,6 +315,7 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         token_bytes=opened.token_bytes,
         name=name,
         fingerprint=fingerprint,
+        content=content,
         folder=opened.path,
         max_ids=(train_max, val_max),
         paths=(train_path, val_path),
@@ -316,6 +323,10 @@ def _from_folder(opened: TokenFolder, name: str, val: TokenFile | None, config: 
         documents=_documents(opened, int(train.size)) if is_apart else None,
         source=opened if val is None else None,
     )
+
+
+def _sha256(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _documents(opened: TokenFolder, train_size: int) -> tuple[np.ndarray, np.ndarray]:

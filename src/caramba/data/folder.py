@@ -71,6 +71,12 @@ class TokenFolder:
         return index
 
     @property
+    def content(self) -> str:
+        """SHA-256 of the tokens of both splits and of what made them, wherever the text was read from."""
+        facts = [self.meta["tokenizer"]["hash"], self.meta["dtype"], self.meta["splits"]]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    @property
     def fingerprint(self) -> str:
         """SHA-256 of meta.json's content, which holds the hashes of both splits."""
         return hashlib.sha256(json.dumps(self.meta, sort_keys=True).encode()).hexdigest()

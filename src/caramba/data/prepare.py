@@ -98,6 +98,11 @@ def prepare(
             tokenizer = load_tokenizer(part, name=state.get("tokenizer"))
             say(f"going on with the unfinished preparation in {part}")
         splits = _write_splits(part, source, request, tokenizer, state, advance)
+        skipped = list(getattr(source, "not_utf8", []))
+        if splits["train"] is None and splits["val"] is None and skipped:
+            raise DataError(
+                f"{', '.join(skipped[:5])}: not UTF-8 text, and there is no other; convert it to UTF-8"
+            )
         if splits["train"] is None:
             raise DataError(
                 f"{output}: none of the documents falls into train at val_frac={request.val_frac}; lower --val-frac or"
@@ -108,7 +113,6 @@ def prepare(
             shutil.rmtree(part)
         else:
             (part / _STATE).unlink()
-            skipped = list(getattr(source, "not_utf8", []))
             write_meta(part, tokenizer, splits, {**facts, "split_rule": SPLIT_RULE, "not_utf8": skipped})
             publish_folder(part, output)
     kept = {split: value for split, value in splits.items() if value is not None}

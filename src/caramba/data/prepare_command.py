@@ -50,6 +50,12 @@ def main(argv: list[str]) -> int:
     if given.corpus == "text":
         suffixes = tuple(word for word in given.suffix.split(",") if word)
         source = TextSource([Path(path).expanduser() for path in given.paths], suffixes, given.separator)
+        lines = next((file for file in source.files if file.suffix in (".jsonl", ".ndjson")), None)
+        if lines is not None:
+            logger.warning(
+                f"{lines}: read as plain text, names and escapes of its JSON included; caramba prepare fineweb --from "
+                f"{lines} --field text takes the text of each line, a document of its own"
+            )
     elif given.files:
         source = open_local([Path(path).expanduser() for path in given.files], given.field)
     else:

@@ -110,7 +110,15 @@ class HubSource:
     def documents(self, state: Any) -> Iterator[str]:
         if state is not None:
             self._stream.load_state_dict(state)
-        for row in self._stream:
+        rows = iter(self._stream)
+        while True:
+            try:
+                row = next(rows, None)
+            except ValueError as error:  # what Arrow raises of a line or file that is damaged
+                said = " ".join(str(error).split())
+                raise DataError(f"{self.identity}: cannot be read: {said}") from error
+            if row is None:
+                return
             text = row.get(self._field)
             if not isinstance(text, str):
                 raise DataError(

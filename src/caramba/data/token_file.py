@@ -37,13 +37,13 @@ def open_token_file(path: Path, *, progress: Progress | None = None) -> TokenFil
         DataError: the file is missing, of another format, damaged, or holds what is not a token id.
     """
     path = Path(path).expanduser()
+    if not path.exists():
+        raise DataError(f"{path.absolute()}: there is no such token file or folder; check data.path")
     if path.suffix not in (".npy", ".tokens"):
         raise DataError(
             f"{path}: cannot tell what tokens these are from {path.suffix or 'no suffix'!r};"
             " expected .npy, .tokens (integers in text) or a token folder with meta.json"
         )
-    if not path.is_file():
-        raise DataError(f"{path}: there is no such token file; check data.path")
     key = _file_key(path)
     array_path = path
     if path.suffix == ".tokens":

@@ -17,7 +17,8 @@ def compile_plan(request: Request, *, prints_json: bool) -> int:
 
     frozen = freeze(request.overrides, request.config_dirs)
     notes = _notes(frozen)
-    command = shlex.join(["python", "-m", "caramba.launch", *frozen.overrides])
+    folders = [word for folder in request.config_dirs for word in ("--config-dir", str(folder))]
+    command = shlex.join(["python", "-m", "caramba.launch", *folders, *frozen.overrides])
     experiment = plan(frozen.manifest, command=command, fit=frozen.fit)
     if prints_json:
         print(json.dumps({**as_json(experiment), "launch_notes": notes}, indent=2))

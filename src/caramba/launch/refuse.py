@@ -63,7 +63,10 @@ def refuse_folder(folder: Path) -> None:
             raise ConfigError(
                 f"{name}: caramba has an option of this name, which would hide this file; rename it"
             )
-        text = file.read_text(encoding="utf-8")
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{name}: not UTF-8 text (byte {error.start + 1}); save it as UTF-8") from None
         if re.search(r"^\s*#\s*@package\s+hydra\b", text, re.MULTILINE):
             raise ConfigError(f"{name}: a package of Hydra's own is set by caramba; change the @package line")
         late = re.search(r"^(?!\s*#\s*@|\s*$).*\n(?:.*\n)*?\s*#\s*@package\b", text, re.MULTILINE)

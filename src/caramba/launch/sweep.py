@@ -122,16 +122,22 @@ def _refuse_twins(ready: list[Ready]) -> None:
             )
 
 
+def varied_words(points: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return of each point the words that set it apart: of a key that is given more than once the last counts."""
+    last = [{word.lstrip("+~").partition("=")[0]: word for word in words} for words in points]
+    uses = Counter(word for words in last for word in words.values())
+    return [[word for word in words.values() if uses[word] < len(points)] for words in last]
+
+
 def _find_or_create(overrides: list[str], ready: list[Ready]) -> Sweep:
     name = common_name([point.name for point in ready])
     experiment = combined_sha256(point.experiment for point in ready)
     found = None if any(point.is_fresh for point in ready) else find_sweep(name, experiment)
     if found is not None:
         return found
-    uses = Counter(word for point in ready for word in set(point.words))
-    varied = {word for word, count in uses.items() if count < len(ready)}
+    varied = varied_words([point.words for point in ready])
     listed = (
-        (Point(number, [word for word in point.words if word in varied], point.experiment), point.text)
-        for number, point in enumerate(ready)
+        (Point(number, words, point.experiment), point.text)
+        for number, (point, words) in enumerate(zip(ready, varied, strict=True))
     )
     return create_sweep(name, overrides, experiment, listed)

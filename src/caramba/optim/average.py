@@ -20,6 +20,7 @@ class WeightAverage:
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:
         self.decay, self.steps = decay, 0
         self._parameters = dict(named)
+        self._weights: dict[str, Tensor] = {}  # while the average is lent
         self._average = {
             name: value.detach().to(torch.promote_types(value.dtype, torch.float32), copy=True)
             for name, value in self._parameters.items()
@@ -40,6 +41,19 @@ class WeightAverage:
         """Put the average in place of the weights."""
         for name, value in self._parameters.items():
             value.copy_(self._average[name])
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Put the average in place of the weights until `take_back`, where weights and compiled code know them."""
+        self._weights = {name: value.detach().clone() for name, value in self._parameters.items()}
+        self.copy_to_weights()
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Put the weights that are trained back in their place, bit for bit."""
+        for name, value in self._weights.items():
+            self._parameters[name].copy_(value)
+        self._weights = {}
 
     def state_dict(self) -> dict[str, int | dict[str, Tensor]]:
         return {"steps": self.steps, "average": dict(self._average)}

@@ -13,6 +13,7 @@ from caramba.optim.adamw import AdamW
 from caramba.optim.groups import Named, is_stack_matrix, parameter_groups
 from caramba.optim.lion import Lion
 from caramba.optim.muon import MuonAdamW
+from caramba.optim.shards import is_sharded
 from caramba.optim.wide import WideWeights
 
 
@@ -57,6 +58,8 @@ def _optimizer(trained: list[Named], phase: PhaseConfig) -> torch.optim.Optimize
     if phase.optimizer == "lion":
         return Lion(groups, lr=lr, betas=phase.betas)
     if phase.optimizer == "sgd":
+        if phase.fused_optimizer and any(is_sharded(parameter) for _, parameter in trained):
+            way = {"fused": False, "foreach": True}  # torch's fused SGD knows no sharded weights
         return torch.optim.SGD(groups, lr=lr, momentum=momentum, **way)
     if phase.optimizer == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr)

@@ -6,7 +6,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -146,6 +146,30 @@ def targets_per_window(dataset: TokenDataset | Subset[Batch]) -> np.ndarray:
         assert isinstance(dataset.dataset, TokenDataset)
         return dataset.dataset.window_targets[np.asarray(dataset.indices)]
     return dataset.window_targets
+
+
+def mean_targets(
+    targets: np.ndarray, *, seed: int, start: int, samples: int, batches: int
+) -> Callable[[int], float] | None:
+    """Return what says how many targets a micro-batch of optimiser step s has in the mean, at least 1 in a whole step;
+    None where that is no question: a step has one batch, or all windows have as many targets.
+
+    Args:
+        targets: targets that count in each window, int64 [n_windows].
+        start: position of the stream at which step 0 begins.
+        samples: of a step, all micro-batches of all ranks.
+        batches: micro-batches of a step, of all ranks.
+    """
+    if batches == 1 or not targets.size or targets.min() == targets.max():
+        return None
+    sampler = WindowSampler(len(targets), samples, seed=seed)  # keeps the order of its epoch
+
+    def of(step: int) -> float:
+        first = start + step * samples
+        total = sum(int(targets[sampler.window(first + place)]) for place in range(samples))
+        return max(1, total) / batches
+
+    return of
 
 
 def validation_loader(dataset: TokenDataset, phase: PhaseConfig) -> DataLoader:

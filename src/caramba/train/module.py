@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -50,7 +51,6 @@ KEPT = ("average", "adagc")
 OF_RANK, OF_BLOCKS = ("rng", "running_loss"), ("optimizer_states", "callbacks", "adagc", "average")
 OF_STAGE = ("state_dict", *OF_BLOCKS)
 """What every rank has of its own: always, where each trains its own blocks, and where each is a stage."""
-STEP_LOSS = "step_loss"
 
 
 class CarambaModule(pl.LightningModule):
@@ -60,6 +60,11 @@ class CarambaModule(pl.LightningModule):
     `gradient_accumulation_steps` micro-batches are averaged, clipped, by the norm of each of the objective's groups if
     nothing else is asked for, then stepped if `watch` allows it. `has_converged` ends the phase before its last step.
     Weights in bfloat16 are that from the first step to the last.
+
+    Args:
+        targets_of: says how many targets a micro-batch of an optimiser step has in the mean over all of its
+            micro-batches and ranks, where these differ: each then weighs as its targets do, so that a step is that of
+            one large batch. None where all have the same, or count alike.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class CarambaModule(pl.LightningModule):
         log_every: int = 10,
         way: str = SINGLE,
         shard: Callable[[], None] | None = None,
+        targets_of: Callable[[int], float] | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -79,14 +85,14 @@ class CarambaModule(pl.LightningModule):
         self.phase = phase
         self.watch = watch
         self.log_every = log_every
-        self.way, self.shard = way, shard
+        self.way, self.shard, self.targets_of = way, shard, targets_of
         self.micro_steps = 0
         self.trained_steps = 0  # by this module; what memory held when it ran out
         self.is_stepping = False
         self.averaging: GradientAverage | None = None  # of several ranks that hold the same weights
         self.average: WeightAverage | None = None
         self.adagc: AdaGC | None = None
-        self._loss: Tensor | None = None
+        self._sums: dict[str, Tensor] = {}  # of the micro-batches of a step that is under way
         self.train_loss = RunningLoss()
         self.val_loss = MeanMetric(
             nan_strategy=math.nan
@@ -127,22 +133,26 @@ class CarambaModule(pl.LightningModule):
         self.objective.at(self.global_step, self.phase.steps)
         if self.averaging is not None and self.micro_steps + 1 == self.phase.gradient_accumulation_steps:
             self.averaging.expect(batch[0].numel())
+        weight = self._weight(batch)
         with self._offload():
-            losses = self.objective.step(batch, self._backward)
+            losses = self.objective.step(batch, partial(self._backward, weight))
         self.micro_steps += 1
         self.train_loss.add(losses["loss"])
-        self._loss = losses["loss"] if self._loss is None else self._loss + losses["loss"]
+        self._add(losses, weight)
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
-            loss, self._loss = self._loss / self.phase.gradient_accumulation_steps, None
+            losses, self._sums = self._sums, {}
+            if self.phase.gradient_accumulation_steps > 1:
+                losses = {
+                    key: value / self.phase.gradient_accumulation_steps for key, value in losses.items()
+                }
             # Before anything else goes between ranks: one that has left weights out has begun fewer exchanges by now.
             if self.averaging is not None:
                 self.averaging.finish()
             # So that every rank decides alike, on what steps and on what has converged.
             if not self.shares_blocks:
-                losses = mean_over_ranks({**losses, STEP_LOSS: loss})
-                loss = losses.pop(STEP_LOSS)
-            losses["grad_norm"] = self._step(loss)
+                losses = mean_over_ranks(losses)
+            losses["grad_norm"] = self._step(losses["loss"])
             if self.phase.nonfinite == "skip":
                 losses["skipped_steps"] = torch.tensor(float(self.watch.skipped))
             self.objective.advance(losses)
@@ -172,8 +182,27 @@ class CarambaModule(pl.LightningModule):
             return contextlib.nullcontext()
         return activations_on_host(self.model.parameters())
 
-    def _backward(self, loss: Tensor) -> None:
-        self.manual_backward(loss / self.phase.gradient_accumulation_steps)
+    def _weight(self, batch: Batch) -> Tensor | None:
+        """Return what the mean over a micro-batch's targets counts in that of its step [], None for 1: its share of the
+        step's targets, times the number of micro-batches."""
+        if self.targets_of is None:
+            return None
+        return (batch[1] != IGNORED).sum() / self.targets_of(self.global_step)
+
+    def _backward(self, weight: Tensor | None, loss: Tensor) -> None:
+        weighed = loss if weight is None else loss * weight
+        self.manual_backward(weighed / self.phase.gradient_accumulation_steps)
+
+    def _add(self, losses: dict[str, Tensor], weight: Tensor | None) -> None:
+        """Add the scalars of a micro-batch to those of its step; what a CUDA graph writes over is copied by that."""
+        if weight is not None:
+            losses = {key: value * weight for key, value in losses.items()}
+        if self.phase.gradient_accumulation_steps > 1:
+            sums = self._sums
+            losses = {
+                key: sums[key] + value if key in sums else value.clone() for key, value in losses.items()
+            }
+        self._sums = losses
 
     def _step(self, loss: Tensor) -> Tensor:
         optimizer = self.optimizers()
@@ -242,6 +271,11 @@ class CarambaModule(pl.LightningModule):
             self.average.copy_to_weights()
         self.objective.finish()
 
+    def on_validation_start(self) -> None:
+        # What is measured is what the phase will save.
+        if self.average is not None:
+            self.average.lend()
+
     def on_validation_end(self) -> None:
         if self.way == SHARDED:
             reshard(self.model)
@@ -251,6 +285,8 @@ class CarambaModule(pl.LightningModule):
         self.val_loss.update(self.objective.evaluate(batch)["loss"], weight=counted)
 
     def on_validation_epoch_end(self) -> None:
+        if self.average is not None:  # before any callback saves a state, at the end of the validation
+            self.average.take_back()
         self.record({"val_loss": float(self.val_loss.compute())})
         self.val_loss.reset()
 

@@ -38,7 +38,7 @@ from caramba.train.callbacks import (
     RuntimePlanning,
 )
 from caramba.train.checkpoint_io import WholeCheckpointIO
-from caramba.train.data import targets_per_window, train_loader, validation_loader, windows_at
+from caramba.train.data import mean_targets, targets_per_window, train_loader, validation_loader, windows_at
 from caramba.train.display import Display
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
@@ -111,10 +111,16 @@ def fit(
         return windows_at(data.train, seed=data.seed, start=data.start + step * per_step, samples=per_step)
 
     watch = NonFiniteWatch(phase, run_dir, plan.phase, windows_of, writes=is_main_process())
-    module = CarambaModule(objective, phase, watch, way=way, shard=shard)
+    targets = targets_per_window(data.train)
+    targets_of = None
+    if not isinstance(objective, BlockwiseObjective):  # whose losses are relative, block by block
+        batches = phase.gradient_accumulation_steps * share[1]
+        targets_of = mean_targets(
+            targets, seed=data.seed, start=data.start, samples=per_step, batches=batches
+        )
+    module = CarambaModule(objective, phase, watch, way=way, shard=shard, targets_of=targets_of)
     objective.checkpoint(plan.value("activation_checkpointing"), phase.activation_checkpoint_granularity)
     precision, precision_plugins = precision_arguments(plan)
-    targets = targets_per_window(data.train)
     tokens_per_step = round(per_step * float(targets.mean())) if targets.size else 0
     device = torch.device(plan.value("device"))
     pin = phase.pin_memory is not False and device.type == "cuda"  # elsewhere there is nothing to pin for

@@ -195,12 +195,14 @@ def test_a_damaged_document_index_is_told_when_it_is_read(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none", r"cannot tell what tokens these are"),
-        ("none.npy", "there is no such token file"),
+        ("none", r"/none: there is no such token file or folder; check data\.path"),
+        ("none.npy", r"/none\.npy: there is no such token file"),
+        ("text.txt", r"cannot tell what tokens these are from '\.txt'"),
         ("", "no meta.json"),
     ],
 )
 def test_paths_that_hold_no_tokens(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "text.txt").touch()
     with pytest.raises(DataError, match=message):
         open_corpus(config(path=str(tmp_path / name)))
 

@@ -232,6 +232,34 @@ def test_one_document_makes_no_val_and_says_so(tmp_path: Path, capsys: pytest.Ca
     assert open_corpus(DataConfig(type="tokens", path=str(tmp_path / "x"))).val.size == 85
 
 
+def test_a_file_of_another_encoding_alone_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin.txt").write_bytes("café ".encode("latin-1") * 9)
+    assert main(["prepare", "text", str(tmp_path / "latin.txt"), "--output", str(tmp_path / "x")]) == 2
+    assert f"{tmp_path}/latin.txt: not UTF-8 text, and there is no other" in capsys.readouterr().err
+
+
+def test_json_lines_as_plain_text_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps({"text": document(i)}) + "\n" for i in range(9)))
+    assert main(["prepare", "text", str(file), "--output", str(tmp_path / "x")]) == 0
+    assert f"{file}: read as plain text, names and escapes of its JSON included" in capsys.readouterr().err
+
+
+def test_a_damaged_line_of_json_is_a_mistake_in_the_input(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("datasets", reason="the `data` extra is not installed")
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"text": document(1)}) + "\n{broken\n")
+    assert main(["prepare", "fineweb", "--from", str(file), "--output", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert str(file) in error
+    assert "cannot be read: JSON parse error" in error
+    assert not (tmp_path / "x").exists()
+
+
 def test_stdlib_is_what_data_stdlib_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library = tmp_path / "lib"
     library.mkdir()

@@ -40,6 +40,15 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
             ["train.steps=abc"],
             r"^train.steps: got 'abc', expected a valid integer \(command line: train.steps=abc\)$",
         ),
+        (["seed=-1"], r"^seed: got -1, expected greater than or equal to 0 \(command line: seed=-1\)$"),
+        (["seed=99999999999999999999"], r"^seed: got 9{20}, expected less than 9223372036854775808 \("),
+        (["train.seed=-3"], r"^train.seed: got -3, expected greater than or equal to 0 \("),
+        (["train.lr=inf"], r"^train.lr: got inf, expected a finite number or 'auto' \("),
+        (["train.weight_decay=1e400"], r"^train.weight_decay: got inf, expected a finite number \("),
+        (
+            ["model.topology.layers.0=7"],
+            r"^model.topology.layers\[0\]: expected a mapping with a `type`, such as \{type: RMSNormLayer, d_model: 64\} ",
+        ),
         (["train.steps=3.5"], r"^train.steps: got 3.5, expected a valid integer"),
         (["train.batch_size=foo"], r"^train.batch_size: got 'foo', expected a valid integer or 'auto' \("),
         (["train.optimizer=adamm"], r"^train.optimizer: got 'adamm', expected .*; did you mean 'adamw'\?"),
@@ -150,6 +159,14 @@ def test_user_folders_may_not_run_code_or_be_ignored(tmp_path, name, text, messa
     file.parent.mkdir(parents=True)
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
+        compose([], [tmp_path / "mine"])
+
+
+def test_a_file_of_another_encoding_is_named(tmp_path):
+    file = tmp_path / "mine/model/x.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes("# café\na: 1\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"mine/model/x\.yaml: not UTF-8 text \(byte 6\); save it as UTF-8"):
         compose([], [tmp_path / "mine"])
 
 

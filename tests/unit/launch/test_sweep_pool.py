@@ -17,7 +17,7 @@ from caramba.launch.axes import points
 from caramba.launch.freeze import freeze
 from caramba.launch.pool import Job, Pool
 from caramba.launch.slots import make_slots
-from caramba.launch.sweep import common_name, refuse_ranks
+from caramba.launch.sweep import common_name, refuse_ranks, varied_words
 from caramba.runs import lock, mint
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
 
@@ -236,3 +236,9 @@ def test_names_and_globs(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tinymine.yaml").write_text("# Mine.\n")
     assert ["model=tinymine"] in points(["model=glob(tiny*)"], [tmp_path])
+
+
+def test_a_value_that_was_also_given_for_all_points_is_told_of_its_point():
+    given = ["model=tiny", "train.batch_size=4", "train.batch_size=2,4", "seed=1,2"]
+    words = varied_words(points(given))
+    assert words == [[f"train.batch_size={size}", f"seed={seed}"] for size in (2, 4) for seed in (1, 2)]
