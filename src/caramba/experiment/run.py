@@ -28,7 +28,6 @@ from caramba.experiment.samples import check_samples, write_samples
 from caramba.experiment.session import Session
 from caramba.experiment.stages import hold, train_run, verify
 from caramba.experiment.surgery import check_calibration, transplant_student
-from caramba.experiment.text import keep_text
 from caramba.experiment.variants import train_variant
 from caramba.experiment.world_size import keep_step_size
 from caramba.layer import attention_backends
@@ -82,8 +81,6 @@ def run_group(
     append_event(folder, "group_started", group=group.name)
     check_precisions(manifest, group, Ledger(folder))  # before the data is read, which may take long
     session = Session.open(manifest, group, folder, ranks)
-    if session.text is not None:
-        keep_text(folder, session.text)
     check_split(session)
     settle_plans(session)
     keep_step_size(session)

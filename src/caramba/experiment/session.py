@@ -84,7 +84,7 @@ class Session:
         if text is not None:
             check_accuracy(group.benchmarks, text.tokenizer)
             if is_main_process():
-                hold_source(run_dir, DATA, str(text.folder), text.fingerprint)
+                hold_source(run_dir, DATA, str(text.folder), text.content)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir), ranks=ranks)
         session._open_models()
         session._check_surgery()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from caramba.config.benchmark import ControlsBenchmarkConfig, PerplexityBenchmarkConfig
@@ -12,9 +11,6 @@ from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig
 from caramba.console import logger
 from caramba.data import Corpus, load_tokenizer, open_benchmark_text, open_corpus
 from caramba.errors import DataError
-from caramba.runs.files import write_json
-
-DATA = "data.json"
 
 # Words, capitals, code, digits, white space and other scripts: two tokenizers that agree here have one vocabulary.
 PROBE = (
@@ -48,32 +44,6 @@ def open_text(manifest: Manifest, group: GroupConfig) -> Corpus:
         if isinstance(bench.config, PerplexityBenchmarkConfig) and bench.config.dataset:
             _check_dataset(bench.id, bench.config, group.data, corpus, vocab_size)
     return corpus
-
-
-def keep_text(folder: Path, corpus: Corpus) -> None:
-    """Refuse to go on with a group on other text than it began with, whose hash `folder`/data.json keeps.
-
-    The position in the data is a number of windows, and token ids mean what one tokenizer says: on other text a resumed
-    run would end with other weights than it should, and say nothing.
-
-    Raises:
-        DataError: the text or its tokenizer has changed since.
-    """
-    path = folder / DATA
-    tokenizer = None if corpus.tokenizer is None else corpus.tokenizer.hash
-    facts = {"name": corpus.name, "content": corpus.content, "tokenizer": tokenizer}
-    if not path.is_file():
-        write_json(path, facts)
-        return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    if before["content"] == corpus.content:
-        return
-    what = "tokenizer" if before["tokenizer"] != tokenizer else "text"
-    raise DataError(
-        f"{corpus.folder}: this run began with another {what} (SHA-256 {before['content'][:16]}, now "
-        f"{corpus.content[:16]}), and would go on at the place where it stood in that; put the data back, or start "
-        "a new run (resume=never)"
-    )
 
 
 def _check_dataset(
