@@ -87,6 +87,11 @@ class CarambaCache(Cache):
 
     def open(self, model: Model, rows: list[Rows], batch_size: int, dtype: torch.dtype) -> None:
         """Make the contexts of a batch, at its first forward."""
+        if dtype not in KINDS:
+            raise ValueError(
+                f"CarambaForCausalLM: the model is in {dtype}, a cache holds {', '.join(map(str, KINDS))}; call "
+                ".float() first, or pass use_cache=False"
+            )
         for part in rows:
             limit, is_static = (self.max_tokens or UNBOUNDED_TOKENS), self.max_tokens is not None
             size = batch_size if part.index is None else len(part.index)
