@@ -58,7 +58,9 @@ def cross_check(manifest: Manifest) -> None:
                     f"benchmark {bench.id!r}: its {bench.config.type} names files after it; use letters, digits, "
                     "'_', '-' and '.'"
                 )
-        _check_positions(group, {"student": model, "teacher": teacher})
+        specs = {"student": model, "teacher": teacher}
+        _check_positions(group, specs)
+        _check_dynamic_scaling(group, specs)
 
 
 def check_vocabulary(manifest: Manifest) -> None:
@@ -145,6 +147,33 @@ def _check_positions(group: GroupConfig, specs: dict[str, ModelSpec | None]) -> 
                 raise ConfigError(
                     f"{owner}: {key}={length} exceeds {name}.embedder.max_positions={most}; use {most} or fewer, or a "
                     "larger max_positions"
+                )
+
+
+def _check_dynamic_scaling(group: GroupConfig, specs: dict[str, ModelSpec | None]) -> None:
+    """Refuse to read in parts what is longer than dynamic RoPE scaling's own length: its frequencies depend on the
+    whole length there, and keys that are cached no longer fit."""
+    for bench in group.benchmarks:
+        config = bench.config
+        if isinstance(config, LatencyBenchmarkConfig) and max(config.generation_lengths) > 1:
+            longest = max(config.prompt_lengths) + max(config.generation_lengths) - 1
+            key = "longest of prompt_lengths + generation_lengths - 1"
+        elif isinstance(config, PerplexityBenchmarkConfig) and config.cache_kind is not None:
+            longest, key = config.block_size, f"cache_kind={config.cache_kind}, block_size"
+        else:
+            continue
+        for role in bench.models:
+            spec = specs[role]
+            layers = [] if spec is None else attention_configs(spec.topology)
+            scalings = [layer.rope_scaling for layer in layers if layer.rope_scaling is not None]
+            limits = [
+                scaling.original_max_position_embeddings for scaling in scalings if scaling.type == "dynamic"
+            ]
+            if limits and longest > min(limits):
+                raise ConfigError(
+                    f"benchmark {bench.id!r}: {key}={longest} is read through a cache, and rope_scaling type=dynamic "
+                    f"of the {role} goes with one forward beyond {min(limits)} tokens; use that many or fewer, or "
+                    "type: yarn"
                 )
 
 

@@ -113,6 +113,8 @@ def test_a_model_in_float64_is_told_that_caches_hold_less(tmp_path):
     folder = exported(tmp_path, make_run(tmp_path, loud(REMOTE["dba"])))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval().double()
     with torch.no_grad():
-        with pytest.raises(ValueError, match=r"the model is in torch.float64, a cache holds .*use_cache=False"):
+        with pytest.raises(
+            ValueError, match=r"the model is in torch.float64, a cache holds .*use_cache=False"
+        ):
             theirs(tokens())
         assert theirs(tokens(), use_cache=False).logits.dtype == torch.float64

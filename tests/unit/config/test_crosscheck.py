@@ -106,6 +106,27 @@ def test_only_the_models_that_a_benchmark_reads_are_bound() -> None:
         cross_check(manifest(only_teacher, student=None))
 
 
+def test_what_is_read_in_parts_stays_within_dynamic_scaling() -> None:
+    scaling = {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
+    layer = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "rope_scaling": scaling}
+    student = network(None) | {"topology": {"type": "StackedTopology", "layers": [layer]}}
+
+    def check(**config: Any) -> None:
+        groups = [{"name": "g", "data": {"type": "stdlib", "tokenizer": "byte"}, **bench(**config)}]
+        model = {**student, "teacher": {"manifest": student}}
+        cross_check(Manifest.model_validate({"name": "x", "model": model, "groups": groups}))
+
+    check(**LATENCY, prompt_lengths=[14])
+    check(type="perplexity", block_size=64)
+    check(type="latency", prompt_lengths=[64], generation_lengths=[1])
+    with pytest.raises(
+        ConfigError, match=r"'b': longest .*=17 is read through a cache, .* of the teacher .* 16 "
+    ):
+        check(**LATENCY, prompt_lengths=[4, 15])
+    with pytest.raises(ConfigError, match=r"cache_kind=q8_0, block_size=64 is read through a cache"):
+        check(type="perplexity", block_size=64, cache_kind="q8_0")
+
+
 def latent_manifest(surgery: dict[str, Any], **layout: Any) -> Manifest:
     heads = {"type": "AttentionLayer", "d_model": 8, "n_heads": 2, "head_dim": 4}
     models = [
