@@ -123,8 +123,8 @@ def test_what_is_read_in_parts_stays_within_dynamic_scaling() -> None:
         ConfigError, match=r"'b': longest .*=17 is read through a cache, .* of the teacher .* 16 "
     ):
         check(**LATENCY, prompt_lengths=[4, 15])
-    with pytest.raises(ConfigError, match=r"cache_kind=q8_0, block_size=64 is read through a cache"):
-        check(type="perplexity", block_size=64, cache_kind="q8_0")
+    with pytest.raises(ConfigError, match=r"cache_kind=q8_0, block_size=256 is read through a cache"):
+        check(type="perplexity", block_size=256, cache_kind="q8_0")
 
 
 def latent_manifest(surgery: dict[str, Any], **layout: Any) -> Manifest:
