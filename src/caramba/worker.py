@@ -99,7 +99,7 @@ def run(run_dir: Path) -> int:
         append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
     print_artifacts(run_dir)
     if failed:
-        print(f"failed: {problem}", file=sys.stderr)
+        print(f"failed: {problem}; to try it again: caramba resume {_shown(run_dir)}", file=sys.stderr)
     return 1 if failed else 0
 
 

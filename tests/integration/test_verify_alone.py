@@ -52,6 +52,34 @@ def test_a_run_without_training_is_verified(bound: float, status: int, tmp_path:
         assert (again.returncode, len(list((run / "stages").iterdir()))) == (1, 1)
 
 
+def test_a_benchmark_that_failed_is_run_again_by_a_resume_and_no_other_is(
+    tmp_path: Path, cache: Path
+) -> None:
+    file = written(tmp_path, 1e6)
+    manifest = yaml.safe_load(file.read_text())
+    manifest["groups"][0]["benchmarks"] = [
+        {"id": name, "config": {"type": "perplexity", "block_size": 16, "num_batches": 1, "batch_size": 2}}
+        for name in ("first", "second")
+    ]
+    file.write_text(yaml.safe_dump(manifest))
+    (tmp_path / "here").mkdir()
+    assert caramba(["run", str(file)], tmp_path / "here", cache).returncode == 0
+    run = only_run(tmp_path / "here")
+    (stage,) = run.glob("stages/*-final.json")
+    record = json.loads(stage.read_text())
+    whole = record["benchmarks"]
+    failed = {"id": "second", "type": "perplexity", "error": "OutOfMemoryError: no memory left"}
+    stage.write_text(json.dumps(record | {"benchmarks": [whole[0] | {"seconds": 12345.0}, failed]}))
+    again = caramba(["resume", str(run)], tmp_path / "here", cache)
+    assert again.returncode == 0, again.stderr
+    (stage,) = run.glob("stages/*-final.json")
+    first, second = json.loads(stage.read_text())["benchmarks"]
+    assert first["seconds"] == 12345.0, "what was measured is not measured again"
+    assert second["error"] is None
+    assert second["metrics"] == whole[1]["metrics"]
+    assert "second" in (run / "artifacts" / "report.json").read_text()
+
+
 @pytest.mark.parametrize("name", ["final", "transplant", "verify"])
 def test_a_run_may_not_take_the_name_of_a_stage(name: str) -> None:
     group: dict[str, Any] = {

@@ -48,3 +48,10 @@ class Ledger:
         stage = record.phase.id
         write_json(self.folder / f"{len(self._records):02d}-{stage}.json", to_plain(record))
         self._records[stage] = record
+
+    def replace(self, record: StageRecord) -> None:
+        """Keep what a stage that is on record has returned since, at its place among the others."""
+        stage = record.phase.id
+        place = list(self._records).index(stage)
+        write_json(self.folder / f"{place:02d}-{stage}.json", to_plain(record))
+        self._records[stage] = record

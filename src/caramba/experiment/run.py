@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from caramba import artifact
-from caramba.config.benchmark import STAGED
+from caramba.config.benchmark import STAGED, BenchmarkConfig
 from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
@@ -128,13 +129,7 @@ def finish(session: Session) -> None:
         transplant_student(session)
     read_back(session)
     staged = [bench for bench in session.group.benchmarks if isinstance(bench.config, STAGED)]
-    if FINAL not in session.ledger:
-        named = (("teacher", session.teacher), ("student", session.student))
-        models = {name: model.eval() for name, model in named if model is not None}
-        benchmarks = session.measure(
-            [bench for bench in session.group.benchmarks if bench not in staged], models
-        )
-        session.ledger.add(StageRecord(_unphased(FINAL), benchmarks=benchmarks))
+    measure_final(session, [bench for bench in session.group.benchmarks if bench not in staged])
     for bench in staged:
         if isinstance(bench.config, LadderConfig):
             climb_ladder(session, bench)
@@ -145,6 +140,24 @@ def finish(session: Session) -> None:
         session.ledger.add(StageRecord(_unphased(VERIFY), verdicts=verify(session, last)))
     if VERIFY in session.ledger:
         hold(session.ledger[VERIFY].verdicts)
+
+
+def measure_final(session: Session, benchmarks: Sequence[BenchmarkConfig]) -> None:
+    """Run the benchmarks of the final models that are not on record, and those that failed: what they lacked, memory
+    say, may be there now."""
+    before = session.ledger[FINAL].benchmarks if FINAL in session.ledger else ()
+    measured = {result.id: result for result in before if result.error is None}
+    left = [bench for bench in benchmarks if bench.id not in measured]
+    if FINAL in session.ledger and not left:
+        return
+    named = (("teacher", session.teacher), ("student", session.student))
+    models = {name: model.eval() for name, model in named if model is not None}
+    measured |= {result.id: result for result in session.measure(left, models)}
+    record = StageRecord(_unphased(FINAL), benchmarks=tuple(measured[bench.id] for bench in benchmarks))
+    if FINAL in session.ledger:
+        session.ledger.replace(record)
+    else:
+        session.ledger.add(record)
 
 
 def read_back(session: Session) -> None:
