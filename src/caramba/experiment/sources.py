@@ -14,6 +14,7 @@ SOURCES = "sources.json"
 DATA = "data"
 # Labels of models that were trained here from scratch: of the one that a run's teacher is, and of any other.
 PROXY, ORIGIN = "proxy", "origin"
+OF_FOLDERS = ("teacher_weights", "student_weights")
 
 
 def starts_anew(model: ModelConfig, role: str | None) -> bool:
@@ -25,9 +26,9 @@ def starts_anew(model: ModelConfig, role: str | None) -> bool:
 
 def labels_as(role: str, labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels of weights that are read as `role`: a teacher that another run trained from scratch is a proxy,
-    as one that the run trains itself.
+    as one that the run trains itself. Which folders the run that trained them read its own models from stays with it.
     """
-    found = dict(labels)
+    found = {key: label for key, label in labels.items() if not key.startswith(OF_FOLDERS)}
     if role == "teacher" and ORIGIN in found:
         found.setdefault(PROXY, found.pop(ORIGIN))
     return found
