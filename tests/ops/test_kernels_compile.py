@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ops.decoding_cases import stream
 from tests.ops.hopper import PROCESSORS, SHARED_BYTES, hopper, module
-from tests.ops.kernel_cases import CASES, stream
+from tests.ops.kernel_cases import CASES
 from tests.ops.launcher_case import Case, one
 
 pytestmark = pytest.mark.skipif(
