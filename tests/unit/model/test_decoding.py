@@ -129,7 +129,7 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ConfigError, match=r"tokens have shape \(4,\), expected \[B, T\]"):
         model(tokens[0])
     with torch.no_grad():
-        with pytest.raises(ConfigError, match=r"expected \[3, 4, T, 4\]"):
+        with pytest.raises(ConfigError, match=r"expected \[3, 4, 4, 4\]"):
             model(tokens, model.new_context(3, 8))
         ctx = model.new_context(2, 5)
         full = model(tokens_of(5))
