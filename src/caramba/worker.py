@@ -99,7 +99,14 @@ def run(run_dir: Path) -> int:
         append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
     print_artifacts(run_dir)
     if failed:
-        print(f"failed: {problem}; to try it again: caramba resume {_shown(run_dir)}", file=sys.stderr)
+        from caramba.config.benchmark import STAGED
+
+        benchmarks = [bench for group in manifest.selected_groups() for bench in group.benchmarks]
+        again = {bench.id for bench in benchmarks if not isinstance(bench.config, STAGED)}.intersection(
+            failed
+        )
+        hint = f"; to try {', '.join(sorted(again))} again: caramba resume {_shown(run_dir)}" if again else ""
+        print(f"failed: {problem}{hint}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -165,7 +165,9 @@ def ratios(
         ratio = _divide(name, metric, base)
         known = windows or {}
         ours, theirs = known.get((metric.source, str(key.model))), known.get((base.source, TEACHER))
-        if key.family == "perplexity" and key.field in _OF_WINDOWS and ours and theirs:
+        # Of one benchmark: another may have read other windows, as many.
+        is_paired = metric.source == base.source and key.family == "perplexity" and key.field in _OF_WINDOWS
+        if is_paired and ours and theirs:
             ratio = replace(ratio, std=paired_error(key.field, ratio.value, ours, theirs))
         _add(out, ratio, "two families of metrics")
     return out, tuple(undefined)

@@ -52,6 +52,6 @@ class Ledger:
     def replace(self, record: StageRecord) -> None:
         """Keep what a stage that is on record has returned since, at its place among the others."""
         stage = record.phase.id
-        place = list(self._records).index(stage)
-        write_json(self.folder / f"{place:02d}-{stage}.json", to_plain(record))
+        file = next(file for file in self.folder.glob("*.json") if file.stem.split("-", 1)[1] == stage)
+        write_json(file, to_plain(record))
         self._records[stage] = record

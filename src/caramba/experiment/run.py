@@ -66,7 +66,8 @@ def run_groups(manifest: Manifest, run_dir: Path, ranks: Ranks | None) -> tuple[
     results = tuple(
         run_group(manifest, group, run_dir, run_dir / "groups" / group.name, ranks) for group in groups
     )
-    write_json(run_dir / "result.json", {"status": "finished", "groups": [group.name for group in groups]})
+    status = "failed" if any(map(has_failed, results)) else "finished"
+    write_json(run_dir / "result.json", {"status": status, "groups": [group.name for group in groups]})
     return results
 
 
@@ -113,12 +114,18 @@ def run_group(
     if proxy := result.labels.get("proxy"):
         logger.info(f"proxy: the teacher of these numbers was {proxy}")
     index = artifact.write(result, folder)
-    write_json(folder / "result.json", {"status": "failed" if failure else "finished", **to_plain(result)})
+    status = "failed" if failure or has_failed(result) else "finished"
+    write_json(folder / "result.json", {"status": status, **to_plain(result)})
     append_event(folder, "group_finished", group=group.name, artifacts=len(index.entries))
     logger.artifacts_summary({entry.path: str(Path(index.root) / entry.path) for entry in index.entries})
     if failure is not None:
         raise failure
     return result
+
+
+def has_failed(result: RunResult) -> bool:
+    """Whether a benchmark failed: a resume has work to do."""
+    return any(bench.error is not None for bench in result.benchmarks)
 
 
 def finish(session: Session) -> None:

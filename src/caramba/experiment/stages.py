@@ -22,7 +22,7 @@ from caramba.experiment.planning import reduce_for_all_ranks, reduced
 from caramba.experiment.ranks import Assembled, assemble, give_order
 from caramba.experiment.session import Session
 from caramba.experiment.sources import ORIGIN, PROXY, starts_anew
-from caramba.experiment.surgery import transplant_student
+from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, spec_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
@@ -152,7 +152,10 @@ def fit_phase(
     if stage is None and (row := _row_name(session, run, phase)):
         callbacks.append(BenchmarkArtifacts(lambda: rows.extend(session.stage_row(row, model))))
     role = "control" if phase.control or stage is not None else phase.trains or "student"
-    if phase.phase == "pretrain" and not phase.control and starts_anew(session.manifest.model, phase.trains):
+    is_anew = starts_anew(session.manifest.model, phase.trains) and (
+        phase.trains == "teacher" or TRANSPLANT not in session.ledger
+    )
+    if phase.phase == "pretrain" and not phase.control and is_anew:
         label = PROXY if phase.trains == "teacher" else ORIGIN
         session.labels[label] = f"trained from scratch on {session.corpus.name}"
 

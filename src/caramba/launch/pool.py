@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -96,8 +97,9 @@ class Pool(NotedSignals):
         saved; kill those that have not ended in time. Return the exit statuses of those that have ended, killed ones
         among them.
 
-        A further Ctrl-C while they end kills them at once. No other signal does: a terminal that closes sends SIGHUP
-        twice, from the shell and from the system, and nobody has asked for what they save to be lost.
+        Only Ctrl-C has a limit: any other signal is answered when a step has ended and its state is saved, which takes
+        what it takes. A further Ctrl-C while they end kills them at once. No other signal does: a terminal that closes
+        sends SIGHUP twice, from the shell and from the system, and nobody has asked for what they save to be lost.
         """
         stopped = list(self._running)
         for number in (how, signal.SIGKILL):
@@ -107,6 +109,8 @@ class Pool(NotedSignals):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
                     (os.killpg if number == signal.SIGKILL else os.kill)(item.process.pid, number)
             limit = time.monotonic() + grace_s
+            if number not in (signal.SIGINT, signal.SIGKILL):
+                limit = math.inf
             while self._running and time.monotonic() < limit:
                 self._running = [item for item in self._running if item.process.poll() is None]
                 if number != signal.SIGKILL and self.heard.count(signal.SIGINT) > asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import statistics
@@ -164,6 +165,7 @@ def mean_targets(
         return None
     sampler = WindowSampler(len(targets), samples, seed=seed)  # keeps the order of its epoch
 
+    @functools.lru_cache(maxsize=1)  # every micro-batch of a step asks, and an epoch's order takes a sort
     def of(step: int) -> float:
         first = start + step * samples
         total = sum(int(targets[sampler.window(first + place)]) for place in range(samples))

@@ -174,6 +174,21 @@ def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, sent, told, e
     assert pool.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected
 
 
+def test_what_saves_has_the_time_that_it_takes(deaf):
+    """A stop is answered when a step has ended; only Ctrl-C is not waited for."""
+    program = deaf.run_dir / "python"
+    program.write_text(
+        "#!/bin/sh\ntrap 'sleep 1; echo saved; exit 75' USR1\necho deaf\nwhile :; do sleep 0.05; done\n"
+    )
+    with _one_worker() as workers:
+        endings = workers.run(iter([deaf]))
+        threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGUSR1))).start()
+        with pytest.raises(KeyboardInterrupt, match="SIGUSR1"):
+            next(endings)
+        assert workers.stop(grace_s=0.1, how=signal.SIGUSR1) == [75]
+    assert deaf.log.read_text() == "deaf\nsaved\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_what_is_ignored_stays_so(number):
     """A shell that runs us in the background ignores SIGINT for us, and nohup SIGHUP."""
