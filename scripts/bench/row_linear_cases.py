@@ -136,4 +136,8 @@ def timed(sides: dict[str, Side], seconds: float) -> dict[str, float]:
 def bytes_of(shape: Shape, dtype: torch.dtype, bits: int) -> int:
     """Return the bytes of a weight, with scales and zeros of groups."""
     n = shape.n_rows * shape.width
-    return n // 2 + 4 * n // (group_of(shape.width) or n) if bits == 4 else n * min(bits // 8, dtype.itemsize)
+    return (
+        n // 2 + 4 * n // (group_of(shape.width) or n)
+        if bits == 4
+        else n * (dtype.itemsize if bits == 16 else 1)
+    )

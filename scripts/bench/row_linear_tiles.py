@@ -34,7 +34,7 @@ def tune(
     entries = []
     for shape in shapes:
         for n_rows in rows:
-            itemsize = min(bits // 8, dtype.itemsize)
+            itemsize = dtype.itemsize if bits == 16 else 1
             product = [shape.n_out, shape.width, n_rows, itemsize, shape.is_gated]
             some = [
                 made(shape, n_rows, dtype, device, bits=bits)

@@ -71,10 +71,13 @@ def test_each_sequence_has_blocks_of_its_own_and_an_idle_one_none() -> None:
     assert not found[0][3].any()
 
 
-def test_keys_that_are_one_row_in_memory_make_one_score() -> None:
-    args, options = arguments(replace(PER_HEAD, kinds=("q8_0", "bf16", "q4_0"), queries=2), torch.float64)
-    row = torch.randn(2, 1, 32).bfloat16()
-    args[3] = StoredStream("bf16", row.expand(4, 2, 256, 32))
+@pytest.mark.parametrize("at", [3, 4])
+def test_keys_or_values_that_are_one_row_in_memory_are_read_once(at: int) -> None:
+    kinds = ("q8_0", "bf16", "q4_0") if at == 3 else ("q8_0", "q8_0", "bf16")
+    args, options = arguments(replace(PER_HEAD, kinds=kinds, queries=2), torch.float64)
+    width = PER_HEAD.dims[at - 2]
+    row = torch.randn(2, 1, width).bfloat16()
+    args[at] = StoredStream("bf16", row.expand(4, 2, 256, width))
     for one, other in zip(dba_decode(*args, **options), by_reference(args, options), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from caramba.benchmark.subject import Subjects
 from caramba.config.benchmark import WeightsBenchmarkConfig
 from caramba.config.quantise import WeightFormat
-from caramba.errors import CarambaError
+from caramba.errors import CarambaError, ConfigError, KernelUnavailable
 from caramba.measure import WindowedNLL, model_bytes, spread_windows, windowed_nll
 from caramba.model import Model
-from caramba.quantise import format_refusal, observe_ranges, quantise_weights
+from caramba.quantise import Ranges, format_refusal, observe_ranges, quantise_weights
 from caramba.quantise.weights import linear_layers
 from caramba.result import Metric
 
@@ -34,8 +34,8 @@ UNITS = {
 def weights(
     config: WeightsBenchmarkConfig, subjects: Subjects, source: str
 ) -> tuple[list[Metric], list[dict[str, Any]]]:
-    """Measure every model in 16 bits and in each format on the same windows; a format without a kernel is a row that
-    says why.
+    """Measure every model in 16 bits and in each format on the same windows; a format without a kernel, or
+    without a layer of the model's to quantise, is a row that says why.
 
     `delta_nll` is NLL minus that of 16 bits, `std` the standard error of the windows' differences; `weight_bytes` are
     those of all parameters and buffers.
@@ -54,7 +54,15 @@ def weights(
                 rows.append(row | {"skipped": reason})
                 continue
             changed = copy.deepcopy(plain)
-            done = _quantised(changed, form, config, subjects)
+            ranges = _ranges(changed, form, config, subjects)
+            try:
+                done = quantise_weights(changed, form, with_head=config.head, ranges=ranges).record()
+            except (
+                ConfigError,
+                KernelUnavailable,
+            ) as refusal:  # of this model, or of layers that ranks share
+                rows.append(row | {"skipped": str(refusal)})
+                continue
             found = _nll(changed, config, subjects)
             rows.append(row | _values(found, base, done["bytes_after"], size) | _of(done))
     for row in rows:
@@ -73,14 +81,13 @@ def weights(
     return metrics, rows
 
 
-def _quantised(
+def _ranges(
     model: Model, form: WeightFormat, config: WeightsBenchmarkConfig, subjects: Subjects
-) -> dict[str, Any]:
-    ranges = None
-    if form is WeightFormat.INT8_DYNAMIC:
-        found = linear_layers(model, form, subjects.device, with_head=config.head)
-        ranges = observe_ranges(model, found.layers, calibration_text(config, subjects), config.calibration)
-    return quantise_weights(model, form, with_head=config.head, ranges=ranges).record()
+) -> Ranges | None:
+    if form is not WeightFormat.INT8_DYNAMIC:
+        return None
+    found = linear_layers(model, form, subjects.device, with_head=config.head)
+    return observe_ranges(model, found.layers, calibration_text(config, subjects), config.calibration)
 
 
 def calibration_text(config: WeightsBenchmarkConfig, subjects: Subjects) -> list[Tensor]:

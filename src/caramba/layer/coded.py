@@ -69,7 +69,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None)
     if is_few(x) and rows_fit(x, weight):
         return row_linear(x, weight, bias, scale=scale)
     if weight.dtype == WORDS:
-        if x.is_cpu and x.numel() <= FEW_ON_CPU * x.shape[-1]:
+        if x.is_cpu and 0 < x.numel() <= FEW_ON_CPU * x.shape[-1]:
             y = product_of_words(x, weight, scale)
             return y if bias is None else y + bias
         return F.linear(x, numbers_of_words(weight, scale, x.dtype), bias)

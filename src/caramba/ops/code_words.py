@@ -84,7 +84,8 @@ def product_of_words(x: Tensor, words: Tensor, scale: Tensor) -> Tensor:
     assert sums is not None
     step, zero = scale.to(wide).unbind(2)
     y = (sums * step.t()[:, :, None]).sum(0).t()
-    return (y + places.to(wide).sum((2, 3, 4)) @ zero.t()).to(x.dtype).view(*x.shape[:-1], n_rows)
+    y = (y + places.to(wide).sum((2, 3, 4)) @ zero.t()).to(x.dtype)
+    return y.contiguous().view(*x.shape[:-1], n_rows)
 
 
 torch.library.impl("caramba::numbers_of_words", "CompositeExplicitAutograd", reference_numbers_of_words)

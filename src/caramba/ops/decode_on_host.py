@@ -104,7 +104,7 @@ def _sequence_by_sequence(
                 .masked_fill(~mask, -torch.inf)
                 .flatten(1, 2)
             )
-        values = numbers[-1 if len(numbers) > 2 else 0]
+        values = numbers[-1 if len(numbers) > 2 else 0].expand(-1, length, -1)
         if rows:
             own = sum(torch.bmm(q, row.mT) for q, row in zip(queries, rows[:2], strict=True))
             assert isinstance(own, Tensor)

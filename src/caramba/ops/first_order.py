@@ -24,14 +24,15 @@ def first_order(op: str, backward: Backward) -> Backward:
     def run(ctx: Any, *grads: Any) -> Any:
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            found = backward(ctx, *grads)
+            found = backward(_Context(ctx, saved), *grads)
         there = [x for x in found if isinstance(x, Tensor)] if isinstance(found, tuple) else [found]
         if not there:
             return found
         # What they are made of, so that a derivative by any of it comes here. One more needs a gradient in any case: a
         # backward of a sum with another loss would go on without these results.
-        sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        sources = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
         own = torch.zeros((), requires_grad=True)
         marked = _Refused.apply(op, len(there), *there, own, *sources)
         if not isinstance(found, tuple):
@@ -40,6 +41,16 @@ def first_order(op: str, backward: Backward) -> Backward:
         return tuple(next(rest) if isinstance(x, Tensor) else x for x in found)
 
     return run
+
+
+class _Context:
+    """A context whose saved tensors have been read: hooks of activation checkpointing unpack them only once."""
+
+    def __init__(self, ctx: Any, saved_tensors: tuple[Tensor, ...]) -> None:
+        self.ctx, self.saved_tensors = ctx, saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ctx, name)
 
 
 def refuse_tangents(op: str, *given: Any) -> None:

@@ -16,7 +16,7 @@ from caramba.config.benchmark import BenchmarkConfig, PerplexityBenchmarkConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.cost import model_cost
-from caramba.data import build_token_dataset
+from caramba.data import TokenDataset, build_token_dataset
 from caramba.model import Model, build_model
 
 VOCAB, BLOCK, TAIL = 29, 24, 4
@@ -48,6 +48,22 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     np.save(file, np.random.default_rng(0).integers(0, VOCAB, 40 * BLOCK + 1).astype(np.uint16))
     dataset = build_token_dataset(path=str(file), block_size=BLOCK)
     return Subjects(models, lambda _: dataset, None, VOCAB, torch.device("cpu"))
+
+
+def test_weights_of_no_group_are_a_row_that_says_why() -> None:
+    """Inputs of 48 divide into no group of 4-bit codes; the other formats are measured all the same."""
+    pytest.importorskip("torchao")
+    layers = [{"type": "LinearLayer", "d_in": 48, "d_out": 48}, {"type": "RMSNormLayer", "d_model": 48}]
+    topology = {"type": "StackedTopology", "layers": layers}
+    spec = {"embedder": {"vocab_size": VOCAB, "d_model": 48}, "topology": topology}
+    model = build_model(ModelSpec.model_validate(spec), seed=1)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, VOCAB, 400))
+    data = TokenDataset(tokens.numpy().astype(np.uint16), BLOCK)
+    subjects = Subjects({"teacher": model}, lambda _: data, None, VOCAB, torch.device("cpu"))
+    _, rows = measured(subjects, type="weights", formats=["int4", "int8"], block_size=BLOCK, num_batches=1)
+    said = {row["weights"]: row.get("skipped") for row in rows}
+    assert "no linear layer of this model can be quantised" in said["int4"]
+    assert said["int8"] is None
 
 
 def measured(subjects: Subjects, **config: Any) -> tuple[dict[str, float], list[dict[str, Any]]]:

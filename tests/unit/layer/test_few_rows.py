@@ -203,6 +203,9 @@ def test_a_layer_of_codes_of_4_bits_is_its_product(dtype: torch.dtype, kernels: 
         for one in (found, alone):
             assert one.dtype == dtype
             assert float((one.double() - want).norm() / want.norm()) < bound
+    with backend.without_kernels("row_linear"):
+        assert layer(x[:0]).shape == (0, 70, 24)
+        assert layer(x[0, :3]).is_contiguous()
     layer.to(torch.bfloat16 if dtype == torch.float16 else torch.float16)
     assert (layer.weight.dtype, layer.scale.dtype) == (torch.int16, torch.bfloat16)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from caramba.ops import (
     add_layer_norm,
@@ -102,6 +103,16 @@ def test_a_launcher_that_runs_straight_away_refuses_it_too(monkeypatch: pytest.M
     (grad,) = torch.autograd.grad(total(y), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="rms_norm: its gradient cannot"):
         grad.square().sum().backward()
+
+
+def test_a_graph_of_gradients_is_kept_through_checkpointed_activations() -> None:
+    """Whose hooks unpack what a backward reads once, and no second time."""
+    x, weight = drawn(3, 4), drawn(4)
+    y = checkpoint(lambda x: rms_norm(x, weight), x, use_reentrant=False)
+    assert isinstance(y, Tensor)
+    (found,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (wanted,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("op", ["rope", "rope_qkv"])
