@@ -21,6 +21,8 @@ from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
 from caramba.errors import ConfigError
 
+LONGEST_GENERATION = "longest of prompt_lengths + generation_lengths - 1"
+
 BYTE_VOCABULARY = 257  # 256 bytes and the end mark
 
 
@@ -150,14 +152,18 @@ def _check_positions(group: GroupConfig, specs: dict[str, ModelSpec | None]) -> 
                 )
 
 
+def _longest_generation(config: LatencyBenchmarkConfig) -> int:
+    """Return the most tokens that a generation reads: the last one is not read again."""
+    return max(config.prompt_lengths) + max(config.generation_lengths) - 1
+
+
 def _check_dynamic_scaling(group: GroupConfig, specs: dict[str, ModelSpec | None]) -> None:
     """Refuse to read in parts what is longer than dynamic RoPE scaling's own length: its frequencies depend on the
     whole length there, and keys that are cached no longer fit."""
     for bench in group.benchmarks:
         config = bench.config
         if isinstance(config, LatencyBenchmarkConfig) and max(config.generation_lengths) > 1:
-            longest = max(config.prompt_lengths) + max(config.generation_lengths) - 1
-            key = "longest of prompt_lengths + generation_lengths - 1"
+            longest, key = _longest_generation(config), LONGEST_GENERATION
         elif isinstance(config, PerplexityBenchmarkConfig) and config.cache_kind is not None:
             longest, key = config.block_size, f"cache_kind={config.cache_kind}, block_size"
         else:
@@ -195,9 +201,7 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
         elif isinstance(config, ControlsBenchmarkConfig | LadderConfig):
             yield owner, "block_size", config.block_size, both
         elif isinstance(config, LatencyBenchmarkConfig):
-            # The last generated token is not read again.
-            longest = max(config.prompt_lengths) + max(config.generation_lengths) - 1
-            yield owner, "longest of prompt_lengths + generation_lengths - 1", longest, bench.models
+            yield owner, LONGEST_GENERATION, _longest_generation(config), bench.models
         elif isinstance(config, MemoryBenchmarkConfig):
             yield owner, "longest of sequence_lengths", max(config.sequence_lengths), bench.models
         elif isinstance(config, AccuracyBenchmarkConfig) and config.max_length is not None:
