@@ -1,8 +1,7 @@
 """`python -m caramba`: the same as the `caramba` script."""
 
-import sys
-
 from caramba.cli import main
+from caramba.runs.ending import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, Preempted
-from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, status_of
+from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, leave, status_of
 from caramba.runs.ranks import adopt_slurm_ranks, end_with_agent, rank
 from caramba.runs.signals import stop_on_signals
 from caramba.runs.starting import heavy_imports
@@ -149,4 +149,4 @@ def _shown(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -32,7 +32,7 @@ from caramba.launch.freeze import freeze
 from caramba.model import build_model, load_pretrained
 from caramba.parallel.stages import TIED
 from caramba.runs import mint
-from caramba.runs.ending import PREEMPTED
+from caramba.runs.ending import PREEMPTED, end_now
 from caramba.runs.files import write_json
 from caramba.train import has_saved_state, state_path
 from tests.integration.commands import SMALL_TEACHER
@@ -154,6 +154,7 @@ def rank_main(rank: int, folders: dict[str, Path], ports: list[int]) -> None:
             if dist.is_initialized():  # a process that was stopped ends, and does not part from the others
                 dist.destroy_process_group()
     assert not asked, "ranks agree on a stop by themselves"
+    end_now(0)
 
 
 def check_state_of_stages(run_dir: Path) -> None:

@@ -3,6 +3,7 @@ data: both train all blocks, on rows of their own."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from caramba.distill import BlockSchedule, BlockShard, BlockwiseObjective, block
 from caramba.model import Model, build_model
 from caramba.runtime import GradientAverage
 from caramba.upcycle import pair_attention
+from tests.ranks import leave_together, meet
 from tests.unit.upcycle.test_weight_svd import TOKENS, spec, student_spec
 
 STEPS = 5
@@ -62,8 +64,7 @@ def trained_on_shares(shares: list[torch.Tensor]) -> Model:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    meet(rank, folder, 2, timedelta(minutes=5))
     student, owned, with_gradient = trained(None)
     teacher = build_model(spec(), seed=1).eval()
     errors = block_errors(teacher, pair_attention(teacher, student), TOKENS)
@@ -77,8 +78,7 @@ def rank_main(rank: int, folder: str) -> None:
         },
         f"{folder}/{rank}.pt",
     )
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()
 
 
 def test_two_ranks_end_with_the_weights_of_one(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from caramba.model import Model, build_model, save_model
 from caramba.parallel import apply_tensor_parallel, full_state_dict, keep_local
 from caramba.topology import checkpoint_topology, compilable_regions
 from tests.integration.commands import environment
-from tests.ranks import meet
+from tests.ranks import leave_together, meet
 from tests.unit.model.model_specs import ATTENTION, MLP, NORM, VOCAB, M, attention, block, spec, transformer
 
 TOKENS = torch.randint(VOCAB, (2, 7), generator=torch.Generator().manual_seed(0))
@@ -202,8 +202,7 @@ def rank_main(rank: int, folder: str) -> None:
     found = {**{name: compared(name, mesh) for name in SPECS}, "dropped": dropped(mesh)}
     found["compiled"] = compiled(mesh)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()
 
 
 @pytest.fixture(scope="module")

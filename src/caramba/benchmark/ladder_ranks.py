@@ -26,6 +26,7 @@ from caramba.model import Model, load_pretrained, save_model
 from caramba.ops import implementation
 from caramba.ops.backend import REFERENCE
 from caramba.quantise import quantise_weights
+from caramba.runs.ending import end_now
 
 WEIGHTS, TIMES = "model.safetensors", "times.json"
 TIMEOUT = timedelta(minutes=5)
@@ -117,3 +118,4 @@ def _rank(rank: int, folder: str, values: dict[str, Any], n_ranks: int) -> None:
         Path(folder, TIMES).write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
+    end_now(0)

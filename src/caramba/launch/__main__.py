@@ -3,6 +3,7 @@
 import sys
 
 from caramba.launch import main
+from caramba.runs.ending import leave
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import NoReturn
 
 from caramba.console import logger
 from caramba.errors import BatchReduced, CarambaError, Preempted
+from caramba.runs.ranks import is_rank
 
 MISTAKE = 2
 PREEMPTED = 75
@@ -56,3 +61,26 @@ def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
 def status_of(stop: Preempted) -> int:
     """Return the exit status of a run that a signal stopped: SIGTERM says that nobody wants it to go on now."""
     return TERMINATED if stop.signal_name == "SIGTERM" else PREEMPTED
+
+
+def leave(status: int) -> NoReturn:
+    """End this process with `status`; at once, if it is a rank or has a group of its own up."""
+    distributed = sys.modules.get("torch.distributed")
+    if is_rank() or (distributed is not None and distributed.is_available() and distributed.is_initialized()):
+        end_now(status)
+    sys.exit(status)
+
+
+def end_now(status: int) -> NoReturn:
+    """End this process after what is registered for its end, and before Python takes itself down.
+
+    Gloo's threads may live on there: a stopped rank leaves its group as it is, for others may hang, and caches of
+    DTensor hold a group that has been destroyed. One that lets go of a tensor by then aborts the process ("terminate
+    called without an active exception"): PyTorch takes the GIL in a destructor, and Python ends a thread that asks for
+    it (pytorch/pytorch#190489).
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
+    os._exit(status)

@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from caramba.config.train import PhaseConfig
 from caramba.optim import build_optimizer
-from tests.ranks import meet
+from tests.ranks import leave_together, meet
 
 RANKS, STEPS = 2, 3
 
@@ -45,8 +44,7 @@ def rank_main(rank: int, folder: str) -> None:
     for one, part in zip(whole.parameters(), parts.parameters(), strict=True):
         assert isinstance(part, DTensor)
         torch.testing.assert_close(part.full_tensor(), one)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()
 
 
 def test_sharded_weights_step_as_whole_ones(tmp_path: Path) -> None:

@@ -229,3 +229,30 @@ def test_a_clock_that_is_behind_is_named(tmp_path):
     text = clock_skew(run)
     assert text is not None
     assert "ahead of this machine's clock: the clocks differ" in text
+
+
+ENDS = """
+import atexit, os, sys
+from caramba.runs.ending import leave
+class Last:
+    def __del__(self):
+        os.write(1, b"Python ended")
+last = Last()
+atexit.register(print, "registered", end=" ")
+print("said", end=" ")
+if "group" in sys.argv:
+    import torch.distributed as dist
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+leave(7)
+"""
+
+
+@pytest.mark.parametrize("kind", ["alone", "rank", "group"])
+def test_a_rank_ends_before_python_does(kind):
+    """Its group's threads, if they are at work by then, abort the process now and then."""
+    rank = {"RANK": "1", "WORLD_SIZE": "2"} if kind == "rank" else {}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, kind], env={**os.environ, **rank}, capture_output=True, text=True
+    )
+    assert ended.returncode == 7, ended.stderr
+    assert ended.stdout == "said registered " + ("Python ended" if kind == "alone" else "")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from caramba.errors import CarambaError
 from caramba.runtime import GradientAverage, TableRows, takes_rows
 from caramba.runtime.gradient_average import grouped
-from tests.ranks import meet
+from tests.ranks import leave_together, meet
 
 RANKS = 3
 SMALL = 4 * 40  # bytes: some groups of one weight, some of several
@@ -197,8 +197,7 @@ def rank_main(rank: int, folder: str) -> None:
         check_rows(is_tied=is_tied, tokens=16, is_kept=is_tied, micro_steps=2)
     check_order()
     check_refusals()
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()
 
 
 def test_ranks_have_the_means_of_their_gradients(tmp_path: Path) -> None:

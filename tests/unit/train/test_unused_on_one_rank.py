@@ -20,7 +20,7 @@ from caramba.optim import NonFiniteWatch
 from caramba.train.callbacks import GradientAveraging
 from caramba.train.module import CarambaModule
 from caramba.train.strategies import AVERAGED, strategy_arguments
-from tests.ranks import meet
+from tests.ranks import leave_together, meet
 from tests.unit.model.model_specs import NORM, VOCAB, spec
 
 RANKS, STEPS = 2, 3
@@ -87,8 +87,7 @@ def rank_main(rank: int, folder: str) -> None:
         others = [torch.empty_like(value) for _ in range(RANKS)]
         dist.all_gather(others, value.contiguous())
         assert torch.equal(others[0], others[1])
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()
 
 
 def test_a_rank_that_leaves_weights_out_trains_with_one_that_does_not(tmp_path: Path) -> None:
