@@ -13,6 +13,8 @@ GROUP = 128
 MOST_WARPS = 16
 PROCESSORS = 132
 """Multiprocessors of an H200."""
+BLOCKS_AT_ONCE = 8
+"""Blocks that a multiprocessor may be working on."""
 NORMS = {"none": 0, "plain": 1, "same": 2, "wide": 3}
 """What a row is normalised by: nothing, its own size, that and a weight of its dtype or of float32."""
 
@@ -57,19 +59,22 @@ def guessed(product: Product) -> Way:
     """Return the way of a product that nobody has measured.
 
     Two tiles share what a block does for x, where there are tiles enough for eight blocks on each multiprocessor. Warps
-    take four groups each, or fewer where the device would not have eight warps on each, and ask for all of them ahead;
-    of several rows sums need the registers.
+    take four groups each, or fewer where the device would not have eight warps on each. They ask for all of them ahead
+    where more blocks wait than lie on the device at once; elsewhere more warps beside each other took less time than
+    fewer with more asked for, and of several rows sums need the registers.
     """
     n_groups = product.width // GROUP
     n_tiles = -(-product.n_out // (8 if product.is_gated else 16))
     tiles = 2 if n_tiles >= 6 * PROCESSORS else 1
     warps = 1
-    while warps < min(MOST_WARPS if product.rows <= 16 else MOST_WARPS // 2, n_groups) and (
+    while warps < min(MOST_WARPS, n_groups) and (
         4 * warps < n_groups or warps * n_tiles // tiles < 8 * PROCESSORS
     ):
         warps *= 2
-    steps = -(-n_groups // warps)
-    return Way(tiles, warps, min(steps, 4 if product.rows == 1 else 2 if product.rows <= 16 else 1))
+    ahead = 2
+    if product.rows <= 8:
+        ahead = 4 if n_tiles // tiles > BLOCKS_AT_ONCE * PROCESSORS else 1
+    return Way(tiles, warps, min(-(-n_groups // warps), ahead))
 
 
 def shared_bytes(product: Product, way: Way, *, is_normed: bool) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from caramba.kernels.triton.activation import activated, kept, slope
+from caramba.kernels.triton.activation import activated, drawn_words, kept, slope
 from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import Launch, stream_of
 from caramba.kernels.triton.norm import multiprocessors, tile
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}
-THREADS_FORWARD, THREADS_BACKWARD = (768, 512), (512, 256)
+THREADS_FORWARD, THREADS_BACKWARD = (640, 512), (512, 256)
 """Threads of a multiprocessor that programs occupy, of 16 bits and of more: registers that a tile and the next take."""
 AHEAD_BYTES = 16384
 """Of a row up to which registers hold a tile and the next."""
@@ -63,6 +63,7 @@ def _forward_kernel(
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
     AHEAD: tl.constexpr,
+    DRAWN_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -88,6 +89,8 @@ def _forward_kernel(
             next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
         else:
             x = _load(x_ptr + at, mask, EXACT).to(ACC)
+        if DROPOUT and DRAWN_FIRST:
+            words = drawn_words(row, seed, BLOCK_M, BLOCK_N)
         mean = tl.sum(x, axis=1) / width
         x = x - mean[:, None]
         if not EXACT:
@@ -100,7 +103,9 @@ def _forward_kernel(
         if bias_ptr is not None:
             y = y + bias
         if DROPOUT:
-            y = tl.where(kept(row, seed, threshold, BLOCK_M, BLOCK_N), y, 0.0)
+            if not DRAWN_FIRST:
+                words = drawn_words(row, seed, BLOCK_M, BLOCK_N)
+            y = tl.where(kept(words, threshold), y, 0.0)
         y = activated(y, ACTIVATION, y_ptr.dtype.element_ty)
         _store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, EXACT)
 
@@ -126,6 +131,7 @@ def _backward_kernel(
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
     AHEAD: tl.constexpr,
+    DRAWN_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
@@ -158,16 +164,20 @@ def _backward_kernel(
         else:
             x = _load(x_ptr + at, mask, EXACT).to(ACC)
             grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
+        if DROPOUT and DRAWN_FIRST:
+            words = drawn_words(row, seed, BLOCK_M, BLOCK_N)
         rstd = tl.load(rstd_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
         mean = tl.load(mean_ptr + row, mask=in_rows, other=0.0).to(ACC)[:, None]
-        unit = (x - mean) * rstd
+        unit = x * rstd - mean * rstd  # one instruction, and rounded no worse than a mean is
         if not EXACT:
             unit = tl.where(mask, unit, 0.0)
         before = unit * weight if weight_ptr is not None else unit * keep_scale
         if bias_ptr is not None:
             before = before + bias
         if DROPOUT:
-            keep = kept(row, seed, threshold, BLOCK_M, BLOCK_N)
+            if not DRAWN_FIRST:
+                words = drawn_words(row, seed, BLOCK_M, BLOCK_N)
+            keep = kept(words, threshold)
             # A dropped element passes no gradient, whatever its slope.
             grad = tl.where(keep, grad, 0.0)
         grad = grad * slope(before, ACTIVATION, grad_x_ptr.dtype.element_ty)
@@ -190,16 +200,18 @@ _forwards: Plans[ForwardPlan] = Plans()
 _backwards: Plans[BackwardPlan] = Plans()
 
 
-def _launch_options(x: Tensor, threads: tuple[int, int]) -> tuple[tuple[bool, int, int], int, dict[str, int]]:
+def _launch_options(
+    x: Tensor, threads: tuple[int, int]
+) -> tuple[tuple[bool, bool, int, int], int, dict[str, int]]:
     """Whether tiles are asked for ahead, their rows and columns; programs that a multiprocessor holds; warps and
     registers of each."""
     block_m, block_n, warps = tile(x.shape[-1])
     if threads is THREADS_BACKWARD and block_n >= 16384:
         warps = min(2 * warps, 32)  # the sums of such a row need more registers
-    held = max(1, threads[x.element_size() > 2] // (32 * warps))
+    held = max(1, round(threads[x.element_size() > 2] / (32 * warps) + 0.01))  # halves up
     registers = min(REGISTERS // (held * 32 * warps) // 8 * 8, 248)
     is_ahead = block_n * x.element_size() <= AHEAD_BYTES
-    return (is_ahead, block_m, block_n), held, {"num_warps": warps, "maxnreg": registers}
+    return (is_ahead, True, block_m, block_n), held, {"num_warps": warps, "maxnreg": registers}
 
 
 def is_narrow(seed: int) -> bool:
@@ -241,7 +253,7 @@ def _forward_launch(x: Tensor, eps: float, p: float, activation: str) -> Launch 
     width = x.shape[-1]
     n_rows = x.numel() // width
     tiles, held, options = _launch_options(x, THREADS_FORWARD)
-    _, block_m, block_n = tiles
+    *_, block_m, block_n = tiles
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
     is_full = width == block_n and n_rows % block_m == 0
     return Launch(
@@ -299,7 +311,7 @@ def _backward_plan(
     width, acc = x.shape[-1], accumulator(x)[1]
     n_rows = x.numel() // width
     tiles, held, options = _launch_options(x, THREADS_BACKWARD)
-    _, block_m, block_n = tiles
+    *_, block_m, block_n = tiles
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
     is_full = width == block_n and n_rows % block_m == 0
     launch = Launch(

@@ -14,7 +14,7 @@ def random_words(seed, c0, c1, c2, c3):
 
     As `tl.philox`, but each product of 32 bits is one instruction that gives both halves, where it takes two.
     """
-    seed = tl.to_tensor(seed).to(tl.int64)
+    seed = tl.core.to_tensor(seed).to(tl.int64)
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
         first, third = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57

@@ -4,7 +4,9 @@ A program makes all rows of some columns of the result. Tiles of the weight come
 time on their way, and are read once; those of x come from the cache. Where programs make few columns each warp takes a
 part of every tile's width and the parts are added at the end; where there are too few programs they also share the
 width, and the last one to arrive adds what the others left. Sums have one fixed order. Rows are normalised by a launch
-before: inside, by every program, it took as long with 8 rows and longer with more.
+before: inside, by every program, it took as long with 8 rows and longer with more. Codes become numbers of 16 bits on
+their way to the products: those of 8 bits as they are, and a row's sum is scaled; those of 4 bits, words of four, with the
+scale and the zero of their group.
 """
 
 from __future__ import annotations
@@ -43,12 +45,14 @@ class Tile(NamedTuple):
 
 
 class Product(NamedTuple):
-    """What a tile is chosen by: rows of the result, width, rows of x rounded up, gated or not."""
+    """What a tile is chosen by: rows of the result, width, rows of x rounded up, gated or not, bits of a number of the
+    weight."""
 
     n_out: int
     width: int
     block_m: int
     is_gated: bool
+    bits: int = 16
 
 
 class Kinds(NamedTuple):
@@ -59,7 +63,14 @@ class Kinds(NamedTuple):
     few: Tile
 
 
-MANY = 8192
+MANY, MOST_ROWS = 8192, 65536
+GROUP = 128
+"""Inputs that share a scale, of codes of 4 bits: a program's numbers at a time."""
+WORD_TILES = Kinds(*[Tile(64, GROUP, 1, split, 4, 3) for split in (1, 8, 8)])
+MOST_WORD_TILE = Tile(128, GROUP, 1, 1, 4, 3)
+CODE_TILES = Kinds(Tile(32, 256, 4, 1, 4, 3), Tile(32, 256, 4, 1, 4, 4), Tile(16, 256, 4, 1, 4, 7))
+"""Tiles for codes of 4 bits, of a head's rows, and for codes of 8 bits by nine to sixteen rows, whose tiles of 16 bits take
+up to twice as long."""
 FASTEST = {
     8: Kinds(Tile(64, 128, 1, 1, 4, 4), Tile(16, 256, 4, 1, 4, 6), Tile(16, 256, 4, 1, 4, 9)),
     16: Kinds(Tile(128, 64, 1, 1, 4, 5), Tile(64, 128, 1, 2, 4, 5), Tile(16, 256, 4, 1, 4, 7)),
@@ -68,6 +79,8 @@ FASTEST = {
 }
 """Tiles by rows of x rounded up, of about 30 each that were timed on an H200 with the products of a 1B model
 (`scripts/bench/row_linear.py --tiles`)."""
+BITS = {torch.int8: 8, torch.int16: 4}
+"""Of a number of the weight, by the dtype of what holds its codes."""
 _tiles: dict[Product, Tile] = {}
 
 
@@ -76,6 +89,18 @@ def _load(ptr, mask, POLICY: tl.constexpr, IS_WHOLE: tl.constexpr):
     if IS_WHOLE:
         return tl.load(ptr, eviction_policy=POLICY)
     return tl.load(ptr, mask=mask, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _numbers(word, field: tl.constexpr, scale, zero):
+    """Return q s + z of the codes in one field of words, in fp32.
+
+    At bits 16 to 19 of a number with 128 as its leading digit a code counts ones, so that no integer is converted, which
+    takes four times as long. `zero` has 128 s less than it says.
+    """
+    places = word << (16 - 4 * field)
+    codes = ((places & 0xF0000) | 0x43000000).to(tl.float32, bitcast=True)
+    return codes * scale[:, None] + zero[:, None]
 
 
 @triton.jit
@@ -99,7 +124,9 @@ def _tiles_kernel(
     WARPS_K: tl.constexpr,
     SPLIT: tl.constexpr,
     STAGES: tl.constexpr,
+    OF_WORDS: tl.constexpr,
 ):
+    """With OF_WORDS the weight is words of four codes, and BLOCK_K a group of them that shares a scale and a zero."""
     DTYPE: tl.constexpr = y_ptr.dtype.element_ty
     HALF: tl.constexpr = BLOCK_N // 2
     PART: tl.constexpr = BLOCK_K // WARPS_K
@@ -109,10 +136,18 @@ def _tiles_kernel(
         n = tl.minimum(tile * HALF + i % HALF, n_out - 1) + (i // HALF) * n_out
     else:
         n = tl.minimum(tile * BLOCK_N + i, n_out - 1)
-    row_at = n.to(tl.int64) * width
+    row_at = n.to(tl.int64) * (width // 4 if OF_WORDS else width)
     x_row = tl.minimum(m, rows - 1) * width
     steps = tl.cdiv(tl.cdiv(width, BLOCK_K), SPLIT)
-    if WARPS_K > 1:  # a product of [W, N, K / W] and [W, K / W, M]: every warp has one of W
+    if OF_WORDS:
+        WORDS: tl.constexpr = BLOCK_K // 4
+        j, first = tl.arange(0, WORDS), split * steps
+        weight_at = weight_ptr + (row_at[:, None] + j[None, :]) + first * WORDS
+        x_at = x_ptr + (x_row[:, None] + j[None, :]) + first * BLOCK_K
+        # Scale and zero in one load, as copies that run ahead take four bytes at least.
+        scale_at = scale_ptr.to(tl.pointer_type(tl.int32)) + n.to(tl.int64) * (width // BLOCK_K) + first
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    elif WARPS_K > 1:  # a product of [W, N, K / W] and [W, K / W, M]: every warp has one of W
         part = (tl.arange(0, WARPS_K) * PART)[:, None, None] + tl.arange(0, PART)[None, None, :]
         k = part + split * steps * BLOCK_K
         weight_at, x_at = weight_ptr + (row_at[None, :, None] + k), x_ptr + (x_row[None, :, None] + k)
@@ -127,16 +162,27 @@ def _tiles_kernel(
     if residual_ptr is not None:
         held = tl.load(residual_ptr + at, mask=mask, other=0.0)
     for step in tl.range(0, steps, num_stages=STAGES):
-        by = step * BLOCK_K
-        inside = k + by < width
-        weight = _load(weight_at + by, inside, "evict_first", IS_WHOLE)
-        x = _load(x_at + by, inside, "evict_last", IS_WHOLE)
-        if scale_ptr is not None:  # codes, which 16 bits hold exactly
-            weight = weight.to(DTYPE)
-        if WARPS_K > 1:
-            acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+        if OF_WORDS:
+            inside = (first + step) * BLOCK_K < width
+            word = _load(weight_at + step * WORDS, inside, "evict_first", IS_WHOLE).to(tl.int32)
+            pair = _load(scale_at + step, inside, "evict_first", IS_WHOLE)
+            scale = (pair << 16).to(tl.float32, bitcast=True)
+            zero = (pair & -65536).to(tl.float32, bitcast=True) - 128.0 * scale
+            for field in tl.static_range(4):
+                x = _load(x_at + step * BLOCK_K + field * WORDS, inside, "evict_last", IS_WHOLE)
+                weight = _numbers(word, field, scale, zero).to(DTYPE)
+                acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         else:
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+            by = step * BLOCK_K
+            inside = k + by < width
+            weight = _load(weight_at + by, inside, "evict_first", IS_WHOLE)
+            x = _load(x_at + by, inside, "evict_last", IS_WHOLE)
+            if scale_ptr is not None:  # codes, which 16 bits hold exactly
+                weight = weight.to(DTYPE)
+            if WARPS_K > 1:
+                acc = tl.dot(weight, tl.permute(x, (0, 2, 1)), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     y = tl.sum(acc, axis=0) if WARPS_K > 1 else acc
     if SPLIT > 1:
         inner = i[:, None] * BLOCK_M + m[None, :]
@@ -149,7 +195,7 @@ def _tiles_kernel(
         for other in tl.static_range(1, SPLIT):
             y += tl.load(parts + other * (BLOCK_N * BLOCK_M) + inner, cache_modifier=".cg")
         tl.store(counts_ptr + tile, 0)
-    if scale_ptr is not None:
+    if scale_ptr is not None and not OF_WORDS:
         y *= tl.load(scale_ptr + n)[:, None]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + n)[:, None].to(tl.float32)
@@ -173,12 +219,13 @@ are those that are left; the others stay, as graphs hold no more than their addr
 
 def guessed(product: Product) -> Tile:
     """Return the tile of a product that nobody has measured: what a product of its kind was fastest by."""
-    n_out, width, block_m, is_gated = product
+    n_out, width, block_m, is_gated, bits = product
     n_rows = n_out * (2 if is_gated else 1)
+    kinds = WORD_TILES if bits == 4 else CODE_TILES if bits == 8 and block_m == 16 else FASTEST[block_m]
     if n_rows >= MANY:
-        return FASTEST[block_m].many
+        return MOST_WORD_TILE if bits == 4 and n_rows >= MOST_ROWS else kinds.many
     is_one_each = -(-n_rows // 16) <= PROCESSORS
-    tile = FASTEST[block_m].few if is_one_each else FASTEST[block_m].some
+    tile = kinds.few if is_one_each else kinds.some
     # A program that shares the width takes four tiles of it at least.
     return tile._replace(split=max(1, min(tile.split, width // (4 * tile.block_k))))
 
@@ -191,9 +238,9 @@ def tile_of(product: Product) -> Tile:
     return tile
 
 
-def fitting(tile: Tile, block_m: int, shared_bytes: int) -> Tile:
+def fitting(tile: Tile, block_m: int, shared_bytes: int, bits: int = 16) -> Tile:
     """Return a tile with as many stages, two at least, as this much shared memory holds."""
-    stage = (tile.block_n + block_m) * tile.block_k * 2
+    stage = (tile.block_n * bits // 8 + block_m * 2) * tile.block_k
     return tile._replace(stages=max(2, min(tile.stages, (shared_bytes - LEEWAY) // stage)))
 
 
@@ -202,7 +249,8 @@ def _tile_on(device: torch.device, product: Product) -> Tile:
     """Return the tile of a product, with as many stages as a device holds."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     shared_bytes = SHARED_BYTES if properties is None else properties.shared_memory_per_block_optin
-    return fitting(tile_of(product), product.block_m, shared_bytes)
+    # Codes of 8 bits have the tiles of 16, stages and all, which were measured.
+    return fitting(tile_of(product), product.block_m, shared_bytes, 4 if product.bits == 4 else 16)
 
 
 def adopt(entries: dict[Product, Tile]) -> None:
@@ -249,11 +297,13 @@ def row_tiles(
     gated: bool,
     y: Tensor,
 ) -> Tensor:
-    """Make `row_linear` of contiguous tensors of 16 bits, or a weight of codes, into y, and return it."""
+    """Make `row_linear` of contiguous tensors of 16 bits, or a weight of codes, into y, and return it; words of codes
+    have groups of GROUP inputs."""
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
     block_m = block_of(rows)
-    tile = _tile_on(x.device, Product(n_out, width, block_m, gated))
+    bits = BITS.get(weight.dtype, 16)
+    tile = _tile_on(x.device, Product(n_out, width, block_m, gated, bits))
     tiles = -(-n_out // (tile.block_n // 2 if gated else tile.block_n))
     parts = counts = None
     if tile.split > 1:
@@ -266,13 +316,13 @@ def row_tiles(
     if eps is not None:
         x = rms_norm(x, norm, eps)[0]
     given = (scale is None, bias is None, residual is None)
-    key = (rows, n_out, width, gated, x.get_device(), x.dtype, given, tile.split)
+    key = (rows, n_out, width, gated, x.get_device(), x.dtype, given, bits, tile.split)
     launch = _launches.get(key)
     if launch is None:
         is_whole = width % (tile.block_k * tile.split) == 0
         launch = _launches.add(
             *(key, (tiles, tile.split), (n_out, width, rows)),
-            *(gated, is_whole, block_m, *tile[:4], tile.stages),
+            *(gated, is_whole, block_m, *tile[:4], tile.stages, bits == 4),
             num_warps=tile.warps,
         )
     launch(x, weight, scale, bias, residual, y, parts, counts)

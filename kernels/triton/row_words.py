@@ -1,8 +1,9 @@
 """Launcher of `caramba::row_linear` for weights of words, four codes of 4 bits each, and a kernel for any of them.
 
-Rows of 16 bits whose groups are of 128 inputs take tensor cores, by the kernel in CUDA C++ (`row_words.cu`) where it can be
-compiled. The kernel here is for what is left, numbers of 32 bits and small groups: a program makes one row of x by some
-rows of the weight, and multiplies codes as numbers of 32 bits.
+Rows of 16 bits whose groups are of 128 inputs take tensor cores: few by the kernel in CUDA C++ (`row_words.cu`) where it
+can be compiled, whose blocks read all of x for some columns each, more by tiles (`row_tiles`). The kernel here is for
+what is left, numbers of 32 bits and small groups: a program makes one row of x by some rows of the weight, and multiplies
+codes as numbers of 32 bits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from caramba.kernels.triton.early import begins_early, early_launch
 from caramba.kernels.triton.forms import dtype_of
 from caramba.kernels.triton.launch import MOST, Launch, Launches
 from caramba.kernels.triton.norm import rms_norm
+from caramba.kernels.triton.row_tiles import GROUP, row_tiles
 from torch import Tensor
 
 import triton
@@ -22,6 +24,8 @@ import triton.language as tl
 
 BLOCK_N, BLOCK_J, WARPS = 8, 256, 4
 """Rows of the weight to a program, words of each at a time, and warps."""
+MOST_IN_CUDA = 16
+"""Rows up to which the kernel in CUDA C++ is taken: of 32 and 64 it took longer than numbers of 16 bits (docs/log.md)."""
 N_TENSORS = 7
 _adopted: dict[in_cuda.Product, in_cuda.Way] = {}
 _made: dict[tuple, CudaLaunch | Launch] = {}
@@ -156,6 +160,8 @@ def row_words(
     """Make `row_linear` of contiguous tensors and a weight of words into y, and return it."""
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
+    if rows > 1 and _is_for_tiles(x, scale, rows):
+        return row_tiles(x, weight, scale, bias, residual, norm, eps, gated, y)
     if eps is not None and rows > 1:
         x, norm, eps = rms_norm(x, norm, eps)[0], None, None
     if norm is not None and norm.dtype not in (x.dtype, torch.float32):
@@ -176,6 +182,12 @@ def row_words(
         launch = _made[key] = _of_tensor_cores(key, x, bias, residual, norm, plain) or plain
     launch(x, weight, scale, bias, residual, norm, y)
     return y
+
+
+def _is_for_tiles(x: Tensor, scale: Tensor, rows: int) -> bool:
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[-1] != scale.shape[1] * GROUP:
+        return False
+    return rows > MOST_IN_CUDA or not is_ready(x.device)
 
 
 def _of_tensor_cores(

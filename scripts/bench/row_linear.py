@@ -7,8 +7,8 @@ Weights are of a model of a billion weights; every side runs as a CUDA graph ove
 `--tiles` times those of several rows, which follow a rule, beside the rule's choice. `--compiled` adds products as
 reductions that Inductor makes. `--codes`: weights are codes of 8 bits with a scale of each row, or of 4 with one and a
 zero of each group of inputs (`--codes 4`), beside the same weights in 16 bits by ours (`numbers`); those of 4 bits,
-whose kernel follows a rule for any number of rows, are timed by `--tiles` alone. `--device cpu --size tiny` with
-TRITON_INTERPRET=1 shows that it works.
+whose kernels follow rules for any number of rows, are timed by `--tiles` alone: up to 8 rows by the kernel of few, more
+than one by tiles. `--device cpu --size tiny` with TRITON_INTERPRET=1 shows that it works.
 """
 
 from __future__ import annotations
@@ -131,9 +131,8 @@ def main() -> int:
         half = dtype if device.type == "cuda" else torch.float16  # Triton's interpreter has no bfloat16
         rows = [int(n) for n in words.rows.split(",")]
         if words.codes == 4:
-            time_ways(shapes, rows, half, device)
-        else:
-            time_row_tiles(shapes, rows, half, device, bits=words.codes)
+            time_ways(shapes, [n for n in rows if n <= 8], half, device)
+        time_row_tiles(shapes, rows, half, device, bits=words.codes)
     roof = 1e12
     if device.type == "cuda":
         from read_roof import read_roof

@@ -62,6 +62,15 @@ def keep_tiles(table: Path, tiles: list[list[list[Any]]]) -> None:
     write_json(table, {"device": torch.cuda.get_device_name(), "tiles": found})
 
 
+def word_tiles_of(shape: Shape) -> list[tuple[int, ...]]:
+    """The same of codes of 4 bits, whose tiles are of one group."""
+    if shape.n_rows < 8192:
+        return [(n, 128, 1, split, 4, stages) for n in (64, 128) for split in (2, 4, 8) for stages in (3, 6)]
+    return [
+        (n, 128, 1, 1, warps, stages) for n, warps in ((64, 4), (128, 4), (128, 8)) for stages in (3, 4, 6)
+    ]
+
+
 def row_tiles_of(shape: Shape, block_m: int) -> list[tuple[int, ...]]:
     """Return tiles of several rows worth trying, in the fields of the kernel's `Tile`: tiles on their way of 40 to
     200 KiB in a multiprocessor's shared memory."""
@@ -89,22 +98,29 @@ def row_tiles_of(shape: Shape, block_m: int) -> list[tuple[int, ...]]:
 def time_row_tiles(
     shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, bits: int
 ) -> None:
-    """Print the fastest tiles of several rows beside the one that the kernel chooses."""
+    """Print the fastest tiles of several rows beside the one that the kernel chooses.
+
+    Of codes of 4 bits few rows, too, which another kernel takes otherwise.
+    """
     module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    by_words = importlib.import_module("caramba.kernels.triton.row_words")
+    most, by_words.MOST_IN_CUDA = by_words.MOST_IN_CUDA, 0
     for shape in shapes:
         n_bytes = bytes_of(shape, dtype, bits)
         for n_rows in (n for n in rows if n > 1):
             count = n_sets(n_bytes, device)
             some = [made(shape, n_rows, dtype, device, bits=bits) for _ in range(count)]
-            product = module.Product(shape.n_out, shape.width, module.block_of(n_rows), shape.is_gated)
+            product = module.Product(shape.n_out, shape.width, module.block_of(n_rows), shape.is_gated, bits)
             chosen, found = module.tile_of(product), {}
-            for tile in (chosen, *row_tiles_of(shape, product.block_m)):
+            others = word_tiles_of(shape) if bits == 4 else row_tiles_of(shape, product.block_m)
+            for tile in (chosen, *others):
                 module.adopt({product: module.Tile(*tile)})
                 found[tuple(tile)] = timed({"ours": Side(ours(shape), some, False)}, 0.02)["ours"]
             module.adopt({product: chosen})
             best = sorted(found, key=lambda tile: found[tile])[:4]
             said = ", ".join(f"{tile}: {found[tile]:.2f}" for tile in best)
             print(f"{shape.name}, {n_rows} rows: chosen {found[tuple(chosen)]:.2f} us; {said}", flush=True)
+    by_words.MOST_IN_CUDA = most
 
 
 def ways_of(shape: Shape) -> list[tuple[int, int, int]]:

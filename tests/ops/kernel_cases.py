@@ -299,6 +299,9 @@ def row_products() -> Iterator[Case]:
     for name, dtype, rows, group, norm in (
         ("words", BF16, 1, 128, BF16),
         ("words: rows", BF16, 8, 128, F32),
+        ("words: many rows", BF16, 64, 128, None),
+        ("words: fp16 rows", F16, 17, 128, F16),
+        ("words: rows of small groups", BF16, 3, 64, BF16),
         ("words: fp32", F32, 1, 128, F32),
         ("words: small groups", F16, 1, 32, None),
     ):
@@ -310,7 +313,8 @@ def row_products() -> Iterator[Case]:
             *(None if norm is None else one(width, dtype=norm), None if norm is None else 1e-5, gated),
         )
         before = ("_forward_kernel",) if rows > 1 and norm is not None else ()
-        yield Case("row_linear", name, (*before, "_words_kernel"), lambda a=given: a)
+        kernel = "_tiles_kernel" if rows > 1 and group == 128 else "_words_kernel"
+        yield Case("row_linear", name, (*before, kernel), lambda a=given: a)
 
 
 def weights_of_words() -> Iterator[Case]:

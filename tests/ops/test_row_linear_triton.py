@@ -298,7 +298,7 @@ def test_a_product_that_begins_while_the_kernel_ahead_ends_reads_all_that_it_sto
             elif step % 3 == 2:
                 weight.copy_(first)
             wait()
-            found.append(module.row_linear(found[-1], weight, None, found[-1], None, 1e-5, False))
+            found.append(module.row_linear(found[-1], weight, None, None, found[-1], None, 1e-5, False))
             wait()
         return found
 
@@ -335,7 +335,7 @@ def test_a_product_reads_what_the_kernel_ahead_stores_last() -> None:
         for _ in range(20):
             store_late(x, found[-1])
             wait()
-            found.append(module.row_linear(x, weight, None, x, None, 1e-5, False))
+            found.append(module.row_linear(x, weight, None, None, x, None, 1e-5, False))
             wait()
         return found
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
-from caramba.ops.formats import NF4_LEVELS, stored_format, unpack_nibbles
+from caramba.ops.formats import nf4_levels, stored_format, unpack_nibbles
 
 torch.library.define(
     "caramba::dequantize", "(Tensor codes, Tensor scales, str kind, int width, ScalarType dtype) -> Tensor"
@@ -41,7 +41,7 @@ def reference_dequantize(codes: Tensor, scales: Tensor, kind: str, width: int, d
     elif kind == KVCacheKind.Q4_0:
         values = unpack_nibbles(codes).float() - 8
     else:
-        values = torch.tensor(NF4_LEVELS, device=codes.device)[unpack_nibbles(codes).int()]
+        values = nf4_levels(codes.device)[unpack_nibbles(codes).int()]
     rows = (values * scales.float()[..., None]).to(dtype).flatten(-2)
     return rows[..., :width].contiguous()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,12 @@ NF4_LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
+
+
+@functools.cache
+def nf4_levels(device: torch.device) -> Tensor:
+    """Return the levels, float32 [16], made once for a device: nothing is copied to one while a CUDA graph is captured."""
+    return torch.tensor(NF4_LEVELS, device=device)
 
 
 @dataclass(frozen=True)

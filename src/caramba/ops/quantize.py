@@ -9,7 +9,7 @@ from torch import Tensor
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op
-from caramba.ops.formats import NF4_LEVELS, StoredFormat, pack_nibbles, stored_format
+from caramba.ops.formats import StoredFormat, nf4_levels, pack_nibbles, stored_format
 
 torch.library.define("caramba::quantize", "(Tensor x, str kind) -> (Tensor, Tensor)")
 
@@ -48,7 +48,7 @@ def reference_quantize(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     blocks = _blocks(x.float(), elements)
     if stored.kind is KVCacheKind.NF4:
         scales = blocks.abs().amax(dim=-1)
-        levels = torch.tensor(NF4_LEVELS, device=x.device)
+        levels = nf4_levels(x.device)
         codes = torch.bucketize(_divide(blocks, scales), (levels[1:] + levels[:-1]) / 2)
         return pack_nibbles(codes), scales
     largest = blocks.gather(-1, blocks.abs().argmax(dim=-1, keepdim=True)).squeeze(-1)

@@ -73,7 +73,7 @@ def test_int4_takes_other_types(model: Model, dtype: torch.dtype) -> None:
     wanted = changed(tokens).float()
     quantise_weights(changed, WeightFormat.INT4, with_head=True)
     error = (changed(tokens).float() - wanted).norm() / wanted.norm()
-    assert 0 < error < BOUNDS[WeightFormat.INT4][0]
+    assert 0 < error < 0.3, "the head, too: 0.25 of weights drawn at random"
     generators = [
         Generator(changed, compiled=compiled, max_new_tokens=8, temperature=0.0)
         for compiled in ("graph", False)
