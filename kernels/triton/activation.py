@@ -11,18 +11,13 @@ RELU, GELU = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def drawn_words(row, seed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The random words of rows, uint32 [BLOCK_M, BLOCK_N / 2]: two elements each, as caramba.ops.philox defines it."""
+def kept(row, seed, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which elements of rows dropout keeps, as caramba.ops.philox defines it; `threshold` is shifted left by 16."""
     octet = tl.arange(0, BLOCK_N // 8)[None, :] + tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
     low = (row & 0xFFFFFFFF).to(tl.uint32)[:, None]
     high = (row >> 32).to(tl.uint32)[:, None]
     w0, w1, w2, w3 = random_words(seed, octet.to(tl.uint32), low, high, low * 0)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-
-
-@triton.jit
-def kept(words, threshold):
-    """Which elements of rows dropout keeps, of their words; `threshold` is shifted left by 16."""
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     # The lower bits of a word decide nothing, for the threshold has none.
     return tl.interleave(words << 16, words) >= threshold.to(tl.uint32)
 
