@@ -22,8 +22,10 @@ ROTATED = ("k", "k_sem", "k_geo", "c")
 class LayerCache:
     """Streams of one attention application, by name; all hold the same number of tokens."""
 
-    names: ClassVar[tuple[str, ...]] = ()
+    names: tuple[str, ...] = ()
     keeps_first_tokens: ClassVar[bool] = False
+    is_for_host: ClassVar[bool] = False
+    """Whether its layer reads and writes it by itself, so that no step on the device can."""
 
     def __init__(
         self,
