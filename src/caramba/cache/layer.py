@@ -22,7 +22,7 @@ ROTATED = ("k", "k_sem", "k_geo", "c")
 class LayerCache:
     """Streams of one attention application, by name; all hold the same number of tokens."""
 
-    names: tuple[str, ...] = ()
+    names: ClassVar[tuple[str, ...]] = ()
     keeps_first_tokens: ClassVar[bool] = False
     is_for_host: ClassVar[bool] = False
     """Whether its layer reads and writes it by itself, so that no step on the device can."""

@@ -19,7 +19,9 @@ class OwnLayerCache(LayerCache):
     is_for_host = True
 
     def __init__(self, streams: Streams, **options: Any) -> None:
-        self.names = tuple(name for name, _, _ in streams)
+        self.__dict__["names"] = tuple(
+            name for name, _, _ in streams
+        )  # of this cache, where others are of a class
         super().__init__(streams, **options)
 
     @classmethod

@@ -131,7 +131,7 @@ class Cost:
     unknown: frozenset[tuple[Unknown, str]] = frozenset()
 
     def undeclared(self, kind: Unknown) -> tuple[str, ...]:
-        """Return the types of the layers that do not declare their work, what backward needs of them, or their cache."""
+        """Return the types of the layers that do not declare their work, what backward needs, or their cache."""
         return tuple(sorted(name for what, name in self.unknown if what == kind))
 
     @property

@@ -55,7 +55,7 @@ class LayerConfig(NodeConfig):
         """
         d_model: int | None = getattr(self, "d_model", None)
         if d_model is None:
-            raise NotImplementedError(f"{type(self).__name__} does not define infer(width) -> Cost")
+            return super().infer(width)
         expect_width(width, d_model, "d_model")
         macs = self.macs_per_token()
         cost = layer_cost(

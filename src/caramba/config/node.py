@@ -9,6 +9,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from caramba.config.base import Config, nearest, refuse_executable
 from caramba.config.blame import blame
+from caramba.config.cost import Cost, Width
 from caramba.config.plain import is_mapping
 from caramba.errors import ConfigError
 
@@ -28,6 +29,14 @@ class NodeConfig(Config):
         super().__init_subclass__(**kwargs)
         if "target" in cls.__dict__:
             NodeConfig.registry[type_of(cls)] = cls
+
+    def infer(self, width: Width) -> Cost:
+        """Check the width that comes in and return what the node costs.
+
+        Raises:
+            WidthError: the node, or one inside, does not take this width.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define infer(width) -> Cost")
 
 
 def type_of(schema: type[NodeConfig]) -> str:

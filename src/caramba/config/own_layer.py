@@ -11,6 +11,7 @@ from caramba.config.blame import blame
 from caramba.config.cost import Cost, Unknown, Width, WidthError
 from caramba.config.leaf import LayerConfig
 from caramba.config.node import NodeConfig, is_own
+from caramba.config.plain import is_mapping, list_of
 
 
 class LayerError(Exception):
@@ -34,9 +35,8 @@ def own_layers(node: Any, path: str) -> Iterator[tuple[str, LayerConfig]]:
     """Yield (path, layer) of a topology's layers that are a person's own."""
     if isinstance(node, LayerConfig) and is_own(type(node)):
         yield path, node
-    for index, child in enumerate(getattr(node, "layers", ())):
-        if isinstance(child, NodeConfig):
-            yield from own_layers(child, f"{path}.layers[{index}]")
+    for index, child in enumerate(list_of(getattr(node, "layers", None))):
+        yield from own_layers(child, f"{path}.layers[{index}]")
 
 
 def infer_node(node: NodeConfig, width: Width) -> Cost:
@@ -47,7 +47,7 @@ def infer_node(node: NodeConfig, width: Width) -> Cost:
         LayerError: a method of a person's own layer failed, or returned what contradicts another.
     """
     if not isinstance(node, LayerConfig) or not is_own(type(node)):
-        return node.infer(width)  # pyright: ignore[reportAttributeAccessIssue] - each node has one
+        return node.infer(width)
     name = type(node).__name__
     try:
         cost, shapes, streams = node.infer(width), node.parameter_shapes(), node.cached_streams()
@@ -94,21 +94,19 @@ def _contradiction(node: LayerConfig, cost: Any, shapes: Any, streams: Any) -> s
 
 
 def _are_shapes(shapes: Any) -> bool:
-    return isinstance(shapes, dict) and all(
-        isinstance(name, str) and isinstance(shape, tuple) and all(type(size) is int for size in shape)
-        for name, shape in shapes.items()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+    return is_mapping(shapes) and all(
+        isinstance(name, str) and isinstance(shape, tuple) and _are_sizes(list_of(shape), least=0)
+        for name, shape in shapes.items()
     )
 
 
 def _are_streams(streams: Any) -> bool:
-    return (
-        isinstance(streams, tuple)
-        and len(streams) > 0  # pyright: ignore[reportUnknownArgumentType]
-        and all(
-            isinstance(stream, tuple)
-            and len(stream) == 3  # pyright: ignore[reportUnknownArgumentType]
-            and isinstance(stream[0], str)
-            and all(type(size) is int and size > 0 for size in stream[1:])  # pyright: ignore[reportUnknownVariableType]
-            for stream in streams  # pyright: ignore[reportUnknownVariableType]
-        )
+    listed = list_of(streams)
+    return bool(listed) and all(
+        len(list_of(stream)) == 3 and isinstance(stream[0], str) and _are_sizes(list_of(stream)[1:], least=1)
+        for stream in listed
     )
+
+
+def _are_sizes(sizes: list[Any], least: int) -> bool:
+    return all(type(size) is int and size >= least for size in sizes)

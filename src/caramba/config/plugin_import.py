@@ -102,11 +102,10 @@ def root_of(module: ModuleType, *, keeps_installed: bool = False) -> Path | None
     None of a module without a file, and, unless `keeps_installed`, of one that is installed: any process of the same
     Python finds that one.
     """
-    file = getattr(module, "__file__", None)
-    folders = list(getattr(module, "__path__", ()))
-    if file is None and not folders:
+    places: list[str | None] = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    if not places[0]:
         return None
-    path = Path(folders[0] if folders else file).absolute()
+    path = Path(places[0]).absolute()
     depth = module.__name__.count(".")
     if len(path.parents) <= depth:
         return None
@@ -116,7 +115,7 @@ def root_of(module: ModuleType, *, keeps_installed: bool = False) -> Path | None
 
 def is_installed(folder: Path) -> bool:
     """Whether a folder is one of those that this Python looks for packages in by itself."""
-    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    own.update(site.getsitepackages())
-    own.add(site.getusersitepackages())
-    return any(folder == Path(path) or folder.resolve() == Path(path).resolve() for path in own)
+    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    own += [*site.getsitepackages(), site.getusersitepackages()]
+    paths = [Path(path) for path in own if path]
+    return any(folder == path or folder.resolve() == path.resolve() for path in paths)

@@ -53,16 +53,18 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
             f"{name}: {shown(file)} has no {wanted}{nearest(wanted, names) or ';'} correct the target ({place})"
         )
     found = names[wanted]
-    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or (
-        isinstance(found, ast.ClassDef)
-        and not found.bases
-        and not found.decorator_list
-        and not found.keywords
-    ):
+    if isinstance(found, ast.FunctionDef | ast.AsyncFunctionDef) or _has_no_base(found):
         what = "a class without a base" if isinstance(found, ast.ClassDef) else "a function"
         raise ConfigError(
             f"{name} is {what} ({shown(file)}:{found.lineno}), expected a subclass of torch.nn.Module ({place})"
         )
+
+
+def _has_no_base(node: ast.stmt) -> bool:
+    """Whether a statement is a class that is made from nothing but `object`."""
+    if not isinstance(node, ast.ClassDef) or node.decorator_list or node.keywords:
+        return False
+    return all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
 
 
 def _names(body: list[ast.stmt]) -> dict[str, ast.stmt]:

@@ -52,8 +52,8 @@ class StagePlan:
     """One run of a group: what it trains, how long, and what that takes.
 
     `tokens` and `total_flops` are None while the batch size is `auto`, the latter too where a layer does not declare
-    its work; `estimate` then holds for a batch of one, and is None when the trained model is not described by the manifest. Of several ranks `tokens` are those of
-    all, and the memory of `estimate` is one rank's.
+    its work; `estimate` then holds for a batch of one, and is None when the trained model is not described by the
+    manifest. Of several ranks `tokens` are those of all, and the memory of `estimate` is one rank's.
     """
 
     group: str

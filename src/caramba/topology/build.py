@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from caramba.config.blame import blame
 from caramba.config.leaf import LayerConfig
@@ -98,6 +99,8 @@ def check_parameters(module: nn.Module, config: LayerConfig) -> None:
 
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...] | str:
-    if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+    if is_lazy(
+        parameter
+    ):  # made at the first forward, when the optimiser and the checkpoint are made already
         return "a lazy parameter without a shape"
     return tuple(parameter.shape)
