@@ -50,7 +50,11 @@ def infer_node(node: NodeConfig, width: Width) -> Cost:
         return node.infer(width)
     name = type(node).__name__
     try:
-        cost, shapes, streams = node.infer(width), node.parameter_shapes(), node.cached_streams()
+        shapes, streams = node.parameter_shapes(), node.cached_streams()
+        problem = _unreadable(node, shapes, streams)
+        if problem is not None:  # which infer would fail on
+            raise LayerError(f"{name}: {problem}")
+        cost = node.infer(width)
         problem = _contradiction(node, cost, shapes, streams)
     except (WidthError, LayerError):
         raise
@@ -62,15 +66,25 @@ def infer_node(node: NodeConfig, width: Width) -> Cost:
     return dataclasses.replace(cost, unknown=cost.unknown | unknown)
 
 
-def _contradiction(node: LayerConfig, cost: Any, shapes: Any, streams: Any) -> str | None:
-    """Return how what a layer's methods say does not go together, None where it does."""
-    if not isinstance(cost, Cost):
-        return f"infer(width) returned {cost!r}, expected a Cost; return layer_cost(...) of caramba.config"
+def _unreadable(node: LayerConfig, shapes: Any, streams: Any) -> str | None:
+    """Return which declaration is not of the form that it is read in, None where all are."""
     if not _are_shapes(shapes):
         return (
             f"parameter_shapes() returned {shapes!r}, expected names and sizes such as "
             '{"weight": (64, 64)}, {} for a layer without weights'
         )
+    if node.decoding == "cached" and not _are_streams(streams):
+        return (
+            f'decoding = "cached" and cached_streams() returned {streams!r}, expected (name, heads, width) of one '
+            'tensor or more, such as (("x", 1, 64),)'
+        )
+    return None
+
+
+def _contradiction(node: LayerConfig, cost: Any, shapes: Any, streams: Any) -> str | None:
+    """Return how what a layer's methods say does not go together, None where it does."""
+    if not isinstance(cost, Cost):
+        return f"infer(width) returned {cost!r}, expected a Cost; return layer_cost(...) of caramba.config"
     params = sum(math.prod(shape) for shape in shapes.values())
     if cost.params != params:
         return (
@@ -78,17 +92,12 @@ def _contradiction(node: LayerConfig, cost: Any, shapes: Any, streams: Any) -> s
             "the shapes of parameter_shapes()"
         )
     wanted: tuple[Any, ...] = (tuple(streams),) if node.decoding == "cached" else ()
-    if node.decoding == "cached" and not _are_streams(streams):
-        return (
-            f'decoding = "cached" and cached_streams() returned {streams!r}, expected (name, heads, width) of one '
-            'tensor or more, such as (("x", 1, 64),)'
-        )
     if any(cost.kv) and cost.kv != wanted:
         return (
             f"infer(width) counts the cached streams {cost.kv} and decoding = {node.decoding!r} keeps {wanted}; give "
             "infer the streams of cached_streams()"
         )
-    if wanted and not cost.kv:
+    if wanted and not any(cost.kv):
         return "infer(width) counts no cached streams; give layer_cost streams=self.cached_streams()"
     return None
 
