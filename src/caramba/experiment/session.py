@@ -185,11 +185,7 @@ class Session:
         if self.text is not None and path.is_dir():
             check_tokenizer(self.text, path, where)
         model, labels = load_pretrained(
-            path,
-            expected=expected,
-            device=self.device,
-            where=where,
-            tokenizer_hash=self.tokenizer_hash,
+            path, expected=expected, device=self.device, where=where, tokenizer_hash=self.tokenizer_hash
         )
         refuse_not_finite(model, f"{where}={path}")
         self.labels |= labels_as(role, labels)
