@@ -189,9 +189,13 @@ def _tune(argv: list[str]) -> int:
 
 def _schema(argv: list[str]) -> int:
     as_json = "--json" in argv
-    _no_arguments("schema", [word for word in argv if word != "--json"])
+    plugins = [word for word in argv if word.startswith("plugins=")]
+    _no_arguments("schema", [word for word in argv if word != "--json" and word not in plugins])
+    from caramba.config.plugins import use_plugins
     from caramba.config.schema import json_schema, key_table
 
+    names = plugins[-1].partition("=")[2].strip("[]") if plugins else ""
+    use_plugins({"plugins": [name.strip() for name in names.split(",") if name.strip()]})
     if as_json:
         import json
 

@@ -52,6 +52,7 @@ def run(run_dir: Path) -> int:
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
     from caramba.runs.jobs import REQUEUE, current_job, record_job
+    from caramba.runs.sources import hold_plugins
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew
 
     manifest = read_manifest(run_dir)
@@ -67,6 +68,7 @@ def run(run_dir: Path) -> int:
                 rewrite_machine(run_dir)
         append_event(run_dir, STARTED)
         try:
+            hold_plugins(run_dir, manifest)
             with heavy_imports():
                 from caramba.experiment import run as run_experiment
 

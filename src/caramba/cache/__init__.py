@@ -10,6 +10,7 @@ from caramba.cache.layer import (
     LayerKVCache,
     new_layer_cache,
 )
+from caramba.cache.own import OwnLayerCache
 from caramba.cache.rows import RowsContext
 from caramba.cache.slots import SlotContext
 from caramba.cache.step import StepContext, refusal
@@ -27,6 +28,7 @@ __all__ = [
     "LatentLayerKVCache",
     "LayerCache",
     "LayerKVCache",
+    "OwnLayerCache",
     "RowsContext",
     "SlotContext",
     "StepContext",

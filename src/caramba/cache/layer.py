@@ -24,6 +24,8 @@ class LayerCache:
 
     names: ClassVar[tuple[str, ...]] = ()
     keeps_first_tokens: ClassVar[bool] = False
+    is_for_host: ClassVar[bool] = False
+    """Whether its layer reads and writes it by itself, so that no step on the device can."""
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from caramba.config.manifest import (
 )
 from caramba.config.model import ModelConfig
 from caramba.config.parallel import ParallelConfig
+from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 
@@ -79,5 +80,5 @@ class Composition(Config):
     debug: DebugConfig = DebugConfig()
     paper: dict[str, Any] | None = None
     review: dict[str, Any] | None = None
-    plugins: tuple[str, ...] = ()
+    plugins: Plugins = ()
     origin: Literal["human", "agent"] = "human"

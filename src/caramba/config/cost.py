@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from caramba.config.kvcache import EXACT_BYTES, KVCacheKind, Streams, bytes_of_streams
+
+Unknown = Literal["flops", "activations", "cache"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,8 @@ class Cost:
             Attention probabilities are absent because SDPA recomputes them; sums and stacks keep nothing.
             Temporaries within a kernel are not counted.
         repeat: how often the children run; `shared` tells whether every time with the same weights.
+        unknown: what a person's own layers do not declare, as (`flops`, `activations` or `cache`, type of layer); the
+            numbers of that kind leave these layers out, and are to be shown as no more than a lower bound.
     """
 
     label: str
@@ -123,6 +128,11 @@ class Cost:
     children: tuple[Cost, ...] = ()
     repeat: int = 1
     shared: bool = False
+    unknown: frozenset[tuple[Unknown, str]] = frozenset()
+
+    def undeclared(self, kind: Unknown) -> tuple[str, ...]:
+        """Return the types of the layers that do not declare their work, what backward needs, or their cache."""
+        return tuple(sorted(name for what, name in self.unknown if what == kind))
 
     @property
     def attention_width(self) -> int:
@@ -193,13 +203,13 @@ def layer_cost(
     width_in: Width,
     width_out: Width,
     shapes: dict[str, tuple[int, ...]],
-    saved: int,
+    saved: int | None,
     attention: AttentionWork | None = None,
     streams: Streams = (),
     copied: Collection[str] = (),
 ) -> Cost:
     """Return the cost of a leaf; parameters of two or more dimensions multiply activations, and `copied` names those
-    that surgery copies."""
+    that surgery copies. `saved` counts the elements per token that backward needs, None where that is not known."""
     return Cost(
         label=label,
         type=type,
@@ -208,9 +218,10 @@ def layer_cost(
         params=sum(math.prod(shape) for shape in shapes.values()),
         matmul_params_used=sum(math.prod(shape) for shape in shapes.values() if len(shape) > 1),
         attention=() if attention is None else (attention,),
-        kv=() if attention is None else (streams,),
-        activation_elements=saved,
+        kv=() if attention is None and not streams else (streams,),
+        activation_elements=saved or 0,
         copied_params=sum(math.prod(shape) for name, shape in shapes.items() if name in copied),
+        unknown=frozenset({("activations", type)} if saved is None else ()),
     )
 
 
@@ -238,6 +249,7 @@ def container_cost(
         children=children,
         repeat=repeat,
         shared=shared,
+        unknown=frozenset(item for child in children for item in child.unknown),
     )
 
 

@@ -13,6 +13,7 @@ from caramba.config.benchmark import (
     MemoryBenchmarkConfig,
     PerplexityBenchmarkConfig,
 )
+from caramba.config.decoding import check_own_layers
 from caramba.config.ladder import LadderConfig
 from caramba.config.manifest import SLUG, GroupConfig, Manifest, RunConfig
 from caramba.config.model import ModelConfig, ModelSpec
@@ -41,6 +42,7 @@ def cross_check(manifest: Manifest) -> None:
         )
     check_surgery(model)
     check_parallel(manifest)
+    check_own_layers(manifest)
     for group in manifest.selected_groups():
         for run in group.runs:
             if run.verify and model.teacher is None:

@@ -15,6 +15,7 @@ from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
 from caramba.config.parallel import ParallelConfig
+from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 
@@ -211,7 +212,7 @@ class Manifest(Config):
     debug: DebugConfig = DebugConfig()
     paper: Annotated[dict[str, Any] | None, Later("the paper work")] = None
     review: Annotated[dict[str, Any] | None, Later("the paper work")] = None
-    plugins: Annotated[tuple[str, ...], Later("the plugin work")] = ()
+    plugins: Plugins = Field(default=(), description="modules of your own that add layers")
     origin: Literal["human", "agent"] = "human"
 
     @model_validator(mode="after")

@@ -8,7 +8,10 @@ from pydantic import BeforeValidator, ValidationError, WithJsonSchema
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from caramba.config.base import Config, nearest, refuse_executable
+from caramba.config.blame import blame
+from caramba.config.cost import Cost, Width
 from caramba.config.plain import is_mapping
+from caramba.errors import ConfigError
 
 
 class NodeConfig(Config):
@@ -25,7 +28,25 @@ class NodeConfig(Config):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "target" in cls.__dict__:
-            NodeConfig.registry[cls.__name__.removesuffix("Config")] = cls
+            NodeConfig.registry[type_of(cls)] = cls
+
+    def infer(self, width: Width) -> Cost:
+        """Check the width that comes in and return what the node costs.
+
+        Raises:
+            WidthError: the node, or one inside, does not take this width.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define infer(width) -> Cost")
+
+
+def type_of(schema: type[NodeConfig]) -> str:
+    """Return the `type` that a schema class answers to."""
+    return schema.__name__.removesuffix("Config")
+
+
+def is_own(schema: type[NodeConfig]) -> bool:
+    """Whether a schema class is a person's own, and no part of caramba: nothing but its methods is known of it."""
+    return schema.__module__.partition(".")[0] != "caramba"
 
 
 def parse_node(value: Any) -> Any:
@@ -54,12 +75,19 @@ def parse_node(value: Any) -> Any:
         hint = nearest(value["type"], NodeConfig.registry) or "."
         error = PydanticCustomError(
             "unknown_type",
-            "unknown type{hint} Known types: {known}",
+            "unknown type{hint} Known types: {known} (a layer of your own: name its module in plugins)",
             {"hint": hint, "known": ", ".join(sorted(NodeConfig.registry))},
         )
         details = InitErrorDetails(type=error, loc=("type",), input=value["type"])
         raise ValidationError.from_exception_data("Node", [details])
-    return schema.model_validate(value)
+    if not is_own(schema):
+        return schema.model_validate(value)
+    try:
+        return schema.model_validate(value)
+    except ValidationError:
+        raise
+    except Exception as error:  # what pydantic does not turn into a problem of the value
+        raise ConfigError(f"the rules of {schema.__name__} failed: {blame(error)}") from error
 
 
 # The JSON schema of a node is the union of every registered class, which only `caramba.config.schema` can write out.

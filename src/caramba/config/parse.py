@@ -13,6 +13,7 @@ from caramba.config.base import Config, refuse_executable
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.config.plain import is_mapping, is_sequence
+from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, Source, placed, retrace, show_path
 from caramba.errors import ConfigError
 
@@ -23,14 +24,15 @@ Schema = TypeVar("Schema", bound=Config)
 def parse_manifest(
     data: Any, *, source: Source | None = None, origins: Mapping[Path, Path] | None = None, typed: Any = None
 ) -> Manifest:
-    """Validate a lowered manifest, such as the content of manifest.json.
+    """Validate a lowered manifest, such as the content of manifest.json, with the types of the plugins that it names.
 
     `source` says where values were written, `origins` which of the user's paths became which path of the manifest,
     and `typed` is the tree that the user's paths lead through.
 
     Raises:
-        ConfigError: every problem found, one line each.
+        ConfigError: every problem found, one line each; or the first of its plugins.
     """
+    use_plugins(data, source=source)
     return parse_as(Manifest, data, source=source, origins=origins, typed=typed)
 
 

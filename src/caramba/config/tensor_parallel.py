@@ -9,7 +9,7 @@ from typing import Any
 from caramba.config.attention import AttentionLayerConfig
 from caramba.config.layer import AttentionDims, DropoutLayerConfig, SwiGLULayerConfig
 from caramba.config.model import ModelSpec
-from caramba.config.node import NodeConfig
+from caramba.config.node import NodeConfig, is_own
 from caramba.config.topology import TopologyConfig
 from caramba.errors import ConfigError
 
@@ -31,8 +31,13 @@ def check_layer(layer: NodeConfig, n_ranks: int, *, split_sequence: bool) -> Non
     """Refuse a layer that `n_ranks` cannot share.
 
     Raises:
-        ConfigError: heads or features that they cannot share equally, or dropout of a rank's own tokens.
+        ConfigError: heads or features that they cannot share equally, dropout of a rank's own tokens, or a layer that
+            is not caramba's.
     """
+    if is_own(type(layer)):
+        raise ConfigError(
+            f"tensor parallel: there is no plan for a {layer.type}, a layer of your own; use parallel=ddp or fsdp2"
+        )
     if isinstance(layer, AttentionLayerConfig):
         dims_of_rank(layer.dims(), n_ranks, layer.is_latent)
     elif isinstance(layer, SwiGLULayerConfig):

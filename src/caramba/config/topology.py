@@ -9,6 +9,7 @@ from pydantic import Field
 from caramba.config.cost import Cost, Width, WidthError, container_cost
 from caramba.config.layer import Positive
 from caramba.config.node import Node, NodeConfig
+from caramba.config.own_layer import LayerError, infer_node
 
 Nodes = Annotated[tuple[Node, ...], Field(min_length=1)]
 
@@ -62,9 +63,11 @@ class TopologyConfig(NodeConfig):
 
     def _child(self, index: int, width: Width, previous: str | None) -> Cost:
         try:
-            return self.layers[index].infer(width)
+            return infer_node(self.layers[index], width)
         except WidthError as error:
             raise error.inside(f"layers[{index}]", previous) from None
+        except LayerError as fault:
+            raise fault.inside(f"layers[{index}]") from fault.__cause__
 
 
 class StackedTopologyConfig(TopologyConfig):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from caramba.config.cost import Cost, Width
+from caramba.config.cost import Cost, Unknown, Width
 from caramba.config.kvcache import KVCacheKind
 from caramba.cost.fit import FitResult
 from caramba.cost.model import ModelCost
@@ -44,6 +44,9 @@ def _fit(fit: FitResult) -> dict[str, Any]:
 
 
 def _model(model: ModelCost, context: int) -> dict[str, Any]:
+    """A figure that a layer of somebody's own leaves open is null; `undeclared` names these layers."""
+    has_work, has_activations = not model.undeclared("flops"), not model.undeclared("activations")
+    kinds: tuple[Unknown, ...] = ("flops", "activations", "cache")
     return {
         "name": model.name,
         "vocab_size": model.vocab_size,
@@ -51,12 +54,13 @@ def _model(model: ModelCost, context: int) -> dict[str, Any]:
         "tied_head": model.tied,
         "params": model.params,
         "params_per_part": model.params_per_part,
-        "flops_per_token": model.flops_per_token(context),
-        "training_flops_per_token": model.training_flops_per_token(context),
-        "decode_flops_per_token": model.decode_flops_per_token(context),
-        "activation_elements_per_token": model.activation_elements,
+        "flops_per_token": model.flops_per_token(context) if has_work else None,
+        "training_flops_per_token": model.training_flops_per_token(context) if has_work else None,
+        "decode_flops_per_token": model.decode_flops_per_token(context) if has_work else None,
+        "activation_elements_per_token": model.activation_elements if has_activations else None,
         "kv_elements_per_token": model.topology.kv_elements_per_token,
         "kv_first_bytes_per_sequence_fp16": model.first_bytes(KVCacheKind.FP16),
+        "undeclared": {kind: list(model.undeclared(kind)) for kind in kinds},
         "topology": _node(model.topology),
     }
 
@@ -110,9 +114,12 @@ def _stage(stage: StagePlan) -> dict[str, Any]:
     estimate = stage.estimate
     memory = None
     if estimate is not None:
-        memory = dataclasses.asdict(estimate.memory) | {"total_bytes": estimate.memory.total_bytes}
+        total = None if estimate.uncounted else estimate.memory.total_bytes
+        memory = dataclasses.asdict(estimate.memory) | {"total_bytes": total}
+        memory["activations_bytes"] = None if estimate.uncounted else memory["activations_bytes"]
     return values | {
         "trained_params": estimate and estimate.trained_params,
         "flops_per_token": estimate and estimate.flops_per_token,
         "memory": memory,
+        "memory_leaves_out": list(estimate.uncounted) if estimate is not None else [],
     }

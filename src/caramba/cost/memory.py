@@ -61,11 +61,16 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class PhaseEstimate:
-    """What one phase trains, and what it takes."""
+    """What one phase trains, and what it takes.
+
+    `flops_per_token` is None where a layer that it runs does not declare its work; `uncounted` are the types of layers
+    that do not declare what they keep for backward, without which the memory is a lower bound.
+    """
 
     trained_params: int
-    flops_per_token: float
+    flops_per_token: float | None
     memory: MemoryEstimate
+    uncounted: tuple[str, ...] = ()
 
 
 def estimate_phase(
@@ -100,7 +105,10 @@ def estimate_phase(
     memory = max(
         (_on_rank(phase, trained, running, params, one) for one in held), key=lambda one: one.total_bytes
     )
-    return PhaseEstimate(params, flops, memory)
+    ran = [trained] if running is None else [trained, running]
+    is_known = blockwise or not any(model.undeclared("flops") for model in ran)
+    uncounted = () if blockwise else trained.undeclared("activations")
+    return PhaseEstimate(params, flops if is_known else None, memory, uncounted)
 
 
 def rank_bytes(phase: PhaseConfig, trained: ModelCost, spread: Spread, *, keeps_whole: bool = False) -> int:

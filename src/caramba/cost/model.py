@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from caramba.config.cost import Cost, Width, WidthError
+from caramba.config.cost import Cost, Unknown, Width, WidthError
 from caramba.config.kvcache import KVCacheKind, Streams
 from caramba.config.model import ModelConfig, ModelSpec
+from caramba.config.own_layer import LayerError
 from caramba.errors import ConfigError
 
+ATTENTION = "AttentionLayer"  # a person's own layer may count attention too, and is none that surgery knows
 PARTS = {
-    "AttentionLayer": "attention",
+    ATTENTION: "attention",
     "SwiGLULayer": "feed-forward",
     "RMSNormLayer": "norms",
     "LayerNormLayer": "norms",
@@ -21,7 +23,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class ModelCost:
-    """A model's cost; every figure follows from the schema.
+    """A model's cost; every figure follows from the schema, and leaves out what `undeclared` names.
 
     `activation_elements` adds to the topology's the head's: its input, the log-probabilities that
     cross-entropy keeps in place of the logits, and their gradient, which is alive at the peak.
@@ -41,6 +43,10 @@ class ModelCost:
         """Trainable elements; a tied head has none of its own."""
         return self.embedder_params + self.topology.params + self.head_params
 
+    def undeclared(self, kind: Unknown) -> tuple[str, ...]:
+        """Return the types of layers whose `flops`, `activations` or `cache` no figure here counts."""
+        return self.topology.undeclared(kind)
+
     @property
     def params_per_part(self) -> dict[str, int]:
         """Trainable elements of the embedder, each kind of layer, and the head; they add up to `params`."""
@@ -54,7 +60,9 @@ class ModelCost:
     @property
     def attention_params(self) -> int:
         """Trainable elements of all attention layers: what blockwise distillation trains."""
-        return sum(leaf.params * copies for leaf, _, copies in self.topology.leaves() if leaf.attention)
+        return sum(
+            leaf.params * copies for leaf, _, copies in self.topology.leaves() if leaf.type == ATTENTION
+        )
 
     @property
     def copied_params(self) -> int:
@@ -70,7 +78,8 @@ class ModelCost:
     def attention_activation_elements(self) -> int:
         """Elements kept per token for a backward pass through the attention layer that keeps most."""
         return max(
-            (leaf.activation_elements for leaf, _, _ in self.topology.leaves() if leaf.attention), default=0
+            (leaf.activation_elements for leaf, _, _ in self.topology.leaves() if leaf.type == ATTENTION),
+            default=0,
         )
 
     @property
@@ -101,7 +110,9 @@ class ModelCost:
     def attention_flops_per_token(self, context: int) -> float:
         """Forward FLOPs per token of the attention layers alone, projections included."""
         return sum(
-            runs * leaf.flops_per_token(context) for leaf, runs, _ in self.topology.leaves() if leaf.attention
+            runs * leaf.flops_per_token(context)
+            for leaf, runs, _ in self.topology.leaves()
+            if leaf.type == ATTENTION
         )
 
     def copied_flops_per_token(self) -> float:
@@ -126,6 +137,9 @@ def model_cost(spec: ModelSpec, path: str = "model") -> ModelCost:
     except WidthError as error:
         where = ".".join((f"{path}.topology", *error.path))
         raise ConfigError(f"{where}: {error}") from None
+    except LayerError as fault:
+        where = ".".join((f"{path}.topology", *fault.path))
+        raise ConfigError(f"{where}: {fault.message}") from fault.__cause__
     vocabulary, positions = spec.embedder.vocab_size * width.d_model, spec.embedder.max_positions
     return ModelCost(
         name=spec.name or spec.type,

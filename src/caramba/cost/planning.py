@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -50,9 +51,9 @@ class CacheRow:
 class StagePlan:
     """One run of a group: what it trains, how long, and what that takes.
 
-    `tokens` and `total_flops` are None while the batch size is `auto`; `estimate` then holds for a batch of
-    one, and is None when the trained model is not described by the manifest. Of several ranks `tokens` are those of
-    all, and the memory of `estimate` is one rank's.
+    `tokens` and `total_flops` are None while the batch size is `auto`, the latter too where a layer does not declare
+    its work; `estimate` then holds for a batch of one, and is None when the trained model is not described by the
+    manifest. Of several ranks `tokens` are those of all, and the memory of `estimate` is one rank's.
     """
 
     group: str
@@ -114,6 +115,8 @@ def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) ->
     phases = [run.train for group in groups for run in group.runs if run.train is not None]
     kinds, measured = _cache_kinds(groups)
     notes = ("cache kind auto is chosen by measurement when the run reaches it",) if measured else ()
+    for model, what in ((student, "the model"), (teacher, "the teacher")):
+        notes += () if model is None else tuple(_undeclared(model, what))
     if kept := student.first_bytes(KVCacheKind.FP16):
         notes += (f"first tokens at full precision take {kept:,} bytes a sequence besides in fp16",)
     surgery = manifest.model.surgery
@@ -142,6 +145,19 @@ def plan(manifest: Manifest, command: str = "", fit: FitResult | None = None) ->
         notes=notes,
         fit=fit,
     )
+
+
+def _undeclared(model: ModelCost, what: str) -> Iterator[str]:
+    """Yield what the figures of a model leave out, because its layers do not declare it."""
+    if names := model.undeclared("flops"):
+        yield f"FLOPs of {what} are at least those shown: {', '.join(names)} declares no macs_per_token()"
+    if names := model.undeclared("activations"):
+        yield f"activation memory of {what} is at least that shown: {', '.join(names)} declares no saved_elements()"
+    if names := model.undeclared("cache"):
+        yield (
+            f"{what} cannot be decoded: {', '.join(names)} does not say by `decoding` if it looks at other tokens; "
+            "the cache shown is that of the other layers"
+        )
 
 
 def _cache_kinds(groups: tuple[GroupConfig, ...]) -> tuple[tuple[KVCacheKind, ...], bool]:
@@ -207,7 +223,9 @@ def _stage(
         block_size=phase.block_size,
         lr=phase.learning_rate_at(manifest.model.embedder.d_model),
         tokens=tokens,
-        total_flops=None if tokens is None or estimate is None else tokens * estimate.flops_per_token,
+        total_flops=None
+        if tokens is None or estimate is None or estimate.flops_per_token is None
+        else tokens * estimate.flops_per_token,
         estimate=estimate,
         note=_stage_note(manifest, phase, trains, teacher)
         if run.exp is None

@@ -79,7 +79,8 @@ def _model(model: ModelCost, title: str, context: int, checkpoint: str | None) -
     )
     parts = ", ".join(f"{part} {short_count(count)}" for part, count in model.params_per_part.items())
     forward, training = model.flops_per_token(context), model.training_flops_per_token(context)
-    work = f"{format_flops(forward)} forward, {format_flops(training)} training"
+    least = "at least " if model.undeclared("flops") else ""
+    work = f"{least}{format_flops(forward)} forward, {format_flops(training)} training"
     decode = model.decode_flops_per_token(context)
     if decode != forward:
         work += f", {format_flops(decode)} decoding"
@@ -211,7 +212,10 @@ def _memory_table(stages: tuple[StagePlan, ...]) -> Table:
         if stage.estimate is None:
             table.add_row(name, *["-"] * (len(parts) + 1))
             continue
-        memory = stage.estimate.memory
-        sizes = [getattr(memory, f"{part}_bytes") for part in parts]
-        table.add_row(name, *[format_bytes(size) for size in (*sizes, memory.total_bytes)])
+        memory, least = stage.estimate.memory, ">= " if stage.estimate.uncounted else ""
+        sizes = [
+            f"{least if part == 'activations' else ''}{format_bytes(getattr(memory, f'{part}_bytes'))}"
+            for part in parts
+        ]
+        table.add_row(name, *sizes, f"{least}{format_bytes(memory.total_bytes)}")
     return table

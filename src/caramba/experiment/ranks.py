@@ -52,7 +52,7 @@ class Order:
     model: ModelSpec
     teacher: ModelSpec | None
     attention: AttentionChoice
-    flops_per_token: float
+    flops_per_token: float | None
     run: str
     signature: str
     """Under which the run's plan is kept, should memory run out on the rank that reads this."""
@@ -165,7 +165,7 @@ def give_order(
     data_seed: int,
     data_start: int,
     model: Model,
-    flops_per_token: float,
+    flops_per_token: float | None,
     run: str,
 ) -> None:
     """Tell the other ranks to train a phase with this one."""

@@ -23,6 +23,7 @@ from caramba.experiment.objectives import (
     check_precisions,
     check_teacher_caches,
 )
+from caramba.experiment.own_layers import check_builds
 from caramba.experiment.planning import settle_plans
 from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.samples import check_samples, write_samples
@@ -81,7 +82,8 @@ def run_group(
         manifest.name, f"group {group.name}: {', '.join(run.id for run in group.runs) or 'no training'}"
     )
     append_event(folder, "group_started", group=group.name)
-    check_precisions(manifest, group, Ledger(folder))  # before the data is read, which may take long
+    check_builds(manifest)  # before the data is read, which may take long
+    check_precisions(manifest, group, Ledger(folder))
     session = Session.open(manifest, group, folder, ranks)
     check_split(session)
     settle_plans(session)

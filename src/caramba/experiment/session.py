@@ -27,12 +27,13 @@ from caramba.distill import Batch
 from caramba.errors import ConfigError
 from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
-from caramba.experiment.sources import DATA, hold_source, labels_as
+from caramba.experiment.sources import labels_as
 from caramba.experiment.text import check_tokenizer, open_text
 from caramba.layer import runs_parts
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.model.pretrained import refuse_not_finite
 from caramba.result import BenchmarkResult, PhaseResult
+from caramba.runs.sources import DATA, hold_source
 from caramba.runtime import (
     AttentionChoice,
     Ranks,
@@ -184,11 +185,7 @@ class Session:
         if self.text is not None and path.is_dir():
             check_tokenizer(self.text, path, where)
         model, labels = load_pretrained(
-            path,
-            expected=expected,
-            device=self.device,
-            where=where,
-            tokenizer_hash=self.tokenizer_hash,
+            path, expected=expected, device=self.device, where=where, tokenizer_hash=self.tokenizer_hash
         )
         refuse_not_finite(model, f"{where}={path}")
         self.labels |= labels_as(role, labels)

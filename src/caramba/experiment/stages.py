@@ -23,7 +23,7 @@ from caramba.experiment.ranks import Assembled, assemble, give_order
 from caramba.experiment.session import Session
 from caramba.experiment.sources import ORIGIN, PROXY, starts_anew
 from caramba.experiment.surgery import TRANSPLANT, transplant_student
-from caramba.model import Model, build_model, spec_of
+from caramba.model import Model, build_model, check_causal, spec_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
 from caramba.runtime import (
@@ -122,6 +122,7 @@ def fit_phase(
     decided = session.plan(phase, name, model.spec.embedder.d_model, run.id)
     phase = phase.model_copy(update={"lr": decided.value("lr")})
     session.move_to(torch.device(decided.value("device")))
+    check_causal(model)
     if session.ranks is not None:
         give_order(
             session,
@@ -168,6 +169,7 @@ def fit_phase(
     if session.ranks is not None:
         session.ranks.is_training = False
     model.requires_grad_(True).eval().to(session.device)
+    check_causal(model)
     if (
         session.device.type != "cpu"
     ):  # cycles of references hold what the phase had on the device beside the model
@@ -197,8 +199,11 @@ def fit_phase(
     return StageRecord(result, tuple(verdicts), tuple(rows))
 
 
-def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> float:
-    """Return the work of a position in a phase, as the plan counts it, with the teacher's where the phase runs it."""
+def _flops_per_token(session: Session, phase: PhaseConfig, model: Model) -> float | None:
+    """Return the work of a position in a phase, as the plan counts it, with the teacher's where the phase runs it.
+
+    None where a layer of somebody's own does not declare its work: there is no MFU then.
+    """
     teacher = session.teacher if session.teacher is not model and phase.trains == "student" else None
     return estimate_phase(
         phase,
@@ -239,7 +244,7 @@ def _fit(
     decided: RuntimePlan,
     made: Assembled,
     save_final: Callable[[], None],
-    flops_per_token: float,
+    flops_per_token: float | None,
     callbacks: Sequence[Any],
 ) -> FitOutcome:
     """Train; where memory runs out, once more with a smaller batch, from the last saved state or the beginning.

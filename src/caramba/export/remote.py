@@ -59,6 +59,19 @@ NEVER_CALLED = (
 )
 """Ops, each in the module of its name."""
 
+# Of layers that are somebody's own, which no such folder holds, nothing is to be asked.
+_OWN = "caramba.model.own_layers"
+NO_OWN_LAYERS: dict[Place, tuple[str, str]] = {
+    ("caramba.topology.build", "own_config"): ("module", "None"),
+    (_OWN, "own_layers_of"): ("model", "[]"),
+    (_OWN, "refuse_documents"): ("model", "None"),
+    (_OWN, "check_decoding"): ("model", "None"),
+}
+NEW_CACHE = '''def new_cache(layer, *args, **options):
+    """Return an empty cache of an attention application."""
+    return new_layer_cache(layer.dims, *args, **options)
+'''
+
 
 def plain_spec(value: Any) -> Any:
     """Turn a spec into JSON data that also holds what its schema classes derive (`dims` and properties)."""
@@ -134,6 +147,10 @@ def _code(targets: tuple[tuple[str, str], ...], enums: tuple[tuple[str, str], ..
     for name in NEVER_CALLED:
         text = f'def {name}(*arguments, **options):\n    raise NotImplementedError("{name}: no kernel is here")\n'
         bundle.give((f"caramba.ops.{name}", name), text)
+    for place, (argument, answer) in NO_OWN_LAYERS.items():
+        text = f'def {place[1]}({argument}):\n    """No layer of somebody\'s own is here."""\n    return {answer}\n'
+        bundle.give(place, text)
+    bundle.give((_OWN, "new_cache"), NEW_CACHE, [("caramba.cache.layer", "new_layer_cache")])
     bundle.give((MODEL, "NODES"), *_table("NODES", targets))
     bundle.give((MODEL, "ENUMS"), *_table("ENUMS", enums))
     bundle.add((MODEL, "CarambaForCausalLM"))

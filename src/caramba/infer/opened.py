@@ -15,12 +15,14 @@ from caramba.checkpoint.formats import is_dcp, read_model_metadata
 from caramba.checkpoint.sharded import latest_sharded_state
 from caramba.config.hf import is_hf_folder, read_hf_config
 from caramba.config.manifest import GroupConfig, Manifest
+from caramba.console import logger
 from caramba.data import Tokenizer, load_tokenizer, open_corpus
 from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model import Model, find_checkpoint, load_pretrained
 from caramba.model.pretrained import EXPORTED
 from caramba.quantise import QuantisedWeights
 from caramba.runs import MANIFEST, read_manifest, resolve_run
+from caramba.runs.sources import plugin_changes
 
 Role = Literal["teacher", "student"]
 
@@ -101,7 +103,7 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
         weights = find_checkpoint(path, role=role)
     else:
         run_dir = resolve_run(text)
-        manifest = read_manifest(run_dir)
+        manifest = _read(run_dir)
         group = manifest.selected_groups()[-1]
         own = run_dir / "groups" / group.name
         weights = _weights_of(own if own.is_dir() else run_dir, role)
@@ -120,13 +122,21 @@ def _open(text: str, role: Role, device: torch.device | str, with_tokenizer: boo
     return OpenedModel(model, weights, labels, run_dir, manifest, tokenizer)
 
 
+def _read(run_dir: Path) -> Manifest:
+    """Read a run's manifest; say where its layers are no longer computed by the source that trained them."""
+    manifest = read_manifest(run_dir)
+    for line in plugin_changes(run_dir, manifest):
+        logger.warning(f"{run_dir}: other source than it was trained with: {line}; its numbers may differ")
+    return manifest
+
+
 def _run_of(file: Path) -> tuple[Path, Manifest, GroupConfig] | None:
     """Return the run, its manifest and the group that wrote a file of a checkpoints folder; None for any other file."""
     folder = file.parent.parent  # of the run, or of a group in it
     run_dir = folder.parents[1] if folder.parent.name == "groups" else folder
     if file.parent.name != "checkpoints" or not (run_dir / MANIFEST).is_file():
         return None
-    manifest = read_manifest(run_dir)
+    manifest = _read(run_dir)
     groups = manifest.selected_groups()
     named = [group for group in groups if group.name == folder.name] if run_dir != folder else []
     return run_dir, manifest, (named or groups)[-1]

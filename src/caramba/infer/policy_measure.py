@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from caramba.cache import TAIL_TOKENS, Context, new_layer_cache
+from caramba.cache import TAIL_TOKENS
 from caramba.config.cache_policy import CacheKeys
 from caramba.config.generate import GenerateConfig
 from caramba.config.kvcache import KVCacheKind
@@ -24,8 +24,9 @@ from caramba.infer.row import Row
 from caramba.infer.step import StepState
 from caramba.measure import agreement
 from caramba.model import Model
+from caramba.model.model import context_of
+from caramba.model.own_layers import cached_layers
 from caramba.runtime import synchronize
-from caramba.topology.base import attention_applications
 
 WINDOWS = 8
 WARM_UP_STEPS = 3
@@ -72,12 +73,8 @@ class Quality:
 
 def cache_bytes(model: Model, batch_size: int, n_tokens: int, kind: KVCacheKind) -> int:
     """Return the bytes of the tensors that a static cache allocates, without allocating them."""
-    return Context(
-        [
-            new_layer_cache(layer.dims, batch_size, n_tokens, kind, "meta", static=True)
-            for _, layer in attention_applications(model)
-        ]
-    ).nbytes()
+    meta = torch.device("meta")
+    return context_of(cached_layers(model), batch_size, n_tokens, kind, meta, static=True).nbytes()
 
 
 def measure_quality(

@@ -15,6 +15,7 @@ from caramba.config.lower import Lowered, lower_file, lower_groups
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.config.parse import parse_as, parse_manifest
+from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, placed, read_path, retrace
 from caramba.errors import ConfigError
 from caramba.launch.derive import derive_models
@@ -100,7 +101,7 @@ def _from_groups(overrides: Sequence[str], config_dirs: Sequence[File]) -> Froze
     from caramba.launch.compose import compose
 
     composed = compose(overrides, config_dirs)
-    tree = derive_models(composed.tree, composed.source)
+    tree = _with_plugins(derive_models(composed.tree, composed.source), composed.source)
     parse_as(Composition, tree, source=composed.source)
     _refuse_foreign_group(tree, composed.choices)
     lowered = lower_groups(tree, composed.choices, composed.given, composed.chosen)
@@ -113,9 +114,15 @@ def _from_file(file: File, overrides: Sequence[str], typed: tuple[str, ...]) -> 
     from caramba.launch.file import read_file
 
     tree, source, given = read_file(file, overrides)
-    tree = derive_models(tree, source)
+    tree = _with_plugins(derive_models(tree, source), source)
     lowered = lower_file(tree, file.stem, given)
     return _finish(lowered, tree, source, typed)
+
+
+def _with_plugins(tree: dict[str, Any], source: Origin) -> dict[str, Any]:
+    """Import the plugins of a tree and note the folders that they are in; the types of its nodes are known then."""
+    found = use_plugins(tree, source=source, is_typed=True)
+    return {**tree, "plugins": found} if found else tree
 
 
 def _finish(lowered: Lowered, tree: dict[str, Any], source: Origin, overrides: tuple[str, ...]) -> Frozen:

@@ -87,7 +87,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--seconds N] [--device auto|cpu|cuda] [--out FILE] [--show]",
         "measure which attention backends and decode programs are fastest here, for the runs to come",
     ),
-    "schema": ("[--json]", "the keys of a manifest, for people or as JSON Schema for editors and agents"),
+    "schema": (
+        "[--json] [plugins=[MODULE,...]]",
+        "the keys of a manifest, for people or as JSON Schema for editors and agents; with layers of your own",
+    ),
 }
 
 FLAGS = (
@@ -121,6 +124,7 @@ def help_text(config_dirs: Iterable[Path] = ()) -> str:
         "",
         "keys: any key of the composition, e.g. train.steps=100 train.phases.blockwise.lr=1e-3 seed=1 group=NAME",
         "      resume=auto|never|RUN   manifest=FILE   (all keys: caramba schema)",
+        "      plugins=[my_pkg.layers]   modules of your own with layers to use by `type` (README, Layers of your own)",
     ]
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from caramba.runs.ending import MISTAKE
 from caramba.runs.environment import environment_changes
 from caramba.runs.jobs import refuse_queued
 from caramba.runs.ranks import is_rank
+from caramba.runs.sources import plugin_changes
 from caramba.runs.state import FINISHED, RESULT, run_state
 
 
@@ -140,7 +141,7 @@ def _copy(text: str) -> tuple[Path, Path, Manifest]:
     check_extras(manifest)
     check_launcher(manifest)
     folder = source.parent if source.is_file() else source
-    for line in environment_changes(folder):
+    for line in (*environment_changes(folder), *plugin_changes(folder, manifest)):
         print(f"differs from the original: {line}", file=sys.stderr)
     words = folder / "overrides.txt"
     overrides = words.read_text(encoding="utf-8").splitlines() if words.is_file() else []

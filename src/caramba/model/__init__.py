@@ -7,6 +7,7 @@ from caramba.model.head import Head, TiedHead
 from caramba.model.hf_folder import load_hf_folder, record_loaded
 from caramba.model.identity import model_hash
 from caramba.model.model import Model
+from caramba.model.own_layers import check_causal
 from caramba.model.pretrained import find_checkpoint, load_pretrained, save_model, spec_of
 from caramba.model.trace import Trace, TraceRecord
 
@@ -21,6 +22,7 @@ __all__ = [
     "build_empty",
     "build_model",
     "build_stand_in",
+    "check_causal",
     "find_checkpoint",
     "init_weights",
     "load_hf_folder",

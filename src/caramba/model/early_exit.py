@@ -10,6 +10,7 @@ from caramba.cache import Context, StepContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.model.model import Model, context_of
+from caramba.model.own_layers import cached_layers
 from caramba.topology.base import attention_applications
 from caramba.topology.cyclic import CyclicTopology
 from caramba.topology.nested import NestedTopology
@@ -47,7 +48,7 @@ class EarlyExit:
             )
         self.model, self.n_blocks = model, n
         self.nodes = (*front, *body[: starts[n]], *tail)
-        self.layers = [layer for node in self.nodes for _, layer in attention_applications(node)]
+        self.layers = [layer for node in self.nodes for layer in cached_layers(node)]
 
     @property
     def embedder(self) -> nn.Module:

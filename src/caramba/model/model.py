@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import TAIL_TOKENS, Context, StepContext, new_layer_cache
+from caramba.cache import TAIL_TOKENS, Context, StepContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
@@ -17,6 +17,13 @@ from caramba.layer.documents import Documents, StoredDocuments
 from caramba.layer.rope import RotaryEmbedding, angles_of, are_alike, share_tables
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
+from caramba.model.own_layers import (
+    cached_layers,
+    check_decoding,
+    new_cache,
+    own_layers_of,
+    refuse_documents,
+)
 from caramba.topology.base import attention_applications
 from caramba.topology.build import build_node
 
@@ -45,6 +52,9 @@ class Model(nn.Module):
         self.topology = build_node(spec.topology)
         self.head = build_head(spec)
         self._covered: tuple[int, torch.device] | None = None  # tokens and device of the shared angles
+        self._has_checked = not own_layers_of(
+            self.topology
+        )  # that layers of somebody's own decode as they train
 
     def forward(
         self, tokens: Tensor, ctx: Context | StepContext | None = None, documents: Tensor | None = None
@@ -78,6 +88,7 @@ class Model(nn.Module):
                     f"{'' if ctx is None else ' and a context'}; expected the shape of the tokens and no context: a "
                     "cache holds one document per row"
                 )
+            refuse_documents(self.topology)
             apart = Documents.of(documents)
             return self.topology(self.embedder(tokens, apart.positions), apart)
         if ctx is None:
@@ -134,9 +145,19 @@ class Model(nn.Module):
 
         `static` allocates `max_tokens` at once; otherwise buffers grow geometrically up to it. Quantised kinds
         quantise `tail_tokens` at a time; `hadamard` rotates keys and latents before 4 bits.
+
+        Raises:
+            ConfigError: a layer of somebody's own that cannot be decoded, or decodes other than it says.
         """
-        layers = [layer for _, layer in attention_applications(self)]
+        layers = cached_layers(self)
         device = self.embedder.token.weight.device
+        if not self._has_checked and device.type != "meta":
+            self._has_checked = True
+            try:
+                check_decoding(self)
+            except ConfigError:
+                self._has_checked = False
+                raise
         if max_tokens <= TABLE_TOKENS and device.type != "meta" and not torch.compiler.is_compiling():
             with torch.inference_mode(False):  # a forward with gradients may read them too
                 share_tables(self, max_tokens, device, for_steps=True)
@@ -155,7 +176,7 @@ class Model(nn.Module):
 
 
 def context_of(
-    layers: Sequence[AttentionLayer],
+    layers: Sequence[nn.Module],
     batch_size: int,
     max_tokens: int,
     kind: KVCacheKind,
@@ -163,10 +184,7 @@ def context_of(
     static: bool,
     **format: Any,
 ) -> Context:
-    """Return an empty context with a cache for each of these attention applications, in execution order."""
+    """Return an empty context with a cache for each of these applications, in execution order."""
     return Context(
-        [
-            new_layer_cache(layer.dims, batch_size, max_tokens, kind, device, static, **format)
-            for layer in layers
-        ]
+        [new_cache(layer, batch_size, max_tokens, kind, device, static, **format) for layer in layers]
     )

@@ -12,7 +12,8 @@ from caramba.checkpoint.formats import is_dcp, is_own_format, read_model_metadat
 from caramba.checkpoint.sharded import MODEL, latest_sharded_state
 from caramba.config.hf import is_hf_folder, is_remote, read_hf_config, spec_of_folder
 from caramba.config.model import ModelSpec
-from caramba.errors import CheckpointError, DataError
+from caramba.config.parse import parse_as
+from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model.build import build_empty
 from caramba.model.hf_folder import load_hf_folder, loaded_folder
 from caramba.model.model import Model
@@ -77,7 +78,7 @@ def load_pretrained(
             f"{where}: {path} does not describe its network; use a file that caramba wrote under RUN/checkpoints/, "
             "or the Hugging Face folder that it lies in, with its config.json"
         )
-    spec = ModelSpec.model_validate(json.loads(metadata["spec"]))
+    spec = _spec_in(metadata["spec"], path, where)
     _check_shape(spec, expected, path, where)
     trained_on = metadata.get("tokenizer_hash", "")
     if trained_on and tokenizer_hash and trained_on != tokenizer_hash:
@@ -92,6 +93,21 @@ def load_pretrained(
     else:
         stream_into(model, stored_tensors((path,)), where=str(path))
     return model.eval(), json.loads(metadata.get("labels", "{}"))
+
+
+def _spec_in(text: str, path: Path, where: str) -> ModelSpec:
+    """Read the network that a file of weights describes, with the types of the plugins in use.
+
+    Raises:
+        CheckpointError: this version, or these plugins, do not know it.
+    """
+    try:
+        return parse_as(ModelSpec, json.loads(text))
+    except ConfigError as error:
+        raise CheckpointError(
+            f"{where}: {path} describes a network that is not known here: {error}. If it has layers of your own, open "
+            "the run that trained it, or name their module in plugins of a manifest that reads this file"
+        ) from None
 
 
 def refuse_not_finite(model: Model, where: str) -> None:

@@ -1,8 +1,8 @@
 """Topologies: how nodes are wired. A topology is a module called as topology(x, ctx=None)."""
 
-from caramba.topology.base import Topology, attention_applications
+from caramba.topology.base import Topology, applications, attention_applications
 from caramba.topology.branching import BranchingTopology
-from caramba.topology.build import build_node, build_nodes
+from caramba.topology.build import build_node, build_nodes, own_config
 from caramba.topology.checkpointing import Granularity, checkpoint_topology, clear_checkpointing
 from caramba.topology.cyclic import CyclicTopology
 from caramba.topology.nested import NestedTopology
@@ -22,6 +22,7 @@ __all__ = [
     "ResidualTopology",
     "StackedTopology",
     "Topology",
+    "applications",
     "attention_applications",
     "build_node",
     "build_nodes",
@@ -29,5 +30,6 @@ __all__ = [
     "clear_checkpointing",
     "compilable_regions",
     "join_repeats",
+    "own_config",
     "sharding_units",
 ]

@@ -12,7 +12,7 @@ from caramba.layer.attention import AttentionLayer
 from caramba.layer.cpu_step import Chain, CpuStep, NormStep, takes_step
 from caramba.layer.documents import Documents
 from caramba.layer.few_rows import has_hooks
-from caramba.topology.build import build_nodes
+from caramba.topology.build import build_nodes, own_config
 
 
 class Topology(nn.Module):
@@ -59,14 +59,25 @@ def step_of(nodes: Iterable[nn.Module]) -> CpuStep | None:
     return Chain(steps) if steps else None
 
 
+def applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (qualified name, layer) for every application of attention, or of a layer of somebody's own, of one
+    forward, in execution order.
+
+    Shared weights that run several times appear as many times. What is inside of such a layer is its own affair.
+    """
+    if isinstance(module, AttentionLayer) or own_config(module) is not None:
+        yield name, module
+        return
+    for _ in range(module.passes if isinstance(module, Topology) else 1):
+        for child_name, child in module.named_children():
+            yield from applications(child, f"{name}.{child_name}" if name else child_name)
+
+
 def attention_applications(module: nn.Module, name: str = "") -> Iterator[tuple[str, AttentionLayer]]:
     """Yield (qualified name, layer) for every attention application of one forward, in execution order.
 
     Shared weights that run several times appear as many times.
     """
-    if isinstance(module, AttentionLayer):
-        yield name, module
-        return
-    for _ in range(module.passes if isinstance(module, Topology) else 1):
-        for child_name, child in module.named_children():
-            yield from attention_applications(child, f"{name}.{child_name}" if name else child_name)
+    for found, layer in applications(module, name):
+        if isinstance(layer, AttentionLayer):
+            yield found, layer

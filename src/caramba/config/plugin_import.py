@@ -1,0 +1,121 @@
+"""Finding and importing a plugin's module as `python -m` would: from the current folder first, then as installed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import site
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+
+from caramba.config.blame import blame, shown
+from caramba.errors import ConfigError
+
+
+def import_module(name: str, folder: str | None) -> ModuleType:
+    """Import a module, looked for in `folder`, or in the current folder where that does not have it, and as installed.
+
+    What it prints goes to the standard error: the standard output is that of the command. The folder stays on the
+    search path, for what the module imports later, such as the target of a layer.
+
+    Raises:
+        ConfigError: there is no such module, it fails, or another one of its name is loaded already.
+    """
+    top = name.partition(".")[0]
+    given = None if folder is None else Path(folder).expanduser().absolute()
+    if given is not None and _holds(given, top):
+        start: Path | None = given
+    else:  # under -P, as python -m, not from the current folder
+        start = None if sys.flags.safe_path else Path.cwd()
+    if start is not None:
+        _put_first(start)
+    importlib.invalidate_caches()
+    _refuse_other(name, start)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if name == missing or name.startswith(f"{missing}."):
+            places = "is not in " + " or ".join(
+                str(place) for place in dict.fromkeys((given, start)) if place
+            )
+            raise ConfigError(
+                f"there is no module {missing}: it {places}, and not among installed packages; start the command in "
+                "the folder that holds it, install it, or correct the name"
+            ) from error
+        raise _failed(error) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(error) from error
+
+
+def check_folder(name: str, folder: str) -> None:
+    """Refuse a folder that does not hold a module or its package.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    path, top = Path(folder).expanduser().absolute(), name.partition(".")[0]
+    if not _holds(path, top):
+        raise ConfigError(
+            f"folder={folder} has no {top}.py and no package {top}; give the folder that holds it, or leave folder out"
+        )
+
+
+def _failed(error: BaseException) -> ConfigError:
+    return ConfigError(f"cannot be imported: {blame(error)}; mend it, or remove it from plugins")
+
+
+def _holds(folder: Path, top: str) -> bool:
+    return importlib.machinery.PathFinder.find_spec(top, [str(folder)]) is not None
+
+
+def _put_first(folder: Path) -> None:
+    """Have a folder searched before all others, as that of `python -m` is."""
+    text = str(folder)
+    if text in sys.path[:1]:
+        return
+    if text in sys.path:
+        sys.path.remove(text)
+    sys.path.insert(0, text)
+
+
+def _refuse_other(name: str, start: Path | None) -> None:
+    """Refuse a module whose name another file has taken: of the standard library, or of another folder's manifest."""
+    top = name.partition(".")[0]
+    loaded = sys.modules.get(top)
+    if loaded is None or start is None or not _holds(start, top):
+        return
+    root = root_of(loaded, keeps_installed=True)
+    if root is not None and root.resolve() != start.resolve():
+        raise ConfigError(
+            f"{start} has a {top}, and {shown(str(loaded.__file__ or root))} of the same name is loaded; rename yours"
+        )
+
+
+def root_of(module: ModuleType, *, keeps_installed: bool = False) -> Path | None:
+    """Return the folder from which a module's dotted name leads to its file.
+
+    None of a module without a file, and, unless `keeps_installed`, of one that is installed: any process of the same
+    Python finds that one.
+    """
+    places: list[str | None] = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
+    if not places[0]:
+        return None
+    path = Path(places[0]).absolute()
+    depth = module.__name__.count(".")
+    if len(path.parents) <= depth:
+        return None
+    root = path.parents[depth]
+    return None if not keeps_installed and is_installed(root) else root
+
+
+def is_installed(folder: Path) -> bool:
+    """Whether a folder is one of those that this Python looks for packages in by itself."""
+    own = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    own += [*site.getsitepackages(), site.getusersitepackages()]
+    paths = [Path(path) for path in own if path]
+    return any(folder == path or folder.resolve() == path.resolve() for path in paths)

@@ -1,0 +1,30 @@
+"""Layers of somebody's own, each built once without memory before a run reads its data, which may take long."""
+
+from __future__ import annotations
+
+import torch
+
+from caramba.config.manifest import Manifest
+from caramba.config.own_layer import own_layers
+from caramba.errors import ConfigError
+from caramba.topology import build_node
+
+
+def check_builds(manifest: Manifest) -> None:
+    """Build every layer of somebody's own that a manifest describes, on the meta device.
+
+    Raises:
+        ConfigError: a target that is no torch module, a constructor that fails, or parameters other than declared, with
+            the layer's path.
+    """
+    teacher = manifest.model.teacher.manifest if manifest.model.teacher is not None else None
+    specs = [("model.topology", manifest.model.topology)]
+    if teacher is not None:
+        specs.append(("model.teacher.manifest.topology", teacher.topology))
+    for root, topology in specs:
+        for path, layer in own_layers(topology, root):
+            try:
+                with torch.device("meta"):
+                    build_node(layer)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from error.__cause__

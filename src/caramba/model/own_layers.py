@@ -1,0 +1,200 @@
+"""Layers of somebody's own in a model: their caches, and what is measured of them before anything depends on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from caramba.cache import LayerCache, OwnLayerCache, new_layer_cache
+from caramba.config.blame import blame
+from caramba.config.kvcache import KVCacheKind
+from caramba.errors import ConfigError
+from caramba.layer.attention import AttentionLayer
+from caramba.topology.base import applications
+from caramba.topology.build import own_config
+
+if TYPE_CHECKING:
+    from caramba.model.model import Model
+
+TOKENS = 48
+"""Length of the sequences that are compared."""
+CHUNKS = (5, 1, 1, 9, 32)
+EXACT, NARROW = 1e-2, 5e-2
+"""Relative differences of a layer's output that rounding explains, in float32 (with TF32 products) and in 16 bits."""
+_KINDS = {torch.bfloat16: KVCacheKind.BF16, torch.float16: KVCacheKind.FP16}
+
+
+def cached_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the layer of every application that keeps a cache, in execution order.
+
+    Raises:
+        ConfigError: a layer of somebody's own that does not say how it is decoded.
+    """
+    found: list[nn.Module] = []
+    for name, layer in applications(module):
+        config = own_config(layer)
+        if config is not None and config.decoding == "refused":
+            raise ConfigError(
+                f"{name}: a {config.type} does not say how it is decoded token by token, so this model is not; set "
+                f'decoding = "per_token" in {type(config).__name__} if it looks at no other token, or "cached" and '
+                "keep what it needs of earlier ones (README, Layers of your own)"
+            )
+        if config is None or config.decoding == "cached":
+            found.append(layer)
+    return found
+
+
+def new_cache(layer: nn.Module, *args: Any, **options: Any) -> LayerCache:
+    """Return an empty cache of an application; the arguments are those of `new_layer_cache` behind the first."""
+    config = own_config(layer)
+    if config is not None:
+        return OwnLayerCache.of(config.cached_streams(), *args, **options)
+    assert isinstance(layer, AttentionLayer)
+    return new_layer_cache(layer.dims, *args, **options)
+
+
+def own_layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (qualified name, layer) of each distinct layer of somebody's own, in execution order."""
+    return [
+        (name, layer) for name, layer in dict(applications(model)).items() if own_config(layer) is not None
+    ]
+
+
+def refuse_documents(model: nn.Module) -> None:
+    """Refuse to keep the documents of a row apart in layers that may look at other tokens, and so across documents.
+
+    Raises:
+        ConfigError: naming the layer.
+    """
+    for name, layer in own_layers_of(model):
+        config = own_config(layer)
+        if config is not None and config.decoding != "per_token":
+            raise ConfigError(
+                f"{name}: a {config.type} may look at other tokens, and documents are kept apart in a row "
+                '(data.packing, data.document_mask); leave them joined, or set decoding = "per_token" if it looks at '
+                "none"
+            )
+
+
+def check_causal(model: Model) -> None:
+    """Hold layers of somebody's own to what training takes for granted: no output depends on a later token.
+
+    A forward is compared with one whose last token differs. With weights that let nothing through, such as a gate at
+    zero, there is nothing to be seen, so it is done before a phase and after it.
+
+    Raises:
+        ConfigError: a layer whose earlier outputs change with the last token, whose output has another shape, or
+            whose forward fails.
+    """
+    if not own_layers_of(model):
+        return
+    tokens = _tokens(model)
+    other = tokens.clone()
+    other[:, -1] = (other[:, -1] + 1) % model.spec.embedder.vocab_size
+    with _quiet(model):
+        first, second = (_outputs(model, [part]) for part in (tokens, other))
+    for (name, kind, one), (_, _, two) in zip(first, second, strict=True):
+        if one.shape[1] > 1 and _differ(one[:, :-1], two[:, :-1], EXACT):
+            raise ConfigError(
+                f"{name}: a {kind} looks at later tokens: its output changes with a token that comes after it, so a "
+                "model with it would read what it is to predict; make it causal"
+            )
+
+
+def check_decoding(model: Model) -> None:
+    """Hold layers of somebody's own to their `decoding`: in chunks behind a cache as in one forward.
+
+    Raises:
+        ConfigError: a layer whose outputs differ.
+    """
+    tokens = _tokens(model)
+    dtype = model.embedder.token.weight.dtype
+    chunks = list(tokens.split(_lengths(tokens.shape[1]), dim=1))
+    with _quiet(model):
+        whole = _outputs(model, [tokens])
+        ctx = model.new_context(1, tokens.shape[1], _KINDS.get(dtype, KVCacheKind.FP32))
+        parts = _outputs(model, chunks, ctx)
+    limit = EXACT if dtype in (torch.float32, torch.float64) else NARROW
+    for index, (name, kind, full) in enumerate(whole):
+        stepped = torch.cat([out for _, _, out in parts[index :: len(whole)]], dim=1)
+        if _differ(full, stepped, limit):
+            raise ConfigError(
+                f"{name}: a {kind} gives other outputs token by token than in one forward over all of them, so what "
+                "this model writes would not be what it was trained for; correct its forward with ctx, or its "
+                '`decoding` ("per_token" looks at no other token)'
+            )
+
+
+def _lengths(n_tokens: int) -> list[int]:
+    lengths: list[int] = []
+    for length in CHUNKS:
+        left = n_tokens - sum(lengths)
+        if left > 0:
+            lengths.append(min(length, left))
+    return lengths
+
+
+def _tokens(model: Model) -> Tensor:
+    embedder = model.spec.embedder
+    n_tokens = min(TOKENS, embedder.max_positions or TOKENS)
+    device = model.embedder.token.weight.device
+    return (torch.arange(1, n_tokens + 1, device=device)[None] * 7919) % embedder.vocab_size
+
+
+@contextlib.contextmanager
+def _quiet(model: Model) -> Iterator[None]:
+    """Within, the model is in eval mode, and no gradients or autocast are on."""
+    was_training, device = model.training, model.embedder.token.weight.device
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        model.train(was_training)
+
+
+def _outputs(model: Model, parts: list[Tensor], ctx: Any = None) -> list[tuple[str, str, Tensor]]:
+    """Run parts of a sequence and return (name, type, output) of each own layer's applications, in order."""
+    found: list[tuple[str, str, Tensor]] = []
+
+    def watch(name: str, kind: str) -> Any:
+        def keep(module: nn.Module, given: tuple[Any, ...], out: Any) -> None:
+            x = given[0]
+            if not isinstance(out, Tensor) or out.shape[:2] != x.shape[:2]:
+                got = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+                raise ConfigError(
+                    f"{name}: a {kind} returned {got} for {tuple(x.shape)}; return a tensor [B, T, width], as many "
+                    "tokens as came in"
+                )
+            found.append((name, kind, out.detach().float()))
+
+        return keep
+
+    hooks = []
+    for name, layer in own_layers_of(model):
+        config = own_config(layer)
+        assert config is not None
+        hooks.append(layer.register_forward_hook(watch(name, config.type)))
+    try:
+        for part in parts:
+            model.hidden(part, ctx)
+    except (ConfigError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"a forward of {parts[0].shape[1]} tokens through a layer of your own failed: {blame(error)}"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _differ(one: Tensor, two: Tensor, limit: float) -> bool:
+    if one.shape != two.shape:
+        return True
+    return bool((one - two).norm() > limit * one.norm() + 1e-6)

@@ -1,0 +1,103 @@
+"""What a run reads from outside, by content: a resumed run goes on with what it began with, and says so where not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from caramba.config.manifest import Manifest
+from caramba.config.plugin_files import PluginSource, read_source
+from caramba.errors import CheckpointError, ConfigError, DataError
+from caramba.runs.files import write_json
+
+SOURCES = "sources.json"
+DATA = "data"
+PLUGIN = "plugin "
+
+
+def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
+    """Note what a run reads under the name `what`, or hold it against the note once the run has begun.
+
+    Phases before an interrupt and after it would otherwise learn from two teachers or texts, and the tables compare
+    what was measured on either. Only the content counts: the same files may have moved.
+
+    Args:
+        what: `data`, or the role of a model, `teacher` or `student`.
+        place: where it was found, for the message.
+        identity: a hash of the content.
+
+    Raises:
+        CheckpointError, DataError: the run began with other weights or other data.
+    """
+    noted = _noted(run_dir)
+    before = noted.get(what)
+    if before is not None and before["identity"] != identity and _has_begun(run_dir):
+        kind = "data" if what == DATA else f"{what}'s weights"
+        error = DataError if what == DATA else CheckpointError
+        raise error(
+            f"{run_dir}: the {kind} in {place} have changed since this run began: SHA-256 {before['identity'][:12]} "
+            f"(of {before['place']}), now {identity[:12]}; what is on record came from the former. Put them back and "
+            "resume, or start a new run (resume=never)"
+        )
+    _note(run_dir, what, {"place": place, "identity": identity})
+
+
+def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
+    """Note the plugins of a manifest with the SHA-256 of every source file, or hold them against the note once the run
+    has begun: layers that compute something else would go on with weights of the former ones.
+
+    Raises:
+        ConfigError: the run began with other source, naming the files.
+    """
+    for plugin in manifest.plugins:
+        source = read_source(plugin.module)
+        changed = list(_changed(_noted(run_dir).get(PLUGIN + plugin.module), source))
+        if changed and _has_begun(run_dir):
+            raise ConfigError(
+                f"{run_dir}: the plugin {plugin.module} in {source.file} has changed since this run began: "
+                f"{'; '.join(changed)}; what is on record was computed by the former. Put it back and resume, or start "
+                "a new run (resume=never)"
+            )
+        entry = {"place": source.file, "identity": source.identity, "files": source.files}
+        _note(
+            run_dir, PLUGIN + plugin.module, entry | ({"version": source.version} if source.version else {})
+        )
+
+
+def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield what differs in the source of each plugin from what a run began with."""
+    noted = _noted(run_dir)
+    for plugin in manifest.plugins:
+        changed = list(_changed(noted.get(PLUGIN + plugin.module), read_source(plugin.module)))
+        if changed:
+            yield f"plugin {plugin.module}: {'; '.join(changed)}"
+
+
+def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[str]:
+    """Yield each file whose content is another than was noted, was not noted, or is gone."""
+    if before is None or before["identity"] == source.identity:
+        return
+    then: dict[str, str] = before["files"]
+    for name in sorted({*then, *source.files}):
+        one, two = then.get(name), source.files.get(name)
+        if one != two:
+            yield f"{name} SHA-256 {'absent' if one is None else one[:12]}, now {'absent' if two is None else two[:12]}"
+
+
+def _noted(run_dir: Path) -> dict[str, dict[str, Any]]:
+    file = run_dir / SOURCES
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _note(run_dir: Path, what: str, entry: dict[str, Any]) -> None:
+    noted = _noted(run_dir)
+    if noted.get(what) != entry:
+        write_json(run_dir / SOURCES, noted | {what: entry})
+
+
+def _has_begun(run_dir: Path) -> bool:
+    """Whether a stage is on record or a phase was planned: before that nothing came of what was read."""
+    folders = (run_dir, *run_dir.glob("groups/*"))
+    return any((folder / "plan.json").is_file() or any(folder.glob("stages/*.json")) for folder in folders)
