@@ -8,11 +8,19 @@ from typing import Any
 MUST = {"q8_0": 0.78, "q4_0": 0.60, "nf4": 0.55, "mixed": 0.60}
 LARGE = 100e6  # bytes from which the quantised formats' shares hold
 STEADY = 30e6  # bytes from which bf16's time does
+ON_RECORD = {"NVIDIA H200": 4.48e12}
+"""Read roofs of devices. A machine on which a plain reduction reads less, while decode attention reads more than that,
+is held to what has been read elsewhere."""
+
+
+def roof_of(data: dict[str, Any]) -> float:
+    """Return the bytes per second that shares and musts are of."""
+    return max(data["read_roof_bytes_per_s"], ON_RECORD.get(data["machine"].get("device", ""), 0.0))
 
 
 def decode(data: dict[str, Any]) -> list[str]:
     """Time, share of the roof, peers and error by layout, format and shape."""
-    roof = data["read_roof_bytes_per_s"]
+    roof, measured = roof_of(data), data["read_roof_bytes_per_s"]
     held = [row["steps_of_a_graph"] for row in data["rows"] if "steps_of_a_graph" in row]
     graphs = f"graphs of {min(held)} to {max(held)} steps" if held else "graph replays"
     older = len(data["rows"]) - len(held)
@@ -21,7 +29,12 @@ def decode(data: dict[str, Any]) -> list[str]:
     lines = [
         "## Decode attention on stored formats",
         "",
-        f"One query per sequence, bf16, cold caches, {graphs}, interleaved. Read roof: {roof / 1e12:.2f} TB/s.",
+        f"One query per sequence, bf16, cold caches, {graphs}, interleaved. Read roof: {roof / 1e12:.2f} TB/s"
+        + (
+            "."
+            if roof == measured
+            else f", as on record (a reduction read {measured / 1e12:.2f} TB/s beside this run)."
+        ),
         "",
         "![Bytes per second against bytes read](benchmarks/decode.png)",
         "",
@@ -34,7 +47,8 @@ def decode(data: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {row['layout']} | {row['format']} | {row['batch']} x {row['tokens']} |"
             f" {row['useful_bytes'] / 1e6:.1f} ({row['padded_bytes'] / 1e6:.1f}) | {row['median_us']:.1f}"
-            f" ({row['p20_us']:.1f} to {row['p80_us']:.1f}) | {100 * row['roof_share']:.0f}% | {said_must(row, roof)} |"
+            f" ({row['p20_us']:.1f} to {row['p80_us']:.1f}) | {100 * roof_share(row, roof):.0f}%"
+            f" | {said_must(row, roof)} |"
             f" {peer} | {row['relative_error']:.1e} |"
         )
     if data["left_out"]:
@@ -47,6 +61,11 @@ def decode(data: dict[str, Any]) -> list[str]:
     ]
 
 
+def roof_share(row: dict[str, Any], roof: float) -> float:
+    """Return the share of a roof that a row's useful bytes reach."""
+    return row["useful_bytes"] / row["median_us"] * 1e6 / roof
+
+
 def said_must(row: dict[str, Any], roof: float) -> str:
     """Return what a row has to reach and whether it does."""
     if row["format"] == "bf16" and row["useful_bytes"] >= STEADY:
@@ -55,7 +74,7 @@ def said_must(row: dict[str, Any], roof: float) -> str:
     share = MUST.get(row["format"])
     if share is None or row["useful_bytes"] < LARGE:
         return ""
-    return f"{100 * share:.0f}%: {'met' if row['roof_share'] >= share else 'missed'}"
+    return f"{100 * share:.0f}%: {'met' if roof_share(row, roof) >= share else 'missed'}"
 
 
 def plot(data: dict[str, Any], file: Path) -> None:
@@ -79,7 +98,7 @@ def plot(data: dict[str, Any], file: Path) -> None:
                 label=f"{layout}, {form}",
             )
     if data["read_roof_bytes_per_s"]:
-        axes.axhline(data["read_roof_bytes_per_s"] / 1e12, color="black", linestyle="--", label="read roof")
+        axes.axhline(roof_of(data) / 1e12, color="black", linestyle="--", label="read roof")
     axes.set(xscale="log", yscale="log", xlabel="MB read", ylabel="TB/s")
     axes.legend(fontsize=6, ncols=2)
     figure.savefig(file, dpi=150)
