@@ -80,9 +80,9 @@ def test_the_kernel_against_float64(
         assert error <= BOUNDS[dtype], (without, error)
 
 
-# Rows, groups of how many inputs, how many of them, results: one group, more words than a program takes at a time, and on a GPU
-# the forms of tensor cores.
-WORDS = [(1, 32, 3, 5), (2, 64, 5, 33), (1, 128, 9, 12), (8, 32, 41, 3), (19, 128, 3, 70)]
+# Rows, groups of how many inputs, how many of them, results: one group, more words than a program takes at a time, programs
+# that share a width of which the last has less; and on a GPU the forms of tensor cores.
+WORDS = [(1, 32, 3, 5), (2, 64, 5, 33), (1, 128, 9, 12), (8, 32, 41, 3), (19, 128, 3, 70), (17, 128, 17, 20)]
 LARGE_WORDS = [
     (1, 128, 16, 3072),
     (1, 128, 64, 2048),

@@ -23,7 +23,7 @@ NF4_LEVELS = (
 
 @functools.cache
 def nf4_levels(device: torch.device) -> Tensor:
-    """Return the levels, float32 [16], made once for a device: while a CUDA graph is captured nothing is copied there."""
+    """Return the levels, float32 [16], made once for a device: nothing is copied there as a graph is captured."""
     return torch.tensor(NF4_LEVELS, device=device)
 
 
