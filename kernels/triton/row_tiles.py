@@ -15,6 +15,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from caramba.kernels.cuda.row_words import GROUP
 from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.norm import rms_norm
 from torch import Tensor
@@ -64,8 +65,6 @@ class Kinds(NamedTuple):
 
 
 MANY, MOST_ROWS = 8192, 65536
-GROUP = 128
-"""Inputs that share a scale, of codes of 4 bits: a program's numbers at a time."""
 WORD_TILES = Kinds(*[Tile(64, GROUP, 1, split, 4, 3) for split in (1, 8, 8)])
 MOST_WORD_TILE = Tile(128, GROUP, 1, 1, 4, 3)
 CODE_TILES = Kinds(Tile(32, 256, 4, 1, 4, 3), Tile(32, 256, 4, 1, 4, 4), Tile(16, 256, 4, 1, 4, 7))

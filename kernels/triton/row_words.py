@@ -16,7 +16,7 @@ from caramba.kernels.triton.early import begins_early, early_launch
 from caramba.kernels.triton.forms import dtype_of
 from caramba.kernels.triton.launch import MOST, Launch, Launches
 from caramba.kernels.triton.norm import rms_norm
-from caramba.kernels.triton.row_tiles import GROUP, row_tiles
+from caramba.kernels.triton.row_tiles import row_tiles
 from torch import Tensor
 
 import triton
@@ -185,7 +185,7 @@ def row_words(
 
 
 def _is_for_tiles(x: Tensor, scale: Tensor, rows: int) -> bool:
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[-1] != scale.shape[1] * GROUP:
+    if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[-1] != scale.shape[1] * in_cuda.GROUP:
         return False
     return rows > MOST_IN_CUDA or not is_ready(x.device)
 
