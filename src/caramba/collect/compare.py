@@ -14,6 +14,7 @@ from caramba.artifact.tables import number
 from caramba.collect.gather import Measured, read_metrics
 from caramba.runs import MANIFEST, differences
 from caramba.runs.events import read_events
+from caramba.runs.sources import plugin_sources
 
 # The normal quantile of a two-sided 95% interval.
 Z_95 = 1.959964
@@ -43,9 +44,10 @@ class Difference:
 
 
 def manifest_differences(first: Path, second: Path) -> list[str]:
-    """Return `key: old -> new` for what two manifests differ in; they are read as plain JSON, whatever their schema."""
+    """Return `key: old -> new` for what two manifests differ in, and the source of their plugins; manifests are read as
+    plain JSON, whatever their schema."""
     plain = [json.loads((run / MANIFEST).read_text(encoding="utf-8")) for run in (first, second)]
-    return list(differences(*plain))
+    return [*differences(*plain), *differences(plugin_sources(first), plugin_sources(second))]
 
 
 def metric_differences(first: Path, second: Path, texts: Sequence[str] = ()) -> list[Difference]:

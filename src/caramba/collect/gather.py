@@ -10,6 +10,7 @@ from typing import Any
 
 from caramba.errors import ConfigError
 from caramba.runs import MANIFEST, list_runs
+from caramba.runs.sources import plugin_sources
 from caramba.runs.state import FINISHED, WAITING, run_state
 from caramba.runs.sweeps import is_sweep, list_sweeps, read_sweep, resolve_sweep
 
@@ -89,6 +90,7 @@ def gather(text: str) -> Gathered:
 def read_row(run: Path, words: dict[str, str]) -> Row:
     """Read one run; its metrics are those of report.json once it has finished."""
     state = run_state(run).state
+    words = words | plugin_sources(run)
     if state != FINISHED:
         return Row(run, state, words)
     reports = list(_reports(run))

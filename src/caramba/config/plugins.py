@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from caramba.config.base import Config
-from caramba.config.node import NodeConfig, type_of
+from caramba.config.node import NodeConfig, type_of, types_kept
 from caramba.config.plain import is_mapping, is_sequence, mapping_of
 from caramba.config.plugin_import import check_folder, import_module, root_of
 from caramba.config.plugin_types import check_types, schemas_of
@@ -151,13 +151,9 @@ def _imported(plugin: PluginConfig, *, is_typed: bool) -> PluginConfig:
     """Import a plugin and check what it adds; return it with the folder that it is in."""
     if is_typed and plugin.folder is not None:
         check_folder(plugin.module, plugin.folder)
-    before = dict(NodeConfig.registry)
-    try:
+    with types_kept():
         module = import_module(plugin.module, plugin.folder)
         schemas = schemas_of(module)
-    finally:  # types are known for as long as a manifest is read that names them
-        NodeConfig.registry.clear()
-        NodeConfig.registry.update(before)
     check_types(module, schemas)
     _known[plugin.module] = {type_of(schema): schema for schema in schemas if "target" in schema.__dict__}
     root = root_of(module)

@@ -24,6 +24,7 @@ from caramba.experiment.session import Session
 from caramba.experiment.text import open_text
 from caramba.layer import attention_backends
 from caramba.model import Model, build_empty, build_model, spec_of
+from caramba.model.own_layers import refuse_lost_tensors
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
 from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages, tensor_parallel_plan
 from caramba.runtime import (
@@ -111,7 +112,9 @@ def assemble(
 def _staged(session: Session, phase: PhaseConfig, model: Model | None, spec: ModelSpec) -> Assembled:
     """Give every rank its stage of a model, which waits on the host of rank 0 meanwhile."""
     parallel = session.manifest.parallel
-    stage = cut(build_model(spec, device="meta"), get_rank(), parallel.pp)
+    shell = build_model(spec, device="meta")
+    refuse_lost_tensors(shell)
+    stage = cut(shell, get_rank(), parallel.pp)
     if model is not None:  # before the stage takes its memory
         model.to("cpu")
     send_stages(model, stage, session.device)

@@ -83,11 +83,16 @@ def build_stand_in(spec: ModelSpec, device: torch.device) -> Model:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves `torch.nn.init` out, for weights that something else gives; on "meta" it would load the compiler."""
+    """Leaves `torch.nn.init` out, for weights that something else gives; on "meta" it would load the compiler.
+
+    Buffers are filled: no checkpoint may hold them.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__module__", None) == nn.init.__name__:
-            return args[0] if args else (kwargs or {})["tensor"]
+            given = args[0] if args else (kwargs or {})["tensor"]
+            if isinstance(given, nn.Parameter) or given.is_meta:
+                return given
         return func(*args, **(kwargs or {}))
 
 

@@ -64,6 +64,33 @@ def own_layers_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
+def refuse_lost_tensors(model: nn.Module) -> None:
+    """Refuse numbers that a rank could not be given: its part of a model is made without memory, and is filled from a
+    state dict.
+
+    Raises:
+        ConfigError: a layer of somebody's own with a buffer that no state dict holds, or a tensor beside its buffers.
+    """
+    for name, layer in own_layers_of(model):
+        for key, what in _lost_tensors(layer):
+            raise ConfigError(
+                f"parallel: {name} has the {what} {key}, which ranks with a part of the weights are not given; make it "
+                "a buffer with persistent=True (register_buffer), or use parallel=ddp"
+            )
+
+
+def _lost_tensors(layer: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (name, what it is) of each tensor of a layer that its state dict leaves out."""
+    kept = layer.state_dict()
+    for name, _ in layer.named_buffers():
+        if name not in kept:
+            yield name, "persistent=False buffer"
+    for inner, module in layer.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{inner}.{key}".lstrip("."), "plain tensor"
+
+
 def refuse_documents(model: nn.Module) -> None:
     """Refuse to keep the documents of a row apart in layers that may look at other tokens, and so across documents.
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from caramba.config.parallel import ParallelConfig
 from caramba.errors import ConfigError
 from caramba.model.model import Model
-from caramba.model.own_layers import own_layers_of
+from caramba.model.own_layers import refuse_lost_tensors
 from caramba.runtime import get_local_world_size, get_world_size
 from caramba.topology import sharding_units
 
@@ -90,10 +90,10 @@ def shard_model(model: Model, sharding: Sharding) -> None:
     """Spread the weights of a model over the ranks of a mesh, block by block; it may be on meta.
 
     Raises:
-        ConfigError: the topology has no node of the types that are named, or a layer of somebody's own has a buffer
+        ConfigError: the topology has no node of the types that are named, or a layer of somebody's own has numbers
             that no state dict holds.
     """
-    _refuse_lost_buffers(model)
+    refuse_lost_tensors(model)
     units = sharding_units(model.topology, sharding.units)
     if sharding.units is not None and not units:
         own = "caramba.parallel"  # classes of shared layers, each made from a layer's own
@@ -117,18 +117,6 @@ def shard_model(model: Model, sharding: Sharding) -> None:
     # The loss reads the head's weights after the forward: they stay gathered until backward.
     fully_shard(model, mesh=sharding.mesh, reshard_after_forward=False)
     register_fsdp_forward_method(model, "hidden")
-
-
-def _refuse_lost_buffers(model: Model) -> None:
-    """Refuse buffers that a rank could not be given: its model is made without memory and filled from a state dict."""
-    for name, layer in own_layers_of(model):
-        kept = layer.state_dict()
-        for buffer, _ in layer.named_buffers():
-            if buffer not in kept:
-                raise ConfigError(
-                    f"parallel: {name} has the buffer {buffer} with persistent=False, which ranks with a part of the "
-                    "weights are not given; register it with persistent=True, or use parallel=ddp"
-                )
 
 
 def fill_sharded(model: Model, whole: Model | None, device: torch.device) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from caramba.config.manifest import Manifest
 from caramba.config.plugin_files import PluginSource, read_source
@@ -15,6 +18,8 @@ from caramba.runs.files import write_json
 SOURCES = "sources.json"
 DATA = "data"
 PLUGIN = "plugin "
+_imported: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
+"""Of each plugin's module in this process, what its source was for the first run: a module is imported once."""
 
 
 def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
@@ -49,7 +54,8 @@ def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
     has begun: layers that compute something else would go on with weights of the former ones.
 
     Raises:
-        ConfigError: the run began with other source, naming the files.
+        ConfigError: the run began with other source, naming the files; or the source is no longer what a run before
+            in this process was given.
     """
     for plugin in manifest.plugins:
         source = read_source(plugin.module)
@@ -59,6 +65,12 @@ def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
                 f"{run_dir}: the plugin {plugin.module} in {source.file} has changed since this run began: "
                 f"{'; '.join(changed)}; what is on record was computed by the former. Put it back and resume, or start "
                 "a new run (resume=never)"
+            )
+        imported = _imported.setdefault(sys.modules[plugin.module], source.identity)
+        if imported != source.identity:
+            raise ConfigError(
+                f"the plugin {plugin.module} in {source.file} has changed since this command imported it: SHA-256 "
+                f"{imported[:12]}, now {source.identity[:12]}; start the command again"
             )
         entry = {"place": source.file, "identity": source.identity, "files": source.files}
         _note(
@@ -73,6 +85,16 @@ def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
         changed = list(_changed(noted.get(PLUGIN + plugin.module), read_source(plugin.module)))
         if changed:
             yield f"plugin {plugin.module}: {'; '.join(changed)}"
+
+
+def plugin_sources(run_dir: Path) -> dict[str, str]:
+    """Return the first digits of the SHA-256 of each plugin's source that a run noted, by `source of MODULE`; nothing
+    is imported."""
+    return {
+        f"source of {what.removeprefix(PLUGIN)}": entry["identity"][:12]
+        for what, entry in _noted(run_dir).items()
+        if what.startswith(PLUGIN)
+    }
 
 
 def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -12,10 +13,17 @@ from torch.nn.parameter import is_lazy
 
 from caramba.config.blame import blame
 from caramba.config.leaf import LayerConfig
-from caramba.config.node import NodeConfig, is_own
+from caramba.config.node import NodeConfig, is_own, types_kept
 from caramba.errors import ConfigError
 
 OWN = "own_config"  # the attribute by which a module of a person's own layer is known, whatever else is done to it
+
+
+def _imported(config: NodeConfig, name: str) -> ModuleType:
+    if not is_own(type(config)):
+        return importlib.import_module(name)
+    with types_kept():
+        return importlib.import_module(name)
 
 
 def build_node(config: NodeConfig) -> nn.Module:
@@ -27,7 +35,7 @@ def build_node(config: NodeConfig) -> nn.Module:
     """
     module_name, _, class_name = config.target.partition(":")
     try:
-        cls = getattr(importlib.import_module(module_name), class_name)
+        cls = getattr(_imported(config, module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         why = blame(error) if is_own(type(config)) and not isinstance(error, AttributeError) else error
         raise ConfigError(

@@ -8,14 +8,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from caramba.cli import main
-from caramba.config.node import NodeConfig
+from caramba.collect.compare import manifest_differences
+from caramba.collect.gather import read_row
+from caramba.config.node import NodeConfig, parse_node
 from caramba.config.plugin_files import read_source
-from caramba.config.plugins import activate, use_plugins
+from caramba.config.plugins import PluginConfig, activate, use_plugins
 from caramba.errors import ConfigError
+from caramba.runs.sources import hold_plugins, plugin_sources
+from caramba.topology import build_node
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
 SITE = (
@@ -293,3 +299,45 @@ def test_the_source_of_a_plugin_is_what_it_and_its_targets_import_beside_it(
     use_plugins({"plugins": ["gated_conv"]})
     files = read_source("gated_conv").files
     assert set(files) == {f"gated_conv/{item}.py" for item in ("__init__", "schema", "layers")}
+
+
+def test_a_target_brings_no_types_of_its_own_into_other_manifests(write: Callable[..., str]) -> None:
+    other = write(GOOD.replace("Foo", "Dropout"), impl="nowhere")
+    impl = write(
+        f"import {other}\nfrom torch import nn\nclass Foo(nn.Module):\n    def forward(self, x, ctx=None):\n        return x\n    def __init__(self, config):\n        super().__init__()\n"
+    )
+    name = write(GOOD, impl=impl)
+    before = dict(NodeConfig.registry)
+    use_plugins({"plugins": [name]})
+    build_node(parse_node({"type": "FooLayer", "d_model": 4}))
+    assert other in sys.modules
+    use_plugins({})
+    assert NodeConfig.registry == before
+
+
+def test_runs_of_one_process_are_all_of_the_source_that_was_imported(
+    write: Callable[..., str], tmp_path: Path
+) -> None:
+    impl = write("from torch import nn\nclass Foo(nn.Module):\n    pass\n")
+    name = write(GOOD, impl=impl)
+    use_plugins({"plugins": [name]})
+    manifest: Any = SimpleNamespace(plugins=(PluginConfig(module=name),))
+    for run in ("a", "b"):
+        (tmp_path / run).mkdir()
+    hold_plugins(tmp_path / "a", manifest)
+    hold_plugins(tmp_path / "b", manifest)
+    assert (
+        plugin_sources(tmp_path / "a")
+        == plugin_sources(tmp_path / "b")
+        == {f"source of {name}": read_source(name).identity[:12]}
+    )
+    Path(f"{impl}.py").write_text("from torch import nn\nclass Foo(nn.Linear):\n    pass\n")
+    with pytest.raises(ConfigError, match="has changed since this command imported it"):
+        hold_plugins(tmp_path / "b", manifest)
+    for run, identity in (("a", "1" * 64), ("b", "2" * 64)):
+        (tmp_path / run / "sources.json").write_text(json.dumps({f"plugin {name}": {"identity": identity}}))
+        (tmp_path / run / "manifest.json").write_text("{}")
+    assert manifest_differences(tmp_path / "a", tmp_path / "b") == [
+        f'source of {name}: "{"1" * 12}" -> "{"2" * 12}"'
+    ]
+    assert read_row(tmp_path / "a", {"x": "1"}).words == {"x": "1", f"source of {name}": "1" * 12}

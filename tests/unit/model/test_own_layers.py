@@ -15,7 +15,8 @@ from caramba.config.model import ModelSpec
 from caramba.config.plugins import activate, use_plugins
 from caramba.errors import ConfigError
 from caramba.infer.decode import greedy
-from caramba.model import Model, build_model, check_causal
+from caramba.model import Model, build_empty, build_model, check_causal
+from caramba.model.own_layers import refuse_lost_tensors
 from caramba.topology import build_node
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
@@ -163,3 +164,35 @@ def test_a_module_that_is_not_what_its_schema_says_is_refused(
     monkeypatch.setattr(type(layer), "target", f"{__name__}:{target}")
     with pytest.raises(ConfigError, match=message):
         build_node(layer)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "tensor"])
+def test_numbers_that_no_state_dict_holds_are_refused_where_ranks_have_parts(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_lost_tensors(model())
+    first = conv_class().__init__
+
+    def with_table(self: Any, config: Any) -> None:
+        first(self, config)
+        if kind == "buffer":
+            self.register_buffer("table", torch.ones(3), persistent=False)
+        else:
+            self.conv.table = torch.ones(3)
+
+    monkeypatch.setattr(conv_class(), "__init__", with_table)
+    with pytest.raises(ConfigError, match=r"persistent=False buffer table|plain tensor conv\.table"):
+        refuse_lost_tensors(model())
+
+
+def test_a_model_that_is_filled_from_a_file_has_its_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = conv_class().__init__
+
+    def with_table(self: Any, config: Any) -> None:
+        first(self, config)
+        self.register_buffer("table", nn.init.constant_(torch.empty(64), 2.0), persistent=False)
+
+    monkeypatch.setattr(conv_class(), "__init__", with_table)
+    found = [value for name, value in build_empty(spec(), "cpu").named_buffers() if name.endswith("table")]
+    assert found
+    assert all(bool((value == 2).all()) for value in found)
