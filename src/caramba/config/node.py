@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ValidationError, WithJsonSchema
@@ -42,7 +42,7 @@ class NodeConfig(Config):
 
 
 @contextlib.contextmanager
-def types_kept() -> Iterator[None]:
+def types_kept() -> Generator[None]:
     """Within, what is imported adds no types: those of a person's own are known while a manifest is read that names
     their plugin, and none takes the place of caramba's."""
     before = dict(NodeConfig.registry)
