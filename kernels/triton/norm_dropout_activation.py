@@ -210,7 +210,7 @@ def _launch_options(x: Tensor, threads: tuple[int, int]) -> tuple[tuple[bool, in
     block_m, block_n, warps = tile(x.shape[-1])
     if threads is THREADS_BACKWARD and block_n >= 16384:
         warps = min(2 * warps, 32)  # the sums of such a row need more registers
-    held = max(1, round(threads[x.element_size() > 2] / (32 * warps) + 0.01))  # halves up
+    held = max(1, int(threads[x.element_size() > 2] / (32 * warps) + 0.5))
     registers = min(REGISTERS // (held * 32 * warps) // 8 * 8, 248)
     is_ahead = block_n * x.element_size() <= AHEAD_BYTES
     return (is_ahead, block_m, block_n), held, {"num_warps": warps, "maxnreg": registers}

@@ -12,6 +12,7 @@ from caramba.config.benchmark import (
     PerplexityBenchmarkConfig,
 )
 from caramba.config.eval_cases import EvalVerifyConfig, IntGreedyCase
+from caramba.config.leaf import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.own_layer import own_layers
 from caramba.config.verify import KVCacheVerifyConfig, VerifyConfig
@@ -21,6 +22,15 @@ PATHS = {"student": "model.topology", "teacher": "model.teacher.manifest.topolog
 DECODING_BENCHMARKS = (LatencyBenchmarkConfig, MemoryBenchmarkConfig, InferenceLadderConfig)
 
 
+def own_layers_by_role(manifest: Manifest) -> dict[str, list[tuple[str, LayerConfig]]]:
+    """Return (path, layer) of the layers of somebody's own in a manifest's student and, if it has one, its teacher."""
+    teacher = manifest.model.teacher.manifest if manifest.model.teacher is not None else None
+    specs = {"student": manifest.model, "teacher": teacher}
+    return {
+        role: list(own_layers(spec.topology, PATHS[role])) for role, spec in specs.items() if spec is not None
+    }
+
+
 def check_own_layers(manifest: Manifest) -> None:
     """Refuse runs, checks and benchmarks that decode a model which cannot be, and documents kept apart in layers that
     may look across them.
@@ -28,11 +38,7 @@ def check_own_layers(manifest: Manifest) -> None:
     Raises:
         ConfigError: naming what decodes, the layer and the ways on.
     """
-    teacher = manifest.model.teacher.manifest if manifest.model.teacher is not None else None
-    specs = {"student": manifest.model, "teacher": teacher}
-    layers = {
-        role: list(own_layers(spec.topology, PATHS[role])) for role, spec in specs.items() if spec is not None
-    }
+    layers = own_layers_by_role(manifest)
     undecodable = {
         role: next(((path, layer) for path, layer in found if layer.decoding == "refused"), None)
         for role, found in layers.items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 from caramba.config.blame import blame
 from caramba.config.cost import Cost, Unknown, Width, WidthError
@@ -26,14 +26,14 @@ class LayerError(Exception):
         return LayerError(self.message, (step, *self.path))
 
 
-def is_own_layer(node: Any) -> bool:
+def is_own_layer(node: Any) -> TypeGuard[LayerConfig]:
     """Whether a node is a layer of a person's own."""
     return isinstance(node, LayerConfig) and is_own(type(node))
 
 
 def own_layers(node: Any, path: str) -> Iterator[tuple[str, LayerConfig]]:
     """Yield (path, layer) of a topology's layers that are a person's own."""
-    if isinstance(node, LayerConfig) and is_own(type(node)):
+    if is_own_layer(node):
         yield path, node
     for index, child in enumerate(list_of(getattr(node, "layers", None))):
         yield from own_layers(child, f"{path}.layers[{index}]")
@@ -46,7 +46,7 @@ def infer_node(node: NodeConfig, width: Width) -> Cost:
         WidthError: the node does not take this width.
         LayerError: a method of a person's own layer failed, or returned what contradicts another.
     """
-    if not isinstance(node, LayerConfig) or not is_own(type(node)):
+    if not is_own_layer(node):
         return node.infer(width)
     name = type(node).__name__
     try:

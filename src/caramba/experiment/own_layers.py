@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from caramba.config.decoding import own_layers_by_role
 from caramba.config.manifest import Manifest
-from caramba.config.own_layer import own_layers
 from caramba.errors import ConfigError
 from caramba.topology import build_node
 
@@ -17,12 +17,8 @@ def check_builds(manifest: Manifest) -> None:
         ConfigError: a target that is no torch module, a constructor that fails, or parameters other than declared, with
             the layer's path.
     """
-    teacher = manifest.model.teacher.manifest if manifest.model.teacher is not None else None
-    specs = [("model.topology", manifest.model.topology)]
-    if teacher is not None:
-        specs.append(("model.teacher.manifest.topology", teacher.topology))
-    for root, topology in specs:
-        for path, layer in own_layers(topology, root):
+    for layers in own_layers_by_role(manifest).values():
+        for path, layer in layers:
             try:
                 with torch.device("meta"):
                     build_node(layer)

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from caramba.config.blame import blame
 from caramba.config.leaf import LayerConfig
 from caramba.config.node import NodeConfig, is_own, types_kept
+from caramba.config.own_layer import is_own_layer
 from caramba.errors import ConfigError
 
 OWN = "own_config"  # the attribute by which a module of a person's own layer is known, whatever else is done to it
@@ -47,7 +48,7 @@ def build_node(config: NodeConfig) -> nn.Module:
         raise ConfigError(f"{config.type}: cannot import target {config.target!r}: {blame(error)}") from error
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise ConfigError(f"{config.type}: target {config.target!r} is not a torch.nn.Module class; name one")
-    if isinstance(config, LayerConfig) and is_own(type(config)):
+    if is_own_layer(config):
         return _build_own(config, cls)
     return cls(config)
 
