@@ -37,10 +37,44 @@ def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
+def _starts(start, n_rows, width, BLOCK_M: tl.constexpr):
+    row = tl.minimum(start + tl.arange(0, BLOCK_M).to(tl.int64), n_rows - 1)
+    return row * width
+
+
+@triton.jit
 def _of_rows(ptr, start, n_rows, BLOCK_M: tl.constexpr):
     """Load a number of each row of the tile that begins at row `start`."""
     row = start + tl.arange(0, BLOCK_M).to(tl.int64)
     return tl.load(ptr + row, mask=row < n_rows, other=0.0)
+
+
+@triton.jit
+def _held(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile as a program keeps it from turn to turn: two numbers of bf16 to a word."""
+    if tile.dtype == tl.bfloat16:
+        even, odd = tl.split(tl.reshape(tile.to(tl.uint16, bitcast=True), [BLOCK_M, BLOCK_N // 2, 2]))
+        held = even.to(tl.uint32) | (odd.to(tl.uint32) << 16)
+    else:
+        held = tile
+    return held
+
+
+@triton.jit
+def _numbers(held, ACC: tl.constexpr):
+    """The numbers of a tile that is held."""
+    if held.dtype == tl.uint32:
+        even, odd = (held << 16).to(tl.float32, bitcast=True), (held & 0xFFFF0000).to(tl.float32, bitcast=True)
+        tile = tl.interleave(even, odd)
+    else:
+        tile = held.to(ACC)
+    return tile
+
+
+@triton.jit
+def _two_sums(a, b):
+    """Sum a and b over their columns, in one exchange among warps."""
+    return tl.split(tl.sum(tl.join(a, b), axis=1))
 
 
 @triton.jit
@@ -86,24 +120,28 @@ def _forward_kernel(
     first, stride = tl.program_id(0) * BLOCK_M, tl.num_programs(0) * BLOCK_M
     share = tl.full([], 1.0, ACC) / width  # a division takes ten times as long as a product, in every row
     if AHEAD:
-        next_x = _rows(x_ptr, first, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        next_pivot = tl.load(x_ptr + _starts(first, n_rows, width, BLOCK_M))
+        next_x = _held(_rows(x_ptr, first, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
     for start in range(first, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (row < n_rows)[:, None] & in_width[None, :]
         at = row[:, None] * width + col[None, :]
         if AHEAD:
-            x = next_x.to(ACC)
-            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+            pivot = next_pivot.to(ACC)
+            next_pivot = tl.load(x_ptr + _starts(start + stride, n_rows, width, BLOCK_M))
+            x = _numbers(next_x, ACC) - pivot[:, None]
+            next_x = _held(_rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
         else:
-            x = _load(x_ptr + at, mask, EXACT).to(ACC)
-        mean = tl.sum(x, axis=1) * share
-        x = x - mean[:, None]
+            pivot = tl.load(x_ptr + _starts(start, n_rows, width, BLOCK_M)).to(ACC)
+            x = _load(x_ptr + at, mask, EXACT).to(ACC) - pivot[:, None]
         if not EXACT:
             x = tl.where(mask, x, 0.0)
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * share + eps)
-        tl.store(mean_ptr + row, mean, mask=row < n_rows)
+        moved, square = _two_sums(x, x * x)
+        moved = moved * share
+        rstd = tl.rsqrt(square * share - moved * moved + eps)
+        tl.store(mean_ptr + row, pivot + moved, mask=row < n_rows)
         tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
-        y = x * rstd[:, None]
+        y = x * rstd[:, None] - (moved * rstd)[:, None]
         y = y * weight if weight_ptr is not None else y * keep_scale
         if bias_ptr is not None:
             y = y + bias
@@ -155,19 +193,19 @@ def _backward_kernel(
     if AHEAD:
         next_rstd = _of_rows(rstd_ptr, program * BLOCK_M, n_rows, BLOCK_M)
         next_mean = _of_rows(mean_ptr, program * BLOCK_M, n_rows, BLOCK_M)
-        next_x = _rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
-        next_grad = _rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        next_x = _held(_rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
+        next_grad = _held(_rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
     for start in range(program * BLOCK_M, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         in_rows = row < n_rows
         mask = in_rows[:, None] & in_width[None, :]
         at = row[:, None] * width + col[None, :]
         if AHEAD:
-            x, grad, rstd, mean = next_x.to(ACC), next_grad.to(ACC), next_rstd, next_mean
+            x, grad, rstd, mean = _numbers(next_x, ACC), _numbers(next_grad, ACC), next_rstd, next_mean
             next_rstd = _of_rows(rstd_ptr, start + stride, n_rows, BLOCK_M)
             next_mean = _of_rows(mean_ptr, start + stride, n_rows, BLOCK_M)
-            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
-            next_grad = _rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+            next_x = _held(_rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
+            next_grad = _held(_rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
         else:
             x = _load(x_ptr + at, mask, EXACT).to(ACC)
             grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
@@ -190,7 +228,8 @@ def _backward_kernel(
         if bias_ptr is not None:
             bias_sums += grad
         inner = grad * weight if weight_ptr is not None else grad * keep_scale
-        along, shift = tl.sum(inner * unit, axis=1) * share, tl.sum(inner, axis=1) * share
+        along, shift = _two_sums(inner * unit, inner)
+        along, shift = along * share, shift * share
         grad_x = inner * rstd - (unit * (along[:, None] * rstd) + shift[:, None] * rstd)
         _store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask, EXACT)
     out = program.to(tl.int64) * width + col
