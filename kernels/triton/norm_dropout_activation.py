@@ -27,26 +27,11 @@ def _load(ptr, mask, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
-    """Load the tile that begins at row `start`, zeros outside."""
-    row = start + tl.arange(0, BLOCK_M).to(tl.int64)
-    col = tl.arange(0, BLOCK_N)
-    # Tiles of whole rows lie inside or beyond the end as one.
-    mask = (row < n_rows)[:, None] & (EXACT | (col < width))[None, :]
-    return tl.load(ptr + row[:, None] * width + col[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _starts(start, n_rows, width, BLOCK_M: tl.constexpr):
-    row = tl.minimum(start + tl.arange(0, BLOCK_M).to(tl.int64), n_rows - 1)
-    return row * width
-
-
-@triton.jit
-def _of_rows(ptr, start, n_rows, BLOCK_M: tl.constexpr):
-    """Load a number of each row of the tile that begins at row `start`."""
-    row = start + tl.arange(0, BLOCK_M).to(tl.int64)
-    return tl.load(ptr + row, mask=row < n_rows, other=0.0)
+def _places(start, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
+    """Where the elements of the tile that begins at row `start` lie. A width that is known is no factor to ask for."""
+    WIDTH = BLOCK_N if EXACT else width
+    local = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
+    return tl.full([], start, tl.int64) * WIDTH + local
 
 
 @triton.jit
@@ -61,10 +46,31 @@ def _held(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
+    """Load the tile that begins at row `start`, to be held, zeros outside; of whole tiles, beyond the end, the last."""
+    if EXACT:
+        tile = tl.load(ptr + _places(tl.minimum(start, n_rows - BLOCK_M), width, BLOCK_M, BLOCK_N, EXACT))
+    else:
+        mask = (start + tl.arange(0, BLOCK_M) < n_rows)[:, None] & (tl.arange(0, BLOCK_N) < width)[None, :]
+        tile = tl.load(ptr + _places(start, width, BLOCK_M, BLOCK_N, EXACT), mask=mask, other=0.0)
+    return _held(tile, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def _of_rows(ptr, start, n_rows, stride, BLOCK_M: tl.constexpr):
+    """Load a number of each row of the tile that begins at row `start`, of the last row beyond it."""
+    row = tl.minimum(start + tl.arange(0, BLOCK_M), n_rows - 1)
+    return tl.load(ptr + row.to(tl.int64) * stride)
+
+
+@triton.jit
 def _numbers(held, ACC: tl.constexpr):
     """The numbers of a tile that is held."""
     if held.dtype == tl.uint32:
-        even, odd = (held << 16).to(tl.float32, bitcast=True), (held & 0xFFFF0000).to(tl.float32, bitcast=True)
+        even, odd = (
+            (held << 16).to(tl.float32, bitcast=True),
+            (held & 0xFFFF0000).to(tl.float32, bitcast=True),
+        )
         tile = tl.interleave(even, odd)
     else:
         tile = held.to(ACC)
@@ -118,30 +124,27 @@ def _forward_kernel(
     if bias_ptr is not None:
         bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
     first, stride = tl.program_id(0) * BLOCK_M, tl.num_programs(0) * BLOCK_M
-    share = tl.full([], 1.0, ACC) / width  # a division takes ten times as long as a product, in every row
+    WIDTH = BLOCK_N if EXACT else width
+    share = tl.full([], 1.0, ACC) / WIDTH  # a division takes ten times as long as a product, in every row
     if AHEAD:
-        next_pivot = tl.load(x_ptr + _starts(first, n_rows, width, BLOCK_M))
-        next_x = _held(_rows(x_ptr, first, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
+        next_x = _rows(x_ptr, first, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
     for start in range(first, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (row < n_rows)[:, None] & in_width[None, :]
-        at = row[:, None] * width + col[None, :]
+        at = _places(start, width, BLOCK_M, BLOCK_N, EXACT)
         if AHEAD:
-            pivot = next_pivot.to(ACC)
-            next_pivot = tl.load(x_ptr + _starts(start + stride, n_rows, width, BLOCK_M))
-            x = _numbers(next_x, ACC) - pivot[:, None]
-            next_x = _held(_rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
+            x = _numbers(next_x, ACC)
+            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
         else:
-            pivot = tl.load(x_ptr + _starts(start, n_rows, width, BLOCK_M)).to(ACC)
-            x = _load(x_ptr + at, mask, EXACT).to(ACC) - pivot[:, None]
+            x = _load(x_ptr + at, mask, EXACT).to(ACC)
+        mean = tl.sum(x, axis=1) * share
+        x = x - mean[:, None]
         if not EXACT:
             x = tl.where(mask, x, 0.0)
-        moved, square = _two_sums(x, x * x)
-        moved = moved * share
-        rstd = tl.rsqrt(square * share - moved * moved + eps)
-        tl.store(mean_ptr + row, pivot + moved, mask=row < n_rows)
-        tl.store(rstd_ptr + row, rstd, mask=row < n_rows)
-        y = x * rstd[:, None] - (moved * rstd)[:, None]
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * share + eps)
+        y = x * rstd[:, None]
+        _store(mean_ptr + row, mean, row < n_rows, EXACT)
+        _store(rstd_ptr + row, rstd, row < n_rows, EXACT)
         y = y * weight if weight_ptr is not None else y * keep_scale
         if bias_ptr is not None:
             y = y + bias
@@ -191,26 +194,26 @@ def _backward_kernel(
     stride = tl.num_programs(0) * BLOCK_M
     share = tl.full([], 1.0, ACC) / width
     if AHEAD:
-        next_rstd = _of_rows(rstd_ptr, program * BLOCK_M, n_rows, BLOCK_M)
-        next_mean = _of_rows(mean_ptr, program * BLOCK_M, n_rows, BLOCK_M)
-        next_x = _held(_rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
-        next_grad = _held(_rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
+        next_rstd = _of_rows(rstd_ptr, program * BLOCK_M, n_rows, 1, BLOCK_M)
+        next_mean = _of_rows(mean_ptr, program * BLOCK_M, n_rows, 1, BLOCK_M)
+        next_x = _rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        next_grad = _rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
     for start in range(program * BLOCK_M, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         in_rows = row < n_rows
         mask = in_rows[:, None] & in_width[None, :]
-        at = row[:, None] * width + col[None, :]
+        at = _places(start, width, BLOCK_M, BLOCK_N, EXACT)
         if AHEAD:
             x, grad, rstd, mean = _numbers(next_x, ACC), _numbers(next_grad, ACC), next_rstd, next_mean
-            next_rstd = _of_rows(rstd_ptr, start + stride, n_rows, BLOCK_M)
-            next_mean = _of_rows(mean_ptr, start + stride, n_rows, BLOCK_M)
-            next_x = _held(_rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
-            next_grad = _held(_rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT), BLOCK_M, BLOCK_N)
+            next_rstd = _of_rows(rstd_ptr, start + stride, n_rows, 1, BLOCK_M)
+            next_mean = _of_rows(mean_ptr, start + stride, n_rows, 1, BLOCK_M)
+            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+            next_grad = _rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
         else:
             x = _load(x_ptr + at, mask, EXACT).to(ACC)
             grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
-            rstd = _of_rows(rstd_ptr, start, n_rows, BLOCK_M)
-            mean = _of_rows(mean_ptr, start, n_rows, BLOCK_M)
+            rstd = _of_rows(rstd_ptr, start, n_rows, 1, BLOCK_M)
+            mean = _of_rows(mean_ptr, start, n_rows, 1, BLOCK_M)
         rstd, mean = rstd.to(ACC)[:, None], mean.to(ACC)[:, None]
         unit = x * rstd - mean * rstd  # one instruction, and rounded no worse than a mean is
         if not EXACT:

@@ -138,14 +138,15 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
     assert torch.equal(y != 0, mask)
 
 
-@pytest.mark.parametrize(("rows", "width"), [(13, 2048), (27, 800)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(13, 2048), (27, 800), (170, 96)])
 def test_programs_take_several_tiles_of_which_they_ask_for_the_next(
-    rows: int, width: int, monkeypatch: pytest.MonkeyPatch
+    rows: int, width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from caramba.kernels.triton import norm
     from caramba.kernels.triton import norm_dropout_activation as launcher
 
-    x, weight, bias = drawn(rows, width), drawn(width, seed=2), drawn(width, seed=3)
+    x, weight, bias = drawn(rows, width, dtype=dtype), drawn(width, seed=2), drawn(width, seed=3)
     monkeypatch.setattr(norm, "_counts", {x.device: 1})
     for plans in ("_forwards", "_backwards"):
         monkeypatch.setattr(launcher, plans, type(launcher._forwards)())
@@ -154,7 +155,7 @@ def test_programs_take_several_tiles_of_which_they_ask_for_the_next(
         lambda x, w, b: norm_dropout_activation(x, w, b, activation="silu", eps=1e-3, p=0.4, seed=11),
         lambda x, w, b: F.silu(F.layer_norm(x, (width,), w, b, 1e-3) * mask / (1 - resolved(0.4))),
         (x, weight, bias),
-        torch.float32,
+        dtype,
     )
     (plan,) = launcher._forwards.by_form.values()
     assert plan[1] is not None
