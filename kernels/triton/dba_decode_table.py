@@ -55,10 +55,10 @@ READINGS = {
     ),
 }
 """Ways to read a tile worth timing, by whether any stream is quantised."""
-OF_NARROW_HEADS = (256, 4, 2, 0), (256, 8, 3, 0)
+OF_NARROW_HEADS = (256, 4, 2, 0), (256, 8, 3, 0), (64, 1, 4, 0), (128, 2, 2, 0)
 NARROW = 128
 """The same of numbers of so few features, of which few tokens are few bytes in a row: fewer programs that read longer
-runs of memory each."""
+runs of memory each; or as many programs as there are sequences' heads, of a warp or two that wait for no other."""
 GROUPED = (
     *((128, 4, n_stages, 0) for n_stages in (2, 3)),
     *((128, 8, n_stages, 0) for n_stages in (2, 3)),
