@@ -11,6 +11,7 @@ import caramba.kernels.cuda.latent as latent
 import caramba.kernels.cuda.nvrtc as nvrtc
 import caramba.kernels.cuda.ways as ways
 import torch
+from caramba.kernels.cuda.blocks import ZEROS
 from caramba.kernels.cuda.launch import CudaLaunch
 from caramba.kernels.triton.launch import INTERPRETED
 from torch import Tensor
@@ -47,16 +48,17 @@ def split_launch(
     kv_heads = streams[0][-1].shape[1]
     group = n_heads // kv_heads
     dims = q_sem.shape[-1], q_geo.shape[-1], streams[-1][-1].shape[-1]
+    blocks = [parts for parts, kind in zip(streams, kinds, strict=True) if kind != ZEROS]
     if not (
         is_ready(q_sem.device)
         and q_sem.dtype in (torch.float16, torch.bfloat16)
         and ways.can_read(config, kinds, dims, kv_heads, group * n_queries)
-        and all(_lies_in_chunks(parts) for parts in streams)
+        and all(_lies_in_chunks(parts) for parts in blocks)
         and all(_steps(q, 3, CHUNK // 2) for q in queries)
         and all(abs(x) <= LARGEST for x in scalars)
     ):
         return None
-    tails = {parts[2].dtype for parts in streams}
+    tails = {parts[2].dtype for parts in blocks}
     form = {
         "group": group,
         "queries": n_queries,
@@ -72,7 +74,7 @@ def split_launch(
         macros = latent.macros(kinds, dims[:2], way, **form, announced=announced)
         shared = latent.shared_bytes(kinds, dims[:2], way)
         features = "a" if way.grouped else ""
-        name, blocks, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps
+        name, programs, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps
     else:
         own = ways.heads_way(config)
         if len(tails) != 1:
@@ -82,10 +84,10 @@ def split_launch(
         )  # fmt: skip
         shared = heads.shared_bytes(kinds, dims, group * n_queries, own)
         features = ""
-        name, blocks, threads = "decode_heads", kv_heads // 2, 32 * own.warps
+        name, programs, threads = "decode_heads", kv_heads // 2, 32 * own.warps
     if shared > most_shared(q_sem.device):
         return None
-    grid = batch * blocks, config.n_splits
+    grid = batch * programs, config.n_splits
     return CudaLaunch(
         f"{name}.cu", name, macros, grid, threads, shared, N_TENSORS, scalars, otherwise, features, early
     )

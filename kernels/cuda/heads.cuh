@@ -19,16 +19,17 @@ constexpr float LIFT = 7.0f, ROOM = 6.0f, WIDE = 4.0f;  // the largest weight ti
                                                       // and by WIDE, below float16's largest, before sums are made smaller
 static_assert(KV_HEADS % 2 == 0 && ROWS <= 8, "two heads, eight columns");
 
-// A stream of two heads in shared memory: planes (blocks side by side) of tokens' codes, then planes of scales.
+// A stream of two heads in shared memory: planes (blocks side by side) of tokens' codes, then planes of scales. None of keys of
+// one part, the second of which has no features.
 template <int KIND, int WIDTH>
 struct Layout : Format<KIND> {
     using F = Format<KIND>;
-    static constexpr int D = WIDTH, PLANES = 2 * D > F::BLOCK ? 2 * D / F::BLOCK : 1;
+    static constexpr int D = WIDTH, PLANES = 2 * D > F::BLOCK ? 2 * D / F::BLOCK : D > 0;
     static constexpr int PARTS = D > F::BLOCK ? D / F::BLOCK : 1;  // blocks of a head
     static constexpr bool IS_SHARED = F::BLOCK > 2 * D;            // by another pair: half of each byte is of this one
     static constexpr int HEAD_STEPS = D / 16, PAIR_STEPS = 2 * HEAD_STEPS;
     static constexpr int CODES = PLANES * TOKENS * F::BYTES, SIZE = CODES + PLANES * TOKENS * F::SCALE_BYTES;
-    static_assert(D % 16 == 0 && (D % F::BLOCK == 0 || F::BLOCK % D == 0) && F::BLOCK <= 4 * D, "whole blocks, or parts");
+    static_assert(D == 0 || (D % 16 == 0 && (D % F::BLOCK == 0 || F::BLOCK % D == 0) && F::BLOCK <= 4 * D), "whole blocks, or parts");
 
     // The address of a head's block's scale of a token, `codes` being where the stream begins.
     static DEVICE u32 scale_at(u32 codes, int head, int part, int token) {
@@ -94,7 +95,7 @@ DEVICE float largest_of_rows(float x) {
 }
 
 // Queries of a stream's keys as right operands, over `over` of their step; what products of each block begin with.
-template <typename L>
+template <typename L, bool IS_THERE = (L::D > 0)>
 struct Keys {
     u32 q[L::PAIR_STEPS][2];
     float less[N_TILES][L::PARTS][2];
@@ -124,6 +125,7 @@ struct Keys {
     }
     DEVICE void load(const u16* from, int s_h, int s_t, int pair, const float (&lift)[N_TILES]) {
         float sums[N_TILES][L::PARTS] = {};
+#pragma unroll
         for (int step = 0; step < L::PAIR_STEPS; ++step) {
             float x[4];
             numbers(x, from, s_h, s_t, pair, step);
@@ -133,7 +135,9 @@ struct Keys {
             q[step][1] = pack_f16x2(x[L::IS_LEVELS ? 2 : 1] * own, x[3] * own);
             sums[n][step % L::HEAD_STEPS / L::STEPS] += (x[0] + x[1] + x[2] + x[3]) * lift[n];
         }
+#pragma unroll
         for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
             for (int part = 0; part < L::PARTS; ++part) {
                 float sum = sums[n][part];
                 sum += shuffle_xor(sum, 1);
@@ -144,12 +148,15 @@ struct Keys {
     // Add the scores of a tile of tokens, over `factor`. `at` is where the stream begins.
     DEVICE void score(float (&s)[N_TILES][M_TILES][4], u32 at, int pair, float factor, const Levels& levels, Table table) const {
         int g = lane_id() / 4, j = lane_id() % 4;
+#pragma unroll
         for (int m = 0; m < M_TILES; ++m) {
             float c[N_TILES][L::PARTS][4];
             for (int n = 0; n < N_TILES; ++n)
                 for (int part = 0; part < L::PARTS; ++part)
                     for (int k = 0; k < 4; ++k) c[n][part][k] = less[n][part][k % 2];
+#pragma unroll
             for (int p = 0; p < L::PLANES; ++p)
+#pragma unroll
                 for (int word = 0; word < L::WORDS; ++word) {
                     u32 low[2 * L::NIBBLES], high[2 * L::NIBBLES];
                     u32 from = at + p * TOKENS * L::BYTES + 4 * j;
@@ -181,6 +188,14 @@ struct Keys {
                 }
         }
     }
+};
+
+// Of keys that are not there nothing is added.
+template <typename L>
+struct Keys<L, false> {
+    static DEVICE void largest(float (&)[N_TILES], const u16*, int, int, int) {}
+    DEVICE void load(const u16*, int, int, int, const float (&)[N_TILES]) {}
+    DEVICE void score(float (&)[N_TILES][M_TILES][4], u32, int, float, const Levels&, Table) const {}
 };
 
 // The queries: their operands, what scores are times `by` (in base 2), and the tokens that each column sees.

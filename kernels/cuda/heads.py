@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from caramba.kernels.cuda.blocks import BLOCKS, MOST_SHARED, TOKENS
+from caramba.kernels.cuda.blocks import BLOCKS, MOST_SHARED, TOKENS, ZEROS
 
 KINDS = {"q8_0": 0, "q4_0": 1, "nf4": 2}
 TABLE_BYTES = 256 * 128
@@ -36,6 +36,7 @@ class HeadsWay:
 
 def fits(kinds: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int, way: HeadsWay) -> bool:
     """Return whether streams of these formats and widths of a head can be read this way, for `rows` queries of each."""
+    kinds, dims = _read(kinds, dims)
     return (
         len(kinds) == 3
         and all(kind in KINDS for kind in kinds)
@@ -48,6 +49,13 @@ def fits(kinds: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int, wa
     )
 
 
+def _read(kinds: Sequence[str], dims: Sequence[int]) -> tuple[Sequence[str], Sequence[int]]:
+    """Return formats and widths of what is read: of keys of one part, beside which are zeros, no second one."""
+    if len(kinds) != 3 or kinds[1] != ZEROS:
+        return kinds, dims
+    return (kinds[0], kinds[0], kinds[2]), (dims[0], 0, dims[2])
+
+
 def _is_of_steps(kind: str, width: int) -> bool:
     """Return whether a head is whole blocks or an even part of one, down to a quarter, in steps of sixteen features."""
     block = BLOCKS[kind][0]
@@ -56,13 +64,14 @@ def _is_of_steps(kind: str, width: int) -> bool:
 
 def shared_bytes(kinds: Sequence[str], dims: Sequence[int], rows: int, way: HeadsWay) -> int:
     """Return the bytes of shared memory of a block; warps hand over their sums where their tiles were."""
+    kinds, dims = _read(kinds, dims)
     columns = 4 if rows <= 4 else 8
     table = TABLE_BYTES if way.tabled and kinds[2] == "nf4" else 0
     return way.warps * max(way.stages * _tile_bytes(kinds, dims), 2 * columns * (dims[2] + 2) * 4) + table
 
 
 def _tile_bytes(kinds: Sequence[str], dims: Sequence[int]) -> int:
-    planes = [max(1, 2 * d // BLOCKS[kind][0]) for kind, d in zip(kinds, dims, strict=True)]
+    planes = [max(d > 0, 2 * d // BLOCKS[kind][0]) for kind, d in zip(kinds, dims, strict=True)]
     return TOKENS * sum(n * sum(BLOCKS[kind][1:]) for kind, n in zip(kinds, planes, strict=True))
 
 
@@ -81,6 +90,7 @@ def macros(
     announced: bool = False,
 ) -> dict[str, object]:
     """Return what the source is compiled with; queries and tails are bfloat16 or else float16."""
+    kinds, dims = _read(kinds, dims)
     return {
         "KIND_SEM": KINDS[kinds[0]],
         "KIND_GEO": KINDS[kinds[1]],

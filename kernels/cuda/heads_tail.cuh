@@ -20,10 +20,15 @@ DEVICE u32 tail_query(u32 x, float over) {
     return IN_BRAIN ? pack_bf16x2(low, high) : pack_f16x2(low, high);
 }
 
+// Nothing of keys that are not there.
+template <typename L>
+DEVICE void tail_scores(float (&)[N_TILES][1][4], const Keys<L, false>&, const u16*, int, int, int) {}
+
 // Add the scores of tokens at `from` + g and 8 further, of which `n_there` are there.
 template <typename L>
-DEVICE void tail_scores(float (&s)[N_TILES][1][4], const Keys<L>& keys, const u16* from, int s_k, int s_n, int n_there) {
+DEVICE void tail_scores(float (&s)[N_TILES][1][4], const Keys<L, true>& keys, const u16* from, int s_k, int s_n, int n_there) {
     int g = lane_id() / 4, j = lane_id() % 4;
+#pragma unroll
     for (int step = 0; step < L::PAIR_STEPS; ++step) {
         u32 a[4];
         for (int half = 0; half < 2; ++half) {
@@ -57,6 +62,7 @@ DEVICE void read_tail(Sums& own, const Rows& rows, const u16* sem, const u16* ge
     for (int n = 0; n < N_TILES; ++n)
         for (int k = 0; k < 4; ++k) s[n][0][k] *= Sem::UNIT;  // which `by` is over
     own.weigh<true>(s, rows, i, length, one);
+#pragma unroll
     for (int head = 0; head < 2; ++head) {
         u32 b[2];
         for (int half = 0; half < 2; ++half) {
@@ -64,6 +70,7 @@ DEVICE void read_tail(Sums& own, const Rows& rows, const u16* sem, const u16* ge
             b[half] = transpose(IN_BRAIN ? pack_bf16x2(x, y) : pack_f16x2(x, y));
         }
         const u16* from = v + i64(2 * pair + head) * v_k + first * v_n;
+#pragma unroll
         for (int t = 0; t < V_TILES; ++t) {
             u32 a[4];
             for (int half = 0; half < 2; ++half) {

@@ -17,12 +17,16 @@ OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0
 """Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
 OF_NF4 = (12, 2, 1, 3), (8, 2, 2, 3), (4, 2, 3, 3), (12, 2, 1, 2), (4, 2, 3, 2), (4, 2, 3, 0), (4, 3, 2, 0)
 """The same of values in nf4: with a table, of keys too or of values alone, or without one where tiles are few."""
+OF_WIDE_HEADS = (6, 2, 1, 0), (4, 3, 1, 0), (8, 2, 1, 0), (8, 2, 1, 3)
+"""The same of heads so wide that of all these at most one has place, where tables serve nf4 alone."""
 OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
 """The same of latents, those that were best somewhere; the tiles held are those of the geometric stream."""
 GROUPED = 1
 """The variant of a latent whose products are those of four warps at once, by instructions that Hopper alone has."""
 LATENT_TILES = 2
 """Tiles of the latent that a warp holds, where there is place: one is read by others while the next one comes."""
+WIDE_FROM = 64
+"""Features up to which a head is not wide."""
 COUNTED = 1, 2, 3, 4
 """Blocks worth timing, in how many a multiprocessor has place for."""
 LEAST_ROWS = 16
@@ -68,6 +72,8 @@ def readings(
     block_rows = min(32, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
     found = []
     ways = OF_LATENTS if is_latent else OF_NF4 if formats[-1] == "nf4" else OF_HEADS
+    if not is_latent and max(dims) > WIDE_FROM:
+        ways += tuple(way for way in OF_WIDE_HEADS if not way[-1] or formats[-1] == "nf4")
     for n_warps, n_stages, blocks, variant in ways:
         way = replace(
             like, block_rows=block_rows, block_tokens=TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,

@@ -14,7 +14,7 @@ SHARED_BYTES = blocks.MOST_SHARED
 SM_BYTES = 228 * 1024
 """Shared memory of a multiprocessor of Hopper, of which each block takes 1 KB more than it asks for."""
 LEEWAY = 1024  # bytes that a kernel may take beyond what is counted
-NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+NUMBER_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, blocks.ZEROS: 2}
 BLOCKS = {
     kind: (elements, codes / elements, scale) for kind, (elements, codes, scale) in blocks.BLOCKS.items()
 }

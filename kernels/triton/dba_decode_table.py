@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import caramba.kernels.cuda.ways as cuda
+from caramba.kernels.cuda.blocks import ZEROS
 from caramba.kernels.triton.dba_decode_sizes import (
     BLOCKS,
     GROUP_ROWS,
@@ -317,7 +318,7 @@ def _is_grouped(shape: DecodeShape) -> bool:
 
 
 def _is_quantised(shape: DecodeShape) -> bool:
-    return any(kind not in ("fp32", "fp16", "bf16") for kind in shape.formats)
+    return any(kind in BLOCKS for kind in shape.formats)
 
 
 def _is_per_head_of_blocks(shape: DecodeShape) -> bool:
@@ -326,8 +327,9 @@ def _is_per_head_of_blocks(shape: DecodeShape) -> bool:
 
 
 def _is_of_blocks(shape: DecodeShape) -> bool:
-    """Whether all streams are quantised and read in 16 bits, by rows that the CUDA kernels can have."""
-    return not shape.in_fp32 and shape.arch in EARLY_ARCHS and all(kind in BLOCKS for kind in shape.formats)
+    """Whether all that is read is quantised, for queries in 16 bits, where the CUDA kernels can be had."""
+    kinds = [kind for kind in shape.formats if kind != ZEROS]
+    return not shape.in_fp32 and shape.arch in EARLY_ARCHS and all(kind in BLOCKS for kind in kinds)
 
 
 def _is_latent_of_words(shape: DecodeShape) -> bool:

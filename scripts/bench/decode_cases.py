@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.layer.stored import zero_keys
-from caramba.ops import STORED, StoredStream, dequantize
+from caramba.ops import STORED, ZEROS, StoredStream, dequantize
 
 TAIL = 128
 PEERS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
@@ -49,15 +49,15 @@ class Layout:
     def kinds(self, form: str) -> tuple[str, ...]:
         """Formats of the streams."""
         sem, geo, v = FORMATS[form]
-        return (sem, "bf16", v) if self.one_part else (sem, geo, v)[: len(self.widths)]
+        return (sem, ZEROS, v) if self.one_part else (sem, geo, v)[: len(self.widths)]
 
     def bytes_per_token(self, form: str) -> float:
         """Bytes that a step has to read for a token: codes and scales without padding."""
         each = (
             2 * width if kind == "bf16" else width * (block.code_bytes + block.scale_bytes) / block.elements
-            for i, (kind, width) in enumerate(zip(self.kinds(form), self.widths, strict=True))
+            for kind, width in zip(self.kinds(form), self.widths, strict=True)
+            if kind != ZEROS
             for block in [STORED[kind].block if kind != "bf16" else None]
-            if i != 1 or not self.one_part
         )
         return self.kv_heads * sum(each)
 
@@ -104,7 +104,7 @@ def make(layout: Layout, form: str, batch: int, tokens: int, device: str) -> Sto
         return Store([StoredStream("bf16", c), StoredStream("bf16", k_geo)], joined)
     streams = []
     for kind, width in zip(layout.kinds(form), layout.widths, strict=True):
-        if layout.one_part and len(streams) == 1:
+        if kind == ZEROS:
             streams.append(zero_keys(streams[0], width))
             continue
         if kind == "bf16":

@@ -8,14 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.ops import STORED, StoredStream, dequantize, quantize
+from caramba.layer.stored import zero_keys
+from caramba.ops import STORED, ZEROS, StoredStream, dequantize, quantize
 
 NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Shapes and formats of one call; `lengths` are the sequences' stored tokens, `packed` those held as blocks."""
+    """Shapes and formats of one call; `lengths` are the sequences' stored tokens, `packed` those held as blocks.
+
+    Where the second format is `ZEROS` keys have one part.
+    """
 
     kinds: tuple[str, ...]
     lengths: tuple[int, ...]
@@ -43,10 +47,13 @@ def arguments(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[list
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     queries = [drawn(batch, heads, case.queries, d) * 1.5 * d**-0.5 for d in case.dims[:2]]
-    streams: list[StoredStream | None] = [
-        stored(kind, drawn(batch, kv_heads, case.capacity, d), case).to_device(device)
-        for kind, d in zip(case.kinds, case.dims, strict=False)
-    ]
+    streams: list[StoredStream | None] = []
+    for kind, d in zip(case.kinds, case.dims, strict=False):
+        if kind == ZEROS:
+            assert streams[0] is not None
+            streams.append(zero_keys(streams[0], d))
+        else:
+            streams.append(stored(kind, drawn(batch, kv_heads, case.capacity, d), case).to_device(device))
     if case.latent:
         streams.append(None)
     options: dict[str, Any] = {"window": case.window}

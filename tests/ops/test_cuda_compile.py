@@ -67,6 +67,18 @@ def test_heads(kinds: tuple[str, ...], way: Any, changed: dict[str, Any], tmp_pa
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [64, 128])
+def test_heads_whose_keys_have_one_part(kind: str, width: int, tmp_path: Path) -> None:
+    kinds, dims = (kind, "zeros", kind), (width, 16, width)
+    way = heads.HeadsWay(6, 2, 1)
+    assert heads.fits(kinds, dims, 8, 4, way)
+    assert heads.shared_bytes(kinds, dims, 4, way) <= SHARED_BYTES
+    macros = heads.macros(kinds, dims, way, kv_heads=8, **FORM)
+    assert macros["D_GEO"] == 0
+    assert compiled("decode_heads", macros, tmp_path).startswith(b"\x7fELF")
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("geo", [64, 256])
 @pytest.mark.parametrize("grouped", [False, True], ids=("products of a warp", "of four warps"))
 def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
@@ -91,9 +103,11 @@ def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
         (MIXED, (16, 32, 16), 8, 4),
         (MIXED, (16, 32, 160), 8, 4),
         (("nf4",) * 3, (16, 32, 32), 8, 4),
+        (("q8_0", "q8_0", "zeros"), (16, 32, 64), 8, 4),
+        (("q8_0", "zeros", "q8_0"), (48, 16, 64), 8, 4),
     ],
     ids=("numbers", "odd heads", "many rows", "half a step", "a block and a half", "values of half a block",
-         "wide values", "values of half an nf4 block"),
+         "wide values", "values of half an nf4 block", "values that are none", "one part of a block and a half"),
 )  # fmt: skip
 def test_what_heads_do_not_read(
     kinds: tuple[str, ...], dims: tuple[int, ...], kv_heads: int, rows: int

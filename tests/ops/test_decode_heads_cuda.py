@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from caramba.ops import ZEROS
 from tests.ops.decode_cases import Case, arguments, expected
 from tests.ops.emulated import DESCENDING, EARLY, KERNELS, MODES, EmulatedKernel, needs_compiler
 
@@ -32,6 +33,11 @@ CASES = {
     "window behind the blocks": Case(("q4_0", "q8_0", "q4_0"), (150,), (8, 2), packed=100, window=20),
     "other widths": Case(("q4_0", "q8_0", "q8_0"), (120,), (4, 2), dims=(32, 64, 32), packed=100),
     "wide": Case(("nf4", "q4_0", "q4_0"), (120,), (4, 2), dims=(64, 96, 128), packed=100),
+    "one part": Case(("q8_0", ZEROS, "q8_0"), (171, 0, 1, 90), (8, 2), dims=(64, 16, 64), packed=101),
+    "one part, wide, several queries": Case(
+        ("q4_0", ZEROS, "q4_0"), (120, 30), (4, 2), dims=(128, 16, 128), packed=100, queries=3, window=70
+    ),
+    "one part, a block to a head": Case(("nf4", ZEROS, "nf4"), (99,), (16, 4), dims=(64, 16, 64), packed=70),
 }
 
 
@@ -53,6 +59,8 @@ def run(
     )  # fmt: skip
     out = torch.full((batch, n_heads, n_queries, splits, case.dims[2]), torch.nan, dtype=dtype)
     sums = torch.full((batch, n_heads, n_queries, splits), torch.nan)
+    # Zeros, of which nothing is read, stand for codes, scales and tail.
+    streams = [x * 3 if len(x) == 1 else x for x in streams]
     tensors = [*q, *(x[i] for i in range(3) for x in streams), seqlens, options["n_packed"], out, sums]
     scalars = [s for x in q for s in x.stride()[:3]]
     scalars += [s for i in range(3) for x in streams for s in x[i].stride()[:3]]

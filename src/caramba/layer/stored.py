@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caramba.ops import StoredStream, dba_decode, dba_decode_up
+from caramba.ops import ZEROS, StoredStream, dba_decode, dba_decode_up
 
 ZERO_WIDTH = 16
 """Features of `zero_keys` at most: what a product of keys has at least."""
@@ -78,7 +78,7 @@ def zero_keys(k: StoredStream, width: int) -> StoredStream:
     assert k.tail is not None
     batch, kv_heads, n_tail, _ = k.tail.shape
     row = _zero_row(k.values.device)[:width]
-    return StoredStream("bf16", row.expand(batch, kv_heads, k.values.shape[2] + n_tail, width))
+    return StoredStream(ZEROS, row.expand(batch, kv_heads, k.values.shape[2] + n_tail, width))
 
 
 def _zero_row(device: torch.device) -> Tensor:

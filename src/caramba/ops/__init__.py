@@ -18,7 +18,7 @@ from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.dba_append import dba_append
 from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.dba_decode_up import dba_decode_up
-from caramba.ops.decode_arguments import MAX_QUERIES
+from caramba.ops.decode_arguments import MAX_QUERIES, ZEROS
 from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys
 from caramba.ops.dequantize import dequantize
 from caramba.ops.drawn import draw, drawn
@@ -53,6 +53,7 @@ __all__ = [
     "STORED",
     "TRITON_AVAILABLE",
     "WORDS",
+    "ZEROS",
     "StoredFormat",
     "StoredStream",
     "absorbed_queries",

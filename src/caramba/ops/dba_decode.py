@@ -31,7 +31,8 @@ class StoredStream(NamedTuple):
     Numbers (fp32, fp16, bf16): `values` [B, K, S, D], any strides but a unit one along D, so both parts of a tensor
     that holds two streams side by side may be passed as views. Blocks (q8_0, q4_0, nf4), as `BlockStore` has them:
     `values` are codes [B, N, S, code_width] of the K*D features of all heads, `scales` [B, N, S, 1], and the
-    tokens from `n_packed` on are in `tail` [B, K, C, D], bfloat16.
+    tokens from `n_packed` on are in `tail` [B, K, C, D], bfloat16. Beside keys of one part k_geo is of kind `ZEROS`:
+    numbers of bf16 that are all zero, one row in memory for all, which not every kernel reads.
     """
 
     kind: str

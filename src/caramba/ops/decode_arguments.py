@@ -9,6 +9,8 @@ from caramba.config.kvcache import EXACT_KINDS
 from caramba.errors import ConfigError
 from caramba.ops.formats import STORED, stored_format
 
+ZEROS = "zeros"
+"""The kind of geometric keys that are all zero, see `StoredStream`."""
 MAX_QUERIES = 8
 """Queries per sequence that one call takes: a token, or a few drafted ones to verify."""
 MAX_SPLITS = 512
@@ -124,7 +126,7 @@ def check_lengths(streams: list[list[Tensor]], seqlens: Tensor, n_packed: Tensor
 def _check_stream(
     name: str, kind: str, parts: list[Tensor], batch: int, kv_heads: int, width: int, device: torch.device
 ) -> None:
-    exact = kind in EXACT_KINDS
+    exact = kind in EXACT_KINDS or (kind == ZEROS and name == "k_geo")
     if not exact and kind not in STORED:
         raise _wrong(f"{name}.kind", kind, f"one of {', '.join((*EXACT_KINDS, *STORED))}")
     if len(parts) != (1 if exact else 3):
@@ -138,7 +140,12 @@ def _check_stream(
     if tuple(parts[-1].shape[1::2]) != (kv_heads, width):
         raise _wrong(name, _said(parts[-1]), f"[{batch}, {kv_heads}, tokens, {width}]")
     if exact:
-        wanted = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[kind]
+        wanted = {
+            "fp32": torch.float32,
+            "fp16": torch.float16,
+            "bf16": torch.bfloat16,
+            ZEROS: torch.bfloat16,
+        }[kind]
         if parts[0].dtype != wanted:
             raise _wrong(name, parts[0].dtype, f"{wanted}, as kind {kind} says")
         return

@@ -14,7 +14,7 @@ import torch
 
 from caramba.console import logger
 from caramba.layer.stored import ZERO_WIDTH, zero_keys
-from caramba.ops import STORED, StoredStream, quantize
+from caramba.ops import STORED, ZEROS, StoredStream, quantize
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.tune.timing import Timed, time_in_turn
 
@@ -34,6 +34,7 @@ WEIGHT = {
     "q8_0": 1.0625,
     "q4_0": 0.5625,
     "nf4": 0.5625,
+    ZEROS: 0.0,
 }  # bytes an element
 
 
@@ -41,7 +42,7 @@ WEIGHT = {
 class DecodeCase:
     """A decode step to tune: formats and widths of semantic and geometric keys and, unless latent, of values.
 
-    `one_part`: quantised keys of plain attention, beside which the geometric ones are zeros (`zero_keys`).
+    Beside quantised keys of plain attention the geometric ones are `ZEROS`.
     """
 
     kinds: tuple[str, ...]
@@ -50,19 +51,16 @@ class DecodeCase:
     tokens: int
     n_heads: int = 32
     n_kv_heads: int = 1
-    one_part: bool = False
 
     @property
     def bytes(self) -> int:
         """What the step reads at least."""
         rows = self.batch * self.tokens * self.n_kv_heads
-        widths = (self.dims[0], 0, self.dims[2]) if self.one_part else self.dims
-        return round(rows * sum(WEIGHT[k] * d for k, d in zip(self.kinds, widths, strict=False)))
+        return round(rows * sum(WEIGHT[k] * d for k, d in zip(self.kinds, self.dims, strict=False)))
 
     @property
     def name(self) -> str:
-        widths = self.dims[::2] if self.one_part else self.dims[: len(self.kinds)]
-        dims = "+".join(str(d) for d in widths)
+        dims = "+".join(str(d) for k, d in zip(self.kinds, self.dims, strict=False) if k != ZEROS)
         return f"{'/'.join(self.kinds)} {self.n_kv_heads} x {dims}, {self.batch} x {self.tokens}"
 
 
@@ -73,7 +71,7 @@ FORMATS = {
     "q8_0": ("q8_0",) * 3,
     "q4_0": ("q4_0",) * 3,
 }
-ONE_PART = (("q8_0", "bf16", "q8_0"), ("q4_0", "bf16", "q4_0"))
+ONE_PART = (("q8_0", ZEROS, "q8_0"), ("q4_0", ZEROS, "q4_0"))
 SIZES = ((8, 32768), (1, 32768), (64, 4096), (1, 4096), (1, 131072), (8, 4096), (64, 32768))
 
 
@@ -82,7 +80,7 @@ def _cases(batch: int, tokens: int) -> Iterator[DecodeCase]:
         for dims, n_kv_heads in LAYOUTS:
             yield DecodeCase(kinds[: 2 if n_kv_heads == 1 else 3], dims, batch, tokens, n_kv_heads=n_kv_heads)
     for kinds in ONE_PART:
-        yield DecodeCase(kinds, (64, ZERO_WIDTH, 64), batch, tokens, n_kv_heads=8, one_part=True)
+        yield DecodeCase(kinds, (64, ZERO_WIDTH, 64), batch, tokens, n_kv_heads=8)
 
 
 # Sizes outermost: a format that was measured at one size is read alike at the others.
@@ -182,8 +180,9 @@ def _copies(case: DecodeCase, device: torch.device, n: int | None = None) -> lis
 def _streams(case: DecodeCase, device: torch.device, generator: torch.Generator) -> list[list[torch.Tensor]]:
     streams: list[StoredStream] = []
     for kind, d in zip(case.kinds, case.dims, strict=False):
-        is_zeros = case.one_part and len(streams) == 1
-        streams.append(zero_keys(streams[0], d) if is_zeros else _stored(case, kind, d, device, generator))
+        streams.append(
+            zero_keys(streams[0], d) if kind == ZEROS else _stored(case, kind, d, device, generator)
+        )
     return [stream.tensors for stream in streams] + [[]] * (3 - len(streams))
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from caramba.ops import STORED, StoredStream, dba_decode
+from caramba.ops import STORED, ZEROS, StoredStream, dba_decode
 from caramba.tune import decode
 from caramba.tune.decode import DecodeCase, _call, _copies, tune_case, tune_decode
 from caramba.tune.timing import Timed, time_in_turn
@@ -20,16 +20,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 CPU = torch.device("cpu")
 LATENT = DecodeCase(("fp32", "fp32"), (16, 16, 16), batch=1, tokens=40, n_heads=2)
 PER_HEAD = DecodeCase(("q4_0", "q8_0", "fp32"), (16, 16, 32), batch=2, tokens=32, n_heads=4, n_kv_heads=2)
-ONE_PART = DecodeCase(
-    ("q8_0", "bf16", "q4_0"), (32, 16, 32), batch=1, tokens=32, n_heads=4, n_kv_heads=2, one_part=True
-)
+ONE_PART = DecodeCase(("q8_0", ZEROS, "q4_0"), (32, 16, 32), batch=1, tokens=32, n_heads=4, n_kv_heads=2)
 
 
 def test_what_was_fastest_is_what_the_kernel_takes() -> None:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, adopt, candidates, choose
 
     assert list(tune_case(PER_HEAD, CPU, 0.0)) == ["interpreter|q4_0+q8_0+fp32|16x16x32|2|4|32"]
-    assert list(tune_case(ONE_PART, CPU, 0.0)) == ["interpreter|fp32:q8_0+bf16+q4_0|32x16x32|2|2|32"]
+    assert list(tune_case(ONE_PART, CPU, 0.0)) == ["interpreter|fp32:q8_0+zeros+q4_0|32x16x32|2|2|32"]
     found = tune_decode(CPU, 0.2, [LATENT, PER_HEAD])
     key = next(iter(found))
     assert key == "interpreter|fp32+fp32|16x16x16|2|1|64", key
