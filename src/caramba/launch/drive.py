@@ -17,7 +17,7 @@ from caramba.launch.slots import make_slots
 from caramba.runs import lock, mint, read_manifest
 from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.ending import MISTAKE, STOPPED
-from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, run_state
+from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, lacks_benchmarks, run_state
 from caramba.runs.sweeps import Point, Sweep
 
 CONTINUE = "continue"
@@ -105,9 +105,10 @@ class Drive:
             yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
 
     def _directory(self, point: Point) -> Path:
-        """Return where a point goes on, or a new directory: a run that has its result is never written to again."""
+        """Return where a point goes on, or a new directory: a run that has its result is written to again only where
+        benchmarks are all that it lacks."""
         run = self.sweep.run_of(point)
-        if run is not None and not (run / RESULT).exists():
+        if run is not None and (not (run / RESULT).exists() or lacks_benchmarks(run)):
             return run
         run_dir = mint(self.sweep.manifest(point), self._words(point), self.sweep.root)
         self.new_runs.add(run_dir)
