@@ -36,9 +36,8 @@ def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
     Raises:
         CheckpointError, DataError: the run began with other weights or other data.
     """
-    noted = _noted(run_dir)
-    before = noted.get(what)
-    if before is not None and before["identity"] != identity and _has_begun(run_dir):
+    before = noted(run_dir).get(what)
+    if before is not None and before["identity"] != identity and has_begun(run_dir):
         kind = "data" if what == DATA else f"{what}'s weights"
         error = DataError if what == DATA else CheckpointError
         raise error(
@@ -46,7 +45,7 @@ def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
             f"(of {before['place']}), now {identity[:12]}; what is on record came from the former. Put them back and "
             "resume, or start a new run (resume=never)"
         )
-    _note(run_dir, what, {"place": place, "identity": identity})
+    note(run_dir, what, {"place": place, "identity": identity})
 
 
 def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
@@ -59,8 +58,8 @@ def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
     """
     for plugin in manifest.plugins:
         source = read_source(plugin.module)
-        changed = list(_changed(_noted(run_dir).get(PLUGIN + plugin.module), source))
-        if changed and _has_begun(run_dir):
+        changed = list(_changed(noted(run_dir).get(PLUGIN + plugin.module), source))
+        if changed and has_begun(run_dir):
             raise ConfigError(
                 f"{run_dir}: the plugin {plugin.module} in {source.file} has changed since this run began: "
                 f"{'; '.join(changed)}; what is on record was computed by the former. Put it back and resume, or start "
@@ -73,16 +72,14 @@ def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
                 f"{imported[:12]}, now {source.identity[:12]}; start the command again"
             )
         entry = {"place": source.file, "identity": source.identity, "files": source.files}
-        _note(
-            run_dir, PLUGIN + plugin.module, entry | ({"version": source.version} if source.version else {})
-        )
+        note(run_dir, PLUGIN + plugin.module, entry | ({"version": source.version} if source.version else {}))
 
 
 def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
     """Yield what differs in the source of each plugin from what a run began with."""
-    noted = _noted(run_dir)
+    known = noted(run_dir)
     for plugin in manifest.plugins:
-        changed = list(_changed(noted.get(PLUGIN + plugin.module), read_source(plugin.module)))
+        changed = list(_changed(known.get(PLUGIN + plugin.module), read_source(plugin.module)))
         if changed:
             yield f"plugin {plugin.module}: {'; '.join(changed)}"
 
@@ -92,7 +89,7 @@ def plugin_sources(run_dir: Path) -> dict[str, str]:
     is imported."""
     return {
         f"source of {what.removeprefix(PLUGIN)}": entry["identity"][:12]
-        for what, entry in _noted(run_dir).items()
+        for what, entry in noted(run_dir).items()
         if what.startswith(PLUGIN)
     }
 
@@ -108,18 +105,20 @@ def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[st
             yield f"{name} SHA-256 {'absent' if one is None else one[:12]}, now {'absent' if two is None else two[:12]}"
 
 
-def _noted(run_dir: Path) -> dict[str, dict[str, Any]]:
+def noted(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return what a run has noted so far, by what it is."""
     file = run_dir / SOURCES
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _note(run_dir: Path, what: str, entry: dict[str, Any]) -> None:
-    noted = _noted(run_dir)
-    if noted.get(what) != entry:
-        write_json(run_dir / SOURCES, noted | {what: entry})
+def note(run_dir: Path, what: str, entry: dict[str, Any]) -> None:
+    """Note something, in place of what was noted of it."""
+    known = noted(run_dir)
+    if known.get(what) != entry:
+        write_json(run_dir / SOURCES, known | {what: entry})
 
 
-def _has_begun(run_dir: Path) -> bool:
+def has_begun(run_dir: Path) -> bool:
     """Whether a stage is on record or a phase was planned: before that nothing came of what was read."""
     folders = (run_dir, *run_dir.glob("groups/*"))
     return any((folder / "plan.json").is_file() or any(folder.glob("stages/*.json")) for folder in folders)
