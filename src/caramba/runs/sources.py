@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -87,11 +87,41 @@ def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
 def plugin_sources(run_dir: Path) -> dict[str, str]:
     """Return the first digits of the SHA-256 of each plugin's source that a run noted, by `source of MODULE`; nothing
     is imported."""
+    return {f"source of {module}": identity[:12] for module, identity in _plugins_of(run_dir).items()}
+
+
+def _plugins_of(run_dir: Path) -> dict[str, str]:
     return {
-        f"source of {what.removeprefix(PLUGIN)}": entry["identity"][:12]
+        what.removeprefix(PLUGIN): entry["identity"]
         for what, entry in noted(run_dir).items()
         if what.startswith(PLUGIN)
     }
+
+
+def hold_plugins_alike(runs: Iterable[tuple[Path, Callable[[], Manifest]]]) -> None:
+    """Hold what a sweep's runs noted of their plugins against the source that is here now: the points to come would be
+    of another layer than those that ran, and those that have finished would stand for it.
+
+    Args:
+        runs: each run with what reads its manifest, which is only done where a module is not imported yet.
+
+    Raises:
+        ConfigError: a run that has begun had other source, naming the files.
+    """
+    now: dict[str, str] = {}
+    for run_dir, read in runs:
+        then = _plugins_of(run_dir)
+        if not then or not has_begun(run_dir):
+            continue
+        if not then.keys() <= now.keys():
+            now |= {plugin.module: read_source(plugin.module).identity for plugin in read().plugins}
+        changed = "; ".join(plugin_changes(run_dir, read())) if then.items() - now.items() else ""
+        if changed:
+            raise ConfigError(
+                f"the source of plugins has changed since {run_dir} of this sweep began: "
+                f"{changed}; its points would be of either. Put it back and resume, "
+                "or start a new sweep (the same command with resume=never)"
+            )
 
 
 def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[str]:
@@ -99,6 +129,8 @@ def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[st
     if before is None or before["identity"] == source.identity:
         return
     then: dict[str, str] = before["files"]
+    if not then:  # of a version that did not find the files of a package under another folder's name
+        return
     for name in sorted({*then, *source.files}):
         one, two = then.get(name), source.files.get(name)
         if one != two:
