@@ -205,7 +205,7 @@ def test_what_opens_a_run_with_a_plugin_does_so_from_another_folder(
     assert answered.returncode == 0, answered.stderr
     alone = caramba(["generate", str(run), "--json", *PROMPT], elsewhere, cache)
     assert alone.returncode == 0, alone.stderr
-    text = json.loads(alone.stdout)["texts"][0]
+    text = json.loads(alone.stdout)["rows"][0]["text"]
 
     process = subprocess.Popen(
         [sys.executable, "-m", "caramba", "serve", str(run), "--port", "0", "--device", "cpu"],
