@@ -220,7 +220,8 @@ def test_what_opens_a_run_with_a_plugin_does_so_from_another_folder(
         assert process.stdout is not None
         line = process.stdout.readline()
         address = line.split(" at ")[1].split("/v1")[0]
-        body = {"prompt": "def area(", "max_tokens": 4, "temperature": 0}
+        (served,) = httpx.get(f"{address}/v1/models", timeout=60).json()["data"]
+        body = {"model": served["id"], "prompt": "def area(", "max_tokens": 4, "temperature": 0}
         reply = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         assert reply.json()["choices"][0]["text"] == text
