@@ -234,6 +234,9 @@ def _request(argv: list[str], value_flags: tuple[str, ...] = ()) -> Request:
 def _split(request: Request) -> tuple[list[str], list[str]]:
     files = [word for word in request.overrides if "=" not in word and not word.startswith("~")]
     for file in files:
+        if Path(file).is_dir():
+            held = "its manifest.json" if (Path(file) / "manifest.json").is_file() else "a file"
+            raise ConfigError(f"{file} is a folder; give {held}")
         if not Path(file).is_file():
             raise ConfigError(f"{file}: no such file, and not an override (KEY=VALUE)")
     return files, [word for word in request.overrides if word not in files]

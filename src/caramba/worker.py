@@ -54,6 +54,7 @@ def run(run_dir: Path) -> int:
     from caramba.runs.jobs import REQUEUE, current_job, record_job
     from caramba.runs.sources import hold_plugins
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew
+    from caramba.runs.unchanged import hold_manifest
 
     manifest = read_manifest(run_dir)
     if rank() > 0:
@@ -68,6 +69,7 @@ def run(run_dir: Path) -> int:
                 rewrite_machine(run_dir)
         append_event(run_dir, STARTED)
         try:
+            hold_manifest(run_dir)
             hold_plugins(run_dir, manifest)
             with heavy_imports():
                 from caramba.experiment import run as run_experiment
@@ -104,9 +106,8 @@ def run(run_dir: Path) -> int:
         from caramba.config.benchmark import STAGED
 
         benchmarks = [bench for group in manifest.selected_groups() for bench in group.benchmarks]
-        again = {bench.id for bench in benchmarks if not isinstance(bench.config, STAGED)}.intersection(
-            failed
-        )
+        # What fails under the name of a whole ladder is that its model is not there, which no resume changes.
+        again = set(failed) - {bench.id for bench in benchmarks if isinstance(bench.config, STAGED)}
         hint = f"; to try {', '.join(sorted(again))} again: caramba resume {_shown(run_dir)}" if again else ""
         print(f"failed: {problem}{hint}", file=sys.stderr)
     return 1 if failed else 0

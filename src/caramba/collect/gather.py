@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ class Measured:
 class Row:
     """One run, or a point of a sweep that has none yet, with its words on the command line and its metrics.
 
-    `proxy` says where the teacher of its numbers comes from, if it was trained here.
+    `proxy` says where the teacher of its numbers comes from, if it was trained here; `sources` are those of the words
+    that say what source its plugins have.
     """
 
     run: Path | None
@@ -40,6 +41,7 @@ class Row:
     words: dict[str, str]
     metrics: dict[str, Measured] = field(default_factory=dict)
     proxy: str = ""
+    sources: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:
@@ -71,6 +73,23 @@ def gather(text: str) -> Gathered:
     Raises:
         ConfigError: neither a sweep nor a run is there.
     """
+    found = _gathered(text)
+    return replace(found, rows=_told_apart(found.rows))
+
+
+def _told_apart(rows: list[Row]) -> list[Row]:
+    """Leave out the source of plugins that all who use them have alike: it tells no two of them apart."""
+    values: dict[str, set[str]] = {}
+    for row in rows:
+        for key in row.words.keys() & row.sources:
+            values.setdefault(key, set()).add(row.words[key])
+    alike = {key for key, found in values.items() if len(found) == 1}
+    return [
+        replace(row, words={key: word for key, word in row.words.items() if key not in alike}) for row in rows
+    ]
+
+
+def _gathered(text: str) -> Gathered:
     folder = Path(text).expanduser()
     if is_sweep(folder) or not folder.is_dir():
         return _of_sweep(folder if is_sweep(folder) else resolve_sweep(text))
@@ -90,11 +109,13 @@ def gather(text: str) -> Gathered:
 def read_row(run: Path, words: dict[str, str]) -> Row:
     """Read one run; its metrics are those of report.json once it has finished."""
     state = run_state(run).state
-    words = words | plugin_sources(run)
+    sources = plugin_sources(run)
+    words = words | sources
     if state != FINISHED:
-        return Row(run, state, words)
+        return Row(run, state, words, sources=frozenset(sources))
     reports = list(_reports(run))
-    return Row(run, state, words, _metrics_of(reports), _labels_of(reports).get("proxy", ""))
+    proxy = _labels_of(reports).get("proxy", "")
+    return Row(run, state, words, _metrics_of(reports), proxy, frozenset(sources))
 
 
 def read_metrics(run: Path) -> dict[str, Measured]:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from caramba.config.base import Config, refuse_executable
-from caramba.config.manifest import Manifest
+from caramba.config.manifest import SLUG, Manifest
 from caramba.config.names import nearest
 from caramba.config.plain import is_mapping, is_sequence
 from caramba.config.plugins import use_plugins
@@ -18,6 +18,7 @@ from caramba.config.source import Path, Source, placed, retrace, show_path
 from caramba.errors import ConfigError
 
 MOST_ERRORS = 10
+_PATTERNS = {SLUG: "letters, digits, '.', '_' and '-', of which the first is a letter or a digit"}
 Schema = TypeVar("Schema", bound=Config)
 
 
@@ -155,6 +156,9 @@ def _explain(items: list[ErrorDetails]) -> str:
         return f"needs the key {context['discriminator']}, which says what it is"
     if kind == "value_error":
         return first["msg"].removeprefix("Value error, ")
+    if kind == "string_pattern_mismatch":
+        pattern = context["pattern"]
+        return f"got {_short(first['input'])}, expected {_PATTERNS.get(pattern, f'a text of the form {pattern}')}"
     if not first["msg"].startswith("Input should be"):
         return first["msg"]
     return _expected(items)

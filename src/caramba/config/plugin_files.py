@@ -14,7 +14,7 @@ from caramba.config.node import NodeConfig
 from caramba.config.plugin_import import root_of
 from caramba.config.plugin_types import schemas_of
 
-COMPILED = (".so", ".pyd")
+COMPILED = (".so", ".pyd", ".pyc")  # the last without a source beside it
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ def read_source(name: str) -> PluginSource:
     module = sys.modules[name]
     root = root_of(module, keeps_installed=True)
     file = str(getattr(module, "__file__", ""))
-    if root is None:
+    if root is None and not file:
         return PluginSource(name, file, {})
     is_installed = root_of(module) is None
     schemas = [schema for schema in schemas_of(module) if "target" in schema.__dict__]
     begin = [name, *(schema.__module__ for schema in schemas), *_targets(schemas)]
     tops = {item.partition(".")[0] for item in begin} if is_installed else None
     files = {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in _closure(root, begin, tops)
+        where: hashlib.sha256(path.read_bytes()).hexdigest()
+        for where, path in _closure(root, begin, tops).items()
     }
     return PluginSource(name, file, files, _version(name) if is_installed else None)
 
@@ -60,9 +60,10 @@ def _targets(schemas: list[type[NodeConfig]]) -> list[str]:
     return [schema.target.partition(":")[0] for schema in schemas]
 
 
-def _closure(root: Path, begin: list[str], tops: set[str] | None) -> list[Path]:
-    """Return the files under `root` of modules and of all that they import from there, `tops` alone where given."""
-    found: dict[Path, None] = {}
+def _closure(root: Path | None, begin: list[str], tops: set[str] | None) -> dict[str, Path]:
+    """Return the files of modules and of all that they import beside them, `tops` alone where given, by their path
+    below `root`, or as modules lead to them where an installation maps these to folders of other names."""
+    found: dict[str, Path] = {}
     pending = list(begin)
     seen: set[str] = set()
     while pending:
@@ -73,22 +74,37 @@ def _closure(root: Path, begin: list[str], tops: set[str] | None) -> list[Path]:
         seen.add(name)
         parts = name.split(".")
         pending.extend(".".join(parts[:depth]) for depth in range(1, len(parts)))  # packages run first
-        path = _file(root, parts)
+        path = _file(_mapped(parts) if root is None else root.joinpath(*parts))
         if path is None:
             continue
-        found[path] = None
+        found["/".join(parts) + _end(path) if root is None else path.relative_to(root).as_posix()] = path
         if path.suffix == ".py":
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             pending.extend(_imports(path, package))
-    return list(found)
+    return found
 
 
-def _file(root: Path, parts: list[str]) -> Path | None:
-    place = root.joinpath(*parts)
-    for path in (place / "__init__.py", place.with_name(f"{parts[-1]}.py")):
+def _mapped(parts: list[str]) -> Path | None:
+    """Return where a module lies by the nearest package above it that is loaded, or by itself; its file may not be."""
+    for depth in range(len(parts), 0, -1):
+        places = [*getattr(sys.modules.get(".".join(parts[:depth])), "__path__", ())]
+        if places:
+            return Path(places[0]).joinpath(*parts[depth:])
+    file = getattr(sys.modules.get(parts[0]), "__file__", None) if len(parts) == 1 else None
+    return None if file is None else Path(file).with_suffix("")
+
+
+def _end(path: Path) -> str:
+    return f"/{path.name}" if path.name == "__init__.py" else path.name[path.name.index(".") :]
+
+
+def _file(place: Path | None) -> Path | None:
+    if place is None:
+        return None
+    for path in (place / "__init__.py", place.with_name(f"{place.name}.py")):
         if path.is_file():
             return path
-    beside = sorted(place.parent.glob(f"{parts[-1]}.*")) if place.parent.is_dir() else []
+    beside = sorted(place.parent.glob(f"{place.name}.*")) if place.parent.is_dir() else []
     return next((path for path in beside if path.suffix in COMPILED), None)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.machinery
 import site
 import sys
 import sysconfig
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from caramba.config.blame import blame, shown
+from caramba.config.plugin_loader import holds, load_from_source
 from caramba.errors import ConfigError
 
 
@@ -26,7 +26,7 @@ def import_module(name: str, folder: str | None) -> ModuleType:
     """
     top = name.partition(".")[0]
     given = None if folder is None else Path(folder).expanduser().absolute()
-    if given is not None and _holds(given, top):
+    if given is not None and holds(given, top):
         start: Path | None = given
     else:  # under -P, as python -m, not from the current folder
         start = None if sys.flags.safe_path else Path.cwd()
@@ -34,9 +34,14 @@ def import_module(name: str, folder: str | None) -> ModuleType:
         _put_first(start)
     importlib.invalidate_caches()
     _refuse_other(name, start)
+    load_from_source(top, start if start is not None and holds(start, top) else None)
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            return importlib.import_module(name)
+            module = importlib.import_module(name)
+        load_from_source(
+            top, root_of(module)
+        )  # that of an editable installation, where targets may lie beside it
+        return module
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if name == missing or name.startswith(f"{missing}."):
@@ -59,7 +64,7 @@ def check_folder(name: str, folder: str) -> None:
         ConfigError: naming both.
     """
     path, top = Path(folder).expanduser().absolute(), name.partition(".")[0]
-    if not _holds(path, top):
+    if not holds(path, top):
         raise ConfigError(
             f"folder={folder} has no {top}.py and no package {top}; give the folder that holds it, or leave folder out"
         )
@@ -67,10 +72,6 @@ def check_folder(name: str, folder: str) -> None:
 
 def _failed(error: BaseException) -> ConfigError:
     return ConfigError(f"cannot be imported: {blame(error)}; mend it, or remove it from plugins")
-
-
-def _holds(folder: Path, top: str) -> bool:
-    return importlib.machinery.PathFinder.find_spec(top, [str(folder)]) is not None
 
 
 def _put_first(folder: Path) -> None:
@@ -87,9 +88,11 @@ def _refuse_other(name: str, start: Path | None) -> None:
     """Refuse a module whose name another file has taken: of the standard library, or of another folder's manifest."""
     top = name.partition(".")[0]
     loaded = sys.modules.get(top)
-    if loaded is None or start is None or not _holds(start, top):
+    if loaded is None or start is None or not holds(start, top):
         return
     root = root_of(loaded, keeps_installed=True)
+    if root is None and loaded.__file__ is not None:  # mapped by its installation
+        root = Path(loaded.__file__).parent
     if root is not None and root.resolve() != start.resolve():
         raise ConfigError(
             f"{start} has a {top}, and {shown(str(loaded.__file__ or root))} of the same name is loaded; rename yours"
@@ -99,8 +102,8 @@ def _refuse_other(name: str, start: Path | None) -> None:
 def root_of(module: ModuleType, *, keeps_installed: bool = False) -> Path | None:
     """Return the folder from which a module's dotted name leads to its file.
 
-    None of a module without a file, and, unless `keeps_installed`, of one that is installed: any process of the same
-    Python finds that one.
+    None of a module without a file, of one that an installation maps to a folder of another name, and, unless
+    `keeps_installed`, of any that is installed: every process of the same Python finds those.
     """
     places: list[str | None] = [*getattr(module, "__path__", ()), getattr(module, "__file__", None)]
     if not places[0]:
@@ -110,6 +113,8 @@ def root_of(module: ModuleType, *, keeps_installed: bool = False) -> Path | None
     if len(path.parents) <= depth:
         return None
     root = path.parents[depth]
+    if root.joinpath(*module.__name__.split(".")) != path.with_name(path.name.partition(".")[0]):
+        return None
     return None if not keeps_installed and is_installed(root) else root
 
 

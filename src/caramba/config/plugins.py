@@ -22,6 +22,12 @@ from caramba.errors import ConfigError
 def _dotted(name: str) -> str:
     parts = name.split(".")
     if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+        folder, _, last = name.removesuffix(".py").replace("\\", "/").rstrip("/").rpartition("/")
+        if (folder == ".." or folder.startswith(("../", "/", "~"))) and last.isidentifier():
+            raise ValueError(
+                f"{name!r} is a path, and not the name of a module; write {{module: {last}, folder: {folder}}}, or "
+                f"{last} and start the command in {folder}"
+            )
         hint = name.removesuffix(".py").strip("./\\").replace("/", ".").replace("\\", ".").replace("-", "_")
         known = hint if hint and all(part.isidentifier() for part in hint.split(".")) else "my_pkg.layers"
         raise ValueError(

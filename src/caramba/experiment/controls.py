@@ -45,7 +45,8 @@ class Subject:
 
 
 def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
-    """Measure teacher, student and every control on the same held-out windows; a finished row is never repeated.
+    """Measure teacher, student and every control on the same held-out windows; a finished row is never repeated, and
+    one that failed is tried again.
 
     A control that this teacher and budget do not allow is a row with the reason; another failure is its stage's error,
     and that of the run where several ranks were training.
@@ -56,7 +57,7 @@ def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
     logger.subheader(f"controls: {bench.id}" + (f" (proxy: teacher {proxy})" if proxy else ""))
     for subject in _subjects(session, bench.id, config):
         stage = f"{bench.id}.{subject.name}"
-        if stage in session.ledger:
+        if session.ledger.is_measured(stage):
             continue
         began = time.perf_counter()
         result = BenchmarkResult(stage, config.type)
@@ -73,7 +74,7 @@ def measure_controls(session: Session, bench: BenchmarkConfig) -> None:
             )
             result = dataclasses.replace(result, rows=(row,), metrics=_metrics(row, bench.id))
         seconds = time.perf_counter() - began
-        session.ledger.add(
+        session.ledger.put(
             StageRecord(
                 PhaseResult(stage, "controls", "none", 0, 0, seconds, ""),
                 benchmarks=(dataclasses.replace(result, seconds=seconds),),

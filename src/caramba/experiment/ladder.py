@@ -81,9 +81,9 @@ class Ladder:
                 self._stage(LEFT_OUT + name, functools.partial(self._left_out, names, name))
 
     def _stage(self, row: str, measure: Any) -> None:
-        """Put the row that `measure` returns on record as a stage, or take it from there."""
+        """Put the row that `measure` returns on record as a stage, or take it from there unless it failed."""
         stage = f"{self.bench.id}.{row}"
-        if stage in self.session.ledger:
+        if self.session.ledger.is_measured(stage):
             known = self.session.ledger[stage].benchmarks[0].rows
             self.rows += known
             for found in known:
@@ -105,7 +105,25 @@ class Ladder:
             self._say(stage, found)
             self.rows.append(found)
             result = dataclasses.replace(result, rows=(found,), metrics=self._metrics(found))
+            if found["skipped"] is None:
+                self._strike_behind(row)
         _record(self.session, dataclasses.replace(result, seconds=time.perf_counter() - began))
+
+    def _strike_behind(self, row: str) -> None:
+        """Strike rows on record that were measured without this one, which had failed: each rung stands on those before
+        it, and the noise is of all twins. They go first: a kill then leaves a failure, which is tried again."""
+        ledger, stage = self.session.ledger, f"{self.bench.id}.{row}"
+        is_twin = row.startswith(TWIN)
+        if stage not in ledger or row == "largest_batch" or not (is_twin or row in self.config.rows):
+            return
+        kinds = (TWIN,) if is_twin else (TWIN, LEFT_OUT)
+        listed = [record.phase.id for record in ledger.records()]
+        for other in listed[listed.index(stage) + 1 :]:
+            bench, _, name = other.rpartition(".")
+            if bench == self.bench.id and (
+                name.startswith(kinds) or (not is_twin and name in self.config.rows)
+            ):
+                ledger.remove(other)
 
     def _words(self, row: str) -> Row:
         if row.startswith(TWIN):
@@ -288,11 +306,12 @@ class Ladder:
 
 def _record(session: Session, result: BenchmarkResult) -> None:
     phase = PhaseResult(result.id, "ladder", "none", 0, 0, result.seconds, "")
-    session.ledger.add(StageRecord(phase, benchmarks=(result,)))
+    session.ledger.put(StageRecord(phase, benchmarks=(result,)))
 
 
 def climb_ladder(session: Session, bench: BenchmarkConfig) -> None:
-    """Measure a training ladder with the session's own models off its device; a finished row is never repeated."""
+    """Measure a training ladder with the session's own models off its device; a finished row is never repeated, and
+    one that failed is tried again."""
     logger.subheader(f"ladder: {bench.id}")
     roles = [role for role in ("student", "teacher") if getattr(session, role) is not None]
     role = next((role for role in roles if role in bench.models), None)

@@ -28,7 +28,7 @@ class Ledger:
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / "stages"
         adapter = TypeAdapter(StageRecord)
-        files = sorted(self.folder.glob("*.json")) if self.folder.is_dir() else []
+        files = sorted(self.folder.glob("*.json"), key=_number) if self.folder.is_dir() else []
         self._records = {
             file.stem.split("-", 1)[1]: adapter.validate_python(json.loads(file.read_text()))
             for file in files
@@ -46,12 +46,32 @@ class Ledger:
     def add(self, record: StageRecord) -> None:
         """Keep a finished stage. Its weights are on disk by now: the record is what says that it is done."""
         stage = record.phase.id
-        write_json(self.folder / f"{len(self._records):02d}-{stage}.json", to_plain(record))
+        number = max(map(_number, self.folder.glob("*.json")), default=-1) + 1
+        write_json(self.folder / f"{number:02d}-{stage}.json", to_plain(record))
         self._records[stage] = record
 
     def replace(self, record: StageRecord) -> None:
         """Keep what a stage that is on record has returned since, at its place among the others."""
         stage = record.phase.id
-        file = next(file for file in self.folder.glob("*.json") if file.stem.split("-", 1)[1] == stage)
-        write_json(file, to_plain(record))
+        write_json(self._file(stage), to_plain(record))
         self._records[stage] = record
+
+    def put(self, record: StageRecord) -> None:
+        """Keep a stage, at its place among the others where it is on record already."""
+        (self.replace if record.phase.id in self else self.add)(record)
+
+    def remove(self, stage: str) -> None:
+        """Strike a stage from the record: it is to be done again."""
+        self._file(stage).unlink()
+        del self._records[stage]
+
+    def is_measured(self, stage: str) -> bool:
+        """Whether a stage is on record, and no benchmark of it failed."""
+        return stage in self and all(result.error is None for result in self[stage].benchmarks)
+
+    def _file(self, stage: str) -> Path:
+        return next(file for file in self.folder.glob("*.json") if file.stem.split("-", 1)[1] == stage)
+
+
+def _number(file: Path) -> int:
+    return int(file.stem.split("-", 1)[0])

@@ -163,10 +163,7 @@ def measure_final(session: Session, benchmarks: Sequence[BenchmarkConfig]) -> No
     models = {name: model.eval() for name, model in named if model is not None}
     measured |= {result.id: result for result in session.measure(left, models)}
     record = StageRecord(_unphased(FINAL), benchmarks=tuple(measured[bench.id] for bench in benchmarks))
-    if FINAL in session.ledger:
-        session.ledger.replace(record)
-    else:
-        session.ledger.add(record)
+    session.ledger.put(record)
 
 
 def read_back(session: Session) -> None:

@@ -17,6 +17,7 @@ from caramba.console import logger
 from caramba.cost import estimate_phase, model_cost
 from caramba.distill import BlockSchedule, BlockwiseObjective
 from caramba.errors import OutOfMemory, VerificationFailed
+from caramba.experiment.again import measure_again
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.planning import reduce_for_all_ranks, reduced
 from caramba.experiment.ranks import Assembled, assemble, give_order
@@ -68,6 +69,7 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
             transplant_student(session)
     if run.id in session.ledger:
         drop_state(session.run_dir, run.id)  # a kill may have come before it went
+        measure_again(session, run.id)
         hold(session.ledger[run.id].verdicts)
         if not session.ledger[run.id].phase.skipped and not phase.control:
             session.reload(run.id, phase.trains)

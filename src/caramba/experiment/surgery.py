@@ -15,6 +15,7 @@ from caramba.config.surgery import first_tokens_apart
 from caramba.console import logger
 from caramba.data import TokenDataset, refuse_overlap
 from caramba.distill import block_errors
+from caramba.experiment.again import measure_again
 from caramba.experiment.ledger import StageRecord
 from caramba.experiment.objectives import frozen
 from caramba.experiment.session import Session
@@ -32,6 +33,7 @@ def transplant_student(session: Session) -> None:
     if session.student is not None:
         return
     if TRANSPLANT in session.ledger:
+        measure_again(session, TRANSPLANT)
         session.reload(TRANSPLANT, "student")
         return
     config = session.manifest.model

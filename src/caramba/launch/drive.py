@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 import sys
 from collections.abc import Generator, Iterable, Iterator
@@ -17,7 +18,8 @@ from caramba.launch.slots import make_slots
 from caramba.runs import lock, mint, read_manifest
 from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.ending import MISTAKE, STOPPED
-from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, run_state
+from caramba.runs.sources import hold_plugins_alike
+from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, lacks_benchmarks, run_state
 from caramba.runs.sweeps import Point, Sweep
 
 CONTINUE = "continue"
@@ -40,16 +42,24 @@ class Drive:
         """Run every point that has not finished; return the exit status of the sweep.
 
         Raises:
-            ConfigError: another process drives this sweep.
+            ConfigError: another process drives this sweep, or the source of a plugin has changed since a point ran.
         """
         with lock(self.sweep.folder, "sweep"):
             self.sweep.refresh()
             self.sweep.save()
+            self.refuse_other_plugins()
             self._say_what_is_to_do()
             is_interrupted = self.work_through()
             self.sweep.refresh()
             self.sweep.save()
         return self.report(is_interrupted=is_interrupted)
+
+    def refuse_other_plugins(self) -> None:
+        """Raise where a point ran with other source of a plugin than there is now."""
+        listed = ((self.sweep.run_of(point), point) for point in self.sweep.points)
+        hold_plugins_alike(
+            (run, functools.partial(self.sweep.manifest, point)) for run, point in listed if run is not None
+        )
 
     def work_through(self) -> bool:
         """Run the points that have not finished; return whether the user stopped it."""
@@ -105,9 +115,10 @@ class Drive:
             yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
 
     def _directory(self, point: Point) -> Path:
-        """Return where a point goes on, or a new directory: a run that has its result is never written to again."""
+        """Return where a point goes on, or a new directory: a run that has its result is written to again only where
+        benchmarks are all that it lacks."""
         run = self.sweep.run_of(point)
-        if run is not None and not (run / RESULT).exists():
+        if run is not None and (not (run / RESULT).exists() or lacks_benchmarks(run)):
             return run
         run_dir = mint(self.sweep.manifest(point), self._words(point), self.sweep.root)
         self.new_runs.add(run_dir)

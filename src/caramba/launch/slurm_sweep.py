@@ -53,11 +53,13 @@ class ArrayDrive(Drive):
         """Give every unfinished point its directory and a task, submit the array, and return 0.
 
         Raises:
-            ConfigError: an array that is queued or runs has this sweep, or sbatch refuses the script.
+            ConfigError: the source of a plugin has changed since a point ran, an array that is queued or runs has this
+                sweep, or sbatch refuses the script.
         """
         with lock(self.sweep.folder, "sweep"):
             refuse_queued(self.sweep.folder, "sweep")
             self.sweep.refresh()
+            self.refuse_other_plugins()
             todo = self.unfinished()
             self._say_what_is_to_do()
             if not todo:

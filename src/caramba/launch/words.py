@@ -81,6 +81,12 @@ def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: 
     key = _canonical(key)
     override = _parse(typed, f"{'~' if sign == '~' else '++'}{key}{equals}{value}")
     path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    if override.is_delete() and isinstance(path[-1], int):
+        whole = ".".join(str(part) for part in path[:-1])
+        raise ConfigError(
+            f"command line: {typed}: an item of a list cannot be taken out of it; give the list that is to remain, "
+            f"{whole}=[...], or an option of your own (--config-dir)"
+        )
     return Word(typed, override, path=path)
 
 

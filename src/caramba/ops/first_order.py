@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from caramba.errors import ConfigError
 
 Backward = Callable[..., Any]
+_TRACES = "caramba_traces"
 
 
 def first_order(op: str, backward: Backward) -> Backward:
@@ -33,6 +34,7 @@ def first_order(op: str, backward: Backward) -> Backward:
         # What they are made of, so that a derivative by any of it comes here. One more needs a gradient in any case: a
         # backward of a sum with another loss would go on without these results.
         sources = [x for x in (*grads, *saved) if x is not None and x.requires_grad]
+        sources += getattr(ctx, _TRACES, ())
         own = torch.zeros((), requires_grad=True)
         marked = _Refused.apply(op, len(there), *there, own, *sources)
         if not isinstance(found, tuple):
@@ -41,6 +43,18 @@ def first_order(op: str, backward: Backward) -> Backward:
         return tuple(next(rest) if isinstance(x, Tensor) else x for x in found)
 
     return run
+
+
+def leave_traces(result: Tensor, *inputs: Tensor) -> None:
+    """Have a derivative of a result's gradient by these inputs come to where `first_order` refuses it, for an op whose
+    backward keeps none of them: `torch.autograd.grad` runs only what leads to what is asked for.
+
+    What is kept of each is a tensor without elements that autograd follows to it. Nothing is under a trace, whose
+    graphs have no second derivatives.
+    """
+    if torch.compiler.is_compiling() or result.grad_fn is None:
+        return
+    setattr(result.grad_fn, _TRACES, [x[:0].clone() for x in inputs if x.requires_grad])
 
 
 class _Context:

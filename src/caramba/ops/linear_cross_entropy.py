@@ -12,7 +12,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
-from caramba.ops.first_order import first_order, refuse_tangents
+from caramba.ops.first_order import first_order, leave_traces, refuse_tangents
 from caramba.ops.scale import scale_
 from caramba.ops.widen import widened
 
@@ -90,6 +90,7 @@ def linear_cross_entropy(
         makes_gradients and hidden.requires_grad,
         makes_gradients and weight.requires_grad,
     )[0]
+    leave_traces(mean, hidden, weight)  # their gradients, which are all that is kept, lead back to neither
     counted = (targets != ignore_index).sum().clamp_min(1)
     return mean * len(targets) / counted
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,9 +36,8 @@ def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
     Raises:
         CheckpointError, DataError: the run began with other weights or other data.
     """
-    noted = _noted(run_dir)
-    before = noted.get(what)
-    if before is not None and before["identity"] != identity and _has_begun(run_dir):
+    before = noted(run_dir).get(what)
+    if before is not None and before["identity"] != identity and has_begun(run_dir):
         kind = "data" if what == DATA else f"{what}'s weights"
         error = DataError if what == DATA else CheckpointError
         raise error(
@@ -46,7 +45,7 @@ def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
             f"(of {before['place']}), now {identity[:12]}; what is on record came from the former. Put them back and "
             "resume, or start a new run (resume=never)"
         )
-    _note(run_dir, what, {"place": place, "identity": identity})
+    note(run_dir, what, {"place": place, "identity": identity})
 
 
 def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
@@ -59,8 +58,8 @@ def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
     """
     for plugin in manifest.plugins:
         source = read_source(plugin.module)
-        changed = list(_changed(_noted(run_dir).get(PLUGIN + plugin.module), source))
-        if changed and _has_begun(run_dir):
+        changed = list(_changed(noted(run_dir).get(PLUGIN + plugin.module), source))
+        if changed and has_begun(run_dir):
             raise ConfigError(
                 f"{run_dir}: the plugin {plugin.module} in {source.file} has changed since this run began: "
                 f"{'; '.join(changed)}; what is on record was computed by the former. Put it back and resume, or start "
@@ -73,16 +72,14 @@ def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
                 f"{imported[:12]}, now {source.identity[:12]}; start the command again"
             )
         entry = {"place": source.file, "identity": source.identity, "files": source.files}
-        _note(
-            run_dir, PLUGIN + plugin.module, entry | ({"version": source.version} if source.version else {})
-        )
+        note(run_dir, PLUGIN + plugin.module, entry | ({"version": source.version} if source.version else {}))
 
 
 def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
     """Yield what differs in the source of each plugin from what a run began with."""
-    noted = _noted(run_dir)
+    known = noted(run_dir)
     for plugin in manifest.plugins:
-        changed = list(_changed(noted.get(PLUGIN + plugin.module), read_source(plugin.module)))
+        changed = list(_changed(known.get(PLUGIN + plugin.module), read_source(plugin.module)))
         if changed:
             yield f"plugin {plugin.module}: {'; '.join(changed)}"
 
@@ -90,11 +87,41 @@ def plugin_changes(run_dir: Path, manifest: Manifest) -> Iterator[str]:
 def plugin_sources(run_dir: Path) -> dict[str, str]:
     """Return the first digits of the SHA-256 of each plugin's source that a run noted, by `source of MODULE`; nothing
     is imported."""
+    return {f"source of {module}": identity[:12] for module, identity in _plugins_of(run_dir).items()}
+
+
+def _plugins_of(run_dir: Path) -> dict[str, str]:
     return {
-        f"source of {what.removeprefix(PLUGIN)}": entry["identity"][:12]
-        for what, entry in _noted(run_dir).items()
+        what.removeprefix(PLUGIN): entry["identity"]
+        for what, entry in noted(run_dir).items()
         if what.startswith(PLUGIN)
     }
+
+
+def hold_plugins_alike(runs: Iterable[tuple[Path, Callable[[], Manifest]]]) -> None:
+    """Hold what a sweep's runs noted of their plugins against the source that is here now: the points to come would be
+    of another layer than those that ran, and those that have finished would stand for it.
+
+    Args:
+        runs: each run with what reads its manifest, which is only done where a module is not imported yet.
+
+    Raises:
+        ConfigError: a run that has begun had other source, naming the files.
+    """
+    now: dict[str, str] = {}
+    for run_dir, read in runs:
+        then = _plugins_of(run_dir)
+        if not then or not has_begun(run_dir):
+            continue
+        if not then.keys() <= now.keys():
+            now |= {plugin.module: read_source(plugin.module).identity for plugin in read().plugins}
+        changed = "; ".join(plugin_changes(run_dir, read())) if then.items() - now.items() else ""
+        if changed:
+            raise ConfigError(
+                f"the source of plugins has changed since {run_dir} of this sweep began: "
+                f"{changed}; its points would be of either. Put it back and resume, "
+                "or start a new sweep (the same command with resume=never)"
+            )
 
 
 def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[str]:
@@ -102,24 +129,28 @@ def _changed(before: dict[str, Any] | None, source: PluginSource) -> Iterator[st
     if before is None or before["identity"] == source.identity:
         return
     then: dict[str, str] = before["files"]
+    if not then:  # of a version that did not find the files of a package under another folder's name
+        return
     for name in sorted({*then, *source.files}):
         one, two = then.get(name), source.files.get(name)
         if one != two:
             yield f"{name} SHA-256 {'absent' if one is None else one[:12]}, now {'absent' if two is None else two[:12]}"
 
 
-def _noted(run_dir: Path) -> dict[str, dict[str, Any]]:
+def noted(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return what a run has noted so far, by what it is."""
     file = run_dir / SOURCES
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
-def _note(run_dir: Path, what: str, entry: dict[str, Any]) -> None:
-    noted = _noted(run_dir)
-    if noted.get(what) != entry:
-        write_json(run_dir / SOURCES, noted | {what: entry})
+def note(run_dir: Path, what: str, entry: dict[str, Any]) -> None:
+    """Note something, in place of what was noted of it."""
+    known = noted(run_dir)
+    if known.get(what) != entry:
+        write_json(run_dir / SOURCES, known | {what: entry})
 
 
-def _has_begun(run_dir: Path) -> bool:
+def has_begun(run_dir: Path) -> bool:
     """Whether a stage is on record or a phase was planned: before that nothing came of what was read."""
     folders = (run_dir, *run_dir.glob("groups/*"))
     return any((folder / "plan.json").is_file() or any(folder.glob("stages/*.json")) for folder in folders)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from caramba.result import Check
 from caramba.runs.events import EVENTS
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST
@@ -73,6 +74,30 @@ def run_state(run: Path) -> RunState:
         max([started, *(file.stat().st_mtime for file in logs)]),
         str(last.get("error")) if state == FAILED and last and last.get("error") else None,
     )
+
+
+def lacks_benchmarks(run: Path) -> bool:
+    """Whether a run has its result, and what failed of it are benchmarks alone: a resume tries those again, and what
+    was trained stays.
+
+    A verification that ended a run stands in its result too; its verdict is on record, and training is what differs.
+    """
+    if _result_status(run) != FAILED:
+        return False
+    try:
+        result = json.loads((run / RESULT).read_text(encoding="utf-8"))
+        parts = [result]
+        if "groups" in result:  # none of its groups was ended by a verification, or it would not be there
+            parts = [
+                json.loads((run / "groups" / name / RESULT).read_text(encoding="utf-8"))
+                for name in result["groups"]
+            ]
+        benchmarks = [bench for part in parts for bench in part["benchmarks"]]
+        verdicts = [verdict for part in parts for verdict in part["verdicts"] if verdict["fail_fast"]]
+        checks = [Check(**check) for verdict in verdicts for check in verdict["checks"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # of an older form, or damaged: the point is made anew
+    return any(bench["error"] is not None for bench in benchmarks) and all(check.passed for check in checks)
 
 
 def clock_skew(run: Path) -> str | None:

@@ -156,6 +156,10 @@ def test_a_module_that_cannot_be_used_is_refused(
             "plugins=[my-pkg/layers.py]",
             "is not the name of a module; write it as Python imports it, such as my_pkg.layers",
         ),
+        (
+            "plugins=[../mine/layers.py]",
+            "write {module: layers, folder: ../mine}, or layers and start the command",
+        ),
         ("plugins=[class]", "is not the name of a module"),
         ("plugins=[caramba.layer]", "is a part of caramba"),
         ("plugins=json", "expected a list of modules, got 'json'; write plugins=[json]"),

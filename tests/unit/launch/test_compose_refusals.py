@@ -35,6 +35,14 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
             ["train=blokwise"],
             r"^train: no option 'blokwise'; did you mean 'blockwise'\? options: blockwise, finetune",
         ),
+        (
+            ["name='a b'"],
+            r"^name: got 'a b', expected letters, digits, .* the first is a letter or a digit \(",
+        ),
+        (
+            ["~benchmark.benchmarks[1]"],
+            r"cannot be taken out of it; give the list that is to remain, benchmark.benchmarks=\[...\]",
+        ),
         (["modle=tiny"], r"^modle: unknown key; did you mean 'model'\?"),
         (
             ["train.steps=abc"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -108,27 +109,32 @@ def _said(log, word="deaf"):
         time.sleep(0.01)
 
 
-def test_a_worker_that_will_not_stop_is_killed(deaf, monkeypatch):
+@contextlib.contextmanager
+def _asked_to_stop(deaf, number, on_stop=None):
+    """A pool whose one worker runs, at the moment at which a signal has asked for the end; the worker does `on_stop`
+    when it hears of it."""
+    if on_stop is not None:
+        trap = f"trap '{on_stop}' INT USR1"
+        (deaf.run_dir / "python").write_text(f"#!/bin/sh\n{trap}\necho deaf\nwhile :; do sleep 0.05; done\n")
     with _one_worker() as workers:
-        monkeypatch.setattr(pool, "_POLL_S", 0.001)
         endings = workers.run(iter([deaf]))
-        sender = threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGTERM)))
+        sender = threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), number)))
         sender.start()
-        with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        with pytest.raises(KeyboardInterrupt, match=number.name):
             next(endings)
         sender.join()
-        process = workers._running[0].process
-        workers.stop(grace_s=0.2)
-    assert process.returncode == -signal.SIGKILL
+        yield workers
+
+
+def test_a_worker_that_will_not_stop_is_killed(deaf, monkeypatch):
+    monkeypatch.setattr(pool, "_POLL_S", 0.001)
+    with _asked_to_stop(deaf, signal.SIGTERM) as workers:
+        assert workers.stop(grace_s=0.2) == [-signal.SIGKILL]
 
 
 def test_a_second_interrupt_kills_at_once(deaf):
     before = signal.getsignal(signal.SIGINT)
-    with _one_worker() as workers:
-        endings = workers.run(iter([deaf]))
-        threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGINT))).start()
-        with pytest.raises(KeyboardInterrupt):
-            next(endings)
+    with _asked_to_stop(deaf, signal.SIGINT) as workers:
         process = workers._running[0].process
         threading.Thread(
             target=lambda: (_said(deaf.log, "told"), os.kill(os.getpid(), signal.SIGINT))
@@ -141,16 +147,15 @@ def test_a_second_interrupt_kills_at_once(deaf):
 
 def test_a_terminal_that_closes_leaves_time_to_save(deaf):
     """The shell and the system both send SIGHUP then."""
-    program = deaf.run_dir / "python"
-    program.write_text(
-        "#!/bin/sh\ntrap 'sleep 0.5; echo saved; exit' INT\necho deaf\nwhile :; do sleep 0.05; done\n"
-    )
-    with _one_worker() as workers:
-        endings = workers.run(iter([deaf]))
-        threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGHUP))).start()
-        with pytest.raises(KeyboardInterrupt, match="SIGHUP"):
-            next(endings)
+    with _asked_to_stop(deaf, signal.SIGHUP, "sleep 0.5; echo saved; exit"):
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGHUP)).start()
+    assert deaf.log.read_text() == "deaf\nsaved\n"
+
+
+def test_what_saves_has_the_time_that_it_takes(deaf):
+    """A stop is answered when a step has ended; only Ctrl-C is not waited for."""
+    with _asked_to_stop(deaf, signal.SIGUSR1, "sleep 1; echo saved; exit 75") as workers:
+        assert workers.stop(grace_s=0.1, how=signal.SIGUSR1) == [75]
     assert deaf.log.read_text() == "deaf\nsaved\n"
 
 
@@ -172,21 +177,6 @@ def test_a_single_run_that_is_stopped_ends_as_its_worker_did(deaf, sent, told, e
     number = signal.Signals[f"SIG{sent}"]
     threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), number))).start()
     assert pool.run_in_process(deaf.run_dir, LauncherConfig(type="process"), "cpu", []) == expected
-
-
-def test_what_saves_has_the_time_that_it_takes(deaf):
-    """A stop is answered when a step has ended; only Ctrl-C is not waited for."""
-    program = deaf.run_dir / "python"
-    program.write_text(
-        "#!/bin/sh\ntrap 'sleep 1; echo saved; exit 75' USR1\necho deaf\nwhile :; do sleep 0.05; done\n"
-    )
-    with _one_worker() as workers:
-        endings = workers.run(iter([deaf]))
-        threading.Thread(target=lambda: (_said(deaf.log), os.kill(os.getpid(), signal.SIGUSR1))).start()
-        with pytest.raises(KeyboardInterrupt, match="SIGUSR1"):
-            next(endings)
-        assert workers.stop(grace_s=0.1, how=signal.SIGUSR1) == [75]
-    assert deaf.log.read_text() == "deaf\nsaved\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

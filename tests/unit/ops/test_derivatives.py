@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -91,6 +92,45 @@ def test_a_penalty_on_the_gradient_of_a_mean_is_refused_where_nothing_upstream_n
     grads = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
     with pytest.raises(NotImplementedError, match="linear_cross_entropy: its gradient cannot"):
         (loss + grads[0].square().sum() + grads[1].square().sum()).backward()
+
+
+@pytest.mark.parametrize("by", ["features", "maps", "hidden", "weight"])
+@pytest.mark.parametrize("of", [0, 1], ids=["of_hidden", "of_weight"])
+def test_a_penalty_is_refused_where_only_some_derivatives_are_asked_for(by: str, of: int) -> None:
+    """Trap: autograd.grad runs what leads to what it was asked for, and nothing led there from the kept gradients: the
+    penalty was left out in silence. Without one the result is that of plain PyTorch."""
+    leaves = {"features": drawn(3, 5), "maps": drawn(5, 4), "weight": drawn(7, 4), "bias": drawn(2)}
+
+    def losses(function: Callable[[Tensor, Tensor], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        hidden = leaves["features"] @ leaves["maps"]
+        loss = function(hidden, leaves["weight"])
+        grads = torch.autograd.grad(loss, (hidden, leaves["weight"]), create_graph=True)
+        return {**leaves, "hidden": hidden}, loss + leaves["bias"].square().sum(), grads[of].square().sum()
+
+    asked, loss, penalty = losses(lambda hidden, weight: linear_cross_entropy(hidden, weight, TARGETS))
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy: its gradient cannot"):
+        torch.autograd.grad(loss + penalty, asked[by], retain_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_cross_entropy: its gradient cannot"):
+        torch.autograd.grad(penalty, asked[by], retain_graph=True)
+
+    plain, reference, theirs = losses(lambda hidden, weight: F.cross_entropy(hidden @ weight.t(), TARGETS))
+    torch.testing.assert_close(penalty, theirs)
+    for name in (by, "bias"):  # what the penalty does not hang on is right with it too
+        ours, known = (
+            (loss + penalty.detach(), reference) if name == by else (loss + penalty, reference + theirs)
+        )
+        (found,) = torch.autograd.grad(ours, asked[name], retain_graph=True)
+        (wanted,) = torch.autograd.grad(known, plain[name], retain_graph=True)
+        torch.testing.assert_close(found, wanted)
+
+
+def test_what_refuses_it_keeps_no_hidden_features() -> None:
+    hidden = drawn(64, 4) * 2.0
+    loss = linear_cross_entropy(hidden, drawn(7, 4), torch.zeros(64, dtype=torch.int64))
+    gone = weakref.ref(hidden)
+    del hidden
+    assert gone() is None
+    loss.backward()
 
 
 def test_a_launcher_that_runs_straight_away_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from caramba.config.parse import parse_manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs import differences, list_runs, lock, manifest_sha256, mint, read_manifest, resolve_run
 from caramba.runs.ending import end
+from caramba.runs.files import write_json
+from caramba.runs.state import lacks_benchmarks
 
 
 @pytest.fixture(name="manifest")
@@ -162,3 +164,25 @@ def test_every_ending_has_its_status(error, status, text, capsys):
     if not isinstance(error, KeyboardInterrupt):
         assert end(command, is_debug=True) == status
         assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "value", "fail_fast", "expected"),
+    [
+        ("MemoryError: no room", 1.0, True, True),
+        (None, 1.0, True, False),  # what failed is not known
+        ("MemoryError: no room", 9.0, False, True),
+        ("MemoryError: no room", 9.0, True, False),  # the verification ended it
+    ],
+)
+def test_what_a_run_lacks_is_told_from_its_result(tmp_path, error, value, fail_fast, expected):
+    check = {"name": "ppl_ratio", "value": value, "bound": 2.0, "unit": "", "is_minimum": False}
+    verdict = {"type": "fidelity", "run_id": "look", "checks": [check], "fail_fast": fail_fast, "cases": []}
+    result = {"status": "failed", "benchmarks": [{"id": "a", "error": error}], "verdicts": [verdict]}
+    write_json(tmp_path / "result.json", result)
+    assert lacks_benchmarks(tmp_path) is expected
+    folder = tmp_path / "groups" / "main"
+    folder.mkdir(parents=True)
+    write_json(folder / "result.json", result)
+    write_json(tmp_path / "result.json", {"status": "failed", "groups": ["main"]})
+    assert lacks_benchmarks(tmp_path) is expected
