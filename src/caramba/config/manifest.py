@@ -14,6 +14,7 @@ from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
+from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
@@ -210,8 +211,8 @@ class Manifest(Config):
     cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
     debug: DebugConfig = DebugConfig()
-    paper: Annotated[dict[str, Any] | None, Later("the paper work")] = None
-    review: Annotated[dict[str, Any] | None, Later("the paper work")] = None
+    paper: PaperConfig | None = None
+    review: Annotated[dict[str, Any] | None, Later("the review work")] = None
     plugins: Plugins = Field(default=(), description="modules of your own that add layers")
     origin: Literal["human", "agent"] = "human"
 
