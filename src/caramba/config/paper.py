@@ -33,10 +33,14 @@ Usd = Annotated[float, Field(gt=0)]
 class CitationsConfig(Config):
     """Where citations come from: records that a search returned, or a .bib file of one's own."""
 
-    enabled: bool = Field(default=True, description="false: nothing is searched; only `bibliography` is cited")
+    enabled: bool = Field(
+        default=True, description="false: nothing is searched; only `bibliography` is cited"
+    )
     max_citations: Positive = 25
     sources: tuple[SourceName, ...] = ("arxiv", "semantic_scholar")
-    prefer_recent: bool = Field(default=True, description="newer records first among those that a search returns")
+    prefer_recent: bool = Field(
+        default=True, description="newer records first among those that a search returns"
+    )
     recent_years: Positive = Field(default=3, description="what counts as recent")
     bibliography: str | None = Field(default=None, description="a .bib file whose entries may be cited")
     timeout_s: Seconds = 20.0
@@ -45,7 +49,9 @@ class CitationsConfig(Config):
 class ApiConfig(Config):
     """How the language model is reached. A key is named by its environment variable and never written in a manifest."""
 
-    base_url: str | None = Field(default=None, description="an OpenAI-compatible server, such as http://host:8000/v1")
+    base_url: str | None = Field(
+        default=None, description="an OpenAI-compatible server, such as http://host:8000/v1"
+    )
     key_env: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
@@ -55,7 +61,9 @@ class ApiConfig(Config):
     retries: Annotated[int, Field(ge=0, le=10)] = Field(
         default=3, description="further attempts after a 429, a 5xx, a timeout or an answer that is no JSON"
     )
-    max_wait_s: Seconds = Field(default=60.0, description="longest pause between attempts, whatever a server asks for")
+    max_wait_s: Seconds = Field(
+        default=60.0, description="longest pause between attempts, whatever a server asks for"
+    )
 
     @field_validator("base_url")
     @classmethod
@@ -67,19 +75,27 @@ class ApiConfig(Config):
             except ValueError:
                 is_url = False
             if not is_url:
-                raise ValueError(f"{value!r} is no http(s) address; write one such as http://localhost:8000/v1")
+                raise ValueError(
+                    f"{value!r} is no http(s) address; write one such as http://localhost:8000/v1"
+                )
             if urlsplit(value).username or urlsplit(value).password:
-                raise ValueError("an address may not hold a key; name its environment variable in api.key_env")
+                raise ValueError(
+                    "an address may not hold a key; name its environment variable in api.key_env"
+                )
         return value
 
 
 class BudgetConfig(Config):
     """What one draft may spend. Every request is reserved in full before it is sent."""
 
-    max_iterations: Positive = Field(default=40, description="requests to the language model that are answered")
+    max_iterations: Positive = Field(
+        default=40, description="requests to the language model that are answered"
+    )
     max_tokens: Positive = Field(default=1_000_000, description="prompt and reply tokens of all requests")
     max_reply_tokens: Positive = Field(default=8192, description="tokens of one reply")
-    max_cost_usd: Usd | None = Field(default=None, description="needs a model whose price is known, or the two below")
+    max_cost_usd: Usd | None = Field(
+        default=None, description="needs a model whose price is known, or the two below"
+    )
     usd_per_million_prompt: Usd | None = None
     usd_per_million_reply: Usd | None = None
 
@@ -97,7 +113,8 @@ class PaperConfig(Config):
     title: str | None = Field(default=None, min_length=1, description="by default the experiment's name")
     authors: tuple[str, ...] = ()
     paper_type: Annotated[
-        Literal["paper", "technical_report", "arxiv", "blog_post"], Later("formats other than LaTeX", "blog_post")
+        Literal["paper", "technical_report", "arxiv", "blog_post"],
+        Later("formats other than LaTeX", "blog_post"),
     ] = "paper"
     sections: Annotated[tuple[SectionName, ...], Field(min_length=1)] = (
         "abstract",
@@ -112,7 +129,9 @@ class PaperConfig(Config):
     keywords: tuple[str, ...] = Field(default=(), description="what citations are searched by")
     custom_instructions: str = Field(default="", description="further words for the language model")
     citations: CitationsConfig = CitationsConfig()
-    model: str = Field(default="gpt-4o", min_length=1, description="as litellm names it: gpt-4o, anthropic/…, ollama/…")
+    model: str = Field(
+        default="gpt-4o", min_length=1, description="as litellm names it: gpt-4o, anthropic/…, ollama/…"
+    )
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         default=None, description="by default the model's own; some models take none"
     )

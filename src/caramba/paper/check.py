@@ -52,8 +52,7 @@ def check_section(
         return Checked(Scanned(), (Problem(name, error.line, error.text),))
     problems: list[Problem] = []
     for use in scanned.uses:
-        for text in _wrong(use, evidence, cited):
-            problems.append(Problem(name, use.line, text))
+        problems += [Problem(name, use.line, text) for text in _wrong(use, evidence, cited)]
     if not numbers_are_free:
         problems += _numbers(name, scanned, evidence, cited)
     return Checked(scanned, tuple(problems))
@@ -103,9 +102,13 @@ def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[st
         return _unknown(arguments[0], evidence.tables, "table", "list_artifacts lists them")
     if command in CITING or command == "citednumber":
         keys = [key.strip() for key in arguments[0].split(",")]
-        wrong = [text for key in keys for text in _unknown(key, cited, "citation", "add_citation makes a key")]
+        wrong = [
+            text for key in keys for text in _unknown(key, cited, "citation", "add_citation makes a key")
+        ]
         if command == "citednumber" and not wrong and not cited[keys[0]].states(arguments[1]):
-            wrong.append(f"{arguments[1]!r} does not stand in the abstract of {keys[0]}; quote a number that does")
+            wrong.append(
+                f"{arguments[1]!r} does not stand in the abstract of {keys[0]}; quote a number that does"
+            )
         return wrong
     if command == "label" and not _LABEL.fullmatch(arguments[0]):
         return [f"label {arguments[0]!r}: expected letters, digits, : - and _, such as sec:setup"]

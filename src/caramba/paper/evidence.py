@@ -24,7 +24,9 @@ from caramba.runs.manifest import read_manifest
 PLUS_MINUS = r"\,$\pm$\,"
 _TABLE = re.compile(r"\\begin\{table\}.*?\\label\{tab:caramba-([a-z0-9_-]+)\}.*?\\end\{table\}", re.DOTALL)
 # Of a manifest, what says nothing about the experiment itself.
-_UNTOLD = frozenset({"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "plugins", "notes"})
+_UNTOLD = frozenset(
+    {"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "plugins", "notes"}
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class Figure:
             CarambaError: the file is gone or is not the one that was reported.
         """
         if self.path.is_symlink() or not self.path.is_file():
-            raise CarambaError(f"{self.path}: no such file; write the artifacts again with `caramba resume RUN`")
+            raise CarambaError(
+                f"{self.path}: no such file; write the artifacts again with `caramba resume RUN`"
+            )
         if sha256_of(self.path) != self.sha256:
             raise CarambaError(
                 f"{self.path}: its SHA-256 is not that of {REPORT_FILE}, expected {self.sha256[:12]}…; it was changed "
@@ -103,7 +107,8 @@ class Evidence:
         """
         if key not in self.results:
             raise CarambaError(
-                f"{key!r} is no key of {REPORT_FILE}{nearest(key, self.results) or '; get_experiment_results lists them'}"
+                f"{key!r} is no key of {REPORT_FILE}"
+                f"{nearest(key, self.results) or '; get_experiment_results lists them'}"
             )
         return self.results[key]
 
@@ -135,7 +140,9 @@ def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -
             results=results,
             settings=dict(_settings(manifest, group, report)),
             figures={
-                name: Figure(name, file.parent / name, digest) for name, digest in entries if name.endswith(".png")
+                name: Figure(name, file.parent / name, digest)
+                for name, digest in entries
+                if name.endswith(".png")
             },
             tables=_tables(file.parent, dict(entries)),
             files=tuple(name for name, _ in entries),
@@ -185,7 +192,8 @@ def _tables(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
 def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     plain = manifest.model_dump(mode="json")
     chosen = next(
-        (item for item in plain["groups"] if item["name"] == group), manifest.selected_groups()[0].model_dump(mode="json")
+        (item for item in plain["groups"] if item["name"] == group),
+        manifest.selected_groups()[0].model_dump(mode="json"),
     )
     shown = {key: value for key, value in plain.items() if key not in _UNTOLD}
     shown |= {key: chosen[key] for key in ("data", "runs", "benchmarks")}
@@ -207,7 +215,9 @@ def plain_number(value: float) -> str:
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     text = repr(value)
-    return text if "e" not in text else f"{float(text.partition('e')[0]):g}e{int(text.partition('e')[2]):+03d}"
+    return (
+        text if "e" not in text else f"{float(text.partition('e')[0]):g}e{int(text.partition('e')[2]):+03d}"
+    )
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -12,35 +12,33 @@ from dataclasses import dataclass
 from caramba.paper.scan import HOLE, Numeral
 
 # Number formats, norms, ranks and devices, whose digits count nothing in the paper.
-KNOWN_NAMES = frozenset(
-    "fp4 fp8 fp16 fp32 fp64 bf16 tf32 int4 int8 nf4 q4_0 q8_0 float8 float16 float32 float64 bfloat16 l1 l2 top-1 top-5 "
-    "f1 1d 2d 3d 1-d 2-d 3-d 4-bit 8-bit 16-bit 32-bit 64-bit a100 h100 h200 b200 utf-8 gpt-2 gpt-3 gpt-4 t5".split()
-)
-_WORDS = re.compile(rf"[^\s()\[\]{{}};\"'/—–{HOLE}]+")
+_FORMATS = "fp4 fp8 fp16 fp32 fp64 bf16 tf32 int4 int8 nf4 q4_0 q8_0 float8 float16 float32 float64 bfloat16"
+_TERMS = "l1 l2 top-1 top-5 f1 1d 2d 3d 1-d 2-d 3-d 4-bit 8-bit 16-bit 32-bit 64-bit utf-8"
+_MAKES = "a100 h100 h200 b200 gpt-2 gpt-3 gpt-4 t5"
+KNOWN_NAMES = frozenset(f"{_FORMATS} {_TERMS} {_MAKES}".split())
+_WORDS = re.compile(rf"[^\s()\[\]{{}};\"'/\u2013\u2014{HOLE}]+")
 _TRIMMED = ".,:?!*"
 _NAME = re.compile(r"[a-z][\w.+-]*")
 _YEAR = re.compile(r"(?:19|20)[0-9]{2}")
 _LINKS = re.compile(r"[-_/:\s]+")
 
-_COUNTS = (
-    "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion dozen"
-).split()
-_MEASURES = (
-    "times fold percent per-cent percentage points nats bits bytes kilobytes megabytes gigabytes tokens steps epochs "
-    "hours minutes seconds milliseconds parameters layers heads orders"
-).split()
+_COUNT = (
+    "(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|"
+    "eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million|billion|dozen)"
+)
+_MEASURE = (
+    "(?:times|fold|percent|per-cent|percentage|points|nats|bits|bytes|kilobytes|megabytes|gigabytes|tokens|steps|epochs|"
+    "hours|minutes|seconds|milliseconds|parameters|layers|heads|orders)"
+)
 # "twice as fast", "half the cache", "a threefold speed-up", "fifty percent": claims, as digits are.
 _CLAIMS = re.compile(
-    r"\b(?:(?:%(count)s)(?:[- ](?:and[- ])?(?:a[- ])?(?:%(count)s|half|point))*[- ](?:%(measure)s)\b"
-    r"|(?:%(count)s)-?fold\b|twofold\b|twice\b|thrice\b"
+    rf"\b(?:{_COUNT}(?:[- ](?:and[- ])?(?:a[- ])?(?:{_COUNT}|half|point))*[- ]{_MEASURE}\b"
+    rf"|{_COUNT}-?fold\b|twofold\b|twice\b|thrice\b"
     r"|(?:doubl|tripl|quadrupl|halv)(?:e|es|ed|ing)\b"
     r"|(?:a|one|two|three)[- ](?:third|quarter|fifth|tenth)s?\b"
-    r"|half(?![- ]?(?:precision|open|life|width|plane|space))\b)" % {
-        "count": "|".join(_COUNTS), "measure": "|".join(_MEASURES)
-    },
+    r"|half(?![- ]?(?:precision|open|life|width|plane|space))\b)",
     re.IGNORECASE,
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

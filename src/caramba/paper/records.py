@@ -47,7 +47,9 @@ class Record:
             "title": f"{{{escape(self.title)}}}",
             "author": " and ".join(f"{{{escape(name)}}}" for name in self.authors),
             "year": self.year,
-            "howpublished": escape(self.venue or ("arXiv:" + self.id[6:] if self.id.startswith("arxiv:") else "")),
+            "howpublished": escape(
+                self.venue or ("arXiv:" + self.id[6:] if self.id.startswith("arxiv:") else "")
+            ),
             "note": rf"DOI {escape(self.doi)}" if self.doi else "",
         }
         lines = [f"  {name} = {{{value}}}" for name, value in fields.items() if value]
@@ -97,7 +99,9 @@ def read_bibliography(path: Path) -> dict[str, Record]:
         found[f"bib:{key}"] = Record(
             id=f"bib:{key}",
             title=clean(fields.get("title", ""), MOST_TITLE),
-            authors=tuple(clean(name, 200) for name in fields.get("author", "").split(" and ") if name.strip()),
+            authors=tuple(
+                clean(name, 200) for name in fields.get("author", "").split(" and ") if name.strip()
+            ),
             year=year[0] if year else "",
             abstract=clean(fields.get("abstract", ""), MOST_ABSTRACT),
             entry=entry + "\n",

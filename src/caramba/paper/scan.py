@@ -213,7 +213,9 @@ class _Reader:
         environment = self._verbatim(name, line)
         if name == "end":
             if until != f"end:{environment}":
-                raise NotAllowed(rf"\end{{{environment}}} where {_shown(until or 'no end')} was expected", line)
+                raise NotAllowed(
+                    rf"\end{{{environment}}} where {_shown(until or 'no end')} was expected", line
+                )
             return True
         self.found.environments.append((environment, line))
         end = f"end:{environment}"
@@ -224,7 +226,9 @@ class _Reader:
             if PROSE_ENVIRONMENTS[environment]:
                 columns = self._verbatim(environment, line) if self._next() == "{" else ""
                 if not columns or set(columns) - set("lcr|"):
-                    raise NotAllowed(f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line)
+                    raise NotAllowed(
+                        f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line
+                    )
             self.prose(end)
         else:
             known = (*PROSE_ENVIRONMENTS, *sorted(MATH_ENVIRONMENTS))

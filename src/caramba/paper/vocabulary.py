@@ -9,7 +9,7 @@ from __future__ import annotations
 
 PROSE_COMMANDS: dict[str, str] = {
     **dict.fromkeys(("emph", "textbf", "textit", "texttt", "textsc", "textrm", "textsf", "underline"), "p"),
-    **dict.fromkeys(("footnote", "paragraph", "subsection", "subsubsection", "caption", "enquote"), "p"),
+    **dict.fromkeys(("footnote", "paragraph", "subsection", "subsubsection", "caption"), "p"),
     **dict.fromkeys(("textsuperscript", "textsubscript", "mbox"), "p"),
     "item": "?p",
     **dict.fromkeys(("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear"), "?p?pc"),
@@ -27,7 +27,9 @@ PROSE_COMMANDS: dict[str, str] = {
     **dict.fromkeys(("ss", "o", "O", "l", "L", "ae", "AE", "oe", "OE", "aa", "AA", "i", "j"), ""),
     **dict.fromkeys(("ldots", "dots", "textbackslash", "textasciitilde", "textasciicircum", "textbar"), ""),
     **dict.fromkeys(("textless", "textgreater", "textendash", "textemdash", "textmu", "LaTeX", "TeX"), ""),
-    **dict.fromkeys(("quad", "qquad", "par", "noindent", "centering", "small", "footnotesize", "newline"), ""),
+    **dict.fromkeys(
+        ("quad", "qquad", "par", "noindent", "centering", "small", "footnotesize", "newline"), ""
+    ),
     **dict.fromkeys(("toprule", "midrule", "bottomrule", "S", "P"), ""),
 }
 
@@ -47,7 +49,9 @@ _SIGNS = (
 MATH_COMMANDS: dict[str, str] = {
     **dict.fromkeys((*_GREEK.split(), *_SIGNS.split()), ""),
     **dict.fromkeys(("{", "}", "|", ",", ";", ":", "!", " ", "\\", "%", "_", "#", "&"), ""),
-    **dict.fromkeys(("mathbf", "mathrm", "mathit", "mathcal", "mathbb", "mathsf", "mathtt", "boldsymbol"), "m"),
+    **dict.fromkeys(
+        ("mathbf", "mathrm", "mathit", "mathcal", "mathbb", "mathsf", "mathtt", "boldsymbol"), "m"
+    ),
     **dict.fromkeys(("hat", "bar", "tilde", "vec", "dot", "ddot", "widehat", "widetilde", "overline"), "m"),
     **dict.fromkeys(("operatorname", "operatorname*", "underbrace", "overbrace"), "m"),
     **dict.fromkeys(("frac", "tfrac", "dfrac", "binom"), "mm"),
@@ -58,7 +62,9 @@ MATH_COMMANDS: dict[str, str] = {
 }
 
 PROSE_ENVIRONMENTS: dict[str, str] = {
-    **dict.fromkeys(("itemize", "enumerate", "description", "quote", "quotation", "center", "table", "figure"), ""),
+    **dict.fromkeys(
+        ("itemize", "enumerate", "description", "quote", "quotation", "center", "table", "figure"), ""
+    ),
     "tabular": "k",
 }
 MATH_ENVIRONMENTS = frozenset({"equation", "equation*", "align", "align*", "gather", "gather*"})
