@@ -22,10 +22,11 @@ _NAME = re.compile(r"[a-z][\w.+-]*")
 _YEAR = re.compile(r"(?:19|20)[0-9]{2}")
 _LINKS = re.compile(r"[-_/:\s]+")
 
-_COUNT = (
-    "(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen|"
-    "eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|hundred|thousand|million|billion|dozen)"
+_LARGE = (
+    "(?:thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|"
+    "ninety|hundred|thousand|million|billion|dozen)"
 )
+_COUNT = f"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|{_LARGE})"
 _MEASURE = (
     "(?:times|fold|percent|per-cent|percentage|points|nats|bits|bytes|kilobytes|megabytes|gigabytes|tokens|steps|epochs|"
     "hours|minutes|seconds|milliseconds|parameters|layers|heads|orders)"
@@ -33,6 +34,7 @@ _MEASURE = (
 # "twice as fast", "half the cache", "a threefold speed-up", "fifty percent": claims, as digits are.
 _CLAIMS = re.compile(
     rf"\b(?:{_COUNT}(?:[- ](?:and[- ])?(?:a[- ])?(?:{_COUNT}|half|point))*[- ]{_MEASURE}\b"
+    rf"|(?:{_COUNT}[- ])*{_LARGE}(?:[- ](?:and[- ])?{_COUNT})*\b|{_COUNT}[- ]point[- ]{_COUNT}\b"
     rf"|{_COUNT}-?fold\b|twofold\b|twice\b|thrice\b"
     r"|(?:doubl|tripl|quadrupl|halv)(?:e|es|ed|ing)\b"
     r"|(?:a|one|two|three)[- ](?:third|quarter|fifth|tenth)s?\b"

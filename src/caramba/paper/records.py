@@ -44,13 +44,13 @@ class Record:
         if self.entry:
             return self.entry
         fields = {
-            "title": f"{{{escape(self.title)}}}",
-            "author": " and ".join(f"{{{escape(name)}}}" for name in self.authors),
+            "title": f"{{{_plain(self.title)}}}",
+            "author": " and ".join(_person(name) for name in self.authors),
             "year": self.year,
-            "howpublished": escape(
+            "howpublished": _plain(
                 self.venue or ("arXiv:" + self.id[6:] if self.id.startswith("arxiv:") else "")
             ),
-            "note": rf"DOI {escape(self.doi)}" if self.doi else "",
+            "note": f"DOI {_plain(self.doi)}" if self.doi else "",
         }
         lines = [f"  {name} = {{{value}}}" for name, value in fields.items() if value]
         return f"% {self.id}\n@misc{{{key},\n" + ",\n".join(lines) + "\n}\n"
@@ -142,6 +142,17 @@ def _closing(text: str, at: int) -> int | None:
         if depth == 0:
             return index + 1
     return None
+
+
+def _plain(text: str) -> str:
+    """Return text as TeX, without braces: BibTeX counts them even behind a backslash."""
+    return escape(re.sub(r"[{}]", "", text))
+
+
+def _person(name: str) -> str:
+    """Return a name for BibTeX to take apart, or in braces where it would find a list or a comma in it."""
+    is_simple = re.fullmatch(r"[^\W\d_]+(?:[ .'-]+[^\W\d_]+)*\.?", name) and " and " not in name.lower()
+    return _plain(name) if is_simple else f"{{{_plain(name)}}}"
 
 
 def _ascii(text: str) -> str:

@@ -168,7 +168,7 @@ class _Reader:
         if name not in allowed:
             hint = nearest(name, allowed) if len(name) > 2 else None
             raise NotAllowed(
-                rf"\{name} is not a command that a section may use{'in mathematics' if in_math else ''}"
+                rf"\{name} is not a command that a section may use{' in mathematics' if in_math else ''}"
                 f"{hint or '; get_paper_template lists them'}",
                 line,
             )
@@ -224,7 +224,7 @@ class _Reader:
             self.math(end, is_inner=True)
         elif not in_math and environment in PROSE_ENVIRONMENTS:
             if PROSE_ENVIRONMENTS[environment]:
-                columns = self._verbatim(environment, line) if self._next() == "{" else ""
+                columns = self._verbatim("begin{tabular}", line) if self._next() == "{" else ""
                 if not columns or set(columns) - set("lcr|"):
                     raise NotAllowed(
                         f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line
