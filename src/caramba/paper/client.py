@@ -264,7 +264,7 @@ def _failure(error: Exception, config: PaperConfig) -> _Failure:
 
 
 def _retry_after(error: Exception) -> float | None:
-    headers = getattr(getattr(error, "response", None), "headers", None) or {}
+    headers = getattr(error, "litellm_response_headers", None) or {}  # `response` of these errors is made up
     try:
         return max(0.0, float(headers.get("retry-after", "")))
     except (TypeError, ValueError):
