@@ -19,7 +19,7 @@ from caramba.paper.document import STYLES
 TIMEOUT_S = 60.0
 PACKAGES = "texlive-latex-recommended (Debian, Ubuntu), or MacTeX or TeX Live elsewhere"
 # Seconds of CPU, blocks of 512 bytes of a file, KiB of memory.
-_LIMITED = 'ulimit -t 60 -f 200000; ulimit -v 4000000 2>/dev/null; exec "$@"'
+_LIMITED = 'ulimit -t 60; ulimit -f 200000; ulimit -v 4000000 2>/dev/null; exec "$@"'
 _UNDEFINED = re.compile(r"LaTeX Warning: (?:Hyper r|R)eference `([^']*)' (?:on page \d+ )?undefined")
 _UNCITED = re.compile(r"Package natbib Warning: Citation `([^']*)'")
 _TWICE = re.compile(r"LaTeX Warning: Label `([^']*)' multiply defined")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from caramba.config.paper import PaperConfig
 from caramba.errors import CarambaError
 from caramba.paper.check import Problem, check_section, report
-from caramba.paper.compile import compile_paper
+from caramba.paper.compile import Compiled, compile_paper
 from caramba.paper.document import build_paper
 from caramba.paper.draft import HUMAN, Section
 from caramba.paper.evidence import Evidence
@@ -34,6 +34,7 @@ class Gate:
 
     def __init__(self, config: PaperConfig, evidence: Evidence) -> None:
         self.config, self.evidence = config, evidence
+        self._last: tuple[Mapping[str, bytes], Compiled] | None = None  # what is adopted was compiled when written
 
     def problems(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> list[Problem]:
         """Return what the checks find in the sections, without compiling them."""
@@ -74,7 +75,8 @@ class Gate:
             **figures,
             **{f"tables/{name}.tex": self.evidence.tables[name].encode() for name in tables_used(scanned)},
         }
-        compiled = compile_paper(files)
+        compiled = self._last[1] if self._last is not None and self._last[0] == files else compile_paper(files)
+        self._last = files, compiled
         if compiled.pdf is None:
             return Passed(refusal=f"refused, the paper does not compile:\n{compiled.error}")
         return Passed({**files, PDF: compiled.pdf}, None, compiled.undefined)
