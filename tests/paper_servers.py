@@ -80,7 +80,9 @@ class ChatServer:
 
     def results(self) -> list[dict[str, Any]]:
         """What the tools answered, as the last request tells it."""
-        return [json.loads(item["content"]) for item in self.requests[-1]["messages"] if item["role"] == "tool"]
+        return [
+            json.loads(item["content"]) for item in self.requests[-1]["messages"] if item["role"] == "tool"
+        ]
 
 
 @contextmanager
@@ -154,7 +156,11 @@ class _Quiet(BaseHTTPRequestHandler):
         time.sleep(answer.delay_s)
         try:
             self.send_response(answer.status)
-            headers = {"Content-Type": "application/json", "Content-Length": str(len(answer.body)), **answer.headers}
+            headers = {
+                "Content-Type": "application/json",
+                "Content-Length": str(len(answer.body)),
+                **answer.headers,
+            }
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()

@@ -55,7 +55,9 @@ def paper(argv: list[str]) -> int:
     known = [group.name for group in manifest.selected_groups()]
     group = words.group
     if group is not None and group not in known:
-        raise ConfigError(f"--group {group}: no group of this run{nearest(group, known) or ';'} groups: {', '.join(known)}")
+        raise ConfigError(
+            f"--group {group}: no group of this run{nearest(group, known) or ';'} groups: {', '.join(known)}"
+        )
     if len(known) > 1 and group is None:
         raise ConfigError(f"{run}: a paper is on one of its groups; --group NAME, of {', '.join(known)}")
     plain = _section(words.config) if words.config else _plain(manifest.paper or PaperConfig())
@@ -88,11 +90,15 @@ def _section(path: str) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(
+            f"--config {path}: cannot be read as YAML: {' '.join(str(error).split())}"
+        ) from None
     if isinstance(loaded, dict) and isinstance(loaded.get("paper"), dict):
         loaded = loaded["paper"]
     if not isinstance(loaded, dict):
-        raise ConfigError(f"--config {path}: expected the keys of a paper section, got {type(loaded).__name__}")
+        raise ConfigError(
+            f"--config {path}: expected the keys of a paper section, got {type(loaded).__name__}"
+        )
     return {str(key): value for key, value in loaded.items()}
 
 

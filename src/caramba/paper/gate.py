@@ -34,7 +34,9 @@ class Gate:
 
     def __init__(self, config: PaperConfig, evidence: Evidence) -> None:
         self.config, self.evidence = config, evidence
-        self._last: tuple[Mapping[str, bytes], Compiled] | None = None  # what is adopted was compiled when written
+        self._last: tuple[Mapping[str, bytes], Compiled] | None = (
+            None  # what is adopted was compiled when written
+        )
 
     def problems(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> list[Problem]:
         """Return what the checks find in the sections, without compiling them."""
@@ -75,7 +77,9 @@ class Gate:
             **figures,
             **{f"tables/{name}.tex": self.evidence.tables[name].encode() for name in tables_used(scanned)},
         }
-        compiled = self._last[1] if self._last is not None and self._last[0] == files else compile_paper(files)
+        compiled = (
+            self._last[1] if self._last is not None and self._last[0] == files else compile_paper(files)
+        )
         self._last = files, compiled
         if compiled.pdf is None:
             return Passed(refusal=f"refused, the paper does not compile:\n{compiled.error}")

@@ -56,6 +56,8 @@ def test_what_is_not_built_is_refused_by_name() -> None:
             refuse_unbuilt(freeze(words).manifest)
 
 
-@pytest.mark.parametrize(("keys", "kept"), [({}, None), ({"max_versions": 3}, 3), ({"auto_version": False}, 1)])
+@pytest.mark.parametrize(
+    ("keys", "kept"), [({}, None), ({"max_versions": 3}, 3), ({"auto_version": False}, 1)]
+)
 def test_how_many_versions_are_kept(keys: dict, kept: int | None) -> None:
     assert PaperConfig.model_validate(keys).versions_kept == kept

@@ -12,7 +12,11 @@ from caramba.paper.records import Record
 from caramba.paper.scan import NotAllowed, scan
 
 WORK = Record(
-    "arxiv:1", "Llama 3.2 and GPT-4 with 5.3x less", ("A. Author",), "2017", abstract="It reaches 28.4 BLEU, in 1,000 steps."
+    "arxiv:1",
+    "Llama 3.2 and GPT-4 with 5.3x less",
+    ("A. Author",),
+    "2017",
+    abstract="It reaches 28.4 BLEU, in 1,000 steps.",
 )
 CITED = {"author2017llama": WORK}
 
@@ -145,7 +149,10 @@ NAMES = [
     (r"\resultvalue{nothing}", "'nothing' is no key of report.json"),
     (r"\setting{sed}", "'sed' is no setting; did you mean 'seed'?"),
     (r"\derived{product}{a}{b}", "'product' is no operation; they are ratio, difference, percent_change"),
-    (r"\derived{ratio}{perplexity.student.nll}{memory.student.model_bytes@seq=256,kind=fp16}", "is in nats/token and"),
+    (
+        r"\derived{ratio}{perplexity.student.nll}{memory.student.model_bytes@seq=256,kind=fp16}",
+        "is in nats/token and",
+    ),
     (r"\cite{vaswani}", "'vaswani' is no citation"),
     (r"\citep{author2017llama, smith2020}", "'smith2020' is no citation"),
     (r"\citednumber{author2017llama}{28}", "'28' does not stand in the abstract"),
@@ -165,7 +172,11 @@ def test_names_that_lead_nowhere_are_refused(body: str, message: str, evidence: 
 
 
 def test_problems_say_where(evidence: Evidence) -> None:
-    assert problems("Fine.\n\nIt is 12 % 13\nand 14.", evidence).splitlines()[0].startswith("results, line 3: '12'")
+    assert (
+        problems("Fine.\n\nIt is 12 % 13\nand 14.", evidence)
+        .splitlines()[0]
+        .startswith("results, line 3: '12'")
+    )
     assert "results, line 4: '14'" in problems("Fine.\n\nIt is 12 % 13\nand 14.", evidence)
 
 

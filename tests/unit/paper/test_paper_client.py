@@ -20,7 +20,9 @@ from tests.paper_servers import Answer, calls, chat_server, fails, says
 pytest.importorskip("litellm", reason="the extra `paper` is not installed")
 
 MESSAGES = [{"role": "user", "content": "write"}]
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "x", "parameters": {"type": "object"}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": "x", "parameters": {"type": "object"}}}
+]
 Make = Callable[..., PaperConfig]
 
 
@@ -28,19 +30,25 @@ def ledger(limits: BudgetConfig | None = None, price: Price | None = None) -> Le
     return Ledger(limits or BudgetConfig(), Spent(), price)
 
 
-def asked(config: PaperConfig, book: Ledger | None = None) -> tuple[Any, list[tuple[str, dict[str, Any]]], list[float]]:
+def asked(
+    config: PaperConfig, book: Ledger | None = None
+) -> tuple[Any, list[tuple[str, dict[str, Any]]], list[float]]:
     """Ask once and return the reply, what was recorded, and the pauses."""
     waits: list[float] = []
     noted: list[tuple[str, dict[str, Any]]] = []
     model = LanguageModel(config, sleep=waits.append)
-    reply = model.ask(MESSAGES, TOOLS, book or ledger(), lambda event, **fields: noted.append((event, fields)))
+    reply = model.ask(
+        MESSAGES, TOOLS, book or ledger(), lambda event, **fields: noted.append((event, fields))
+    )
     return reply, noted, waits
 
 
 def test_a_request_is_sent_as_configured(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_KEY", "sk-mine ")
     with chat_server(calls(("look", {"at": 1}))) as server:
-        plain = config(server.url, temperature=0.5, api={"key_env": "MY_KEY"}, budget={"max_reply_tokens": 99})
+        plain = config(
+            server.url, temperature=0.5, api={"key_env": "MY_KEY"}, budget={"max_reply_tokens": 99}
+        )
         reply, _, _ = asked(plain)
         (request,) = server.requests
     assert server.keys == ["Bearer sk-mine"]
@@ -56,12 +64,16 @@ def test_a_request_is_sent_as_configured(config: Make, monkeypatch: pytest.Monke
     assert "temperature" not in server.requests[0]
 
 
-def test_a_key_of_another_provider_is_not_sent_to_a_server(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_another_provider_is_not_sent_to_a_server(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     with chat_server(says("hello")) as server:
         asked(config(server.url))
     assert server.keys == ["Bearer none"]
-    with pytest.raises(ConfigError, match=r"paper\.api\.base_url=http://llm\.example/v1: which key .* set api\.key_env"):
+    with pytest.raises(
+        ConfigError, match=r"paper\.api\.base_url=http://llm\.example/v1: which key .* set api\.key_env"
+    ):
         LanguageModel(config("http://llm.example/v1"))
 
 
@@ -81,15 +93,27 @@ def test_what_may_pass_is_tried_again(failure: Answer, config: Make) -> None:
         reply, noted, waits = asked(config(server.url))
     assert reply.text == "at last"
     assert len(server.requests) == 3  # and no attempt of litellm's own
-    assert [event for event, _ in noted] == ["attempt", "attempt_failed", "attempt", "attempt_failed", "attempt"]
+    assert [event for event, _ in noted] == [
+        "attempt",
+        "attempt_failed",
+        "attempt",
+        "attempt_failed",
+        "attempt",
+    ]
     assert len(waits) == 2
     assert all(wait >= (7 if failure.status == 429 else 0.5) for wait in waits)
 
 
-@pytest.mark.parametrize("failure", [*PASSING, Answer(b"{}", delay_s=1.0)], ids=lambda answer: f"{answer.status}-{answer.body[:8]}-{answer.delay_s}")
+@pytest.mark.parametrize(
+    "failure",
+    [*PASSING, Answer(b"{}", delay_s=1.0)],
+    ids=lambda answer: f"{answer.status}-{answer.body[:8]}-{answer.delay_s}",
+)
 def test_attempts_are_bounded(failure: Answer, config: Make) -> None:
     with chat_server(*[failure] * 5) as server:
-        plain = config(server.url, api={"retries": 1, "max_wait_s": 0.1, "timeout_s": 0.4 if failure.delay_s else 20.0})
+        plain = config(
+            server.url, api={"retries": 1, "max_wait_s": 0.1, "timeout_s": 0.4 if failure.delay_s else 20.0}
+        )
         with pytest.raises(AgentError, match=r"scripted at http://127.*attempt 2 of 2.*--update"):
             asked(plain)
     assert len(server.requests) == 2
@@ -156,7 +180,9 @@ def test_prices(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     assert LanguageModel(config()).price() is None
     given = config(budget={"usd_per_million_prompt": 1.0, "usd_per_million_reply": 4.0, "max_cost_usd": 0.5})
     assert LanguageModel(given).price() == Price(1e-6, 4e-6)
-    with pytest.raises(ConfigError, match=r"paper\.budget\.max_cost_usd=0\.5: what scripted costs is not known"):
+    with pytest.raises(
+        ConfigError, match=r"paper\.budget\.max_cost_usd=0\.5: what scripted costs is not known"
+    ):
         LanguageModel(config(budget={"max_cost_usd": 0.5})).price()
 
 
@@ -166,7 +192,9 @@ def test_models_and_keys_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> 
         LanguageModel(PaperConfig(model="gpt-4o"))
     with pytest.raises(ConfigError, match=r"paper\.model=nonsense: litellm knows no provider"):
         LanguageModel(PaperConfig(model="nonsense"))
-    with pytest.raises(ConfigError, match=r"paper\.api\.key_env=NO_SUCH: no such variable is set; export NO_SUCH"):
+    with pytest.raises(
+        ConfigError, match=r"paper\.api\.key_env=NO_SUCH: no such variable is set; export NO_SUCH"
+    ):
         LanguageModel(PaperConfig.model_validate({"api": {"key_env": "NO_SUCH"}}))
 
 
@@ -194,7 +222,7 @@ print("secret" if "FROM_DOTENV" in os.environ else "quiet", sys.modules["litellm
 
 def test_loading_litellm_connects_to_nothing_and_reads_no_dotenv(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("FROM_DOTENV=1\n")
-    done = subprocess.run([sys.executable, "-c", OFFLINE], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.stdout.split() == ["quiet", "False"], done.stderr
-
-

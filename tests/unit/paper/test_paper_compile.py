@@ -42,7 +42,9 @@ def test_errors_are_those_of_latex() -> None:
 @needs_latex
 def test_names_that_lead_nowhere_are_found_in_the_log() -> None:
     label = "sec:" + "a-long-name-" * 8  # TeX breaks its log at 79 characters
-    found = compile_paper(paper(rf"See \ref{{{label}}} and \cite{{nobody}}. \label{{x}} \label{{x}}", r"\usepackage{natbib}"))
+    found = compile_paper(
+        paper(rf"See \ref{{{label}}} and \cite{{nobody}}. \label{{x}} \label{{x}}", r"\usepackage{natbib}")
+    )
     assert found.pdf is not None
     assert found.undefined == (f"reference {label}", "citation nobody", "label x (defined twice)")
 
@@ -63,7 +65,9 @@ def test_latex_reads_no_file_outside_its_folder(body: str) -> None:
 
 
 @needs_latex
-def test_latex_writes_no_file_outside_and_runs_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latex_writes_no_file_outside_and_runs_no_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("openout_any", "a")
     monkeypatch.setenv("shell_escape", "t")
     target = tmp_path / "written"
@@ -86,7 +90,9 @@ def test_latex_sees_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     """A program in pdflatex's place writes down what it is given."""
     fake = tmp_path / "bin" / "pdflatex"
     fake.parent.mkdir()
-    fake.write_text(f"#!/bin/sh\nenv > {tmp_path}/seen\nulimit -t >> {tmp_path}/seen\nulimit -f >> {tmp_path}/seen\nexit 3\n")
+    fake.write_text(
+        f"#!/bin/sh\nenv > {tmp_path}/seen\nulimit -t >> {tmp_path}/seen\nulimit -f >> {tmp_path}/seen\nexit 3\n"
+    )
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
@@ -97,9 +103,13 @@ def test_latex_sees_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert seen.splitlines()[-2:] == ["60", "200000"]
 
 
-def test_a_machine_without_latex_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_latex_is_told_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=r"paper: pdflatex, bibtex, kpsewhich not found.*texlive-latex-recommended"):
+    with pytest.raises(
+        ConfigError, match=r"paper: pdflatex, bibtex, kpsewhich not found.*texlive-latex-recommended"
+    ):
         need_latex("paper")
     for name in ("pdflatex", "bibtex", "kpsewhich"):
         (tmp_path / name).write_text("#!/bin/sh\necho /x/natbib.sty\n")

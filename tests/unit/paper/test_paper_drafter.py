@@ -33,7 +33,9 @@ def section(name: str, body: str) -> dict[str, str]:
 
 
 def whole(results: str = RESULTS) -> Answer:
-    return calls(("write_tex_file", {"sections": [section("abstract", ABSTRACT), section("results", results)]}))
+    return calls(
+        ("write_tex_file", {"sections": [section("abstract", ABSTRACT), section("results", results)]})
+    )
 
 
 @pytest.fixture(name="own")
@@ -50,7 +52,9 @@ def transcript(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "paper/transcript.jsonl").read_text().splitlines()]
 
 
-def test_every_tool_leads_to_an_adopted_version(config: Make, own: Path, literature: LiteratureServer, tmp_path: Path) -> None:
+def test_every_tool_leads_to_an_adopted_version(
+    config: Make, own: Path, literature: LiteratureServer, tmp_path: Path
+) -> None:
     (tmp_path / "mine.bib").write_text("@misc{own2020, title={Own work}, author={A. Person}, year={2020}}\n")
     body = (
         RESULTS
@@ -79,7 +83,12 @@ def test_every_tool_leads_to_an_adopted_version(config: Make, own: Path, literat
         says("The paper is complete."),
     ) as server:
         found = drafted(
-            config(server.url, title="Caches & bytes", authors=["A. Person"], citations={"bibliography": str(tmp_path / "mine.bib")}),
+            config(
+                server.url,
+                title="Caches & bytes",
+                authors=["A. Person"],
+                citations={"bibliography": str(tmp_path / "mine.bib")},
+            ),
             own,
         )
         results = server.results()
@@ -104,7 +113,9 @@ def test_every_tool_leads_to_an_adopted_version(config: Make, own: Path, literat
     assert r"{perplexity.student.perplexity}{10.40\,$\pm$\,0.2184}" in numbers
     assert r"{1.042\textsuperscript{\emph{proxy}}}" in numbers  # what compares with a proxy carries it too
     references = (paper / "references.bib").read_text()
-    assert [key in references for key in ("vaswani2017attention", "ainslie2023grouped", "own2020")] == [True] * 3
+    assert [key in references for key in ("vaswani2017attention", "ainslie2023grouped", "own2020")] == [
+        True
+    ] * 3
     assert (paper / "figures/summary.png").read_bytes() == (own / "artifacts/summary.png").read_bytes()
     record = json.loads((paper / "versions/001/version.json").read_text())
     assert record["citations"]["own2020"] == "bib:own2020"
@@ -126,12 +137,21 @@ def test_without_a_proxy_nothing_is_marked(config: Make, tmp_path: Path) -> None
 
 BASE = {"base_hash": Section(RESULTS).hash}
 REFUSED = [
-    (("update_section", {**section("results", "It reaches 52.05."), **BASE}), "'52.05' is a number that no artifact vouches for"),
-    (("update_section", {**section("results", r"As in \cite{smith2020magic}."), **BASE}), "'smith2020magic' is no citation"),
+    (
+        ("update_section", {**section("results", "It reaches 52.05."), **BASE}),
+        "'52.05' is a number that no artifact vouches for",
+    ),
+    (
+        ("update_section", {**section("results", r"As in \cite{smith2020magic}."), **BASE}),
+        "'smith2020magic' is no citation",
+    ),
     (("add_citation", {"source_id": "arxiv:2401.99999"}), "is no record that a search returned"),
     (("add_citation", {"source_id": "a2020", "bibtex": "@misc{a2020}"}), "bibtex: unknown key"),
     (("update_section", {**section("results", r"\input{/etc/passwd}"), **BASE}), r"\input is not a command"),
-    (("update_section", {**section("results", r"\begin{tabular}{l} a & b \\ \end{tabular}"), **BASE}), "does not compile"),
+    (
+        ("update_section", {**section("results", r"\begin{tabular}{l} a & b \\ \end{tabular}"), **BASE}),
+        "does not compile",
+    ),
     (("update_section", {**section("results", "\u6ce8\u610f"), **BASE}), "does not compile"),
     (("update_section", section("discussion", "x")), "not among the sections abstract, results"),
     (("update_section", section("conclusions", "x")), "conclusion"),
@@ -168,7 +188,9 @@ def test_a_paper_that_is_not_finished_is_not_adopted(config: Make, own: Path) ->
         says("Done."),
         calls(("update_section", section("results", dangling))),
         says("Done."),
-        lambda request: calls(("update_section", {**section("results", RESULTS), "base_hash": told(request)})),
+        lambda request: calls(
+            ("update_section", {**section("results", RESULTS), "base_hash": told(request)})
+        ),
         says("Done."),
     ) as server:
         assert drafted(config(server.url), own).version == 1
@@ -192,12 +214,19 @@ def told(request: dict[str, Any]) -> str:
         ({"max_iterations": 2}, "max_iterations=2 requests and is not finished"),
         ({"max_tokens": 12000, "max_reply_tokens": 100}, "max_tokens=12,000 are spent"),
         (
-            {"max_cost_usd": 0.011, "usd_per_million_prompt": 1.0, "usd_per_million_reply": 1.0, "max_reply_tokens": 100},
+            {
+                "max_cost_usd": 0.011,
+                "usd_per_million_prompt": 1.0,
+                "usd_per_million_reply": 1.0,
+                "max_reply_tokens": 100,
+            },
             "max_cost_usd=0.011 are spent",
         ),
     ],
 )
-def test_a_spent_budget_keeps_the_draft(budget: dict[str, Any], message: str, config: Make, own: Path) -> None:
+def test_a_spent_budget_keeps_the_draft(
+    budget: dict[str, Any], message: str, config: Make, own: Path
+) -> None:
     look = calls(("get_experiment_results", {}))
     with chat_server(calls(("update_section", section("abstract", ABSTRACT))), *[look] * 40) as server:
         with pytest.raises(BudgetExceeded, match=message):
@@ -214,15 +243,25 @@ def test_a_spent_budget_keeps_the_draft(budget: dict[str, Any], message: str, co
     assert ABSTRACT in (own / "paper/paper.tex").read_text()
 
 
-@pytest.mark.parametrize("failure", [fails(401), fails(400), fails(500), Answer(b"<html>")], ids=lambda item: str(item.status))
+@pytest.mark.parametrize(
+    "failure", [fails(401), fails(400), fails(500), Answer(b"<html>")], ids=lambda item: str(item.status)
+)
 def test_a_model_that_fails_changes_no_version(failure: Answer, config: Make, own: Path) -> None:
     with chat_server(whole(), says("done")) as server:
         drafted(config(server.url), own)
-    before = {file: file.read_bytes() for file in (own / "paper").rglob("*") if file.suffix in (".tex", ".pdf", ".bib")}
+    before = {
+        file: file.read_bytes()
+        for file in (own / "paper").rglob("*")
+        if file.suffix in (".tex", ".pdf", ".bib")
+    }
     with chat_server(calls(("get_paper_template", {})), *[failure] * 9) as server:
         with pytest.raises((AgentError, ConfigError)):
             drafted(config(server.url, api={"max_wait_s": 0.01}), own, update=True)
-    after = {file: file.read_bytes() for file in (own / "paper").rglob("*") if file.suffix in (".tex", ".pdf", ".bib")}
+    after = {
+        file: file.read_bytes()
+        for file in (own / "paper").rglob("*")
+        if file.suffix in (".tex", ".pdf", ".bib")
+    }
     assert after == before
     with chat_server(says("Nothing to change.")) as server:
         assert drafted(config(server.url), own, update=True).version == 1
@@ -232,13 +271,17 @@ def test_a_model_that_fails_changes_no_version(failure: Answer, config: Make, ow
 def test_an_update_goes_on_from_the_last_version(config: Make, own: Path) -> None:
     with chat_server(whole(), says("done")) as server:
         drafted(config(server.url), own)
-        with pytest.raises(ConfigError, match=r"holds version 1 of a paper; --update goes on from it, --output-dir"):
+        with pytest.raises(
+            ConfigError, match=r"holds version 1 of a paper; --update goes on from it, --output-dir"
+        ):
             drafted(config(server.url), own)
 
     def improve(request: dict[str, Any]) -> Answer:
         sections = json.loads(request["messages"][-1]["content"])["sections"]
         assert [item["section"] for item in sections] == ["abstract", "results"]
-        return calls(("update_section", {**section("abstract", "We do better."), "base_hash": sections[0]["hash"]}))
+        return calls(
+            ("update_section", {**section("abstract", "We do better."), "base_hash": sections[0]["hash"]})
+        )
 
     with chat_server(calls(("read_tex_file", {})), improve, says("done")) as server:
         found = drafted(config(server.url), own, update=True)
@@ -259,7 +302,10 @@ def test_what_a_person_edited_is_kept(config: Make, own: Path) -> None:
         calls(("update_section", {**section("results", RESULTS + " It is small."), "base_hash": "?"})),
         calls(("read_tex_file", {})),
         lambda request: calls(
-            ("update_section", {**section("results", RESULTS + " It is small."), "base_hash": hash_of(request, "results")})
+            (
+                "update_section",
+                {**section("results", RESULTS + " It is small."), "base_hash": hash_of(request, "results")},
+            )
         ),
         says("done"),
     ) as server:
@@ -273,7 +319,10 @@ def test_what_a_person_edited_is_kept(config: Make, own: Path) -> None:
     assert "My own words, with 42 numbers and" in text
     assert "It is small." in text
     record = json.loads((own / "paper/versions/002/version.json").read_text())
-    assert {name: item["by"] for name, item in record["sections"].items()} == {"abstract": "human", "results": "agent"}
+    assert {name: item["by"] for name, item in record["sections"].items()} == {
+        "abstract": "human",
+        "results": "agent",
+    }
 
 
 def hash_of(request: dict[str, Any], name: str) -> str:
@@ -287,7 +336,10 @@ def test_edits_that_cannot_be_kept_stop_before_anything_is_sent(config: Make, ow
     paper = own / "paper/paper.tex"
     original = paper.read_text()
     for changed, message in (
-        (original.replace(r"\maketitle", r"\maketitle \thispagestyle{empty}"), "text outside of the sections was changed"),
+        (
+            original.replace(r"\maketitle", r"\maketitle \thispagestyle{empty}"),
+            "text outside of the sections was changed",
+        ),
         (original.replace("% caramba:end abstract\n", ""), "the marks of section abstract are not whole"),
         ("nothing of it", "the marks of section any are not whole"),
     ):
@@ -303,7 +355,9 @@ def test_edits_that_cannot_be_kept_stop_before_anything_is_sent(config: Make, ow
 
 
 def test_other_artifacts_are_checked_anew(config: Make, own: Path) -> None:
-    with chat_server(whole(r"It has \result{latency.student.ttft_ms@prompt=64,gen=32,batch=1}."), says("done")) as server:
+    with chat_server(
+        whole(r"It has \result{latency.student.ttft_ms@prompt=64,gen=32,batch=1}."), says("done")
+    ) as server:
         drafted(config(server.url), own)
     report = json.loads((own / "artifacts/report.json").read_text())
     del report["metrics"]["latency.student.ttft_ms@prompt=64,gen=32,batch=1"]
@@ -390,7 +444,10 @@ def test_searches_that_fail_are_told_and_citations_off_have_none(
 def test_citations_are_no_more_than_allowed(config: Make, own: Path, literature: LiteratureServer) -> None:
     with chat_server(
         calls(("search_arxiv", {"query": "x"})),
-        calls(("add_citation", {"source_id": "arxiv:1706.03762"}), ("add_citation", {"source_id": "arxiv:2405.04434"})),
+        calls(
+            ("add_citation", {"source_id": "arxiv:1706.03762"}),
+            ("add_citation", {"source_id": "arxiv:2405.04434"}),
+        ),
         calls(("add_citation", {"source_id": "arxiv:1706.03762"})),
         whole(),
         says("done"),
@@ -413,7 +470,9 @@ def test_old_versions_go_as_configured(config: Make, own: Path) -> None:
 def test_runs_that_cannot_be_drafted_from(config: Make, own: Path, tmp_path: Path) -> None:
     with chat_server() as server:
         (own / "artifacts/report.json").rename(tmp_path / "report.json")
-        with pytest.raises(ConfigError, match=r"no artifacts/report\.json, which a run writes at its end; finish it with"):
+        with pytest.raises(
+            ConfigError, match=r"no artifacts/report\.json, which a run writes at its end; finish it with"
+        ):
             drafted(config(server.url), own)
         (own / "artifacts/report.json").write_text("{}")
         with pytest.raises(ConfigError, match=r"report\.json: not a report of this version"):

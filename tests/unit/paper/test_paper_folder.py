@@ -18,7 +18,11 @@ FACTS = {"report_sha256": "ab", "sections": {}}
 
 
 def files(text: str) -> dict[str, bytes]:
-    return {"results.tex": f"r{text}".encode(), "figures/a.png": b"png" + text.encode(), "paper.tex": text.encode()}
+    return {
+        "results.tex": f"r{text}".encode(),
+        "figures/a.png": b"png" + text.encode(),
+        "paper.tex": text.encode(),
+    }
 
 
 def opened(root: Path) -> PaperFolder:
@@ -26,7 +30,9 @@ def opened(root: Path) -> PaperFolder:
     return PaperFolder(root)
 
 
-@pytest.mark.parametrize("path", ["../x.tex", "/etc/passwd", "a/../../x", "link/x.tex", "versions/../../x", "a\0b"])
+@pytest.mark.parametrize(
+    "path", ["../x.tex", "/etc/passwd", "a/../../x", "link/x.tex", "versions/../../x", "a\0b"]
+)
 def test_no_path_leads_out(path: str, tmp_path: Path) -> None:
     paper = opened(tmp_path / "paper")
     (tmp_path / "outside").mkdir()
@@ -47,7 +53,9 @@ def test_a_link_in_place_of_a_folder_is_not_written_through(tmp_path: Path) -> N
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(ConfigError, match=r"holds files that are no paper's; name a new folder with --output-dir"):
+    with pytest.raises(
+        ConfigError, match=r"holds files that are no paper's; name a new folder with --output-dir"
+    ):
         PaperFolder(tmp_path)
     with pytest.raises(ConfigError, match="a file; name a folder"):
         PaperFolder(tmp_path / "thesis.tex")
@@ -140,7 +148,9 @@ def test_a_draft_is_read_back(tmp_path: Path) -> None:
     assert load_draft(tmp_path / "none.json") == Draft()
     for text in ("{", "[]", '{"schema": 9}', '{"schema": 1, "sections": {"a": {}}}'):
         (tmp_path / "draft.json").write_text(text)
-        with pytest.raises(ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to go on"):
+        with pytest.raises(
+            ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to go on"
+        ):
             load_draft(tmp_path / "draft.json")
 
 

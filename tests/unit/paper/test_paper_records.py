@@ -11,7 +11,9 @@ from caramba.paper.records import Record, clean, new_key, read_bibliography
 
 
 def test_titles_of_others_cannot_leave_their_field() -> None:
-    record = Record("s2:1", r"A }, note={x} \input{y} 50% & #1", ("Eve", "Smith, J. and others"), "2024", venue="V_1")
+    record = Record(
+        "s2:1", r"A }, note={x} \input{y} 50% & #1", ("Eve", "Smith, J. and others"), "2024", venue="V_1"
+    )
     entry = record.bibtex("eve2024a")
     assert entry.count("{") == entry.count("}")
     assert r"\textbackslash" in entry
@@ -35,7 +37,7 @@ def test_hidden_characters_are_taken_out() -> None:
 def test_a_users_bibliography_is_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.bib"
     file.write_text(
-        "@comment{ignored}\n@article{Smith:2020,\n title = {A {Nested} Title},\n author = \"Ann Smith and Bo Li\",\n"
+        '@comment{ignored}\n@article{Smith:2020,\n title = {A {Nested} Title},\n author = "Ann Smith and Bo Li",\n'
         " year = 2020,\n abstract={We reach 91.3 points.}}\n\n@misc{b, title={Second}}\n"
     )
     found = read_bibliography(file)

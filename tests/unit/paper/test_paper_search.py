@@ -34,7 +34,12 @@ def test_semantic_scholar_answers_become_records(
 ) -> None:
     (found,) = Literature(CitationsConfig()).search("semantic_scholar", "grouped", 3)
     assert found.id == "s2:" + "a" * 40
-    assert (found.title, found.year, found.venue, found.doi) == ("Grouped Queries", "2023", "EMNLP", "10.1/abc")
+    assert (found.title, found.year, found.venue, found.doi) == (
+        "Grouped Queries",
+        "2023",
+        "EMNLP",
+        "10.1/abc",
+    )
 
 
 BAD = [
@@ -69,7 +74,9 @@ def test_no_results_are_no_error(literature: LiteratureServer) -> None:
 
 
 def test_records_without_an_id_are_left_out(literature: LiteratureServer) -> None:
-    literature.scholar = Answer(b'{"data": [{"paperId": "../x", "title": "T"}, {"paperId": null, "title": "T"}]}')
+    literature.scholar = Answer(
+        b'{"data": [{"paperId": "../x", "title": "T"}, {"paperId": null, "title": "T"}]}'
+    )
     assert Literature(CitationsConfig()).search("semantic_scholar", "x", 5) == []
 
 
@@ -80,7 +87,9 @@ def test_a_source_that_is_down_is_not_asked_for_ever(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(search, "ARXIV_URL", f"http://127.0.0.1:{port}/arxiv")
     asked = Literature(CitationsConfig())
     for _ in range(search.MOST_FAILURES):
-        with pytest.raises(SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"):
+        with pytest.raises(
+            SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"
+        ):
             asked.search("arxiv", "x", 5)
     with pytest.raises(SearchFailed, match="failed 3 times in this draft and is not asked again"):
         asked.search("arxiv", "x", 5)
@@ -93,7 +102,9 @@ def test_a_source_that_is_off_is_not_asked(literature: LiteratureServer) -> None
     assert literature.queries == []
 
 
-def test_arxiv_is_asked_at_the_pace_it_wishes(literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arxiv_is_asked_at_the_pace_it_wishes(
+    literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     waits: list[float] = []
     asked = Literature(CitationsConfig(), sleep=waits.append)
     asked.search("arxiv", "x", 5)
