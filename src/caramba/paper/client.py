@@ -90,7 +90,7 @@ class LanguageModel:
             if budget.max_cost_usd is not None:
                 raise ConfigError(
                     f"paper.budget.max_cost_usd={budget.max_cost_usd:g}: what {self.config.model} costs is not known "
-                    "here; set budget.usd_per_million_prompt and budget.usd_per_million_reply, or limit max_tokens alone"
+                    "here; set budget.usd_per_million_prompt and usd_per_million_reply, or limit max_tokens alone"
                 )
             return None
         return Price(float(prompt), float(reply))

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from finished_run import write_run
+from tests.paper_servers import LiteratureServer, literature_server
 
 from caramba.config.paper import PaperConfig
 from caramba.paper import search
 from caramba.paper.evidence import Evidence, read_evidence
-from tests.paper_servers import LiteratureServer, literature_server
 
 
 @pytest.fixture(scope="session")

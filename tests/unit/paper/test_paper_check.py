@@ -192,8 +192,7 @@ def test_numbers_from_two_results_are_computed(evidence: Evidence) -> None:
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
         found = scan(text)
-    except NotAllowed as error:
-        assert error.text
+    except NotAllowed:
         return
     printed = "".join(letter for part in found.paragraphs for letter, _ in part)
     in_formulas = "".join(item.text for item in found.numerals)

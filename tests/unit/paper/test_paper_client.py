@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.paper_servers import Answer, calls, chat_server, fails, says
 
 from caramba.config.paper import BudgetConfig, PaperConfig
 from caramba.errors import AgentError, BudgetExceeded, ConfigError
 from caramba.paper.budget import Ledger, Price, Spent
 from caramba.paper.client import LanguageModel
-from tests.paper_servers import Answer, calls, chat_server, fails, says
 
 pytest.importorskip("litellm", reason="the extra `paper` is not installed")
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 from finished_run import PROXY, write_run
+from tests.paper_servers import Answer, LiteratureServer, calls, chat_server, fails, says
 
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, BudgetExceeded, ConfigError
 from caramba.paper import PaperDrafter
 from caramba.paper import drafter as module
 from caramba.paper.draft import Section
-from tests.paper_servers import Answer, LiteratureServer, calls, chat_server, fails, says
 
 pytest.importorskip("litellm", reason="the extra `paper` is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is not installed")
@@ -254,9 +254,11 @@ def test_a_model_that_fails_changes_no_version(failure: Answer, config: Make, ow
         for file in (own / "paper").rglob("*")
         if file.suffix in (".tex", ".pdf", ".bib")
     }
-    with chat_server(calls(("get_paper_template", {})), *[failure] * 9) as server:
-        with pytest.raises((AgentError, ConfigError)):
-            drafted(config(server.url, api={"max_wait_s": 0.01}), own, update=True)
+    with (
+        chat_server(calls(("get_paper_template", {})), *[failure] * 9) as server,
+        pytest.raises((AgentError, ConfigError)),
+    ):
+        drafted(config(server.url, api={"max_wait_s": 0.01}), own, update=True)
     after = {
         file: file.read_bytes()
         for file in (own / "paper").rglob("*")

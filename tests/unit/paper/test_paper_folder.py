@@ -37,7 +37,7 @@ def test_no_path_leads_out(path: str, tmp_path: Path) -> None:
     paper = opened(tmp_path / "paper")
     (tmp_path / "outside").mkdir()
     (paper.root / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises((ConfigError, ValueError), match="out of the paper's folder|null"):
+    with pytest.raises((ConfigError, ValueError), match=r"out of the paper's folder|null"):
         paper.confined(path)
     assert paper.confined("versions/001/paper.tex").is_relative_to(paper.root.resolve())
 

@@ -6,11 +6,11 @@ import socket
 import time
 
 import pytest
+from tests.paper_servers import ATOM, Answer, LiteratureServer
 
 from caramba.config.paper import CitationsConfig
 from caramba.paper import search
 from caramba.paper.search import Literature, SearchFailed
-from tests.paper_servers import ATOM, Answer, LiteratureServer
 
 
 def test_arxiv_answers_become_records(literature: LiteratureServer) -> None:
