@@ -235,7 +235,7 @@ def _failure(error: Exception, config: PaperConfig) -> _Failure:
     """Say what an exception of a request means. litellm's exceptions carry the status that the server gave."""
     name = type(error).__name__
     status = getattr(error, "status_code", None)
-    text = f"{name}: {' '.join(str(error).split())[:300]}"
+    text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
     where = f"paper.model={config.model}{_at(config.api)}"
     if name == "Timeout":
         return _Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
@@ -261,6 +261,14 @@ def _failure(error: Exception, config: PaperConfig) -> _Failure:
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 409):
         return _Failure(text, status, False, True)
     return _Failure(text, status, True, False, _retry_after(error))
+
+
+def _without_keys(text: str, config: PaperConfig) -> str:
+    """Take keys out of what a server says: some repeat the one that they refuse."""
+    for name, value in os.environ.items():
+        if (name == config.api.key_env or name.endswith("_API_KEY")) and len(value.strip()) >= 6:
+            text = text.replace(value.strip(), f"${name}")
+    return text
 
 
 def _retry_after(error: Exception) -> float | None:

@@ -17,6 +17,7 @@ from caramba.runs.files import sha256_of, write_json, write_whole
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
+PUBLISHED = "published"  # beside a version whose files have all become the head
 _OURS = frozenset({PAPER, VERSIONS, DRAFT, TRANSCRIPT, ".lock"})
 
 
@@ -76,13 +77,12 @@ class PaperFolder:
             ) from None
 
     def heal(self) -> None:
-        """Put the newest version in place where a kill left an older one there, or a file of it is missing."""
+        """Put the newest version in place where a kill came before that, or where there is no paper.tex any more."""
         head = self.head()
         if head is None:
             return
-        old = {sha256_of(self.version_path(number) / PAPER) for number in self.versions()[:-1]}
-        paper = self.root / PAPER
-        if not paper.is_file() or sha256_of(paper) in old:
+        is_published = (self.version_path(head["version"]) / PUBLISHED).is_file()
+        if not is_published or not (self.root / PAPER).is_file():
             self._publish(head)
 
     def edited(self) -> str | None:
@@ -139,7 +139,8 @@ class PaperFolder:
             return file.read(1) == b"\n"
 
     def _publish(self, record: Mapping[str, Any]) -> None:
-        """Copy a version to the head, paper.tex last: until it is there, `heal` begins anew."""
+        """Copy a version to the head, paper.tex last: until all is there, `heal` begins anew."""
         source = self.version_path(record["version"])
         for name in sorted(record["files"], key=lambda name: name == PAPER):
             write_whole(self.confined(name), (source / name).read_bytes())
+        write_whole(source / PUBLISHED, "")

@@ -35,7 +35,7 @@ _MEASURE = (
 _CLAIMS = re.compile(
     rf"\b(?:{_COUNT}(?:[- ](?:and[- ])?(?:a[- ])?(?:{_COUNT}|half|point))*[- ]{_MEASURE}\b"
     rf"|(?:{_COUNT}[- ])*{_LARGE}(?:[- ](?:and[- ])?{_COUNT})*\b|{_COUNT}[- ]point[- ]{_COUNT}\b"
-    rf"|{_COUNT}-?fold\b|twofold\b|twice\b|thrice\b"
+    rf"|factors?[- ]of[- ](?:about[- ]|roughly[- ])?{_COUNT}\b|{_COUNT}-?fold\b|twofold\b|twice\b|thrice\b"
     r"|(?:doubl|tripl|quadrupl|halv)(?:e|es|ed|ing)\b"
     r"|(?:a|one|two|three)[- ](?:third|quarter|fifth|tenth)s?\b"
     r"|half(?![- ]?(?:precision|open|life|width|plane|space))\b)",

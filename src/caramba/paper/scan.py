@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -14,6 +15,12 @@ from caramba.paper.vocabulary import (
     PROSE_COMMANDS,
     PROSE_ENVIRONMENTS,
 )
+
+# What prints nothing that would keep two digits apart.
+_JOINS = re.compile(
+    r"(?:[\s{}]|\\[,;:! /]|\\(?:quad|qquad|mathrm|mathbf|mathit|text|textrm|textbf|textit)(?![A-Za-z]))*"
+)
+_BASES = frozenset(")]}|'")
 
 HOLE = "\ufffc"
 """Stands in prose for what another command prints there."""
@@ -86,6 +93,7 @@ class _Reader:
 
     def __init__(self, source: str) -> None:
         self.source, self.at, self.line, self.found = source, 0, 1, Scanned()
+        self.numeral_end: int | None = None  # of the last digits in mathematics, within one argument
 
     def prose(self, until: str | None) -> None:
         opened = self.line
@@ -139,6 +147,9 @@ class _Reader:
         raise NotAllowed(f"{_shown(until)} is missing for what opened on line {opened}", self.line)
 
     def _script(self) -> None:
+        base = self.source[: self.at - 1].rstrip()
+        if not base or base.endswith("{}") or not (base[-1].isalpha() or base[-1] in _BASES):
+            raise NotAllowed("a sub- or superscript needs a letter or a bracket before it", self.line)
         while self._peek().isspace():
             self._next()
         letter = self._next()
@@ -147,13 +158,20 @@ class _Reader:
         elif letter == "\\":
             self._command(MATH_COMMANDS, "", is_script=True)
         elif letter is not None and letter.isnumeric():
-            self.found.numerals.append(Numeral(letter, self.line, True, False))  # TeX takes one digit alone
+            self._add_numeral(letter, self.at - 1, True, False)  # TeX takes one digit alone
 
     def _numeral(self, first: str, is_script: bool, is_inner: bool) -> None:
-        text = first
+        text, start = first, self.at - 1
         while self._peek() and (self._peek().isnumeric() or self._peek() in ".,"):
             text += self._next() or ""
-        self.found.numerals.append(Numeral(text.rstrip(".,"), self.line, is_script, is_inner))
+        self._add_numeral(text.rstrip(".,"), start, is_script, is_inner)
+
+    def _add_numeral(self, text: str, start: int, is_script: bool, is_inner: bool) -> None:
+        """Keep digits, together with those before them where a reader would see one number."""
+        if self.numeral_end is not None and _JOINS.fullmatch(self.source, self.numeral_end, start):
+            text = self.found.numerals.pop().text + text
+        self.found.numerals.append(Numeral(text, self.line, is_script, is_inner))
+        self.numeral_end = self.at
 
     def _command(self, allowed: dict[str, str], until: str | None, *, is_script: bool = False) -> bool:
         """Read a command after its backslash; True when it ends the environment that `until` names."""
@@ -198,6 +216,7 @@ class _Reader:
             if kind == "p":
                 self.prose(closing)
             elif kind == "m":
+                self.numeral_end = None
                 self.math(closing, is_inner=name in ("frac", "tfrac", "dfrac", "sqrt"), is_script=is_script)
             else:
                 names.append(self._verbatim(name, line))

@@ -148,6 +148,19 @@ def test_what_cannot_pass_is_not_tried_again(
     assert book.spent.tokens == 0  # a refused request costs nothing
 
 
+def test_a_key_that_a_server_repeats_is_shown_nowhere(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-mine-1234")
+    body = json.dumps(
+        {"error": {"message": "wrong key sk-mine-1234", "type": "x", "code": "invalid_api_key"}}
+    )
+    noted: list[Any] = []
+    with chat_server(Answer(body.encode(), 401)) as server:
+        model = LanguageModel(config(server.url, api={"key_env": "MY_KEY"}))
+        with pytest.raises(ConfigError, match=r"wrong key \$MY_KEY") as raised:
+            model.ask(MESSAGES, TOOLS, ledger(), lambda event, **fields: noted.append(fields))
+    assert "sk-mine" not in f"{raised.value}{noted}"
+
+
 def test_a_server_that_is_not_there(config: Make) -> None:
     with pytest.raises(AgentError, match=r"cannot be reached"):
         asked(config("http://127.0.0.1:9/v1", api={"retries": 0}))

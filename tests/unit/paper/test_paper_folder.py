@@ -79,11 +79,11 @@ class Killed(BaseException):
     """Stands for a kill: no handler of errors takes it."""
 
 
-@pytest.mark.parametrize("n_writes", range(8))
+@pytest.mark.parametrize("n_writes", range(9))
 def test_a_kill_at_any_write_leaves_a_whole_version(
     n_writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adopting makes seven writes: three and a record in the version, three in the head."""
+    """Adopting makes eight writes: three and a record in the version, three in the head, and that they are there."""
     paper = opened(tmp_path / "paper")
     paper.adopt(files("one"), FACTS, None)
     left = n_writes
@@ -104,15 +104,24 @@ def test_a_kill_at_any_write_leaves_a_whole_version(
         patch.setattr(module, "write_json", counted(record))
         try:
             assert paper.adopt(files("two"), FACTS, None) == 2
-            assert n_writes == 7
+            assert n_writes == 8
         except Killed:
-            assert n_writes < 7
+            assert n_writes < 8
     again = PaperFolder(paper.root)
     again.heal()
     newest = "two" if n_writes >= 4 else "one"
     assert {name: (paper.root / name).read_bytes() for name in files("")} == files(newest)
     assert again.edited() is None
     assert len(again.versions()) == (2 if n_writes >= 4 else 1)
+
+
+def test_an_older_version_that_a_person_put_back_is_an_edit(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), FACTS, None)
+    paper.adopt(files("two"), FACTS, None)
+    (paper.root / "paper.tex").write_text("one")
+    paper.heal()
+    assert paper.edited() == "one"
 
 
 def test_a_missing_head_is_put_back_and_an_edited_one_is_not(tmp_path: Path) -> None:
