@@ -228,6 +228,13 @@ class Manifest(Config):
             )
         if self.origin == "agent" and self.plugins:
             raise ValueError("a manifest whose origin is an agent may not name plugins; remove plugins")
+        named = self.paper.reaches_out() if self.origin == "agent" and self.paper is not None else ()
+        if named:
+            # A server and a variable together would send any secret of the environment anywhere.
+            raise ValueError(
+                f"a manifest whose origin is an agent may not set {', '.join(f'paper.{key}' for key in named)}; "
+                "remove it, and give it to `caramba paper RUN`"
+            )
         return self
 
     @property

@@ -147,6 +147,15 @@ class PaperConfig(Config):
             raise ValueError(f"section {twice!r} is listed twice; name each once")
         return self
 
+    def reaches_out(self) -> tuple[str, ...]:
+        """Return the keys that are set and name a server, a variable of the environment or a file."""
+        named = {
+            "api.base_url": self.api.base_url,
+            "api.key_env": self.api.key_env,
+            "citations.bibliography": self.citations.bibliography,
+        }
+        return tuple(key for key, value in named.items() if value is not None)
+
     @property
     def versions_kept(self) -> int | None:
         """How many versions stay on disk, None for all."""

@@ -9,8 +9,6 @@ from caramba.artifact.write import REPORT_FILE
 from caramba.config.manifest import Manifest
 from caramba.console import logger
 from caramba.errors import AgentError, BudgetExceeded, CarambaError
-from caramba.paper import PaperDrafter
-from caramba.paper.folder import PaperFolder
 from caramba.runs.events import append_event
 from caramba.runs.files import sha256_of
 
@@ -24,6 +22,9 @@ def draft_paper(manifest: Manifest, group: str, run_dir: Path, folder: Path) -> 
     config = manifest.paper
     if config is None or not config.enabled:
         return
+    from caramba.paper import PaperDrafter
+    from caramba.paper.folder import PaperFolder
+
     paper = PaperFolder(folder / "paper")
     head = paper.head()
     if head is not None and head["report_sha256"] == sha256_of(folder / "artifacts" / REPORT_FILE):

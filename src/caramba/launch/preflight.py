@@ -14,8 +14,6 @@ from caramba.config.hf import is_hf_folder, read_hf_config, spec_of_folder
 from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.errors import CheckpointError, ConfigError
-from caramba.paper.client import need_model
-from caramba.paper.compile import need_latex
 from caramba.runs import MANIFEST, resolve_run
 
 LOADED = "loaded.json"  # what caramba.model.hf_folder writes; importing that would load torch
@@ -79,6 +77,9 @@ def check_extras(manifest: Manifest) -> None:
     if manifest.settings.console == "plot":
         need_library("plotext", "plot", "settings.instrument=plot")
     if manifest.paper is not None and manifest.paper.enabled:
+        from caramba.paper.client import need_model
+        from caramba.paper.compile import need_latex
+
         need_latex("paper")
         need_model(manifest.paper, "paper")
     for group in manifest.selected_groups():
