@@ -56,6 +56,18 @@ def test_what_is_not_built_is_refused_by_name() -> None:
             refuse_unbuilt(freeze(words).manifest)
 
 
+def test_an_agents_manifest_names_no_server_variable_or_file() -> None:
+    words = ["experiment=smoke", "paper=draft", "origin=agent"]
+    assert freeze(words).manifest.origin == "agent"
+    for word, key in (
+        ("paper.api.base_url=http://evil.example/v1", "api.base_url"),
+        ("paper.api.key_env=AWS_SECRET_ACCESS_KEY", "api.key_env"),
+        ("paper.citations.bibliography=/etc/passwd", "citations.bibliography"),
+    ):
+        with pytest.raises(ConfigError, match=rf"origin is an agent may not set paper\.{key}"):
+            freeze([*words, word])
+
+
 @pytest.mark.parametrize(
     ("keys", "kept"), [({}, None), ({"max_versions": 3}, 3), ({"auto_version": False}, 1)]
 )
