@@ -89,6 +89,8 @@ class _Session:
 
     def run(self, *, update: bool) -> Drafted:
         self._begin(update=update)
+        server = f" at {self.config.api.base_url}" if self.config.api.base_url else ""
+        logger.info(f"paper: {self.config.model}{server} writes in {self.folder.root}")
         model = LanguageModel(self.config, sleep=self._sleep)
         ledger = Ledger(self.config.budget, self.draft.spent, model.price())
         literature = Literature(self.config.citations, sleep=self._sleep)
@@ -105,7 +107,9 @@ class _Session:
                     return adopted
             else:
                 ledger.begin()
-                logger.info(f"paper: request {self.draft.spent.iterations} to {self.config.model}")
+                logger.info(
+                    f"paper: request {self.draft.spent.iterations} of at most {self.config.budget.max_iterations}"
+                )
                 self._note_request(schemas)
                 reply = model.ask(self.draft.messages, schemas, ledger, self._note_attempt)
                 self.draft.messages.append(reply.message())
