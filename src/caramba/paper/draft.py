@@ -70,7 +70,7 @@ def load_draft(file: Path) -> Draft:
         if plain.pop("schema") != SCHEMA:
             raise ValueError("another schema")
         plain["sections"] = {name: Section(**item) for name, item in plain["sections"].items()}
-        plain["records"] = {identity: _record(item) for identity, item in plain["records"].items()}
+        plain["records"] = {identity: read_record(item) for identity, item in plain["records"].items()}
         plain["spent"] = Spent(**plain["spent"])
         draft = Draft(**plain)
         draft.citable()
@@ -82,5 +82,6 @@ def load_draft(file: Path) -> Draft:
         ) from None
 
 
-def _record(plain: Mapping[str, Any]) -> Record:
+def read_record(plain: Mapping[str, Any]) -> Record:
+    """Return a record from its JSON values."""
     return Record(**{**plain, "authors": tuple(plain["authors"])})

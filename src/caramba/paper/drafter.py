@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from caramba.paper.check import report
 from caramba.paper.client import LanguageModel, need_model
 from caramba.paper.compile import need_latex
 from caramba.paper.document import outside_of_sections, read_sections
-from caramba.paper.draft import HUMAN, Section, load_draft
+from caramba.paper.draft import HUMAN, Section, load_draft, read_record
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import PAPER, PDF, PaperFolder
 from caramba.paper.records import read_bibliography
@@ -131,6 +131,8 @@ class _Session:
         self.folder.heal()
         if head is not None and not draft.sections:
             draft.sections = self._of_version(head)
+            draft.cited = dict(head["citations"])
+            draft.records |= {identity: read_record(plain) for identity, plain in head["records"].items()}
         self._take_edits(head)
         foreign = [name for name in draft.sections if name not in self.config.sections]
         if foreign:
@@ -219,6 +221,7 @@ class _Session:
             "model": self.config.model,
             "sections": {name: {"sha256": item.hash, "by": item.by} for name, item in draft.sections.items()},
             "citations": draft.cited,
+            "records": {identity: asdict(draft.records[identity]) for identity in draft.cited.values()},
             "spent": draft.spent.plain(),
         }
 
