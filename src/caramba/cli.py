@@ -11,7 +11,7 @@ from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.launch.argv import NATIVE, Request, parse_argv
 from caramba.launch.argv import main as launch_main
-from caramba.launch.help import COMMANDS, command_help
+from caramba.launch.help import COMMANDS, LATER, command_help
 from caramba.runs.ending import end
 from caramba.runs.starting import heavy_imports
 
@@ -35,6 +35,8 @@ def _dispatch(argv: list[str]) -> int:
     command, rest = argv[0], argv[1:]
     if "=" in command or command.startswith(("-", "+", "~")):
         return launch_main(argv)
+    if command in LATER:
+        raise ConfigError(f"{command}: not built yet: it comes with {LATER[command]}")
     if command not in COMMANDS:
         raise ConfigError(
             f"caramba: unknown command {command!r}{nearest(command, COMMANDS) or ';'} commands: {', '.join(COMMANDS)}"
@@ -60,6 +62,7 @@ def _dispatch(argv: list[str]) -> int:
         "schema": _schema,
         "prepare": _prepare,
         "tune": _tune,
+        "paper": _paper,
     }[command](rest)
 
 
@@ -185,6 +188,12 @@ def _tune(argv: list[str]) -> int:
     from caramba.tune.command import main as tune_main
 
     return tune_main(argv)
+
+
+def _paper(argv: list[str]) -> int:
+    from caramba.launch.paper import paper
+
+    return paper(argv)
 
 
 def _schema(argv: list[str]) -> int:

@@ -18,6 +18,7 @@ from caramba.config.manifest import (
     Slug,
 )
 from caramba.config.model import ModelConfig
+from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
@@ -78,7 +79,7 @@ class Composition(Config):
     cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
     debug: DebugConfig = DebugConfig()
-    paper: dict[str, Any] | None = None
+    paper: PaperConfig | None = None
     review: dict[str, Any] | None = None
     plugins: Plugins = ()
     origin: Literal["human", "agent"] = "human"

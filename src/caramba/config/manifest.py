@@ -14,6 +14,7 @@ from caramba.config.generate import ChatConfig, SampleConfig
 from caramba.config.launcher import ClusterConfig, LauncherConfig
 from caramba.config.layer import Positive
 from caramba.config.model import ModelConfig
+from caramba.config.paper import PaperConfig
 from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
@@ -210,8 +211,8 @@ class Manifest(Config):
     cluster: ClusterConfig = ClusterConfig()
     logger: LoggerConfig = LoggerConfig()
     debug: DebugConfig = DebugConfig()
-    paper: Annotated[dict[str, Any] | None, Later("the paper work")] = None
-    review: Annotated[dict[str, Any] | None, Later("the paper work")] = None
+    paper: PaperConfig | None = None
+    review: Annotated[dict[str, Any] | None, Later("the review work")] = None
     plugins: Plugins = Field(default=(), description="modules of your own that add layers")
     origin: Literal["human", "agent"] = "human"
 
@@ -227,6 +228,13 @@ class Manifest(Config):
             )
         if self.origin == "agent" and self.plugins:
             raise ValueError("a manifest whose origin is an agent may not name plugins; remove plugins")
+        named = self.paper.reaches_out() if self.origin == "agent" and self.paper is not None else ()
+        if named:
+            # A server and a variable together would send any secret of the environment anywhere.
+            raise ValueError(
+                f"a manifest whose origin is an agent may not set {', '.join(f'paper.{key}' for key in named)}; "
+                "remove it, and give it to `caramba paper RUN`"
+            )
         return self
 
     @property

@@ -24,6 +24,7 @@ from caramba.experiment.objectives import (
     check_teacher_caches,
 )
 from caramba.experiment.own_layers import check_builds
+from caramba.experiment.papers import draft_paper
 from caramba.experiment.planning import settle_plans
 from caramba.experiment.ranks import check_split, follow
 from caramba.experiment.samples import check_samples, write_samples
@@ -122,6 +123,8 @@ def run_group(
     logger.artifacts_summary({entry.path: str(Path(index.root) / entry.path) for entry in index.entries})
     if failure is not None:
         raise failure
+    if status == "finished":
+        draft_paper(manifest, group.name, run_dir, folder)
     return result
 
 

@@ -87,11 +87,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "[--seconds N] [--device auto|cpu|cuda] [--out FILE] [--show]",
         "measure which attention backends and decode programs are fastest here, for the runs to come",
     ),
+    "paper": (
+        "RUN [--output-dir DIR] [--update] [--group NAME] [--config FILE] [--title TEXT] [--author NAME]... "
+        "[--model NAME] [--base-url URL] [--api-key-env NAME] [--bib FILE] [--max-iterations N] [--max-tokens N] "
+        "[--max-cost USD]",
+        "draft a LaTeX paper from a finished run: numbers by key, citations from records, versions that compile "
+        "(extra paper); --update goes on from the last version, what a person edited and what was interrupted",
+    ),
     "schema": (
         "[--json] [plugins=[MODULE,...]]",
         "the keys of a manifest, for people or as JSON Schema for editors and agents; with layers of your own",
     ),
 }
+
+LATER = {"review": "the review work", "research": "the research loop"}
 
 FLAGS = (
     (

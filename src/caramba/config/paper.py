@@ -1,0 +1,162 @@
+"""Schema of `paper:`: what is drafted from a run's artifacts, by which language model, within which budget."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, get_args
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from caramba.config.base import Config, Later
+from caramba.config.layer import Positive
+
+SectionName = Literal[
+    "abstract",
+    "introduction",
+    "related_work",
+    "background",
+    "methodology",
+    "experiments",
+    "results",
+    "discussion",
+    "limitations",
+    "conclusion",
+    "appendix",
+]
+SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
+SourceName = Literal["arxiv", "semantic_scholar"]
+
+Seconds = Annotated[float, Field(gt=0, le=3600)]
+Usd = Annotated[float, Field(gt=0)]
+
+
+class CitationsConfig(Config):
+    """Where citations come from: records that a search returned, or a .bib file of one's own."""
+
+    enabled: bool = Field(
+        default=True, description="false: nothing is searched; only `bibliography` is cited"
+    )
+    max_citations: Positive = 25
+    sources: tuple[SourceName, ...] = ("arxiv", "semantic_scholar")
+    prefer_recent: bool = Field(
+        default=True, description="newer records first among those that a search returns"
+    )
+    recent_years: Positive = Field(default=3, description="what counts as recent")
+    bibliography: str | None = Field(default=None, description="a .bib file whose entries may be cited")
+    timeout_s: Seconds = 20.0
+
+
+class ApiConfig(Config):
+    """How the language model is reached. A key is named by its environment variable and never written in a manifest."""
+
+    base_url: str | None = Field(
+        default=None, description="an OpenAI-compatible server, such as http://host:8000/v1"
+    )
+    key_env: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="the environment variable that holds the key; by default the provider's own",
+    )
+    timeout_s: Seconds = Field(default=120.0, description="of one request")
+    retries: Annotated[int, Field(ge=0, le=10)] = Field(
+        default=3, description="further attempts after a 429, a 5xx, a timeout or an answer that is no JSON"
+    )
+    max_wait_s: Seconds = Field(
+        default=60.0, description="longest pause between attempts, whatever a server asks for"
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_http(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                parts = urlsplit(value)
+                is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:
+                is_url = False
+            if not is_url:
+                raise ValueError(
+                    f"{value!r} is no http(s) address; write one such as http://localhost:8000/v1"
+                )
+            if urlsplit(value).username or urlsplit(value).password:
+                raise ValueError(
+                    "an address may not hold a key; name its environment variable in api.key_env"
+                )
+        return value
+
+
+class BudgetConfig(Config):
+    """What one draft may spend. Every request is reserved in full before it is sent."""
+
+    max_iterations: Positive = Field(
+        default=40, description="requests to the language model that are answered"
+    )
+    max_tokens: Positive = Field(default=1_000_000, description="prompt and reply tokens of all requests")
+    max_reply_tokens: Positive = Field(default=8192, description="tokens of one reply")
+    max_cost_usd: Usd | None = Field(
+        default=None, description="needs a model whose price is known, or the two below"
+    )
+    usd_per_million_prompt: Usd | None = None
+    usd_per_million_reply: Usd | None = None
+
+    @model_validator(mode="after")
+    def _both_prices(self) -> BudgetConfig:
+        if (self.usd_per_million_prompt is None) != (self.usd_per_million_reply is None):
+            raise ValueError("a price has two parts; set usd_per_million_prompt and usd_per_million_reply")
+        return self
+
+
+class PaperConfig(Config):
+    """A paper that is drafted from the artifacts of a run once it has finished."""
+
+    enabled: bool = True
+    title: str | None = Field(default=None, min_length=1, description="by default the experiment's name")
+    authors: tuple[str, ...] = ()
+    paper_type: Annotated[
+        Literal["paper", "technical_report", "arxiv", "blog_post"],
+        Later("formats other than LaTeX", "blog_post"),
+    ] = "paper"
+    sections: Annotated[tuple[SectionName, ...], Field(min_length=1)] = (
+        "abstract",
+        "introduction",
+        "related_work",
+        "methodology",
+        "experiments",
+        "results",
+        "discussion",
+        "conclusion",
+    )
+    keywords: tuple[str, ...] = Field(default=(), description="what citations are searched by")
+    custom_instructions: str = Field(default="", description="further words for the language model")
+    citations: CitationsConfig = CitationsConfig()
+    model: str = Field(
+        default="gpt-4o", min_length=1, description="as litellm names it: gpt-4o, anthropic/…, ollama/…"
+    )
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        default=None, description="by default the model's own; some models take none"
+    )
+    api: ApiConfig = ApiConfig()
+    budget: BudgetConfig = BudgetConfig()
+    auto_version: bool = Field(default=True, description="false: only the newest version is kept")
+    max_versions: Positive | None = Field(default=None, description="versions that are kept; by default all")
+
+    @model_validator(mode="after")
+    def _distinct_sections(self) -> PaperConfig:
+        twice = next((name for name in self.sections if self.sections.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"section {twice!r} is listed twice; name each once")
+        return self
+
+    def reaches_out(self) -> tuple[str, ...]:
+        """Return the keys that are set and name a server, a variable of the environment or a file."""
+        named = {
+            "api.base_url": self.api.base_url,
+            "api.key_env": self.api.key_env,
+            "citations.bibliography": self.citations.bibliography,
+        }
+        return tuple(key for key, value in named.items() if value is not None)
+
+    @property
+    def versions_kept(self) -> int | None:
+        """How many versions stay on disk, None for all."""
+        return self.max_versions if self.auto_version else 1

@@ -1,0 +1,43 @@
+"""The last step of a run whose manifest has a `paper` section: a draft from its artifacts."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from caramba.artifact.write import REPORT_FILE
+from caramba.config.manifest import Manifest
+from caramba.console import logger
+from caramba.errors import AgentError, BudgetExceeded, CarambaError
+from caramba.runs.events import append_event
+from caramba.runs.files import sha256_of
+
+
+def draft_paper(manifest: Manifest, group: str, run_dir: Path, folder: Path) -> None:
+    """Draft a paper in `folder/paper/`, or go on with the one there, unless it is of these artifacts already.
+
+    Raises:
+        AgentError, BudgetExceeded: no version could be made. The run itself is finished then, its result written.
+    """
+    config = manifest.paper
+    if config is None or not config.enabled:
+        return
+    from caramba.paper import PaperDrafter
+    from caramba.paper.folder import PaperFolder
+
+    paper = PaperFolder(folder / "paper")
+    head = paper.head()
+    if head is not None and head["report_sha256"] == sha256_of(folder / "artifacts" / REPORT_FILE):
+        logger.info(f"paper: version {head['version']} is of these artifacts")
+        return
+    name = group if folder != run_dir else None
+    try:
+        drafted = PaperDrafter(config).draft_sync(run_dir, update=True, group=name)
+    except CarambaError as error:
+        kind = type(error) if isinstance(error, AgentError | BudgetExceeded) else AgentError
+        raise kind(
+            f"paper: {error}\nThe run is finished and its artifacts are written; to draft again: "
+            f"caramba paper {run_dir}{f' --group {name}' if name else ''} --update"
+        ) from None
+    append_event(folder, "paper_adopted", version=drafted.version, **dataclasses.asdict(drafted.spent))
+    logger.path(str(drafted.pdf), "paper")

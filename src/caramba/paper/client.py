@@ -1,0 +1,283 @@
+"""The language model behind litellm: one request, bounded attempts, and errors that say what to change.
+
+litellm is imported at the first request. It takes seconds to load, and by itself reads `.env` files and fetches a
+list of prices; both are switched off here, as are its own retries and telemetry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from caramba.config.extras import need_library
+from caramba.config.paper import ApiConfig, PaperConfig
+from caramba.errors import AgentError, ConfigError
+from caramba.paper.budget import Ledger, Price
+
+FIRST_WAIT_S = 1.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for; `arguments` is the text it wrote, JSON or not."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The model's answer: text, tool calls, or both. Tokens are None where the server did not count them."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    finish: str
+    prompt_tokens: int | None
+    reply_tokens: int | None
+
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of the conversation."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.calls
+        ]
+        return {"role": "assistant", "content": self.text, **({"tool_calls": calls} if calls else {})}
+
+
+def need_model(config: PaperConfig, where: str) -> None:
+    """Refuse, before anything is loaded or sent, when the model cannot be asked from here.
+
+    Raises:
+        ConfigError: litellm is not installed, or the named variable holds no key.
+    """
+    need_library("litellm", "paper", where)
+    key = config.api.key_env
+    if key is not None and not os.environ.get(key, "").strip():
+        raise ConfigError(f"{where}.api.key_env={key}: no such variable is set; export {key}=…")
+
+
+class LanguageModel:
+    """Asks one model, with tools. Every attempt is reserved in the ledger before it is sent."""
+
+    def __init__(self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        """Load litellm and check that the model can be named.
+
+        Raises:
+            ConfigError: no litellm, no key, or a model that litellm does not know.
+        """
+        need_model(config, "paper")
+        self.config, self._sleep = config, sleep
+        self._litellm = _load()
+        self._options = _options(config, self._litellm)
+
+    def price(self) -> Price | None:
+        """Return what a token costs: as configured, else as litellm's own list says, None where neither does."""
+        budget = self.config.budget
+        if budget.usd_per_million_prompt is not None and budget.usd_per_million_reply is not None:
+            return Price(budget.usd_per_million_prompt / 1e6, budget.usd_per_million_reply / 1e6)
+        known = None if self.config.api.base_url else self._litellm.model_cost.get(self._options["model"])
+        known = known or {}
+        prompt, reply = known.get("input_cost_per_token"), known.get("output_cost_per_token")
+        if prompt is None or reply is None:
+            if budget.max_cost_usd is not None:
+                raise ConfigError(
+                    f"paper.budget.max_cost_usd={budget.max_cost_usd:g}: what {self.config.model} costs is not known "
+                    "here; set budget.usd_per_million_prompt and usd_per_million_reply, or limit max_tokens alone"
+                )
+            return None
+        return Price(float(prompt), float(reply))
+
+    def ask(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        ledger: Ledger,
+        record: Callable[..., None],
+    ) -> Reply:
+        """Return the model's reply; `record` is told of every attempt before it is sent and after it failed.
+
+        Raises:
+            ConfigError: the server refuses the key, the model, or the address.
+            AgentError: it refuses the request, or fails on every attempt.
+            BudgetExceeded: an attempt would cross a limit.
+        """
+        attempts = self.config.api.retries + 1
+        for attempt in range(1, attempts + 1):
+            reserved = ledger.reserve(messages, tools)
+            record("attempt", attempt=attempt, reserved_tokens=reserved.prompt_tokens + reserved.reply_tokens)
+            try:
+                answer = self._litellm.completion(messages=messages, tools=tools, **self._options)
+                reply = _read(answer)
+            except Exception as error:
+                failure = _failure(error, self.config)
+                if failure.was_refused:
+                    ledger.release(reserved)
+                record("attempt_failed", attempt=attempt, error=failure.text, status=failure.status)
+                if failure.user_error is not None:
+                    raise ConfigError(failure.user_error) from None
+                if not failure.may_pass or attempt == attempts:
+                    tries = f" (attempt {attempt} of {attempts})" if failure.may_pass else ""
+                    raise AgentError(
+                        f"{self.config.model}{_at(self.config.api)}: {failure.text}{tries}; the draft is kept, go on "
+                        "with `caramba paper RUN --update`"
+                    ) from None
+                self._sleep(self._wait(attempt, failure.retry_after))
+            else:
+                ledger.settle(reserved, reply.prompt_tokens, reply.reply_tokens)
+                return reply
+        raise AssertionError("unreachable")
+
+    def _wait(self, attempt: int, asked: float | None) -> float:
+        wait = FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+        return min(max(wait, asked or 0.0), self.config.api.max_wait_s)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    text: str
+    status: int | None
+    may_pass: bool
+    was_refused: bool = False
+    retry_after: float | None = None
+    user_error: str | None = None
+
+
+def _load() -> Any:
+    # Both are read when litellm is imported. A user's own value stands.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    os.environ.setdefault("LITELLM_MODE", "PRODUCTION")
+    litellm: Any = importlib.import_module("litellm")
+    litellm.telemetry = False
+    litellm.suppress_debug_info = True
+    litellm.drop_params = False
+    return litellm
+
+
+def _options(config: PaperConfig, litellm: Any) -> dict[str, Any]:
+    api = config.api
+    options: dict[str, Any] = {
+        "model": config.model,
+        "timeout": api.timeout_s,
+        "num_retries": 0,
+        "max_retries": 0,
+        "max_tokens": config.budget.max_reply_tokens,
+        "tool_choice": "auto",
+    }
+    if config.temperature is not None:
+        options["temperature"] = config.temperature
+    if api.key_env is not None:
+        options["api_key"] = os.environ[api.key_env].strip()
+    if api.base_url is not None:
+        options |= {"api_base": api.base_url, "custom_llm_provider": "openai"}
+        options["model"] = config.model.removeprefix("openai/")
+        if api.key_env is None:
+            # A key for another server is not sent to this one.
+            if urlsplit(api.base_url).hostname not in _LOOPBACK:
+                raise ConfigError(
+                    f"paper.api.base_url={api.base_url}: which key this server takes is not said; set api.key_env to "
+                    "the environment variable that holds it"
+                )
+            options["api_key"] = "none"
+        return options
+    try:
+        litellm.get_llm_provider(config.model)
+    except Exception:
+        raise ConfigError(
+            f"paper.model={config.model}: litellm knows no provider for it; write PROVIDER/MODEL, such as "
+            "openai/gpt-4o or anthropic/claude-sonnet-4-5, or set api.base_url to an OpenAI-compatible server"
+        ) from None
+    if api.key_env is None:
+        found = litellm.validate_environment(config.model)
+        if not found.get("keys_in_environment"):
+            missing = ", ".join(found.get("missing_keys") or []) or "its key"
+            raise ConfigError(
+                f"paper.model={config.model}: the environment lacks {missing}; export it, or set api.key_env"
+            )
+    return options
+
+
+def _read(answer: Any) -> Reply:
+    """Return a response as a reply.
+
+    Raises:
+        AgentError: it holds no choice.
+    """
+    if not getattr(answer, "choices", None):
+        raise AgentError("the server's answer holds no choice")
+    choice = answer.choices[0]
+    calls = tuple(
+        ToolCall(
+            str(call.id or f"call_{index}"), str(call.function.name or ""), str(call.function.arguments or "")
+        )
+        for index, call in enumerate(choice.message.tool_calls or [])
+    )
+    usage = getattr(answer, "usage", None)
+    prompt, reply = getattr(usage, "prompt_tokens", 0), getattr(usage, "completion_tokens", 0)
+    is_counted = isinstance(prompt, int) and isinstance(reply, int) and prompt > 0
+    return Reply(
+        str(choice.message.content or ""),
+        calls,
+        str(choice.finish_reason or ""),
+        prompt if is_counted else None,
+        reply if is_counted else None,
+    )
+
+
+def _failure(error: Exception, config: PaperConfig) -> _Failure:
+    """Say what an exception of a request means. litellm's exceptions carry the status that the server gave."""
+    name = type(error).__name__
+    status = getattr(error, "status_code", None)
+    text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
+    where = f"paper.model={config.model}{_at(config.api)}"
+    if name == "Timeout":
+        return _Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
+    if name == "AuthenticationError" or status in (401, 403):
+        key = config.api.key_env or "the provider's key"
+        return _Failure(
+            text,
+            status,
+            False,
+            True,
+            user_error=f"{where}: the server refused the key ({status}); check {key} [{text}]",
+        )
+    if name == "NotFoundError" or status == 404:
+        return _Failure(
+            text, status, False, True,
+            user_error=f"{where}: the server knows no such model or address ({status}); check model and api.base_url "
+            f"[{text}]",
+        )  # fmt: skip
+    if name == "APIConnectionError" or (name == "InternalServerError" and "onnection" in text):
+        return _Failure(f"cannot be reached or answers what cannot be read ({text})", status, True)
+    if name == "RateLimitError" or status == 429:
+        return _Failure(text, status, True, True, _retry_after(error))
+    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 409):
+        return _Failure(text, status, False, True)
+    return _Failure(text, status, True, False, _retry_after(error))
+
+
+def _without_keys(text: str, config: PaperConfig) -> str:
+    """Take keys out of what a server says: some repeat the one that they refuse."""
+    for name, value in os.environ.items():
+        if (name == config.api.key_env or name.endswith("_API_KEY")) and len(value.strip()) >= 6:
+            text = text.replace(value.strip(), f"${name}")
+    return text
+
+
+def _retry_after(error: Exception) -> float | None:
+    headers = getattr(error, "litellm_response_headers", None) or {}  # `response` of these errors is made up
+    try:
+        return max(0.0, float(headers.get("retry-after", "")))
+    except (TypeError, ValueError):
+        return None
+
+
+def _at(api: ApiConfig) -> str:
+    return f" at {api.base_url}" if api.base_url else ""

@@ -1,0 +1,133 @@
+"""pdflatex in a folder of its own: no shell, no file outside it, no key in its environment, a limit on all it takes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from caramba.errors import ConfigError
+from caramba.paper.document import STYLES
+
+TIMEOUT_S = 60.0
+PACKAGES = "texlive-latex-recommended (Debian, Ubuntu), or MacTeX or TeX Live elsewhere"
+# Seconds of CPU, blocks of 512 bytes of a file, KiB of memory.
+_LIMITED = 'ulimit -t 60; ulimit -f 200000; ulimit -v 4000000 2>/dev/null; exec "$@"'
+_UNDEFINED = re.compile(r"LaTeX Warning: (?:Hyper r|R)eference `([^']*)' (?:on page \d+ )?undefined")
+_UNCITED = re.compile(r"Package natbib Warning: Citation `([^']*)'")
+_TWICE = re.compile(r"LaTeX Warning: Label `([^']*)' multiply defined")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What LaTeX made of a paper: the PDF, or the error that stopped it; and the names that led nowhere."""
+
+    pdf: bytes | None
+    error: str | None
+    undefined: tuple[str, ...] = ()
+
+
+def need_latex(where: str) -> None:
+    """Refuse when a paper could not be compiled here, before anything is paid for.
+
+    Raises:
+        ConfigError: naming the program or the style files, and what to install.
+    """
+    missing = [name for name in ("pdflatex", "bibtex", "kpsewhich") if shutil.which(name) is None]
+    if missing:
+        raise ConfigError(
+            f"{where}: {', '.join(missing)} not found, and no version is kept that does not compile; "
+            f"install {PACKAGES}"
+        )
+    files = [*(f"{name}.sty" for name in STYLES), "plainnat.bst"]
+    done = subprocess.run(
+        ["kpsewhich", *files], capture_output=True, text=True, check=False, timeout=TIMEOUT_S
+    )
+    found = {Path(line).name for line in done.stdout.splitlines()}
+    lacking = [name for name in files if name not in found]
+    if lacking:
+        raise ConfigError(f"{where}: LaTeX lacks {', '.join(lacking)}; install {PACKAGES}")
+
+
+def compile_paper(files: Mapping[str, bytes], *, timeout_s: float = TIMEOUT_S) -> Compiled:
+    """Compile `paper.tex` among `files`, given by their paths relative to it; bibtex runs if it has a bibliography.
+
+    Every program has `timeout_s` seconds. The same files give the same PDF.
+    """
+    with tempfile.TemporaryDirectory(prefix="caramba-paper-") as name:
+        folder = Path(name)
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        latex = ["pdflatex", "-no-shell-escape", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+        has_bibliography = rb"\bibliography{" in files["paper.tex"]
+        steps = [latex, ["bibtex", "paper"], latex, latex] if has_bibliography else [latex, latex]
+        for step in steps:
+            error = _run(step, folder, timeout_s)
+            if error is not None:
+                return Compiled(None, error)
+        log = _unwrapped((folder / "paper.log").read_text(encoding="utf-8", errors="replace"))
+        wrong = [f"reference {found}" for found in _UNDEFINED.findall(log)]
+        wrong += [f"citation {found}" for found in _UNCITED.findall(log)]
+        wrong += [f"label {found} (defined twice)" for found in _TWICE.findall(log)]
+        return Compiled((folder / "paper.pdf").read_bytes(), None, tuple(dict.fromkeys(wrong)))
+
+
+def _run(command: list[str], folder: Path, timeout_s: float) -> str | None:
+    """Run one program and return its error, None when it succeeded. It and what it started end with its time."""
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", _LIMITED, "sh", *command],
+        cwd=folder,
+        env=_environment(folder),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return f"{command[0]} ran longer than {timeout_s:g} s; the text may loop"
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode == 0:
+        return None
+    text = output.decode("utf-8", errors="replace")
+    return f"{command[0]} failed (status {process.returncode}):\n{_first_error(text)}"
+
+
+def _first_error(text: str) -> str:
+    lines = text.splitlines()
+    start = next((index for index, line in enumerate(lines) if line.startswith("!")), max(len(lines) - 12, 0))
+    return "\n".join(line for line in lines[start : start + 12] if line.strip())
+
+
+def _unwrapped(log: str) -> str:
+    """Join the lines that TeX broke at its 79 characters."""
+    return "".join(line if len(line) >= 79 else line + "\n" for line in log.split("\n"))
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    path = os.environ.get("PATH", os.defpath)
+    home = str(folder)
+    return {
+        "PATH": path,
+        **dict.fromkeys(("HOME", "TEXMFHOME", "TEXMFVAR", "TEXMFCONFIG", "TMPDIR"), home),
+        "LC_ALL": "C",
+        "openin_any": "p",  # no absolute path, no parent folder, no hidden file
+        "openout_any": "p",
+        "shell_escape": "f",
+        "SOURCE_DATE_EPOCH": "0",
+        "FORCE_SOURCE_DATE": "1",
+        "max_print_line": "1000",
+    }

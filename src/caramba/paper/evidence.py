@@ -1,0 +1,245 @@
+"""What a paper may state: the numbers, settings, figures and tables of one finished run, each by its name."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from caramba.artifact.key import MODELLESS, parse_key
+from caramba.artifact.latex import escape, typeset
+from caramba.artifact.tables import number
+from caramba.artifact.write import REPORT_FILE, TABLES_FILE
+from caramba.config.manifest import Manifest
+from caramba.config.names import nearest
+from caramba.config.plain import is_mapping, is_sequence
+from caramba.errors import CarambaError, ConfigError
+from caramba.runs.files import sha256_of
+from caramba.runs.manifest import read_manifest
+
+PLUS_MINUS = r"\,$\pm$\,"
+_TABLE = re.compile(r"\\begin\{table\}.*?\\label\{tab:caramba-([a-z0-9_-]+)\}.*?\\end\{table\}", re.DOTALL)
+# Of a manifest, what says nothing about the experiment itself.
+_UNTOLD = frozenset(
+    {"groups", "launcher", "cluster", "logger", "debug", "paper", "review", "plugins", "notes"}
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One number of report.json. `std` is the dispersion of `n` samples; `is_proxy` says that it rests on a teacher
+    that was trained here in place of a published one."""
+
+    key: str
+    value: float
+    unit: str
+    n: int | None
+    std: float | None
+    source: str
+    is_proxy: bool
+
+    @property
+    def value_tex(self) -> str:
+        """The value alone, as the tables write it."""
+        return typeset(number(self.value))
+
+    @property
+    def tex(self) -> str:
+        """The value with its dispersion and unit."""
+        spread = "" if self.std is None else f"{PLUS_MINUS}{typeset(number(self.std))}"
+        return f"{self.value_tex}{spread}{unit_tex(self.unit)}"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A PNG among the artifacts; `sha256` is what report.json says of it."""
+
+    name: str
+    path: Path
+    sha256: str
+
+    def content(self) -> bytes:
+        """Return its bytes.
+
+        Raises:
+            CarambaError: the file is gone or is not the one that was reported.
+        """
+        if self.path.is_symlink() or not self.path.is_file():
+            raise CarambaError(
+                f"{self.path}: no such file; write the artifacts again with `caramba resume RUN`"
+            )
+        if sha256_of(self.path) != self.sha256:
+            raise CarambaError(
+                f"{self.path}: its SHA-256 is not that of {REPORT_FILE}, expected {self.sha256[:12]}…; it was changed "
+                "since; write the artifacts again with `caramba resume RUN`"
+            )
+        return self.path.read_bytes()
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All of it. `settings` are leaves of the manifest and counts of the phases, as TeX, by their dotted path."""
+
+    name: str
+    run_id: str
+    report_sha256: str
+    manifest_sha256: str
+    proxy: str | None
+    results: Mapping[str, Result]
+    settings: Mapping[str, str]
+    figures: Mapping[str, Figure]
+    tables: Mapping[str, str]
+    files: tuple[str, ...]
+    failures: tuple[str, ...]
+    omitted: tuple[str, ...]
+    names: tuple[str, ...] = field(default=())
+    """Words of the manifest, which may hold digits: names of models, data and layouts."""
+
+    def result(self, key: str) -> Result:
+        """Return a number by its key.
+
+        Raises:
+            CarambaError: no such key, with the nearest one.
+        """
+        if key not in self.results:
+            raise CarambaError(
+                f"{key!r} is no key of {REPORT_FILE}"
+                f"{nearest(key, self.results) or '; get_experiment_results lists them'}"
+            )
+        return self.results[key]
+
+
+def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -> Evidence:
+    """Read the artifacts below `folder` (a run, or a group of one) and the manifest of its run.
+
+    Raises:
+        ConfigError: the run has no artifacts, or they cannot be read; says how to get them.
+    """
+    file = folder / "artifacts" / REPORT_FILE
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder}: no artifacts/{REPORT_FILE}, which a run writes at its end; finish it with "
+            f"`caramba resume {folder}`"
+        )
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        proxy = report["labels"].get("proxy")
+        results = {key: _result(key, metric, proxy is not None) for key, metric in report["metrics"].items()}
+        entries = [(str(entry["path"]), str(entry["sha256"])) for entry in report["artifacts"]]
+        manifest = read_manifest(manifest_file)
+        return Evidence(
+            name=report["name"],
+            run_id=report["run_id"],
+            report_sha256=sha256_of(file),
+            manifest_sha256=report["manifest_sha256"],
+            proxy=proxy,
+            results=results,
+            settings=dict(_settings(manifest, group, report)),
+            figures={
+                name: Figure(name, file.parent / name, digest)
+                for name, digest in entries
+                if name.endswith(".png")
+            },
+            tables=_tables(file.parent, dict(entries)),
+            files=tuple(name for name, _ in entries),
+            failures=tuple(f"{item['id']}: {item['error']}" for item in report["failures"]),
+            omitted=tuple(f"{item['name']}: {item['reason']}" for item in report["omitted"]),
+            names=tuple(dict.fromkeys(_words(manifest.model_dump(mode="json")))),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{file}: not a report of this version ({type(error).__name__}: {error}); write it again with "
+            f"`caramba resume {folder}`"
+        ) from None
+
+
+def unit_tex(unit: str) -> str:
+    """Return a unit behind a thin space; a ratio and a share have none to print."""
+    return "" if unit in ("", "ratio", "share") else rf"\,{escape(unit)}"
+
+
+def _result(key: str, metric: Mapping[str, Any], has_proxy: bool) -> Result:
+    value = float(metric["value"])
+    if not math.isfinite(value):
+        raise ValueError(f"metric {key} is {value}")
+    parsed = parse_key(key)
+    # What the student is measured at alone stands on its own; all else names or compares with the teacher.
+    rests = parsed.family in MODELLESS or not str(parsed.model).startswith("student")
+    std = metric["std"]
+    return Result(
+        key, value, str(metric["unit"]), metric["n"], None if std is None else float(std), metric["source"],
+        has_proxy and rests,
+    )  # fmt: skip
+
+
+def _tables(folder: Path, digests: Mapping[str, str]) -> dict[str, str]:
+    file = folder / TABLES_FILE
+    if TABLES_FILE not in digests:
+        return {}
+    if not file.is_file() or file.is_symlink() or sha256_of(file) != digests[TABLES_FILE]:
+        raise ConfigError(
+            f"{file}: not the file that {REPORT_FILE} lists; write the artifacts again with `caramba resume RUN`"
+        )
+    return {found[1]: found[0] for found in _TABLE.finditer(file.read_text(encoding="utf-8"))}
+
+
+def _settings(manifest: Manifest, group: str | None, report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    plain = manifest.model_dump(mode="json")
+    chosen = next(
+        (item for item in plain["groups"] if item["name"] == group),
+        manifest.selected_groups()[0].model_dump(mode="json"),
+    )
+    shown = {key: value for key, value in plain.items() if key not in _UNTOLD}
+    shown |= {key: chosen[key] for key in ("data", "runs", "benchmarks")}
+    for path, value in _leaves(shown):
+        if isinstance(value, bool):
+            yield path, str(value).lower()
+        elif isinstance(value, int | float):
+            yield path, typeset(plain_number(value))
+        elif isinstance(value, str) and value and len(value) <= 60:
+            yield path, rf"\texttt{{{escape(value)}}}"
+    for phase in report["phases"]:
+        for name in ("steps", "tokens", "seconds"):
+            if phase.get(name):
+                yield f"phases.{phase['id']}.{name}", typeset(number(phase[name]))
+
+
+def plain_number(value: float) -> str:
+    """Return a setting as a person would type it: every digit, thousands apart from 10,000 on."""
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) >= 10_000 else str(value)
+    text = repr(value)
+    return (
+        text if "e" not in text else f"{float(text.partition('e')[0]):g}e{int(text.partition('e')[2]):+03d}"
+    )
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every leaf by its dotted path; an item of a list goes by its id where it has one, else by its place."""
+    if is_mapping(value):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    elif is_sequence(value):
+        for index, item in enumerate(value):
+            name = item.get("id") if is_mapping(item) else None
+            yield from _leaves(item, f"{path}.{index if name is None else name}")
+    elif value is not None:
+        yield path, value
+
+
+def _words(value: Any) -> Iterator[str]:
+    if is_mapping(value):
+        for key, item in value.items():
+            yield str(key)
+            yield from _words(item)
+    elif is_sequence(value):
+        for item in value:
+            yield from _words(item)
+    elif isinstance(value, str) and len(value) <= 60:
+        yield value

@@ -1,0 +1,86 @@
+"""From sections to the files of a paper, through every check: what does not pass is not written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from caramba.config.paper import PaperConfig
+from caramba.errors import CarambaError
+from caramba.paper.check import Problem, check_section, report
+from caramba.paper.compile import Compiled, compile_paper
+from caramba.paper.document import build_paper
+from caramba.paper.draft import HUMAN, Section
+from caramba.paper.evidence import Evidence
+from caramba.paper.folder import BIBLIOGRAPHY, PAPER, PDF, RESULTS
+from caramba.paper.macros import figures_used, provenance_note, results_tex, tables_used
+from caramba.paper.records import Record
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The outcome for some sections: the files when all is well, else why not.
+
+    `unresolved` names references that lead nowhere yet; a version may have none.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=lambda: {})
+    refusal: str | None = None
+    unresolved: tuple[str, ...] = ()
+
+
+class Gate:
+    """Checks and compiles sections against one run's evidence."""
+
+    def __init__(self, config: PaperConfig, evidence: Evidence) -> None:
+        self.config, self.evidence = config, evidence
+        self._last: tuple[Mapping[str, bytes], Compiled] | None = (
+            None  # what is adopted was compiled when written
+        )
+
+    def problems(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> list[Problem]:
+        """Return what the checks find in the sections, without compiling them."""
+        return [
+            problem
+            for name, section in sections.items()
+            for problem in check_section(
+                name, section.body, self.evidence, cited, numbers_are_free=section.by == HUMAN
+            ).problems
+        ]
+
+    def try_out(self, sections: Mapping[str, Section], cited: Mapping[str, Record]) -> Passed:
+        """Check the sections and compile the paper that they make, in a folder that is thrown away."""
+        found = self.problems(sections, cited)
+        if found:
+            return Passed(refusal=f"refused, {len(found)} problem(s):\n{report(found)}")
+        scanned = [check_section(name, item.body, self.evidence, cited, numbers_are_free=True).scanned
+                   for name, item in sections.items()]  # fmt: skip
+        used = [key.strip() for part in scanned for use in part.uses for key in use.arguments[0].split(",")
+                if use.command.startswith("cite")]  # fmt: skip
+        keys = [key for key in dict.fromkeys(used) if key in cited]
+        try:
+            figures = {
+                f"figures/{name}": self.evidence.figures[name].content() for name in figures_used(scanned)
+            }
+        except CarambaError as error:
+            return Passed(refusal=f"refused: {error}")
+        files = {
+            PAPER: build_paper(
+                self.config,
+                self.evidence.name,
+                provenance_note(self.evidence),
+                {name: section.body for name, section in sections.items()},
+                has_citations=bool(keys),
+            ).encode(),
+            RESULTS: results_tex(scanned, self.evidence).encode(),
+            BIBLIOGRAPHY: "\n".join(cited[key].bibtex(key) for key in keys).encode(),
+            **figures,
+            **{f"tables/{name}.tex": self.evidence.tables[name].encode() for name in tables_used(scanned)},
+        }
+        compiled = (
+            self._last[1] if self._last is not None and self._last[0] == files else compile_paper(files)
+        )
+        self._last = files, compiled
+        if compiled.pdf is None:
+            return Passed(refusal=f"refused, the paper does not compile:\n{compiled.error}")
+        return Passed({**files, PDF: compiled.pdf}, None, compiled.undefined)

@@ -1,0 +1,73 @@
+"""The LaTeX that a section may use. What is not here is refused: a list of dangerous commands would have gaps.
+
+A command maps to its arguments, one letter each: `p` prose, `m` mathematics, and the kinds of names that are looked
+up: `r` result, `o` operation, `s` setting, `c` citations, `v` a cited value, `f` figure, `t` table, `l` label, `x`
+reference, `k` columns. A `?` before a letter makes the argument optional, in square brackets.
+"""
+
+from __future__ import annotations
+
+PROSE_COMMANDS: dict[str, str] = {
+    **dict.fromkeys(("emph", "textbf", "textit", "texttt", "textsc", "textrm", "textsf", "underline"), "p"),
+    **dict.fromkeys(("footnote", "paragraph", "subsection", "subsubsection", "caption"), "p"),
+    **dict.fromkeys(("textsuperscript", "textsubscript", "mbox"), "p"),
+    "item": "?p",
+    **dict.fromkeys(("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear"), "?p?pc"),
+    "citednumber": "cv",
+    "result": "r",
+    "resultvalue": "r",
+    "setting": "s",
+    "derived": "orr",
+    "artifactfigure": "fp",
+    "artifacttable": "t",
+    "label": "l",
+    **dict.fromkeys(("ref", "eqref", "pageref", "autoref"), "x"),
+    **dict.fromkeys(("%", "&", "$", "#", "_", "{", "}", "\\", ",", ";", ":", "!", " ", "/", "-"), ""),
+    **dict.fromkeys(("'", "`", '"', "^", "~", "=", ".", "c", "v", "u", "H", "k", "r"), ""),  # accents
+    **dict.fromkeys(("ss", "o", "O", "l", "L", "ae", "AE", "oe", "OE", "aa", "AA", "i", "j"), ""),
+    **dict.fromkeys(("ldots", "dots", "textbackslash", "textasciitilde", "textasciicircum", "textbar"), ""),
+    **dict.fromkeys(("textless", "textgreater", "textendash", "textemdash", "textmu", "LaTeX", "TeX"), ""),
+    **dict.fromkeys(
+        ("quad", "qquad", "par", "noindent", "centering", "small", "footnotesize", "newline"), ""
+    ),
+    **dict.fromkeys(("toprule", "midrule", "bottomrule", "S", "P"), ""),
+}
+
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi rho sigma tau "
+    "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar nabla partial"
+)
+_SIGNS = (
+    "times cdot div pm mp le leq ge geq ll gg ne neq equiv approx sim simeq propto in notin ni subset subseteq supset "
+    "supseteq cup cap setminus emptyset forall exists neg land lor to mapsto gets rightarrow leftarrow Rightarrow "
+    "Leftarrow leftrightarrow iff implies longrightarrow uparrow downarrow infty sum prod int bigcup bigcap oplus "
+    "otimes odot circ star ast bullet dagger top bot perp parallel mid vert Vert lVert rVert lvert rvert langle rangle "
+    "lfloor rfloor lceil rceil ldots cdots vdots ddots dots prime quad qquad min max arg argmin argmax log ln exp sin "
+    "cos tan tanh softmax lim sup inf det dim ker Pr gcd limits nolimits displaystyle textstyle big Big bigl bigr Bigl "
+    "Bigr left right middle nonumber notag colon"
+)
+MATH_COMMANDS: dict[str, str] = {
+    **dict.fromkeys((*_GREEK.split(), *_SIGNS.split()), ""),
+    **dict.fromkeys(("{", "}", "|", ",", ";", ":", "!", " ", "\\", "%", "_", "#", "&"), ""),
+    **dict.fromkeys(
+        ("mathbf", "mathrm", "mathit", "mathcal", "mathbb", "mathsf", "mathtt", "boldsymbol"), "m"
+    ),
+    **dict.fromkeys(("hat", "bar", "tilde", "vec", "dot", "ddot", "widehat", "widetilde", "overline"), "m"),
+    **dict.fromkeys(("operatorname", "operatorname*", "underbrace", "overbrace"), "m"),
+    **dict.fromkeys(("frac", "tfrac", "dfrac", "binom"), "mm"),
+    "sqrt": "?mm",
+    **dict.fromkeys(("text", "textrm", "textit", "textbf", "texttt"), "p"),
+    "label": "l",
+    **{name: PROSE_COMMANDS[name] for name in ("result", "resultvalue", "setting", "derived")},
+}
+
+PROSE_ENVIRONMENTS: dict[str, str] = {
+    **dict.fromkeys(
+        ("itemize", "enumerate", "description", "quote", "quotation", "center", "table", "figure"), ""
+    ),
+    "tabular": "k",
+}
+MATH_ENVIRONMENTS = frozenset({"equation", "equation*", "align", "align*", "gather", "gather*"})
+INNER_MATH_ENVIRONMENTS = frozenset({"aligned", "cases", "matrix", "pmatrix", "bmatrix", "split"})
+
+OPERATIONS = ("ratio", "difference", "percent_change")

@@ -1,0 +1,53 @@
+"""Fixtures of the paper tests: a finished run, and a configuration that asks the scripted model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finished_run import write_run
+from tests.paper_servers import LiteratureServer, literature_server
+
+from caramba.config.paper import PaperConfig
+from caramba.paper import search
+from caramba.paper.evidence import Evidence, read_evidence
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run to read from."""
+    folder = tmp_path_factory.mktemp("paper_run")
+    write_run(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def evidence(run: Path) -> Evidence:
+    return read_evidence(run, run)
+
+
+@pytest.fixture
+def literature(monkeypatch: pytest.MonkeyPatch) -> Iterator[LiteratureServer]:
+    """arXiv and Semantic Scholar on loopback."""
+    with literature_server() as server:
+        monkeypatch.setattr(search, "ARXIV_URL", f"{server.url}/arxiv")
+        monkeypatch.setattr(search, "SEMANTIC_SCHOLAR_URL", f"{server.url}/s2")
+        yield server
+
+
+@pytest.fixture
+def config() -> Callable[..., PaperConfig]:
+    """A small paper by the model at an address: `config(url, title=…)`."""
+
+    def made(url: str = "http://127.0.0.1:9/v1", **keys: Any) -> PaperConfig:
+        plain: dict[str, Any] = {
+            "model": "scripted",
+            "sections": ["abstract", "results"],
+            "api": {"base_url": url, "timeout_s": 20.0, **keys.pop("api", {})},
+            **keys,
+        }
+        return PaperConfig.model_validate(plain)
+
+    return made

@@ -1,0 +1,241 @@
+"""The language model through litellm and a server on loopback: what is sent, and every way in which it can fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.paper_servers import Answer, calls, chat_server, fails, says
+
+from caramba.config.paper import BudgetConfig, PaperConfig
+from caramba.errors import AgentError, BudgetExceeded, ConfigError
+from caramba.paper.budget import Ledger, Price, Spent
+from caramba.paper.client import LanguageModel
+
+pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+
+MESSAGES = [{"role": "user", "content": "write"}]
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": "x", "parameters": {"type": "object"}}}
+]
+Make = Callable[..., PaperConfig]
+
+
+def ledger(limits: BudgetConfig | None = None, price: Price | None = None) -> Ledger:
+    return Ledger(limits or BudgetConfig(), Spent(), price)
+
+
+def asked(
+    config: PaperConfig, book: Ledger | None = None
+) -> tuple[Any, list[tuple[str, dict[str, Any]]], list[float]]:
+    """Ask once and return the reply, what was recorded, and the pauses."""
+    waits: list[float] = []
+    noted: list[tuple[str, dict[str, Any]]] = []
+    model = LanguageModel(config, sleep=waits.append)
+    reply = model.ask(
+        MESSAGES, TOOLS, book or ledger(), lambda event, **fields: noted.append((event, fields))
+    )
+    return reply, noted, waits
+
+
+def test_a_request_is_sent_as_configured(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-mine ")
+    with chat_server(calls(("look", {"at": 1}))) as server:
+        plain = config(
+            server.url, temperature=0.5, api={"key_env": "MY_KEY"}, budget={"max_reply_tokens": 99}
+        )
+        reply, _, _ = asked(plain)
+        (request,) = server.requests
+    assert server.keys == ["Bearer sk-mine"]
+    assert (request["model"], request["temperature"], request["max_tokens"]) == ("scripted", 0.5, 99)
+    assert request["messages"] == MESSAGES
+    assert request["tools"] == TOOLS
+    assert reply.calls[0].name == "look"
+    assert json.loads(reply.calls[0].arguments) == {"at": 1}
+    assert (reply.prompt_tokens, reply.reply_tokens, reply.text) == (100, 20, "")
+    with chat_server(says("hello")) as server:
+        asked(config(server.url, model="openai/other"))
+    assert server.requests[0]["model"] == "other"
+    assert "temperature" not in server.requests[0]
+
+
+def test_a_key_of_another_provider_is_not_sent_to_a_server(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
+    with chat_server(says("hello")) as server:
+        asked(config(server.url))
+    assert server.keys == ["Bearer none"]
+    with pytest.raises(
+        ConfigError, match=r"paper\.api\.base_url=http://llm\.example/v1: which key .* set api\.key_env"
+    ):
+        LanguageModel(config("http://llm.example/v1"))
+
+
+PASSING = [
+    fails(500),
+    fails(503),
+    fails(429, {"Retry-After": "7"}),
+    Answer(b"<html>gateway</html>"),
+    Answer(b'{"choices": []}'),
+    Answer(b"{", 200),
+]
+
+
+@pytest.mark.parametrize("failure", PASSING, ids=lambda answer: f"{answer.status}-{answer.body[:8]}")
+def test_what_may_pass_is_tried_again(failure: Answer, config: Make) -> None:
+    with chat_server(failure, failure, says("at last")) as server:
+        reply, noted, waits = asked(config(server.url))
+    assert reply.text == "at last"
+    assert len(server.requests) == 3  # and no attempt of litellm's own
+    assert [event for event, _ in noted] == [
+        "attempt",
+        "attempt_failed",
+        "attempt",
+        "attempt_failed",
+        "attempt",
+    ]
+    assert len(waits) == 2
+    assert all(wait >= (7 if failure.status == 429 else 0.5) for wait in waits)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [*PASSING, Answer(b"{}", delay_s=1.0)],
+    ids=lambda answer: f"{answer.status}-{answer.body[:8]}-{answer.delay_s}",
+)
+def test_attempts_are_bounded(failure: Answer, config: Make) -> None:
+    with chat_server(*[failure] * 5) as server:
+        plain = config(
+            server.url, api={"retries": 1, "max_wait_s": 0.1, "timeout_s": 0.4 if failure.delay_s else 20.0}
+        )
+        with pytest.raises(AgentError, match=r"scripted at http://127.*attempt 2 of 2.*--update"):
+            asked(plain)
+    assert len(server.requests) == 2
+
+
+def test_a_pause_is_no_longer_than_allowed(config: Make) -> None:
+    with chat_server(fails(429, {"Retry-After": "9999"}), says("x")) as server:
+        _, _, waits = asked(config(server.url, api={"max_wait_s": 2.0}))
+    assert waits == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (401, ConfigError, r"paper\.model=scripted at .*: the server refused the key \(401\); check MY_KEY"),
+        (403, ConfigError, r"the server refused the key \(403\)"),
+        (404, ConfigError, r"no such model or address \(404\); check model and api\.base_url"),
+        (400, AgentError, "scripted 400"),
+        (422, AgentError, "scripted 422"),
+    ],
+)
+def test_what_cannot_pass_is_not_tried_again(
+    status: int, kind: type[Exception], message: str, config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-mine")
+    book = ledger()
+    with chat_server(fails(status), says("never")) as server:
+        with pytest.raises(kind, match=message) as raised:
+            asked(config(server.url, api={"key_env": "MY_KEY"}), book)
+        assert len(server.requests) == 1
+    assert "sk-mine" not in str(raised.value)
+    assert book.spent.tokens == 0  # a refused request costs nothing
+
+
+def test_a_key_that_a_server_repeats_is_shown_nowhere(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-mine-1234")
+    body = json.dumps(
+        {"error": {"message": "wrong key sk-mine-1234", "type": "x", "code": "invalid_api_key"}}
+    )
+    noted: list[Any] = []
+    with chat_server(Answer(body.encode(), 401)) as server:
+        model = LanguageModel(config(server.url, api={"key_env": "MY_KEY"}))
+        with pytest.raises(ConfigError, match=r"wrong key \$MY_KEY") as raised:
+            model.ask(MESSAGES, TOOLS, ledger(), lambda event, **fields: noted.append(fields))
+    assert "sk-mine" not in f"{raised.value}{noted}"
+
+
+def test_a_server_that_is_not_there(config: Make) -> None:
+    with pytest.raises(AgentError, match=r"cannot be reached"):
+        asked(config("http://127.0.0.1:9/v1", api={"retries": 0}))
+
+
+def test_usage_is_booked_and_unknown_usage_counts_in_full(config: Make) -> None:
+    book = ledger(price=Price(1e-6, 2e-6))
+    with chat_server(says("x"), says("y", usage=False)) as server:
+        asked(config(server.url), book)
+        assert (book.spent.prompt_tokens, book.spent.reply_tokens) == (100, 20)
+        assert book.spent.cost_usd == pytest.approx(140e-6)
+        asked(config(server.url), book)
+    assert book.spent.reply_tokens == 20 + 8192
+    assert book.spent.prompt_tokens > 100
+
+
+def test_an_attempt_that_would_cross_a_limit_is_not_sent(config: Make) -> None:
+    with chat_server(fails(500), says("x")) as server:
+        limits = BudgetConfig(max_tokens=9000)
+        with pytest.raises(BudgetExceeded, match=r"max_tokens=9,000 are spent; raise it"):
+            asked(config(server.url), ledger(limits))  # a 500 may have been worked on: it counts
+        assert len(server.requests) == 1
+
+
+def test_prices(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-x")
+    known = LanguageModel(PaperConfig(model="gpt-4o")).price()
+    assert known is not None
+    assert 0 < known.prompt < known.reply < 1e-3
+    assert LanguageModel(config()).price() is None
+    given = config(budget={"usd_per_million_prompt": 1.0, "usd_per_million_reply": 4.0, "max_cost_usd": 0.5})
+    assert LanguageModel(given).price() == Price(1e-6, 4e-6)
+    with pytest.raises(
+        ConfigError, match=r"paper\.budget\.max_cost_usd=0\.5: what scripted costs is not known"
+    ):
+        LanguageModel(config(budget={"max_cost_usd": 0.5})).price()
+
+
+def test_models_and_keys_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(ConfigError, match=r"paper\.model=gpt-4o: the environment lacks OPENAI_API_KEY"):
+        LanguageModel(PaperConfig(model="gpt-4o"))
+    with pytest.raises(ConfigError, match=r"paper\.model=nonsense: litellm knows no provider"):
+        LanguageModel(PaperConfig(model="nonsense"))
+    with pytest.raises(
+        ConfigError, match=r"paper\.api\.key_env=NO_SUCH: no such variable is set; export NO_SUCH"
+    ):
+        LanguageModel(PaperConfig.model_validate({"api": {"key_env": "NO_SUCH"}}))
+
+
+def test_an_absent_litellm_is_named_with_its_extra(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"paper: litellm is not installed; pip install 'caramba\[paper\]'"):
+        LanguageModel(config())
+
+
+OFFLINE = """
+import os, socket, sys
+def refused(*arguments):
+    raise AssertionError(f"connects to {arguments}")
+socket.socket.connect = socket.create_connection = refused
+os.environ.pop("LITELLM_LOCAL_MODEL_COST_MAP", None)
+import caramba.paper
+assert "litellm" not in sys.modules and "torch" not in sys.modules
+from caramba.config.paper import PaperConfig
+from caramba.paper.client import LanguageModel
+LanguageModel(PaperConfig.model_validate({"model": "m", "api": {"base_url": "http://127.0.0.1:9/v1"}}))
+assert "litellm" in sys.modules and "torch" not in sys.modules
+print("secret" if "FROM_DOTENV" in os.environ else "quiet", sys.modules["litellm"].telemetry)
+"""
+
+
+def test_loading_litellm_connects_to_nothing_and_reads_no_dotenv(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("FROM_DOTENV=1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["quiet", "False"], done.stderr

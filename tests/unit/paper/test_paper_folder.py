@@ -1,0 +1,169 @@
+"""The folder of a paper: nothing outside it, no half version, whatever stops the writer."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from caramba.errors import ConfigError
+from caramba.paper import folder as module
+from caramba.paper.draft import Draft, Section, load_draft
+from caramba.paper.folder import PaperFolder
+from caramba.paper.records import Record
+
+FACTS = {"report_sha256": "ab", "sections": {}}
+
+
+def files(text: str) -> dict[str, bytes]:
+    return {
+        "results.tex": f"r{text}".encode(),
+        "figures/a.png": b"png" + text.encode(),
+        "paper.tex": text.encode(),
+    }
+
+
+def opened(root: Path) -> PaperFolder:
+    root.mkdir(exist_ok=True)
+    return PaperFolder(root)
+
+
+@pytest.mark.parametrize(
+    "path", ["../x.tex", "/etc/passwd", "a/../../x", "link/x.tex", "versions/../../x", "a\0b"]
+)
+def test_no_path_leads_out(path: str, tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    (tmp_path / "outside").mkdir()
+    (paper.root / "link").symlink_to(tmp_path / "outside")
+    with pytest.raises((ConfigError, ValueError), match=r"out of the paper's folder|null"):
+        paper.confined(path)
+    assert paper.confined("versions/001/paper.tex").is_relative_to(paper.root.resolve())
+
+
+def test_a_link_in_place_of_a_folder_is_not_written_through(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    (tmp_path / "outside").mkdir()
+    (paper.root / "figures").symlink_to(tmp_path / "outside")
+    with pytest.raises(ConfigError, match="leads out of the paper's folder"):
+        paper.adopt(files("one"), FACTS, None)
+    assert list((tmp_path / "outside").iterdir()) == []
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(
+        ConfigError, match=r"holds files that are no paper's; name a new folder with --output-dir"
+    ):
+        PaperFolder(tmp_path)
+    with pytest.raises(ConfigError, match="a file; name a folder"):
+        PaperFolder(tmp_path / "thesis.tex")
+
+
+def test_versions_are_kept_and_the_newest_is_the_head(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    assert paper.head() is None
+    assert [paper.adopt(files(text), FACTS, None) for text in ("one", "two")] == [1, 2]
+    assert paper.adopt(files("two"), FACTS, None) == 2  # the same again is no new version
+    assert (paper.root / "paper.tex").read_text() == "two"
+    assert (paper.root / "versions/001/figures/a.png").read_bytes() == b"pngone"
+    head = paper.head()
+    assert head is not None
+    assert (head["version"], set(head["files"])) == (2, set(files("two")))
+    assert paper.adopt(files("three"), FACTS, 2) == 3
+    assert paper.versions() == [2, 3]
+
+
+class Killed(BaseException):
+    """Stands for a kill: no handler of errors takes it."""
+
+
+@pytest.mark.parametrize("n_writes", range(9))
+def test_a_kill_at_any_write_leaves_a_whole_version(
+    n_writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adopting makes eight writes: three and a record in the version, three in the head, and that they are there."""
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), FACTS, None)
+    left = n_writes
+    write, record = module.write_whole, module.write_json
+
+    def counted(real):
+        def call(*arguments):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            real(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_whole", counted(write))
+        patch.setattr(module, "write_json", counted(record))
+        try:
+            assert paper.adopt(files("two"), FACTS, None) == 2
+            assert n_writes == 8
+        except Killed:
+            assert n_writes < 8
+    again = PaperFolder(paper.root)
+    again.heal()
+    newest = "two" if n_writes >= 4 else "one"
+    assert {name: (paper.root / name).read_bytes() for name in files("")} == files(newest)
+    assert again.edited() is None
+    assert len(again.versions()) == (2 if n_writes >= 4 else 1)
+
+
+def test_an_older_version_that_a_person_put_back_is_an_edit(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), FACTS, None)
+    paper.adopt(files("two"), FACTS, None)
+    (paper.root / "paper.tex").write_text("one")
+    paper.heal()
+    assert paper.edited() == "one"
+
+
+def test_a_missing_head_is_put_back_and_an_edited_one_is_not(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), FACTS, None)
+    (paper.root / "paper.tex").write_text("edited")
+    paper.heal()
+    assert paper.edited() == "edited"
+    (paper.root / "paper.tex").unlink()
+    paper.heal()
+    assert paper.edited() is None
+    assert (paper.root / "paper.tex").read_text() == "one"
+
+
+def test_a_transcript_goes_on_behind_half_a_line(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.note("one", text="a\nb")
+    with open(paper.root / "transcript.jsonl", "a") as file:
+        file.write('{"torn": ')
+    paper.note("two")
+    lines = (paper.root / "transcript.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in (lines[0], lines[2])] == ["one", "two"]
+
+
+def test_a_draft_is_read_back(tmp_path: Path) -> None:
+    draft = Draft(is_open=True, run_id="r")
+    draft.sections["abstract"] = Section("text", "human")
+    draft.records["arxiv:1"] = Record("arxiv:1", "T", ("A", "B"), "2020")
+    draft.cited["a2020t"] = "arxiv:1"
+    draft.spent.prompt_tokens = 7
+    draft.save(tmp_path / "draft.json")
+    assert load_draft(tmp_path / "draft.json") == draft
+    assert load_draft(tmp_path / "none.json") == Draft()
+    for text in ("{", "[]", '{"schema": 9}', '{"schema": 1, "sections": {"a": {}}}'):
+        (tmp_path / "draft.json").write_text(text)
+        with pytest.raises(
+            ConfigError, match=r"draft\.json: not the state of a draft .*; remove it to go on"
+        ):
+            load_draft(tmp_path / "draft.json")
+
+
+def test_versions_are_readable_by_others(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), FACTS, None)
+    assert os.stat(paper.version_path(1)).st_mode & 0o777 == 0o755

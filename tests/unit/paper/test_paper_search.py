@@ -1,0 +1,116 @@
+"""Searches against servers on loopback: what they answer becomes records, or a reason."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+from tests.paper_servers import ATOM, Answer, LiteratureServer
+
+from caramba.config.paper import CitationsConfig
+from caramba.paper import search
+from caramba.paper.search import Literature, SearchFailed
+
+
+def test_arxiv_answers_become_records(literature: LiteratureServer) -> None:
+    found = Literature(CitationsConfig(prefer_recent=False)).search("arxiv", "attention & caches", 5)
+    assert literature.queries == [{"search_query": ["all:attention AND all:caches"], "max_results": ["5"]}]
+    assert [record.id for record in found] == ["arxiv:1706.03762", "arxiv:2405.04434"]
+    first, second = found
+    assert (first.title, first.year) == ("Attention Is All You Need & 50% More", "2017")
+    assert first.authors == ("Ashish Vaswani", "Noam Shazeer")
+    assert first.states("28.4")
+    assert second.title == "A Latent Cache"  # without the character that turns text around
+
+
+def test_recent_works_come_first_if_asked(literature: LiteratureServer) -> None:
+    found = Literature(CitationsConfig(recent_years=5)).search("arxiv", "attention", 5)
+    assert [record.year for record in found] == ["2024", "2017"]
+
+
+def test_semantic_scholar_answers_become_records(
+    literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (found,) = Literature(CitationsConfig()).search("semantic_scholar", "grouped", 3)
+    assert found.id == "s2:" + "a" * 40
+    assert (found.title, found.year, found.venue, found.doi) == (
+        "Grouped Queries",
+        "2023",
+        "EMNLP",
+        "10.1/abc",
+    )
+
+
+BAD = [
+    ("arxiv", Answer(b"<feed", 200), "the answer is no XML"),
+    ("arxiv", Answer(b'<!DOCTYPE x [<!ENTITY a "b">]><feed/>'), "declares entities and is not read"),
+    ("arxiv", Answer(b"", 429), r"HTTP 429 \(too many requests\)"),
+    ("arxiv", Answer(b"", 403), "HTTP 403"),
+    ("arxiv", Answer(b"", 302, {"Location": "file:///etc/passwd"}), "arxiv"),
+    ("arxiv", Answer(ATOM.encode(), delay_s=1.5), "no answer within 0.5 s"),
+    ("arxiv", Answer(b"x" * 5_000_000), "longer than 4000000 bytes"),
+    ("semantic_scholar", Answer(b"not json"), "not what was expected"),
+    ("semantic_scholar", Answer(b"[1]"), "not what was expected"),
+    ("semantic_scholar", Answer(b'{"data": ["x"]}'), "not what was expected"),
+    ("semantic_scholar", Answer(b"", 500), "HTTP 500"),
+]
+
+
+@pytest.mark.parametrize(("source", "answer", "message"), BAD)
+def test_a_bad_answer_is_a_reason(
+    source: search.SourceName, answer: Answer, message: str, literature: LiteratureServer
+) -> None:
+    literature.atom = literature.scholar = answer
+    with pytest.raises(SearchFailed, match=message):
+        Literature(CitationsConfig(timeout_s=0.5)).search(source, "attention", 5)
+
+
+def test_no_results_are_no_error(literature: LiteratureServer) -> None:
+    literature.atom = Answer(b'<feed xmlns="http://www.w3.org/2005/Atom"/>')
+    literature.scholar = Answer(b'{"total": 0}')
+    asked = Literature(CitationsConfig())
+    assert asked.search("arxiv", "nothing", 5) == asked.search("semantic_scholar", "nothing", 5) == []
+
+
+def test_records_without_an_id_are_left_out(literature: LiteratureServer) -> None:
+    literature.scholar = Answer(
+        b'{"data": [{"paperId": "../x", "title": "T"}, {"paperId": null, "title": "T"}]}'
+    )
+    assert Literature(CitationsConfig()).search("semantic_scholar", "x", 5) == []
+
+
+def test_a_source_that_is_down_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setattr(search, "ARXIV_URL", f"http://127.0.0.1:{port}/arxiv")
+    asked = Literature(CitationsConfig())
+    for _ in range(search.MOST_FAILURES):
+        with pytest.raises(
+            SearchFailed, match=r"cannot be reached \(.*refused.*\); is this machine offline\?"
+        ):
+            asked.search("arxiv", "x", 5)
+    with pytest.raises(SearchFailed, match="failed 3 times in this draft and is not asked again"):
+        asked.search("arxiv", "x", 5)
+
+
+def test_a_source_that_is_off_is_not_asked(literature: LiteratureServer) -> None:
+    for config in (CitationsConfig(enabled=False), CitationsConfig(sources=("semantic_scholar",))):
+        with pytest.raises(SearchFailed, match=r"not among paper\.citations\.sources"):
+            Literature(config).search("arxiv", "x", 5)
+    assert literature.queries == []
+
+
+def test_arxiv_is_asked_at_the_pace_it_wishes(
+    literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    asked = Literature(CitationsConfig(), sleep=waits.append)
+    asked.search("arxiv", "x", 5)
+    asked._last_arxiv = time.monotonic()
+    monkeypatch.setattr(search, "ARXIV_URL", "https://export.arxiv.org.invalid/")
+    with pytest.raises(SearchFailed):
+        asked.search("arxiv", "x", 5)
+    assert len(waits) == 1
+    assert 2 < waits[0] <= search.ARXIV_PAUSE_S
