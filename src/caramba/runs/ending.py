@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 from caramba.console import logger
 from caramba.errors import BatchReduced, CarambaError, Preempted
+from caramba.runs.files import home
 from caramba.runs.ranks import is_rank
 
 MISTAKE = 2
@@ -53,9 +56,24 @@ def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
     except Exception as error:
         if is_debug:
             traceback.print_exc()
+        if isinstance(error, OSError) and _is_of_caches(error):
+            print(
+                f"error: {error.filename}: {error.strerror}; caches are kept there: set CARAMBA_HOME to a folder "
+                "that can be written",
+                file=sys.stderr,
+            )
+            return MISTAKE
         hint = "" if is_debug else " (--debug shows the traceback)"
         print(f"failed: {type(error).__name__}: {error}{hint}", file=sys.stderr)
         return 1
+
+
+def _is_of_caches(error: OSError) -> bool:
+    """Whether the folder of caches, or one that it lies in, cannot be written."""
+    if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST):
+        return False
+    folder = home()
+    return error.filename is not None and Path(os.fsdecode(error.filename)) in (folder, *folder.parents)
 
 
 def status_of(stop: Preempted) -> int:

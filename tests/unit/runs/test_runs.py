@@ -15,7 +15,7 @@ from caramba.config.parse import parse_manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs import differences, list_runs, lock, manifest_sha256, mint, read_manifest, resolve_run
 from caramba.runs.ending import end
-from caramba.runs.files import write_json
+from caramba.runs.files import home, write_json
 from caramba.runs.state import lacks_benchmarks
 
 
@@ -186,3 +186,11 @@ def test_what_a_run_lacks_is_told_from_its_result(tmp_path, error, value, fail_f
     write_json(folder / "result.json", result)
     write_json(tmp_path / "result.json", {"status": "failed", "groups": ["main"]})
     assert lacks_benchmarks(tmp_path) is expected
+
+
+def test_a_folder_of_caches_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CARAMBA_HOME", str(tmp_path / "file" / "caches"))
+    assert end(lambda: write_json(home() / "x.json", 1) or 0) == 2
+    assert "set CARAMBA_HOME to a folder that can be written" in capsys.readouterr().err
+    assert end(lambda: write_json(tmp_path / "file" / "other" / "x.json", 1) or 0) == 1
