@@ -57,10 +57,10 @@ def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 
 @triton.jit
-def _of_rows(ptr, start, n_rows, stride, BLOCK_M: tl.constexpr):
+def _of_rows(ptr, start, n_rows, BLOCK_M: tl.constexpr):
     """Load a number of each row of the tile that begins at row `start`, of the last row beyond it."""
     row = tl.minimum(start + tl.arange(0, BLOCK_M), n_rows - 1)
-    return tl.load(ptr + row.to(tl.int64) * stride)
+    return tl.load(ptr + row.to(tl.int64))
 
 
 @triton.jit
@@ -194,8 +194,8 @@ def _backward_kernel(
     stride = tl.num_programs(0) * BLOCK_M
     share = tl.full([], 1.0, ACC) / width
     if AHEAD:
-        next_rstd = _of_rows(rstd_ptr, program * BLOCK_M, n_rows, 1, BLOCK_M)
-        next_mean = _of_rows(mean_ptr, program * BLOCK_M, n_rows, 1, BLOCK_M)
+        next_rstd = _of_rows(rstd_ptr, program * BLOCK_M, n_rows, BLOCK_M)
+        next_mean = _of_rows(mean_ptr, program * BLOCK_M, n_rows, BLOCK_M)
         next_x = _rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
         next_grad = _rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
     for start in range(program * BLOCK_M, n_rows, stride):
@@ -205,15 +205,15 @@ def _backward_kernel(
         at = _places(start, width, BLOCK_M, BLOCK_N, EXACT)
         if AHEAD:
             x, grad, rstd, mean = _numbers(next_x, ACC), _numbers(next_grad, ACC), next_rstd, next_mean
-            next_rstd = _of_rows(rstd_ptr, start + stride, n_rows, 1, BLOCK_M)
-            next_mean = _of_rows(mean_ptr, start + stride, n_rows, 1, BLOCK_M)
+            next_rstd = _of_rows(rstd_ptr, start + stride, n_rows, BLOCK_M)
+            next_mean = _of_rows(mean_ptr, start + stride, n_rows, BLOCK_M)
             next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
             next_grad = _rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
         else:
             x = _load(x_ptr + at, mask, EXACT).to(ACC)
             grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
-            rstd = _of_rows(rstd_ptr, start, n_rows, 1, BLOCK_M)
-            mean = _of_rows(mean_ptr, start, n_rows, 1, BLOCK_M)
+            rstd = _of_rows(rstd_ptr, start, n_rows, BLOCK_M)
+            mean = _of_rows(mean_ptr, start, n_rows, BLOCK_M)
         rstd, mean = rstd.to(ACC)[:, None], mean.to(ACC)[:, None]
         unit = x * rstd - mean * rstd  # one instruction, and rounded no worse than a mean is
         if not EXACT:

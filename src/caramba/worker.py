@@ -67,10 +67,15 @@ def run(run_dir: Path) -> int:
             (run_dir / REQUEUE).unlink(missing_ok=True)
             if not (run_dir / "plan.json").exists():
                 rewrite_machine(run_dir)
-        append_event(run_dir, STARTED)
         try:
+            # Refused here, a run is what it was before: one that has finished still has.
             hold_manifest(run_dir)
             hold_plugins(run_dir, manifest)
+        except CarambaError as error:
+            _tell_agent(error)
+            raise
+        append_event(run_dir, STARTED)
+        try:
             with heavy_imports():
                 from caramba.experiment import run as run_experiment
 

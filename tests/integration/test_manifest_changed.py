@@ -49,7 +49,7 @@ def elsewhere(plain: Any) -> None:
 
 
 def files(run: Path) -> dict[str, bytes]:
-    names = [file for file in run.rglob("*") if file.is_file() and file.name not in ("events.jsonl", ".lock")]
+    names = [file for file in run.rglob("*") if file.is_file() and file.name != ".lock"]
     return {str(file): file.read_bytes() for file in names}
 
 

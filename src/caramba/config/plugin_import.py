@@ -91,12 +91,12 @@ def _refuse_other(name: str, start: Path | None) -> None:
     if loaded is None or start is None or not holds(start, top):
         return
     root = root_of(loaded, keeps_installed=True)
-    if root is None and loaded.__file__ is not None:  # mapped by its installation
-        root = Path(loaded.__file__).parent
-    if root is not None and root.resolve() != start.resolve():
-        raise ConfigError(
-            f"{start} has a {top}, and {shown(str(loaded.__file__ or root))} of the same name is loaded; rename yours"
-        )
+    file = getattr(loaded, "__file__", None)
+    if root is None and file is not None:  # mapped by its installation
+        root = Path(file).parent
+    if top in sys.builtin_module_names or (root is not None and root.resolve() != start.resolve()):
+        other = "Python's own" if file is None else shown(file)
+        raise ConfigError(f"{start} has a {top}, and {other} of the same name is loaded; rename yours")
 
 
 def root_of(module: ModuleType, *, keeps_installed: bool = False) -> Path | None:

@@ -21,7 +21,10 @@ class _FromSource(SourceFileLoader):
 
 
 class _OwnModules(MetaPathFinder):
-    """Finds modules as Python does, those in `folders` and of the packages `tops` with a loader that reads source."""
+    """Finds modules as Python does, those in `folders` and of the packages `tops` with a loader that reads source.
+
+    What lies deeper in a folder than its modules and packages is no part of them.
+    """
 
     def __init__(self) -> None:
         self.folders: set[Path] = set()
@@ -33,13 +36,17 @@ class _OwnModules(MetaPathFinder):
         top = fullname.partition(".")[0]
         if top not in self.tops and not any(holds(folder, top) for folder in self.folders):
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        found = (finder.find_spec(fullname, path, target) for finder in others)
+        others = (getattr(finder, "find_spec", None) for finder in list(sys.meta_path) if finder is not self)
+        found = (find(fullname, path, target) for find in others if find is not None)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is None or type(spec.loader) is not SourceFileLoader:
             return spec
         file = Path(spec.loader.path)
-        if top in self.tops or any(file.is_relative_to(folder) for folder in self.folders):
+        # An environment that lies in the folder holds packages of others.
+        in_folder = any(
+            file == folder / f"{top}.py" or file.is_relative_to(folder / top) for folder in self.folders
+        )
+        if top in self.tops or in_folder:
             spec.loader = _FromSource(spec.loader.name, spec.loader.path)
         return spec
 

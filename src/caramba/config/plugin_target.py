@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import re
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from caramba.config.blame import blame, shown
 from caramba.config.names import nearest
 from caramba.config.node import NodeConfig
+from caramba.config.plugin_import import is_installed
+from caramba.config.plugin_loader import load_from_source
 from caramba.errors import ConfigError
 
 _TARGET = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
@@ -30,6 +33,7 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
     if not isinstance(target, str) or not _TARGET.fullmatch(target):
         raise ConfigError(f"{name} is not 'module:Class', such as 'my_pkg.layers_impl:MyLayer' ({place})")
     module, _, wanted = target.partition(":")
+    _read_own_source(module.partition(".")[0])
     try:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
@@ -58,6 +62,16 @@ def check_target(schema: type[NodeConfig], place: str) -> None:
         raise ConfigError(
             f"{name} is {what} ({shown(file)}:{found.lineno}), expected a subclass of torch.nn.Module ({place})"
         )
+
+
+def _read_own_source(top: str) -> None:
+    """Have a target's package read from source as its schema's is, unless it is another one that is installed."""
+    with contextlib.suppress(ImportError, ValueError):  # which the search for the target tells
+        spec = importlib.util.find_spec(top)
+        if spec is None or spec.origin is None:
+            return
+        if not any(is_installed(folder) for folder in Path(spec.origin).parents):
+            load_from_source(top, None)
 
 
 def _has_no_base(node: ast.stmt) -> bool:

@@ -55,7 +55,7 @@ def run_state(run: Path) -> RunState:
     """Read the state of a run directory.
 
     It is running while a worker holds its lock; finished or failed when it has a result, or when the worker said so;
-    interrupted when neither holds; waiting when no worker has begun.
+    interrupted when neither holds, or a worker that tried failed benchmarks again was; waiting when none has begun.
     """
     started = (run / MANIFEST).stat().st_mtime
     logs = [file for file in (run / EVENTS, *run.glob(f"groups/*/{EVENTS}")) if file.is_file()]
@@ -138,10 +138,15 @@ def _state(run: Path, last: dict[str, Any] | None, *, has_begun: bool) -> str:
         return RUNNING
     said = last["event"] if last else None
     status = _result_status(run)
-    if said == ENDED_BADLY or status == FAILED:
+    if said == ENDED_BADLY:
         return FAILED
     if status == FINISHED:
         return FINISHED
+    if status == FAILED and said not in (
+        STARTED,
+        STOPPED,
+    ):  # else benchmarks are tried again, and result.json is of before
+        return FAILED
     return INTERRUPTED if has_begun or (run / "plan.json").exists() else WAITING
 
 

@@ -21,7 +21,7 @@ _HOW = {"launcher", "cluster", "resume", "notes"}
 _PLACES = {
     "model": ("path", "checkpoint"),
     "model.teacher": ("checkpoint",),
-    "groups[].data": ("path", "val_path"),
+    "groups[].data": ("path", "val_path", "tokenizer_path"),
     "plugins[]": ("folder",),
 }
 # How far down keys are told apart: to those of a phase, else to a section.
@@ -53,7 +53,9 @@ def hold_manifest(run_dir: Path) -> None:
         found = sha256_of(file)
         if minted[1] not in (found[:8], hashlib.sha256(written.encode()).hexdigest()[:8]):
             raise _refusal(
-                file, f"its SHA-256 begins with {found[:8]}, and the run was made with {minted[1]}"
+                file,
+                f"its SHA-256 begins with {found[:8]}, and the run was made with {minted[1]} (more is not known of a "
+                "run of that version, so that any change counts)",
             )
     note(run_dir, HELD, {"place": str(file), "identity": _digest(now), "keys": now})
 

@@ -50,6 +50,14 @@ def test_the_state_of_a_run_follows_its_files(manifest, tmp_path):
     assert run_state(run).state == "interrupted", "what is half written is not taken for finished"
     (run / "result.json").write_text(json.dumps({"status": "finished", "name": "demo"}))
     assert run_state(run).state == "finished"
+    (run / "result.json").write_text(json.dumps({"status": "failed", "name": "demo"}))
+    for event, state in (
+        ("run_failed", "failed"),
+        ("run_started", "interrupted"),
+        ("run_interrupted", "interrupted"),
+    ):
+        append_event(run, event)
+        assert run_state(run).state == state, "what failed was tried again, and stopped"
     ahead = time.time() + 3600
     os.utime(run / "events.jsonl", (ahead, ahead))
     assert run_state(run).age_s < -3500
