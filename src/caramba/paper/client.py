@@ -18,9 +18,12 @@ from urllib.parse import urlsplit
 from caramba.config.extras import need_library
 from caramba.config.paper import ApiConfig, PaperConfig
 from caramba.errors import AgentError, ConfigError
-from caramba.paper.budget import Ledger, Price
+from caramba.paper.budget import WAY_ON, Ledger, Price
+from caramba.paper.deadline import within
+from caramba.paper.untrusted import encodable
 
 FIRST_WAIT_S = 1.0
+_SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -64,17 +67,28 @@ def need_model(config: PaperConfig, where: str) -> None:
         raise ConfigError(f"{where}.api.key_env={key}: no such variable is set; export {key}=…")
 
 
+def check_model(config: PaperConfig) -> None:
+    """Check, before anything is trained, all that a draft would refuse of its model: its name, its key, its price.
+
+    Raises:
+        ConfigError: as `LanguageModel` and its `price`.
+    """
+    LanguageModel(config).price()
+
+
 class LanguageModel:
     """Asks one model, with tools. Every attempt is reserved in the ledger before it is sent."""
 
-    def __init__(self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep, way_on: str = WAY_ON
+    ) -> None:
         """Load litellm and check that the model can be named.
 
         Raises:
             ConfigError: no litellm, no key, or a model that litellm does not know.
         """
         need_model(config, "paper")
-        self.config, self._sleep = config, sleep
+        self.config, self._sleep, self._way_on = config, sleep, way_on
         self._litellm = _load()
         self._options = _options(config, self._litellm)
 
@@ -114,8 +128,7 @@ class LanguageModel:
             reserved = ledger.reserve(messages, tools)
             record("attempt", attempt=attempt, reserved_tokens=reserved.prompt_tokens + reserved.reply_tokens)
             try:
-                answer = self._litellm.completion(messages=messages, tools=tools, **self._options)
-                reply = _read(answer)
+                reply = _read(within(self.config.api.timeout_s, lambda: self._complete(messages, tools)))
             except Exception as error:
                 failure = _failure(error, self.config)
                 if failure.was_refused:
@@ -127,13 +140,16 @@ class LanguageModel:
                     tries = f" (attempt {attempt} of {attempts})" if failure.may_pass else ""
                     raise AgentError(
                         f"{self.config.model}{_at(self.config.api)}: {failure.text}{tries}; the draft is kept, go on "
-                        "with `caramba paper RUN --update`"
+                        f"with {self._way_on}"
                     ) from None
                 self._sleep(self._wait(attempt, failure.retry_after))
             else:
                 ledger.settle(reserved, reply.prompt_tokens, reply.reply_tokens)
                 return reply
         raise AssertionError("unreachable")
+
+    def _complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
+        return self._litellm.completion(messages=messages, tools=tools, **self._options)
 
     def _wait(self, attempt: int, asked: float | None) -> float:
         wait = FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
@@ -213,19 +229,20 @@ def _read(answer: Any) -> Reply:
     if not getattr(answer, "choices", None):
         raise AgentError("the server's answer holds no choice")
     choice = answer.choices[0]
-    calls = tuple(
-        ToolCall(
-            str(call.id or f"call_{index}"), str(call.function.name or ""), str(call.function.arguments or "")
-        )
-        for index, call in enumerate(choice.message.tool_calls or [])
-    )
+    calls: list[ToolCall] = []
+    for index, call in enumerate(choice.message.tool_calls or []):
+        identity = encodable(str(call.id or f"call_{index}"))
+        if any(identity == other.id for other in calls):
+            identity = f"{identity}_{index}"  # each call has an answer of its own
+        name, text = str(call.function.name or ""), str(call.function.arguments or "")
+        calls.append(ToolCall(identity, encodable(name), encodable(text)))
     usage = getattr(answer, "usage", None)
     prompt, reply = getattr(usage, "prompt_tokens", 0), getattr(usage, "completion_tokens", 0)
-    is_counted = isinstance(prompt, int) and isinstance(reply, int) and prompt > 0
+    is_counted = isinstance(prompt, int) and isinstance(reply, int) and prompt > 0 and reply >= 0
     return Reply(
-        str(choice.message.content or ""),
-        calls,
-        str(choice.finish_reason or ""),
+        encodable(str(choice.message.content or "")),
+        tuple(calls),
+        encodable(str(choice.finish_reason or "")),
         prompt if is_counted else None,
         reply if is_counted else None,
     )
@@ -237,7 +254,7 @@ def _failure(error: Exception, config: PaperConfig) -> _Failure:
     status = getattr(error, "status_code", None)
     text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
     where = f"paper.model={config.model}{_at(config.api)}"
-    if name == "Timeout":
+    if name in ("Timeout", "TimeoutError"):
         return _Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
     if name == "AuthenticationError" or status in (401, 403):
         key = config.api.key_env or "the provider's key"
@@ -265,10 +282,15 @@ def _failure(error: Exception, config: PaperConfig) -> _Failure:
 
 def _without_keys(text: str, config: PaperConfig) -> str:
     """Take keys out of what a server says: some repeat the one that they refuse."""
-    for name, value in os.environ.items():
-        if (name == config.api.key_env or name.endswith("_API_KEY")) and len(value.strip()) >= 6:
-            text = text.replace(value.strip(), f"${name}")
-    return text
+    secret = [
+        (value.strip(), name)
+        for name, value in os.environ.items()
+        if name == config.api.key_env or name.upper().endswith(_SECRET)
+    ]
+    for value, name in sorted(secret, key=lambda item: -len(item[0])):  # one may begin with another
+        if len(value) >= 6:
+            text = text.replace(value, f"${name}")
+    return encodable(text)
 
 
 def _retry_after(error: Exception) -> float | None:

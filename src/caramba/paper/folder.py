@@ -180,7 +180,7 @@ class PaperFolder:
     def _publish(self, record: Mapping[str, Any]) -> None:
         """Copy a version to the head, paper.tex last: until all is there, `heal` begins anew.
 
-        What stands there and is of no version is kept beside it, but the edited paper.tex that the version went on from.
+        What stands there and is of no version is kept beside it, but for the edited paper.tex that this one is from.
         """
         source = self.version_path(record["version"])
         known = self._written()
