@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from finished_run import write_run
 from scripted_paper import ABSTRACT, RESULTS, drafted, section, whole
 from tests.paper_servers import Answer, LiteratureServer, calls, chat_server, fails, says
 
@@ -196,3 +197,68 @@ def test_the_async_form_and_another_folder(config: Make, own: Path, tmp_path: Pa
     assert found.paper == tmp_path / "elsewhere/paper.tex"
     assert found.paper.is_file()
     assert not (own / "paper").exists()
+
+
+def test_another_runs_paper_is_not_updated(config: Make, own: Path, tmp_path: Path) -> None:
+    with chat_server(whole(), says("done")) as server:
+        drafted(config(server.url), own, tmp_path / "shared")
+    other = tmp_path / "other"
+    write_run(other)
+    for file in ("draft.json", None):  # by what the draft says, then by what its version says
+        with chat_server(says("done")) as server:
+            with pytest.raises(
+                ConfigError, match=r"holds a paper on run paper_run0, and this is run other; name another"
+            ):
+                drafted(config(server.url), other, tmp_path / "shared", update=True)
+            assert server.requests == []
+        if file:
+            (tmp_path / "shared" / file).unlink()
+
+
+def test_changed_options_begin_another_conversation_in_the_same_budget(config: Make, own: Path) -> None:
+    with chat_server(calls(("list_artifacts", {}))) as server, pytest.raises(AgentError):
+        drafted(config(server.url, title="Old"), own)
+    with chat_server(whole(), says("done")) as server:
+        found = drafted(config(server.url, title="New", custom_instructions="Be brief."), own, update=True)
+        first = server.requests[0]["messages"]
+    assert len(first) == 2
+    assert "Title: New." in first[1]["content"]
+    assert "Be brief." in first[1]["content"]
+    assert found.spent.iterations == 4
+
+
+def test_an_unfinished_draft_is_gone_on_with_only_by_update(config: Make, own: Path) -> None:
+    with chat_server(fails(401)) as server, pytest.raises(ConfigError):
+        drafted(config(server.url), own)
+    with (
+        chat_server(calls(("list_artifacts", {}))) as server,  # nothing was there yet
+        pytest.raises(AgentError, match=r"go on with `caramba paper .*/run --update`"),
+    ):
+        drafted(config(server.url), own)
+    with (
+        chat_server() as server,
+        pytest.raises(ConfigError, match="holds an unfinished draft of a paper; --update"),
+    ):
+        drafted(config(server.url), own)
+
+
+def test_the_command_that_goes_on_names_the_folder(config: Make, own: Path, tmp_path: Path) -> None:
+    with (
+        chat_server(says("no")) as server,
+        pytest.raises(BudgetExceeded, match=r"`caramba paper \S+/run --output-dir '\S+/a folder' --update`"),
+    ):
+        drafted(config(server.url, budget={"max_iterations": 1}), own, tmp_path / "a folder")
+
+
+def test_a_model_that_cannot_be_asked_leaves_no_folder(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    for keys, message in (
+        ({"model": "gpt-4o"}, "the environment lacks OPENAI_API_KEY"),
+        (
+            {"api": {"base_url": "http://127.0.0.1:9/v1"}, "budget": {"max_cost_usd": 1.0}},
+            "what gpt-4o costs is not known",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            drafted(PaperConfig.model_validate(keys), own)
+        assert not (own / "paper").exists()
