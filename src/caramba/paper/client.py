@@ -16,14 +16,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from caramba.config.extras import need_library
-from caramba.config.paper import ApiConfig, PaperConfig
+from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import WAY_ON, Ledger, Price
 from caramba.paper.deadline import within
+from caramba.paper.failure import at_server, read_failure
 from caramba.paper.untrusted import encodable
 
 FIRST_WAIT_S = 1.0
-_SECRET = ("_API_KEY", "_TOKEN", "_SECRET")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -130,7 +130,7 @@ class LanguageModel:
             try:
                 reply = _read(within(self.config.api.timeout_s, lambda: self._complete(messages, tools)))
             except Exception as error:
-                failure = _failure(error, self.config)
+                failure = read_failure(error, self.config)
                 if failure.was_refused:
                     ledger.release(reserved)
                 record("attempt_failed", attempt=attempt, error=failure.text, status=failure.status)
@@ -139,7 +139,7 @@ class LanguageModel:
                 if not failure.may_pass or attempt == attempts:
                     tries = f" (attempt {attempt} of {attempts})" if failure.may_pass else ""
                     raise AgentError(
-                        f"{self.config.model}{_at(self.config.api)}: {failure.text}{tries}; the draft is kept, go on "
+                        f"{self.config.model}{at_server(self.config.api)}: {failure.text}{tries}; the draft is kept, go on "
                         f"with {self._way_on}"
                     ) from None
                 self._sleep(self._wait(attempt, failure.retry_after))
@@ -154,16 +154,6 @@ class LanguageModel:
     def _wait(self, attempt: int, asked: float | None) -> float:
         wait = FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
         return min(max(wait, asked or 0.0), self.config.api.max_wait_s)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    text: str
-    status: int | None
-    may_pass: bool
-    was_refused: bool = False
-    retry_after: float | None = None
-    user_error: str | None = None
 
 
 def _load() -> Any:
@@ -246,60 +236,3 @@ def _read(answer: Any) -> Reply:
         prompt if is_counted else None,
         reply if is_counted else None,
     )
-
-
-def _failure(error: Exception, config: PaperConfig) -> _Failure:
-    """Say what an exception of a request means. litellm's exceptions carry the status that the server gave."""
-    name = type(error).__name__
-    status = getattr(error, "status_code", None)
-    text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
-    where = f"paper.model={config.model}{_at(config.api)}"
-    if name in ("Timeout", "TimeoutError"):
-        return _Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
-    if name == "AuthenticationError" or status in (401, 403):
-        key = config.api.key_env or "the provider's key"
-        return _Failure(
-            text,
-            status,
-            False,
-            True,
-            user_error=f"{where}: the server refused the key ({status}); check {key} [{text}]",
-        )
-    if name == "NotFoundError" or status == 404:
-        return _Failure(
-            text, status, False, True,
-            user_error=f"{where}: the server knows no such model or address ({status}); check model and api.base_url "
-            f"[{text}]",
-        )  # fmt: skip
-    if name == "APIConnectionError" or (name == "InternalServerError" and "onnection" in text):
-        return _Failure(f"cannot be reached or answers what cannot be read ({text})", status, True)
-    if name == "RateLimitError" or status == 429:
-        return _Failure(text, status, True, True, _retry_after(error))
-    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 409):
-        return _Failure(text, status, False, True)
-    return _Failure(text, status, True, False, _retry_after(error))
-
-
-def _without_keys(text: str, config: PaperConfig) -> str:
-    """Take keys out of what a server says: some repeat the one that they refuse."""
-    secret = [
-        (value.strip(), name)
-        for name, value in os.environ.items()
-        if name == config.api.key_env or name.upper().endswith(_SECRET)
-    ]
-    for value, name in sorted(secret, key=lambda item: -len(item[0])):  # one may begin with another
-        if len(value) >= 6:
-            text = text.replace(value, f"${name}")
-    return encodable(text)
-
-
-def _retry_after(error: Exception) -> float | None:
-    headers = getattr(error, "litellm_response_headers", None) or {}  # `response` of these errors is made up
-    try:
-        return max(0.0, float(headers.get("retry-after", "")))
-    except (TypeError, ValueError):
-        return None
-
-
-def _at(api: ApiConfig) -> str:
-    return f" at {api.base_url}" if api.base_url else ""
