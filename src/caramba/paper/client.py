@@ -139,8 +139,8 @@ class LanguageModel:
                 if not failure.may_pass or attempt == attempts:
                     tries = f" (attempt {attempt} of {attempts})" if failure.may_pass else ""
                     raise AgentError(
-                        f"{self.config.model}{at_server(self.config.api)}: {failure.text}{tries}; the draft is kept, go on "
-                        f"with {self._way_on}"
+                        f"{self.config.model}{at_server(self.config.api)}: {failure.text}{tries}; the draft is kept, "
+                        f"go on with {self._way_on}"
                     ) from None
                 self._sleep(self._wait(attempt, failure.retry_after))
             else:
