@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -149,6 +150,34 @@ def literature_server() -> Iterator[LiteratureServer]:
     with _serving(Handler) as url:
         state.url = url
         yield state
+
+
+@contextmanager
+def dripping_server(part: str) -> Iterator[str]:
+    """A server that sends its "headers" or its "body" byte by byte, as long as somebody listens."""
+    has_ended = threading.Event()
+
+    class Handler(_Quiet):
+        def do_GET(self) -> None:
+            if part == "body":
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", "100000")
+                self.end_headers()
+            else:
+                self.wfile.write(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            with contextlib.suppress(OSError):
+                while not has_ended.wait(0.1):
+                    self.wfile.write(b" ")
+
+        def do_POST(self) -> None:
+            self.do_GET()
+
+    with _serving(Handler) as url:
+        try:
+            yield url
+        finally:
+            has_ended.set()
 
 
 class _Quiet(BaseHTTPRequestHandler):

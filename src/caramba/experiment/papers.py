@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 
 from caramba.artifact.write import REPORT_FILE
@@ -25,19 +26,18 @@ def draft_paper(manifest: Manifest, group: str, run_dir: Path, folder: Path) -> 
     from caramba.paper import PaperDrafter
     from caramba.paper.folder import PaperFolder
 
-    paper = PaperFolder(folder / "paper")
-    head = paper.head()
-    if head is not None and head["report_sha256"] == sha256_of(folder / "artifacts" / REPORT_FILE):
-        logger.info(f"paper: version {head['version']} is of these artifacts")
-        return
     name = group if folder != run_dir else None
     try:
+        head = PaperFolder(folder / "paper").head()
+        if head is not None and head.get("report_sha256") == sha256_of(folder / "artifacts" / REPORT_FILE):
+            logger.info(f"paper: version {head['version']} is of these artifacts")
+            return
         drafted = PaperDrafter(config).draft_sync(run_dir, update=True, group=name)
     except CarambaError as error:
         kind = type(error) if isinstance(error, AgentError | BudgetExceeded) else AgentError
+        words = ["caramba", "paper", str(run_dir), *(["--group", name] if name else []), "--update"]
         raise kind(
-            f"paper: {error}\nThe run is finished and its artifacts are written; to draft again: "
-            f"caramba paper {run_dir}{f' --group {name}' if name else ''} --update"
+            f"paper: {error}\nThe run is finished and its artifacts are written; to draft again: {shlex.join(words)}"
         ) from None
     append_event(folder, "paper_adopted", version=drafted.version, **dataclasses.asdict(drafted.spent))
     logger.path(str(drafted.pdf), "paper")

@@ -60,7 +60,7 @@ def check_weights(manifest: Manifest) -> Manifest:
 
 def check_extras(manifest: Manifest) -> None:
     """Check that what a manifest needs beside the model is here: the file of its plan, the libraries of its
-    instruments, the programs and the key of its paper, and the extra and folders of its accuracy benchmarks.
+    instruments, the programs, model, key and price of its paper, and the extra and folders of its accuracy benchmarks.
 
     Raises:
         ConfigError: naming the setting or the benchmark, and the extra, file or folder.
@@ -77,11 +77,14 @@ def check_extras(manifest: Manifest) -> None:
     if manifest.settings.console == "plot":
         need_library("plotext", "plot", "settings.instrument=plot")
     if manifest.paper is not None and manifest.paper.enabled:
-        from caramba.paper.client import need_model
+        from caramba.paper.client import check_model
         from caramba.paper.compile import need_latex
+        from caramba.paper.records import read_bibliography
 
         need_latex("paper")
-        need_model(manifest.paper, "paper")
+        check_model(manifest.paper)
+        if manifest.paper.citations.bibliography is not None:
+            read_bibliography(Path(manifest.paper.citations.bibliography).expanduser())
     for group in manifest.selected_groups():
         for bench in group.benchmarks:
             if isinstance(bench.config, AccuracyBenchmarkConfig):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -12,6 +11,7 @@ from caramba.config.paper import SectionName
 from caramba.config.parse import parse_as
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.folder import PAPER
+from caramba.paper.untrusted import read_json
 
 Text = Annotated[str, Field(max_length=60_000)]
 Words = Annotated[str, Field(min_length=1, max_length=400)]
@@ -128,11 +128,13 @@ def read_arguments(name: str, text: str) -> Config:
         AgentError: no JSON object, or one that the tool's schema refuses; the message is for the model.
     """
     try:
-        plain = json.loads(text or "{}")
+        plain = read_json(text or "{}")
     except ValueError as error:
         raise AgentError(
             f"{name}: the arguments are no JSON ({error}); they may have been cut short"
         ) from None
+    except RecursionError:
+        raise AgentError(f"{name}: the arguments are nested too deeply; see its schema") from None
     if not isinstance(plain, dict):
         raise AgentError(f"{name}: the arguments are {type(plain).__name__}, expected an object")
     try:

@@ -11,6 +11,7 @@ from caramba.errors import BudgetExceeded
 
 # Text and JSON have three to four bytes a token; the estimate of a prompt must not be too small.
 BYTES_PER_TOKEN = 2
+WAY_ON = "`caramba paper RUN --update`"
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,9 @@ class Reserved:
 class Ledger:
     """Reserves attempts and books what they used, against the limits of a draft. `price` is None where unknown."""
 
-    def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None) -> None:
-        self.limits, self.spent, self.price = limits, spent, price
+    def __init__(self, limits: BudgetConfig, spent: Spent, price: Price | None, way_on: str = WAY_ON) -> None:
+        """`way_on` is the command that goes on with the draft, for messages."""
+        self.limits, self.spent, self.price, self.way_on = limits, spent, price, way_on
 
     def begin(self) -> None:
         """Count one more iteration.
@@ -110,4 +112,4 @@ class Ledger:
         self.spent.cost_usd = max(0.0, self.spent.cost_usd + sign * amount.cost_usd)
 
     def _way_on(self) -> str:
-        return "; raise it and go on with `caramba paper RUN --update`, which keeps what is written"
+        return f"; raise it and go on with {self.way_on}, which keeps what is written"

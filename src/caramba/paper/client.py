@@ -16,9 +16,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from caramba.config.extras import need_library
-from caramba.config.paper import ApiConfig, PaperConfig
+from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
-from caramba.paper.budget import Ledger, Price
+from caramba.paper.budget import WAY_ON, Ledger, Price
+from caramba.paper.deadline import within
+from caramba.paper.failure import at_server, read_failure
+from caramba.paper.untrusted import encodable
 
 FIRST_WAIT_S = 1.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -64,17 +67,28 @@ def need_model(config: PaperConfig, where: str) -> None:
         raise ConfigError(f"{where}.api.key_env={key}: no such variable is set; export {key}=…")
 
 
+def check_model(config: PaperConfig) -> None:
+    """Check, before anything is trained, all that a draft would refuse of its model: its name, its key, its price.
+
+    Raises:
+        ConfigError: as `LanguageModel` and its `price`.
+    """
+    LanguageModel(config).price()
+
+
 class LanguageModel:
     """Asks one model, with tools. Every attempt is reserved in the ledger before it is sent."""
 
-    def __init__(self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self, config: PaperConfig, *, sleep: Callable[[float], None] = time.sleep, way_on: str = WAY_ON
+    ) -> None:
         """Load litellm and check that the model can be named.
 
         Raises:
             ConfigError: no litellm, no key, or a model that litellm does not know.
         """
         need_model(config, "paper")
-        self.config, self._sleep = config, sleep
+        self.config, self._sleep, self._way_on = config, sleep, way_on
         self._litellm = _load()
         self._options = _options(config, self._litellm)
 
@@ -114,10 +128,9 @@ class LanguageModel:
             reserved = ledger.reserve(messages, tools)
             record("attempt", attempt=attempt, reserved_tokens=reserved.prompt_tokens + reserved.reply_tokens)
             try:
-                answer = self._litellm.completion(messages=messages, tools=tools, **self._options)
-                reply = _read(answer)
+                reply = _read(within(self.config.api.timeout_s, lambda: self._complete(messages, tools)))
             except Exception as error:
-                failure = _failure(error, self.config)
+                failure = read_failure(error, self.config)
                 if failure.was_refused:
                     ledger.release(reserved)
                 record("attempt_failed", attempt=attempt, error=failure.text, status=failure.status)
@@ -126,8 +139,8 @@ class LanguageModel:
                 if not failure.may_pass or attempt == attempts:
                     tries = f" (attempt {attempt} of {attempts})" if failure.may_pass else ""
                     raise AgentError(
-                        f"{self.config.model}{_at(self.config.api)}: {failure.text}{tries}; the draft is kept, go on "
-                        "with `caramba paper RUN --update`"
+                        f"{self.config.model}{at_server(self.config.api)}: {failure.text}{tries}; the draft is kept, "
+                        f"go on with {self._way_on}"
                     ) from None
                 self._sleep(self._wait(attempt, failure.retry_after))
             else:
@@ -135,19 +148,12 @@ class LanguageModel:
                 return reply
         raise AssertionError("unreachable")
 
+    def _complete(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
+        return self._litellm.completion(messages=messages, tools=tools, **self._options)
+
     def _wait(self, attempt: int, asked: float | None) -> float:
         wait = FIRST_WAIT_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
         return min(max(wait, asked or 0.0), self.config.api.max_wait_s)
-
-
-@dataclass(frozen=True)
-class _Failure:
-    text: str
-    status: int | None
-    may_pass: bool
-    was_refused: bool = False
-    retry_after: float | None = None
-    user_error: str | None = None
 
 
 def _load() -> Any:
@@ -213,71 +219,20 @@ def _read(answer: Any) -> Reply:
     if not getattr(answer, "choices", None):
         raise AgentError("the server's answer holds no choice")
     choice = answer.choices[0]
-    calls = tuple(
-        ToolCall(
-            str(call.id or f"call_{index}"), str(call.function.name or ""), str(call.function.arguments or "")
-        )
-        for index, call in enumerate(choice.message.tool_calls or [])
-    )
+    calls: list[ToolCall] = []
+    for index, call in enumerate(choice.message.tool_calls or []):
+        identity = encodable(str(call.id or f"call_{index}"))
+        if any(identity == other.id for other in calls):
+            identity = f"{identity}_{index}"  # each call has an answer of its own
+        name, text = str(call.function.name or ""), str(call.function.arguments or "")
+        calls.append(ToolCall(identity, encodable(name), encodable(text)))
     usage = getattr(answer, "usage", None)
     prompt, reply = getattr(usage, "prompt_tokens", 0), getattr(usage, "completion_tokens", 0)
-    is_counted = isinstance(prompt, int) and isinstance(reply, int) and prompt > 0
+    is_counted = isinstance(prompt, int) and isinstance(reply, int) and prompt > 0 and reply >= 0
     return Reply(
-        str(choice.message.content or ""),
-        calls,
-        str(choice.finish_reason or ""),
+        encodable(str(choice.message.content or "")),
+        tuple(calls),
+        encodable(str(choice.finish_reason or "")),
         prompt if is_counted else None,
         reply if is_counted else None,
     )
-
-
-def _failure(error: Exception, config: PaperConfig) -> _Failure:
-    """Say what an exception of a request means. litellm's exceptions carry the status that the server gave."""
-    name = type(error).__name__
-    status = getattr(error, "status_code", None)
-    text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
-    where = f"paper.model={config.model}{_at(config.api)}"
-    if name == "Timeout":
-        return _Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
-    if name == "AuthenticationError" or status in (401, 403):
-        key = config.api.key_env or "the provider's key"
-        return _Failure(
-            text,
-            status,
-            False,
-            True,
-            user_error=f"{where}: the server refused the key ({status}); check {key} [{text}]",
-        )
-    if name == "NotFoundError" or status == 404:
-        return _Failure(
-            text, status, False, True,
-            user_error=f"{where}: the server knows no such model or address ({status}); check model and api.base_url "
-            f"[{text}]",
-        )  # fmt: skip
-    if name == "APIConnectionError" or (name == "InternalServerError" and "onnection" in text):
-        return _Failure(f"cannot be reached or answers what cannot be read ({text})", status, True)
-    if name == "RateLimitError" or status == 429:
-        return _Failure(text, status, True, True, _retry_after(error))
-    if isinstance(status, int) and 400 <= status < 500 and status not in (408, 409):
-        return _Failure(text, status, False, True)
-    return _Failure(text, status, True, False, _retry_after(error))
-
-
-def _without_keys(text: str, config: PaperConfig) -> str:
-    """Take keys out of what a server says: some repeat the one that they refuse."""
-    for name, value in os.environ.items():
-        if (name == config.api.key_env or name.endswith("_API_KEY")) and len(value.strip()) >= 6:
-            text = text.replace(value.strip(), f"${name}")
-    return text
-
-
-def _retry_after(error: Exception) -> float | None:
-    headers = getattr(error, "litellm_response_headers", None) or {}  # `response` of these errors is made up
-    try:
-        return max(0.0, float(headers.get("retry-after", "")))
-    except (TypeError, ValueError):
-        return None
-
-
-def _at(api: ApiConfig) -> str:
-    return f" at {api.base_url}" if api.base_url else ""

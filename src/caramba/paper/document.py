@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from caramba.artifact.latex import escape
 from caramba.config.paper import PaperConfig, SectionName
@@ -26,7 +26,7 @@ TITLES: dict[SectionName, str] = {
 # Every file of these comes with texlive-latex-recommended.
 STYLES = ("inputenc", "amsmath", "amssymb", "geometry", "graphicx", "booktabs", "natbib", "hyperref")
 
-_PREAMBLE = r"""% Written by caramba. Edit between the marks of a section; `caramba paper RUN --update` keeps it.
+_PREAMBLE = r"""% Written by caramba. Edit below the heading of a section; `caramba paper RUN --update` keeps it.
 \documentclass[11pt]{article}
 \usepackage[utf8]{inputenc}
 \usepackage{amsmath,amssymb}
@@ -41,7 +41,7 @@ _PREAMBLE = r"""% Written by caramba. Edit between the marks of a section; `cara
 """
 _OPEN, _CLOSE = "% caramba:section ", "% caramba:end "
 _SECTION = re.compile(
-    rf"^{re.escape(_OPEN)}(?P<name>[a-z_]+)\n(?:[^\n]*\n)(?P<body>.*?)(?:\\end{{abstract}}\n)?^{re.escape(_CLOSE)}(?P=name)$",
+    rf"^{re.escape(_OPEN)}(?P<name>[a-z_]+)\n(?P<heading>[^\n]*\n)(?P<body>.*?)(?P<end>\\end{{abstract}}\n)?^{re.escape(_CLOSE)}(?P=name)$",
     re.DOTALL | re.MULTILINE,
 )
 
@@ -85,15 +85,31 @@ def read_sections(text: str, where: str) -> dict[str, str]:
     return found
 
 
-def outside_of_sections(text: str) -> str:
-    """Return all but the sections: what code writes."""
-    return _SECTION.sub(lambda found: found["name"], text)
+def outside_of_sections(text: str, common: Collection[str]) -> list[str]:
+    """Return what code writes, to be compared with another text that has the sections `common` too.
+
+    These are the lines outside of sections, and headings: of a section in `common` where it stands, of another only
+    one that code would not write. Blank lines say nothing.
+    """
+
+    def kept(found: re.Match[str]) -> str:
+        around = f"{found['heading']}{found['end'] or ''}"
+        if found["name"] in common:
+            return f"{_OPEN}{found['name']}\n{around}"
+        return "" if around == "".join(_around(found["name"])) else around
+
+    return [line.rstrip() for line in _SECTION.sub(kept, text).splitlines() if line.strip()]
+
+
+def _around(name: str) -> tuple[str, str]:
+    """Return the line before the body of a section and what follows it."""
+    title = next((title for known, title in TITLES.items() if known == name), "")
+    heading = rf"\section{{{title}}}\label{{sec:{name}}}"
+    if name == "abstract":
+        return "\\begin{abstract}\n", "\\end{abstract}\n"
+    return (rf"\appendix{heading}" if name == "appendix" else heading) + "\n", ""
 
 
 def _section(name: SectionName, body: str) -> str:
-    heading = rf"\section{{{TITLES[name]}}}\label{{sec:{name}}}"
-    if name == "abstract":
-        opening, closing = r"\begin{abstract}", "\\end{abstract}\n"
-    else:
-        opening, closing = (rf"\appendix{heading}" if name == "appendix" else heading), ""
-    return f"{_OPEN}{name}\n{opening}\n{body.strip()}\n{closing}{_CLOSE}{name}"
+    opening, closing = _around(name)
+    return f"{_OPEN}{name}\n{opening}{body.strip()}\n{closing}{_CLOSE}{name}"

@@ -33,7 +33,11 @@ class Section:
 
 @dataclass
 class Draft:
-    """A draft at work. `is_open` until its version is adopted; `messages` is the conversation so far."""
+    """A draft at work. `is_open` until its version is adopted; `messages` is the conversation so far.
+
+    `taken` are the sections of the edited paper.tex that was taken over last: an edit of version `taken_from` whose
+    hash is `taken_sha256`.
+    """
 
     sections: dict[str, Section] = field(default_factory=lambda: {})
     records: dict[str, Record] = field(default_factory=lambda: {})
@@ -42,7 +46,12 @@ class Draft:
     spent: Spent = field(default_factory=Spent)
     is_open: bool = False
     run_id: str = ""
+    group: str = ""
     report_sha256: str = ""
+    opening_sha256: str = ""
+    taken_from: int = 0
+    taken_sha256: str = ""
+    taken: dict[str, str] = field(default_factory=lambda: {})
 
     def citable(self) -> dict[str, Record]:
         """Return the works that may be cited, by citation key."""
@@ -75,7 +84,7 @@ def load_draft(file: Path) -> Draft:
         draft = Draft(**plain)
         draft.citable()
         return draft
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"{file}: not the state of a draft ({type(error).__name__}: {error}); remove it to go on from the last "
             "version"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -11,19 +12,16 @@ from typing import Any
 
 from caramba.config.paper import PaperConfig
 from caramba.console import logger
-from caramba.errors import ConfigError
 from caramba.paper.arguments import tool_schemas
 from caramba.paper.budget import Ledger, Spent
-from caramba.paper.check import report
 from caramba.paper.client import LanguageModel, need_model
 from caramba.paper.compile import need_latex
-from caramba.paper.document import outside_of_sections, read_sections
-from caramba.paper.draft import HUMAN, Section, load_draft, read_record
+from caramba.paper.draft import load_draft
+from caramba.paper.edits import take_edits
 from caramba.paper.evidence import Evidence, read_evidence
 from caramba.paper.folder import PAPER, PDF, PaperFolder
-from caramba.paper.records import read_bibliography
+from caramba.paper.opening import open_draft
 from caramba.paper.search import Literature
-from caramba.paper.template import first_messages
 from caramba.paper.tools import Toolbox
 from caramba.runs import lock
 
@@ -73,26 +71,40 @@ class PaperDrafter:
         folder = run if group is None else run / "groups" / group
         evidence = read_evidence(folder, run, group)
         paper = PaperFolder(self.output_dir or folder / "paper")
+        words = ["caramba", "paper", str(run), *(["--group", group] if group else [])]
+        words += ["--output-dir", str(self.output_dir)] if self.output_dir is not None else []
+        way_on = f"`{shlex.join([*words, '--update'])}`"
+        # What it refuses is refused before anything is written.
+        model = LanguageModel(self.config, sleep=self._sleep, way_on=way_on)
+        price = model.price()
         paper.root.mkdir(parents=True, exist_ok=True)
         with lock(paper.root, "draft"):
-            return _Session(self.config, evidence, paper, self._sleep).run(update=update)
+            session = _Session(self.config, evidence, paper, self._sleep, group or "")
+            open_draft(session.draft, paper, self.config, evidence, group or "", update=update)
+            return session.run(model, Ledger(self.config.budget, session.draft.spent, price, way_on))
 
 
 class _Session:
     """One draft at work, its folder held."""
 
     def __init__(
-        self, config: PaperConfig, evidence: Evidence, folder: PaperFolder, sleep: Callable[[float], None]
+        self,
+        config: PaperConfig,
+        evidence: Evidence,
+        folder: PaperFolder,
+        sleep: Callable[[float], None],
+        group: str,
     ) -> None:
         self.config, self.evidence, self.folder, self._sleep = config, evidence, folder, sleep
+        self.group = group
         self.draft = load_draft(folder.draft_file)
 
-    def run(self, *, update: bool) -> Drafted:
-        self._begin(update=update)
+    def run(self, model: LanguageModel, ledger: Ledger) -> Drafted:
+        """Go on with an opened draft until a version is adopted."""
+        self._save()
+        self.folder.note("begun", run=self.evidence.run_id, model=self.config.model)
         server = f" at {self.config.api.base_url}" if self.config.api.base_url else ""
         logger.info(f"paper: {self.config.model}{server} writes in {self.folder.root}")
-        model = LanguageModel(self.config, sleep=self._sleep)
-        ledger = Ledger(self.config.budget, self.draft.spent, model.price())
         literature = Literature(self.config.citations, sleep=self._sleep)
         tools = Toolbox(self.config, self.evidence, self.draft, self.folder, literature)
         schemas = tool_schemas(tools.names())
@@ -119,75 +131,6 @@ class _Session:
                 )  # fmt: skip
                 self._save()
 
-    def _begin(self, *, update: bool) -> None:
-        """Bring the draft to where it goes on: the folder's versions, a person's edits, an open conversation."""
-        head, draft = self.folder.head(), self.draft
-        if not update and (head is not None or draft.sections):
-            there = f"version {head['version']}" if head is not None else "an unfinished draft"
-            raise ConfigError(
-                f"{self.folder.root}: holds {there} of a paper; --update goes on from it, --output-dir DIR begins "
-                "another"
-            )
-        self.folder.heal()
-        if head is not None and not draft.sections:
-            draft.sections = self._of_version(head)
-            draft.cited = dict(head["citations"])
-            draft.records |= {identity: read_record(plain) for identity, plain in head["records"].items()}
-        self._take_edits(head)
-        foreign = [name for name in draft.sections if name not in self.config.sections]
-        if foreign:
-            raise ConfigError(
-                f"paper.sections leaves out {', '.join(foreign)}, which the paper has; add it, or remove it from "
-                f"{self.folder.root / PAPER}"
-            )
-        if self.config.citations.bibliography is not None:
-            draft.records |= read_bibliography(Path(self.config.citations.bibliography).expanduser())
-        is_same = draft.report_sha256 == self.evidence.report_sha256
-        if not draft.is_open or not is_same:
-            draft.messages = first_messages(self.config, self.evidence, self._state())
-            if not draft.is_open:
-                draft.spent = Spent()
-        draft.is_open, draft.run_id = True, self.evidence.run_id
-        draft.report_sha256 = self.evidence.report_sha256
-        self.folder.note("begun", run=self.evidence.run_id, update=update, model=self.config.model)
-        self._save()
-
-    def _of_version(self, head: dict[str, Any]) -> dict[str, Section]:
-        file = self.folder.version_path(head["version"]) / PAPER
-        bodies = read_sections(file.read_text(encoding="utf-8"), str(file))
-        return {name: Section(body, head["sections"][name]["by"]) for name, body in bodies.items()}
-
-    def _take_edits(self, head: dict[str, Any] | None) -> None:
-        """Take over the sections of paper.tex that a person changed; they are kept as written."""
-        text = self.folder.edited()
-        if text is None or head is None:
-            return
-        file = self.folder.root / PAPER
-        original = (self.folder.version_path(head["version"]) / PAPER).read_text(encoding="utf-8")
-        theirs, ours = read_sections(text, str(file)), read_sections(original, PAPER)
-        if sorted(theirs) == sorted(ours) and outside_of_sections(text) != outside_of_sections(original):
-            raise ConfigError(
-                f"{file}: text outside of the sections was changed, and code writes that; move it into a section, or "
-                f"take it back as in versions/{head['version']:03d}/{PAPER}"
-            )
-        for name, body in theirs.items():
-            if body != ours.get(name):
-                self.draft.sections[name] = Section(body, HUMAN)
-        for name in set(ours) - set(theirs):
-            self.draft.sections.pop(name, None)
-        self.draft.is_open = False  # the conversation so far is about another text
-
-    def _state(self) -> str:
-        """Say what is written, and what the checks now find in it."""
-        if not self.draft.sections:
-            return "Nothing is written yet. Begin with get_paper_template, get_experiment_results and list_artifacts."
-        tools = Toolbox(
-            self.config, self.evidence, self.draft, self.folder, Literature(self.config.citations)
-        )
-        found = tools.gate.problems(self.draft.sections, self.draft.citable())
-        wrong = f" These no longer hold:\n{report(found)}" if found else ""
-        return f"The paper is written; read it with read_tex_file and update what the run has changed.{wrong}"
-
     def _finish(self, tools: Toolbox) -> Drafted | None:
         """Adopt the draft as a version, or tell the model what is missing."""
         draft = self.draft
@@ -199,6 +142,8 @@ class _Session:
             refusal = passed.refusal
             if refusal is None and passed.unresolved:
                 refusal = f"not finished: these lead nowhere: {', '.join(passed.unresolved)}"
+        if refusal is None:
+            refusal = self._edited_since(tools)
         if refusal is not None or passed is None:
             draft.messages.append({"role": "user", "content": refusal})
             self.folder.note("refused", reason=refusal)
@@ -206,15 +151,29 @@ class _Session:
             return None
         number = self.folder.adopt(passed.files, self._facts(), self.config.versions_kept)
         draft.is_open, draft.messages = False, []
+        draft.taken_from, draft.taken_sha256, draft.taken = 0, "", {}
         self.folder.note("adopted", version=number, spent=draft.spent.plain())
         self._save()
         root = self.folder.root
         return Drafted(number, root / PAPER, root / PDF, draft.spent)
 
+    def _edited_since(self, tools: Toolbox) -> str | None:
+        """Take over what a person saved in paper.tex while the draft ran, and say so to the model."""
+        taken = take_edits(self.folder, self.draft, tools.gate)
+        if taken is None:
+            return None
+        logger.info(f"paper: keeps what was edited by hand meanwhile in {', '.join(taken) or 'no section'}")
+        return (
+            f"A person edited the paper meanwhile ({', '.join(taken) or 'nothing that you see'}); read it with "
+            "read_tex_file, keep their words, and change only what no longer fits them."
+        )
+
     def _facts(self) -> dict[str, Any]:
         draft = self.draft
         return {
             "run_id": self.evidence.run_id,
+            "group": self.group,
+            "taken_sha256": draft.taken_sha256,
             "report_sha256": self.evidence.report_sha256,
             "manifest_sha256": self.evidence.manifest_sha256,
             "proxy": self.evidence.proxy,

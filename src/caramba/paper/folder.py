@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.runs.files import sha256_of, write_json, write_whole
 
 PAPER, PDF, BIBLIOGRAPHY, RESULTS = "paper.tex", "paper.pdf", "references.bib", "results.tex"
 VERSIONS, VERSION, DRAFT, TRANSCRIPT = "versions", "version.json", "draft.json", "transcript.jsonl"
 PUBLISHED = "published"  # beside a version whose files have all become the head
-_OURS = frozenset({PAPER, VERSIONS, DRAFT, TRANSCRIPT, ".lock"})
+# What a draft that was stopped at once leaves; a folder with nothing else is as good as new.
+_BEGINNINGS = frozenset({TRANSCRIPT, ".lock"})
+MOST_PATH, MOST_NAME = 1000, 255
 
 
 class PaperFolder:
     """`RUN/paper/` or another. Files are written whole, and a version appears with all of its files or not at all."""
 
     def __init__(self, root: Path) -> None:
-        """Take a folder that does not exist, is empty, or holds a paper.
+        """Take a folder that does not exist, is empty, or holds a draft or a version of caramba's.
+
+        A paper.tex is no sign of either: it may be a person's own.
 
         Raises:
-            ConfigError: it holds something else.
+            ConfigError: it holds something else, or a paper.tex of which no version is there.
         """
         self.root = root.absolute()
         if self.root.exists() and not self.root.is_dir():
             raise ConfigError(f"{root}: a file; name a folder for the paper with --output-dir")
-        names = {item.name for item in self.root.iterdir()} if self.root.is_dir() else set[str]()
-        if names and not names & _OURS:
-            raise ConfigError(f"{root}: holds files that are no paper's; name a new folder with --output-dir")
+        items = list(self.root.iterdir()) if self.root.is_dir() else []
+        files = [item for item in items if item.name not in _BEGINNINGS and not item.name.endswith(".part")]
+        if not files:
+            return
+        if not self._is_draft() and self.head() is None:
+            raise ConfigError(
+                f"{root}: holds files that are no paper's of caramba; name a new folder with --output-dir"
+            )
+        if self.head() is None and os.path.lexists(self.root / PAPER):
+            raise ConfigError(
+                f"{self.root / PAPER}: {VERSIONS}/ holds no version of it, so what was edited in it cannot be told; "
+                f"put {VERSIONS}/ back, move {PAPER} away, or name a new folder with --output-dir"
+            )
 
     @property
     def draft_file(self) -> Path:
@@ -47,8 +64,27 @@ class PaperFolder:
         Raises:
             ConfigError: it leads outside: by .., from the root, or through a link.
         """
-        target = (self.root / path).resolve()
-        if Path(path).is_absolute() or not target.is_relative_to(self.root.resolve()) or "\0" in path:
+        parts = path.split("/")
+        if (
+            "\0" in path
+            or len(path) > MOST_PATH
+            or any(len(part.encode(errors="replace")) > MOST_NAME for part in parts)
+        ):
+            raise ConfigError(
+                f"{path[:80]!r} is no path of a file; name one in the paper's folder, such as {PAPER}"
+            )
+        try:
+            target = (self.root / path).resolve()
+            is_inside = not Path(path).is_absolute() and target.is_relative_to(self.root.resolve())
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as error:  # links in a circle, text that is no name of a file
+            raise ConfigError(
+                f"{path!r} cannot be read ({type(error).__name__}); name another file"
+            ) from None
+        if not is_inside:
             raise ConfigError(f"{path!r} leads out of the paper's folder; name a file in it, such as {PAPER}")
         return target
 
@@ -70,11 +106,14 @@ class PaperFolder:
             return None
         file = self.version_path(numbers[-1]) / VERSION
         try:
-            return json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            head = json.loads(file.read_text(encoding="utf-8"))
+            if head["version"] != numbers[-1] or PAPER not in head["files"]:
+                raise ValueError("not what caramba wrote")
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{file}: cannot be read ({error}); it was changed, remove its folder"
+                f"{file}: cannot be read ({type(error).__name__}: {error}); it was changed, remove its folder"
             ) from None
+        return head
 
     def heal(self) -> None:
         """Put the newest version in place where a kill came before that, or where there is no paper.tex any more."""
@@ -139,8 +178,49 @@ class PaperFolder:
             return file.read(1) == b"\n"
 
     def _publish(self, record: Mapping[str, Any]) -> None:
-        """Copy a version to the head, paper.tex last: until all is there, `heal` begins anew."""
+        """Copy a version to the head, paper.tex last: until all is there, `heal` begins anew.
+
+        What stands there and is of no version is kept beside it, but for the edited paper.tex that this one is from.
+        """
         source = self.version_path(record["version"])
+        known = self._written()
+        known[PAPER].add(record.get("taken_sha256", ""))
         for name in sorted(record["files"], key=lambda name: name == PAPER):
-            write_whole(self.confined(name), (source / name).read_bytes())
+            target = self.confined(name)
+            if target.exists() and (target.is_dir() or sha256_of(target) not in known[name]):
+                self._set_aside(target)
+            write_whole(target, (source / name).read_bytes())
         write_whole(source / PUBLISHED, "")
+
+    def _written(self) -> defaultdict[str, set[str]]:
+        """Return the hashes of every file of every version on disk."""
+        written: defaultdict[str, set[str]] = defaultdict(set)
+        for number in self.versions():
+            record = _record(self.version_path(number) / VERSION)
+            for name, digest in record.get("files", {}).items():
+                written[name].add(digest)
+        return written
+
+    def _set_aside(self, target: Path) -> None:
+        kept = next(
+            path
+            for number in itertools.count(1)
+            if not os.path.lexists(path := target.with_name(f"{target.name}.edited-{number}"))
+        )
+        if target.is_dir():
+            target.rename(kept)
+        else:
+            write_whole(kept, target.read_bytes())
+        logger.warning(f"paper: {target} is not as caramba wrote it; it is kept as {kept.name}")
+
+    def _is_draft(self) -> bool:
+        return {"schema", "sections", "messages"} <= _record(self.draft_file).keys()
+
+
+def _record(file: Path) -> dict[str, Any]:
+    """Return a JSON object, an empty one where there is none that can be read."""
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return plain if isinstance(plain, dict) else {}

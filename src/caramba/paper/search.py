@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import re
 import time
@@ -16,7 +15,9 @@ from typing import Any
 
 from caramba.config.paper import CitationsConfig, SourceName
 from caramba.errors import AgentError
+from caramba.paper.deadline import within
 from caramba.paper.records import MOST_ABSTRACT, MOST_AUTHORS, MOST_TITLE, Record, clean
+from caramba.paper.untrusted import read_json
 
 ARXIV_URL = "https://export.arxiv.org/api/query"
 SEMANTIC_SCHOLAR_URL = "https://api.semanticscholar.org/graph/v1/paper/search"
@@ -104,9 +105,9 @@ class Literature:
             {"x-api-key": key} if key else {},
         )
         try:
-            papers = json.loads(content).get("data") or []
+            papers = read_json(content).get("data") or []
             return [record for paper in papers if (record := _of_paper(paper)) is not None][:most]
-        except (ValueError, AttributeError, TypeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise SearchFailed(
                 f"semantic_scholar: the answer is not what was expected ({type(error).__name__}); try again or arxiv"
             ) from None
@@ -115,21 +116,8 @@ class Literature:
         request = urllib.request.Request(
             f"{url}?{urllib.parse.urlencode(parameters)}", headers={"User-Agent": "caramba", **headers}
         )
-        deadline = time.monotonic() + self.config.timeout_s
         try:
-            with self._opener.open(request, timeout=self.config.timeout_s) as answer:
-                parts: list[bytes] = []
-                size = 0
-                while part := answer.read(65536):
-                    parts.append(part)
-                    size += len(part)
-                    if size > MOST_BYTES:
-                        raise SearchFailed(
-                            f"{source}: the answer is longer than {MOST_BYTES} bytes; search narrower"
-                        )
-                    if time.monotonic() > deadline:
-                        raise TimeoutError
-                return b"".join(parts)
+            return within(self.config.timeout_s, lambda: self._read(source, request))
         except urllib.error.HTTPError as error:
             limit = " (too many requests)" if error.code == 429 else ""
             raise SearchFailed(
@@ -144,6 +132,22 @@ class Literature:
             if isinstance(reason, TimeoutError):
                 reason = f"no answer within {self.config.timeout_s:g} s"
             raise SearchFailed(f"{source}: cannot be reached ({reason}); is this machine offline?") from None
+
+    def _read(self, source: str, request: urllib.request.Request) -> bytes:
+        deadline = time.monotonic() + self.config.timeout_s
+        with self._opener.open(request, timeout=self.config.timeout_s) as answer:
+            parts: list[bytes] = []
+            size = 0
+            while part := answer.read1(65536):  # returns what is there; `read` waits until all of it is
+                parts.append(part)
+                size += len(part)
+                if size > MOST_BYTES:
+                    raise SearchFailed(
+                        f"{source}: the answer is longer than {MOST_BYTES} bytes; search narrower"
+                    )
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+            return b"".join(parts)
 
 
 def _of_entry(entry: ET.Element) -> Record | None:

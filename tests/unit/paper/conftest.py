@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from finished_run import write_run
 from tests.paper_servers import LiteratureServer, literature_server
 
 from caramba.config.paper import PaperConfig
-from caramba.paper import search
+from caramba.paper import drafter, gate, search
+from caramba.paper.compile import Compiled
 from caramba.paper.evidence import Evidence, read_evidence
 
 
@@ -51,3 +53,20 @@ def config() -> Callable[..., PaperConfig]:
         return PaperConfig.model_validate(plain)
 
     return made
+
+
+@pytest.fixture
+def own(run: Path, tmp_path: Path) -> Path:
+    """A finished run to write into."""
+    return shutil.copytree(run, tmp_path / "run")
+
+
+@pytest.fixture
+def without_latex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every paper compiles at once: for what is not about LaTeX, whose passes take most of a draft's time."""
+
+    def compiled(files: Mapping[str, bytes]) -> Compiled:
+        return Compiled(b"%PDF of " + files["paper.tex"], None)
+
+    monkeypatch.setattr(gate, "compile_paper", compiled)
+    monkeypatch.setattr(drafter, "need_latex", lambda where: None)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.paper_servers import Answer, calls, chat_server, fails, says
+from tests.paper_servers import Answer, calls, chat_server, dripping_server, fails, says
 
 from caramba.config.paper import BudgetConfig, PaperConfig
 from caramba.errors import AgentError, BudgetExceeded, ConfigError
@@ -161,6 +162,18 @@ def test_a_key_that_a_server_repeats_is_shown_nowhere(config: Make, monkeypatch:
     assert "sk-mine" not in f"{raised.value}{noted}"
 
 
+def test_other_secrets_that_a_server_repeats_are_shown_nowhere(
+    config: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"HF_TOKEN": "tok-1234567", "AWS_SECRET": "tok-1234567-more", "OTHER_API_KEY": "key-123456"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    body = json.dumps({"error": {"message": f"wrong {' '.join(values.values())}", "code": "x"}})
+    expected = r"wrong \$HF_TOKEN \$AWS_SECRET \$OTHER_API_KEY"
+    with chat_server(Answer(body.encode(), 400)) as server, pytest.raises(AgentError, match=expected):
+        asked(config(server.url))
+
+
 def test_a_server_that_is_not_there(config: Make) -> None:
     with pytest.raises(AgentError, match=r"cannot be reached"):
         asked(config("http://127.0.0.1:9/v1", api={"retries": 0}))
@@ -175,6 +188,36 @@ def test_usage_is_booked_and_unknown_usage_counts_in_full(config: Make) -> None:
         asked(config(server.url), book)
     assert book.spent.reply_tokens == 20 + 8192
     assert book.spent.prompt_tokens > 100
+
+
+def test_usage_that_cannot_be_counts_in_full(config: Make) -> None:
+    body = json.loads(says("x").body)
+    body["usage"] = {"prompt_tokens": 1, "completion_tokens": -100_000, "total_tokens": 0}
+    book = ledger()
+    with chat_server(Answer(json.dumps(body).encode())) as server:
+        asked(config(server.url), book)
+    assert book.spent.reply_tokens == 8192
+
+
+def test_a_reply_that_drips_runs_into_the_limit(config: Make) -> None:
+    with dripping_server("body") as url:
+        began = time.monotonic()
+        with pytest.raises(AgentError, match=r"no answer within 0\.5 s"):
+            asked(config(f"{url}/v1", api={"timeout_s": 0.5, "retries": 0}))
+        assert time.monotonic() - began < 3
+
+
+def test_a_reply_is_made_one_that_can_be_saved(config: Make) -> None:
+    twice = calls(("look \ud83d", '{"a": "\ud83d"}'), ("look", {}))
+    body = json.loads(twice.body)
+    for call in body["choices"][0]["message"]["tool_calls"]:
+        call["id"] = "same"
+    body["choices"][0]["message"]["content"] = "half \ud83d"
+    with chat_server(Answer(json.dumps(body).encode())) as server:
+        reply, _, _ = asked(config(server.url))
+    assert reply.text == "half ?"
+    assert [(call.id, call.name) for call in reply.calls] == [("same", "look ?"), ("same_1", "look")]
+    json.dumps(reply.message(), ensure_ascii=False).encode()
 
 
 def test_an_attempt_that_would_cross_a_limit_is_not_sent(config: Make) -> None:

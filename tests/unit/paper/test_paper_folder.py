@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from caramba.paper import folder as module
 from caramba.paper.draft import Draft, Section, load_draft
 from caramba.paper.folder import PaperFolder
 from caramba.paper.records import Record
+from caramba.runs.files import sha256_of
 
 FACTS = {"report_sha256": "ab", "sections": {}}
 
@@ -31,13 +33,22 @@ def opened(root: Path) -> PaperFolder:
 
 
 @pytest.mark.parametrize(
-    "path", ["../x.tex", "/etc/passwd", "a/../../x", "link/x.tex", "versions/../../x", "a\0b"]
+    ("path", "message"),
+    [
+        *(
+            (path, "out of the paper's folder")
+            for path in ("../x.tex", "/etc/passwd", "a/../../x", "link/x.tex")
+        ),
+        ("versions/../../x", "out of the paper's folder"),
+        *((path, "no path of a file") for path in ("a\0b", "a" * 300 + ".tex", "a/" * 600)),
+        ("\ud83d.tex", r"cannot be read \(UnicodeEncodeError\)"),
+    ],
 )
-def test_no_path_leads_out(path: str, tmp_path: Path) -> None:
+def test_no_path_leads_out(path: str, message: str, tmp_path: Path) -> None:
     paper = opened(tmp_path / "paper")
     (tmp_path / "outside").mkdir()
     (paper.root / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises((ConfigError, ValueError), match=r"out of the paper's folder|null"):
+    with pytest.raises(ConfigError, match=message):
         paper.confined(path)
     assert paper.confined("versions/001/paper.tex").is_relative_to(paper.root.resolve())
 
@@ -54,7 +65,7 @@ def test_a_link_in_place_of_a_folder_is_not_written_through(tmp_path: Path) -> N
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(
-        ConfigError, match=r"holds files that are no paper's; name a new folder with --output-dir"
+        ConfigError, match=r"holds files that are no paper's of caramba; name a new folder with --output-dir"
     ):
         PaperFolder(tmp_path)
     with pytest.raises(ConfigError, match="a file; name a folder"):
@@ -167,3 +178,69 @@ def test_versions_are_readable_by_others(tmp_path: Path) -> None:
     paper = opened(tmp_path / "paper")
     paper.adopt(files("one"), FACTS, None)
     assert os.stat(paper.version_path(1)).st_mode & 0o777 == 0o755
+
+
+def test_a_paper_of_ones_own_is_left_alone(tmp_path: Path) -> None:
+    """A paper.tex is no sign of caramba's: only a draft or a version is."""
+    for name in ("paper.tex", "references.bib"):
+        (tmp_path / name).write_text("mine")
+    for beside in ({}, {"draft.json": "{}"}, {"versions/1": None}, {"versions/notes.txt": "x"}):
+        for name, content in beside.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).mkdir() if content is None else (tmp_path / name).write_text(content)
+        with pytest.raises(ConfigError, match=r"no paper's of caramba; name a new folder with --output-dir"):
+            PaperFolder(tmp_path)
+
+
+def test_what_a_stopped_draft_left_is_as_good_as_new(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text("")
+    (tmp_path / ".draft.json.a.part").write_text("{")
+    assert PaperFolder(tmp_path).head() is None
+    Draft().save(tmp_path / "draft.json")
+    assert PaperFolder(tmp_path).head() is None
+
+
+def test_an_edit_whose_versions_were_removed_is_not_overwritten(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), FACTS, None)
+    Draft().save(paper.draft_file)
+    (paper.root / "versions/001/version.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"version\.json: cannot be read \(KeyError.*remove its folder"):
+        PaperFolder(paper.root)
+    shutil.rmtree(paper.root / "versions")
+    with pytest.raises(
+        ConfigError, match=r"paper\.tex: versions/ holds no version of it.*move paper\.tex away"
+    ):
+        PaperFolder(paper.root)
+    (paper.root / "paper.tex").unlink()
+    assert PaperFolder(paper.root).head() is None
+
+
+def test_a_file_that_a_person_changed_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    paper.adopt(files("one"), FACTS, None)
+    (paper.root / "results.tex").write_text("mine")
+    (paper.root / "paper.tex").write_text("saved in the last moment")
+    paper.adopt(files("two"), FACTS, None)
+    (paper.root / "results.tex").write_text("mine again")
+    (paper.root / "paper.tex").write_text("taken")
+    paper.adopt(files("three"), {**FACTS, "taken_sha256": sha256_of(paper.root / "paper.tex")}, None)
+    paper.adopt(files("three"), FACTS, None)
+    assert {name: (paper.root / name).read_bytes() for name in files("")} == files("three")
+    kept = {item.name: item.read_text() for item in paper.root.glob("*.edited-*")}
+    assert kept == {
+        "results.tex.edited-1": "mine",
+        "paper.tex.edited-1": "saved in the last moment",
+        "results.tex.edited-2": "mine again",
+    }
+
+
+def test_files_that_were_there_before_the_first_version_are_kept(tmp_path: Path) -> None:
+    paper = opened(tmp_path / "paper")
+    (paper.root / "paper.tex").write_text("written while the first draft ran")
+    (paper.root / "results.tex").mkdir()
+    (paper.root / "results.tex/deep").write_text("x")
+    paper.adopt(files("one"), FACTS, None)
+    assert (paper.root / "paper.tex.edited-1").read_text() == "written while the first draft ran"
+    assert (paper.root / "results.tex.edited-1/deep").read_text() == "x"
+    assert {name: (paper.root / name).read_bytes() for name in files("")} == files("one")

@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from tests.paper_servers import ATOM, Answer, LiteratureServer
+from tests.paper_servers import ATOM, Answer, LiteratureServer, dripping_server
 
 from caramba.config.paper import CitationsConfig
 from caramba.paper import search
@@ -114,3 +114,23 @@ def test_arxiv_is_asked_at_the_pace_it_wishes(
         asked.search("arxiv", "x", 5)
     assert len(waits) == 1
     assert 2 < waits[0] <= search.ARXIV_PAUSE_S
+
+
+def test_a_server_that_drips_runs_into_the_limit(
+    literature: LiteratureServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte every tenth of a second never makes one read late."""
+    for part in ("body", "headers"):
+        with dripping_server(part) as url:
+            monkeypatch.setattr(search, "ARXIV_URL", url)
+            began = time.monotonic()
+            with pytest.raises(SearchFailed, match=r"no answer within 0\.5 s"):
+                Literature(CitationsConfig(timeout_s=0.5)).search("arxiv", "x", 5)
+            assert time.monotonic() - began < 2
+
+
+def test_half_a_surrogate_pair_is_replaced(literature: LiteratureServer) -> None:
+    paper = '{"paperId": "' + "a" * 40 + '", "title": "A \\ud83d title \\ud83d\\ude00"}'
+    literature.scholar = Answer(b'{"data": [' + paper.encode() + b"]}")
+    (found,) = Literature(CitationsConfig()).search("semantic_scholar", "x", 5)
+    assert found.title == "A ? title \U0001f600"

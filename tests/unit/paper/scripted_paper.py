@@ -1,0 +1,42 @@
+"""What the tests of the drafter share: a script of two sections, and a draft of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.paper_servers import Answer, calls
+
+from caramba.config.paper import PaperConfig
+from caramba.paper import PaperDrafter
+from caramba.paper.drafter import Drafted
+
+ABSTRACT = "We shrink the cache of a teacher."
+RESULTS = r"""The student reaches \result{perplexity.student.perplexity}, its teacher
+\result{perplexity.teacher.perplexity}: \derived{ratio}{perplexity.student.perplexity}{perplexity.teacher.perplexity}."""
+
+
+def section(name: str, body: str) -> dict[str, str]:
+    return {"section": name, "body": body}
+
+
+def whole(results: str = RESULTS) -> Answer:
+    """A reply that writes the whole paper."""
+    return calls(
+        ("write_tex_file", {"sections": [section("abstract", ABSTRACT), section("results", results)]})
+    )
+
+
+def drafted(config: PaperConfig, run: Path, output_dir: Path | None = None, **named: Any) -> Drafted:
+    return PaperDrafter(config, output_dir, sleep=lambda seconds: None).draft_sync(run, **named)
+
+
+def transcript(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "paper/transcript.jsonl").read_text().splitlines()]
+
+
+def hash_of(request: dict[str, Any], name: str) -> str:
+    """The hash of a section that read_tex_file told the model last."""
+    sections = json.loads(request["messages"][-1]["content"])["sections"]
+    return next(item["hash"] for item in sections if item["section"] == name)

@@ -1,0 +1,63 @@
+"""Tool calls: none of them, whatever it holds, stops a draft."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_paper import drafted, section, whole
+from tests.paper_servers import calls, chat_server, says
+
+from caramba.config.paper import PaperConfig
+from caramba.errors import AgentError
+from caramba.paper.arguments import read_arguments
+from caramba.paper.draft import Draft
+from caramba.paper.evidence import Evidence
+from caramba.paper.folder import PaperFolder
+from caramba.paper.search import Literature
+from caramba.paper.tools import Toolbox
+
+pytest.importorskip("litellm", reason="the extra `paper` is not installed")
+pytestmark = pytest.mark.usefixtures("without_latex")
+
+Make = Callable[..., PaperConfig]
+
+HARMFUL = [
+    (("update_section", section("abstract", "{" * 3000)), "abstract|nested too deeply"),
+    (("read_tex_file", '{"path": "a\\u0000.tex"}'), "is no path of a file"),
+    (("read_tex_file", {"path": "a" * 300 + ".tex"}), "is no path of a file"),
+    (("read_tex_file", '{"path": "\\ud83d.tex"}'), r"'\?\.tex' is no .tex or .bib file"),
+    (("\ud83d", "\ud83d"), "there is no tool"),
+    (("add_citation", '{"source_id": "\\ud83d"}'), "is no record"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), HARMFUL, ids=range(len(HARMFUL)))
+def test_no_call_stops_a_draft(
+    call: tuple[str, dict[str, Any] | str], message: str, config: Make, own: Path
+) -> None:
+    with chat_server(calls(call), whole(), says("done \ud83d")) as server:
+        assert drafted(config(server.url), own).version == 1
+        assert re.search(message, server.results()[0]["error"])
+
+
+def test_arguments_that_are_nested_too_deeply_are_refused() -> None:
+    with pytest.raises(AgentError, match="write_tex_file: the arguments are nested too deeply"):
+        read_arguments("write_tex_file", '{"sections":' + "[" * 50_000)
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), ValueError("odd"), RecursionError("deep")], ids=repr)
+def test_a_call_that_fails_in_an_unforeseen_way_is_told(
+    error: Exception, config: Make, evidence: Evidence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*arguments: object) -> dict[str, Any]:
+        raise error
+
+    monkeypatch.setattr(Toolbox, "_answer", failing)
+    plain = config()
+    box = Toolbox(plain, evidence, Draft(), PaperFolder(tmp_path / "new"), Literature(plain.citations))
+    assert json.loads(box.call("list_artifacts", "{}"))["error"].startswith("list_artifacts: ")
