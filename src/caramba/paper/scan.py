@@ -131,8 +131,8 @@ class _Reader:
             if letter == until:
                 return
             if letter == "\\":
-                if self._peek() == until[1:2] and until in ("\\)", "\\]"):
-                    self._next()
+                if self._raw() == until[1:2] and until in ("\\)", "\\]"):
+                    self.at += 1
                     return
                 if self._command(MATH_COMMANDS, until, is_script=is_script):
                     return
@@ -259,14 +259,18 @@ class _Reader:
         return False
 
     def _name(self) -> str:
-        letter = self._next()
-        if letter is None:
+        """Read the name behind a backslash, where % begins no comment and ends a name."""
+        letter = self._raw()
+        if not letter:
             raise NotAllowed("a backslash at the end", self.line)
+        self.at += 1
         if not (letter.isascii() and letter.isalpha()):
+            self.line += letter == "\n"
             return " " if letter.isspace() else letter
         name = letter
-        while self._peek().isascii() and self._peek().isalpha():
-            name += self._next() or ""
+        while self._raw().isascii() and self._raw().isalpha():
+            name += self._raw()
+            self.at += 1
         return name + (self._next() or "") if name == "operatorname" and self._peek() == "*" else name
 
     def _verbatim(self, command: str, line: int) -> str:
@@ -281,17 +285,21 @@ class _Reader:
     def _put(self, text: str) -> None:
         self.found.paragraphs[-1].extend((letter, self.line) for letter in text)
 
-    def _peek(self) -> str:
+    def _raw(self) -> str:
         return self.source[self.at : self.at + 1]
+
+    def _peek(self) -> str:
+        """Return the letter that TeX reads next, behind comments; not for what follows a backslash: \\% prints."""
+        while self._raw() == "%":
+            end = self.source.find("\n", self.at)
+            self.line += 1
+            self.at = len(self.source) if end < 0 else end + 1
+        return self._raw()
 
     def _blank_line_follows(self) -> bool:
         return not self.source[self.at :].partition("\n")[0].strip()
 
     def _next(self) -> str | None:
-        while self._peek() == "%":  # a comment, to the end of its line; \% is read as a command
-            end = self.source.find("\n", self.at)
-            self.line += 1
-            self.at = len(self.source) if end < 0 else end + 1
         letter = self._peek() or None
         self.at += 1
         if letter == "\n":
