@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from caramba.paper.scan import HOLE, Numeral
+from caramba.paper.scanned import HOLE, Numeral
 
 # Number formats, norms, ranks and devices, whose digits count nothing in the paper.
 _FORMATS = "fp4 fp8 fp16 fp32 fp64 bf16 tf32 int4 int8 nf4 q4_0 q8_0 float8 float16 float32 float64 bfloat16"
@@ -49,6 +49,7 @@ class Ungrounded:
 
     text: str
     line: int
+    is_formula: bool = False
 
 
 class Names:
@@ -92,4 +93,4 @@ def in_mathematics(numerals: Iterable[Numeral]) -> Iterator[Ungrounded]:
     for numeral in numerals:
         is_index = numeral.is_script and len(numeral.text) == 1 and numeral.text.isascii()
         if not (is_index or (numeral.is_inner and numeral.text in ("0", "1", "2"))):
-            yield Ungrounded(numeral.text, numeral.line)
+            yield Ungrounded(numeral.text, numeral.line, is_formula=True)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from caramba.paper.check import check_section, derive, report
 from caramba.paper.evidence import Evidence
 from caramba.paper.records import Record
-from caramba.paper.scan import NotAllowed, scan
+from caramba.paper.scan import scan
+from caramba.paper.scanned import NotAllowed
 
 WORK = Record(
     "arxiv:1",
@@ -75,7 +76,7 @@ NUMBERS = [
     (r"\[ y = 17 \]", "17"),
     (r"\[ 1 2\,0 \]", "120"),
     (r"\[ 1{}2 \]", "12"),
-    (r"\[ {1}\mathrm{2} \]", "2"),
+    (r"\[ {1}\mathrm{2} \]", "12"),
     (r"$x_5{}_2$", "base"),
     (r"${}_5$", "base"),
     ("a factor of four", "factor of four"),
