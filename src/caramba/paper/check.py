@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from caramba.config.names import nearest
 from caramba.errors import CarambaError
+from caramba.paper import joints
 from caramba.paper.evidence import Evidence
 from caramba.paper.numerals import Names, in_mathematics, in_prose
 from caramba.paper.records import Record
@@ -107,7 +108,12 @@ def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[st
         wrong = [
             text for key in keys for text in _unknown(key, cited, "citation", "add_citation makes a key")
         ]
-        if command == "citednumber" and not wrong and not cited[keys[0]].states(arguments[1]):
+        if command == "citednumber" and len(keys) > 1:
+            wrong.append(
+                f"\\citednumber names {len(keys)} works, expected one: the work whose abstract holds {arguments[1]!r}; "
+                "cite the others with \\citep"
+            )
+        elif command == "citednumber" and not wrong and not cited[keys[0]].states(arguments[1]):
             wrong.append(
                 f"{arguments[1]!r} does not stand in the abstract of {keys[0]}; quote a number that does"
             )
@@ -133,6 +139,7 @@ def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str
             if use.paragraph == index
             for key in use.arguments[0].split(",")
         }
+        faults += [Problem(name, fault.line, fault.text) for fault in joints.faults(paragraph)]
         found += in_prose(paragraph, names, {cited[key].year for key in keys if key in cited})
     return faults + [
         Problem(
