@@ -16,7 +16,7 @@ _SUFFIXES = frozenset(("x", "th", "D", "B"))
 _AFTER_DIGIT = re.compile(rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]")
 _NUMBERED = re.compile(
     r"(?:\b(?:tables?|tabs?\.?|figures?|figs?\.?|sections?|secs?\.?|equations?|eqs?\.?|appendix|appendices|chapters?|"
-    r"pages?|p\.|items?|steps?|lines?|footnotes?|parts?)|[\u00a7(])[\s(]*$",
+    r"pages?|p\.|items?|steps?|lines?|footnotes?|parts?)|[\u00a7(]|(?-i:\bSee)|\(see)[\s(]*$",
     re.IGNORECASE,
 )
 _NUMBERED_LIST = re.compile(
@@ -26,7 +26,9 @@ _AUTHORED = re.compile(rf"(?:{AUTHOR}|\b[A-Z][^\W\d_]+|\bal\.)(?:['\u2019]s?)?,?
 _AFTER_YEAR = re.compile(r"\s*(?:$|[).,;:\]?!])")
 _NEAR = 60  # characters before a mark that are looked at
 
-VALUES_MEET = "two numbers that commands print stand side by side and read as one; put words or a comma and a space between"
+VALUES_MEET = (
+    "numbers that commands print stand side by side and read as one; put words or a comma and a space there"
+)
 NEGATED = (
     "a minus stands before a value, which changes it; \\result and \\derived print the sign that a value has"
 )

@@ -38,6 +38,7 @@ _PRINTED = {
     },
     **{"dots": "\u2026", "textendash": "\u2013", "textemdash": "\u2014", "textmu": "\u00b5", "item": _BREAK},
 }
+_DEEPEST = 60  # groups, which also bounds how deep the reader calls itself
 _CELLS = frozenset(("frac", "tfrac", "dfrac", "binom", "sqrt"))
 _TEXTS = frozenset(("text", "textrm", "textit", "textbf", "texttt"))
 
@@ -69,8 +70,26 @@ class _Reader:
         self.source, self.at, self.line, self.found = source, 0, 1, Scanned()
         self.row: Row | None = None  # of the formula that is being read
         self.tables = 0  # that are open
+        self.depth = 0
 
     def prose(self, until: str | None) -> None:
+        """Read running text."""
+        self._deeper(1)
+        self._prose(until)
+        self._deeper(-1)
+
+    def math(self, until: str, row: Row, *, is_inner: bool) -> None:
+        """Read mathematics into a row."""
+        self._deeper(1)
+        self._math(until, row, is_inner=is_inner)
+        self._deeper(-1)
+
+    def _deeper(self, by: int) -> None:
+        self.depth += by
+        if self.depth > _DEEPEST:
+            raise NotAllowed(f"more than {_DEEPEST} groups within each other; close some", self.line)
+
+    def _prose(self, until: str | None) -> None:
         opened = self.line
         while (letter := self._next()) is not None:
             if letter == until:
@@ -107,7 +126,7 @@ class _Reader:
         self.math(until, self.row, is_inner=is_inner)
         self.row = before
 
-    def math(self, until: str, row: Row, *, is_inner: bool) -> None:
+    def _math(self, until: str, row: Row, *, is_inner: bool) -> None:
         opened = self.line
         while (letter := self._next()) is not None:
             if letter == until:

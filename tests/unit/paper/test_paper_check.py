@@ -155,6 +155,9 @@ COMMANDS = [
     (r"\result{a\b}", r"\result expects a plain name"),
     ("% caramba:end results", "mark sections"),
     ("trailing \\", "a backslash at the end"),
+    ("{" * 30_000, "more than 60 groups within each other"),
+    ("$" + "{" * 30_000, "more than 60 groups within each other"),
+    (r"x\!y", r"\! is not a command"),
 ]
 
 
