@@ -16,7 +16,7 @@ _SUFFIXES = frozenset(("x", "th", "D", "B"))
 _AFTER_DIGIT = re.compile(rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]")
 _NUMBERED = re.compile(
     r"(?:\b(?:tables?|tabs?\.?|figures?|figs?\.?|sections?|secs?\.?|equations?|eqs?\.?|appendix|appendices|chapters?|"
-    r"pages?|p\.|items?|steps?|lines?|footnotes?|parts?)|[\u00a7(]|(?-i:\bSee)|\(see)[\s(]*$",
+    r"pages?|p\.|items?|lines?|footnotes?)|\u00a7|(?-i:\bSee)|\(see)[\s(]*$",
     re.IGNORECASE,
 )
 _NUMBERED_LIST = re.compile(

@@ -40,6 +40,7 @@ _PRINTED = {
 }
 _DEEPEST = 60  # groups, which also bounds how deep the reader calls itself
 _CELLS = frozenset(("frac", "tfrac", "dfrac", "binom", "sqrt"))
+_APART = frozenset(("footnote", "caption", "paragraph", "subsection", "subsubsection", "artifactfigure"))
 _TEXTS = frozenset(("text", "textrm", "textit", "textbf", "texttt"))
 
 
@@ -54,6 +55,9 @@ def scan(source: str) -> Scanned:
             category = unicodedata.category(letter)
             if (category in ("Cc", "Cf", "Co", "Cs", "Cn") and letter != "\t") or letter == HOLE:
                 raise NotAllowed(f"character U+{ord(letter):04X} is not allowed; write plain text", line)
+            if category[0] == "L" and unicodedata.decomposition(letter).startswith("<"):
+                plain = unicodedata.normalize("NFKC", letter)
+                raise NotAllowed(f"{letter!r} is a joined or styled letter; write {plain!r}", line)
         if "^^" in text:
             raise NotAllowed("^^ is not allowed; write the character itself", line)
         if "caramba:" in text.partition("%")[2]:
@@ -264,6 +268,10 @@ class _Reader:
                 raise NotAllowed(rf"\{name} expects {opening} here", line)
             if kind in "pm" and in_math and self.row is not None:
                 self._part(name, closing, self.row, start, is_inner)
+            elif kind == "p" and name in _APART:
+                self._put(_BREAK)
+                self.prose(closing)
+                self._put(_BREAK)
             elif kind == "p":
                 self.prose(closing)
             else:
@@ -321,9 +329,12 @@ class _Reader:
                     raise NotAllowed(
                         f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line
                     )
-            self.tables += environment == "tabular"
+            is_table = environment == "tabular"
+            self._put(" " if is_table else _BREAK)  # a table may stand beside what is before it
+            self.tables += is_table
             self.prose(end)
-            self.tables -= environment == "tabular"
+            self.tables -= is_table
+            self._put(" " if is_table else _BREAK)
         else:
             known = (*PROSE_ENVIRONMENTS, *sorted(MATH_ENVIRONMENTS))
             raise NotAllowed(
@@ -386,7 +397,7 @@ class _Reader:
     def _blank_line_follows(self, at: int | None = None) -> bool:
         at = self.at if at is None else at
         end = self.source.find("\n", at)
-        return not self.source[at : len(self.source) if end < 0 else end].strip()
+        return not self.source[at : len(self.source) if end < 0 else end].strip(" \t")
 
     def _next(self) -> str | None:
         letter = self._peek() or None

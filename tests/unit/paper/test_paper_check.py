@@ -139,6 +139,7 @@ COMMANDS = [
     (r"\end{document}", r"\end{document} where"),
     (r"\begin{tabular}{p{3cm}} x \end{tabular}", "expects a plain name in braces"),
     (r"\begin{tabular}{l@l} x \end{tabular}", "columns of a tabular"),
+    ("\ufb01fty percent", "is a joined or styled letter; write 'fi'"),
     ("a\u200bb", "U+200B"),
     ("a\u202eb", "U+202E"),
     ("a\x00b", "U+0000"),

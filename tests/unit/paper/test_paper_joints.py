@@ -26,6 +26,7 @@ HONEST = [
     r"Eq.~(\ref{a}), Equation~\eqref{b}, by~\eqref{c}, Tables \ref{a}--\ref{b}, page~\pageref{a}, \autoref{c} and",
     r"(\citeyear{a2017x}), (see \citeauthor{a2017x}, \citeyear{a2017x}), \citeauthor{a2017x} (\citeyear{a2017x})",
     r"\citeauthor{a2017x}, \citeyear{a2017x}. Vaswani et al., \citeyear{a2017x}; Smith \citeyear{a2017x}, (\citealp{a2017x})",
+    rf"It is {V}\footnote{{{V} on a CPU.}}.\artifactfigure{{summary.png}}{{{V}}}\begin{{center}}{V}\end{{center}}{V}",
     r"\citet{a2017x} reach \citednumber{a2017x}{28.4} of all \citep{a2017x}.",
 ]
 
@@ -50,6 +51,7 @@ REFUSED = [
     (rf"${V}$${V}$".replace("$$", "$ $"), joints.VALUES_MEET),
     (rf"${V}$.{V}", joints.VALUES_MEET),
     (rf"{V}$.${V}", joints.VALUES_MEET),
+    (rf"{V}\begin{{tabular}}{{l}}{V}\end{{tabular}}", joints.VALUES_MEET),
     (rf"Table~\ref{{a}}.{V}", joints.VALUES_MEET),
     (r"\citednumber{a2017x}{28.4}\setting{seed}", joints.VALUES_MEET),
     (rf"$-{V}$", joints.NEGATED),
@@ -67,6 +69,7 @@ REFUSED = [
     (r"is \ref{a}.\ref{b} times faster", joints.UNNAMED),
     (r"is \ref{a} times faster", joints.UNNAMED),
     (r"is \ref{a} and \ref{b}", joints.UNNAMED),
+    (r"is (\ref{a}) times faster", joints.UNNAMED),
     (r"\pageref{a} times", joints.UNNAMED),
     (r"\citeyear{a2017x} tokens per second", joints.YEAR_LOOSE),
     (r"reaches \citeyear{a2017x}.", joints.YEAR_LOOSE),
