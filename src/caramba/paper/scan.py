@@ -7,6 +7,7 @@ import unicodedata
 from caramba.config.names import nearest
 from caramba.paper.row import Row
 from caramba.paper.scanned import HOLE, MARKS, VALUE, NotAllowed, Scanned, Use
+from caramba.paper.source import Source
 from caramba.paper.vocabulary import (
     DELIMITED,
     DELIMITERS,
@@ -67,11 +68,12 @@ def scan(source: str) -> Scanned:
     return reader.found
 
 
-class _Reader:
+class _Reader(Source):
     """One pass over the source. `until` of a method is what ends it: a closing brace, a bracket or `end:NAME`."""
 
     def __init__(self, source: str) -> None:
-        self.source, self.at, self.line, self.found = source, 0, 1, Scanned()
+        super().__init__(source)
+        self.found = Scanned()
         self.row: Row | None = None  # of the formula that is being read
         self.tables = 0  # that are open
         self.depth = 0
@@ -95,7 +97,7 @@ class _Reader:
 
     def _prose(self, until: str | None) -> None:
         opened = self.line
-        while (letter := self._next()) is not None:
+        while (letter := self.next()) is not None:
             if letter == until:
                 return
             if letter == "\\":
@@ -106,7 +108,7 @@ class _Reader:
             elif letter == "}":
                 raise NotAllowed("a closing brace without an opening one", self.line)
             elif letter == "$":
-                if self._peek() == "$":
+                if self.peek() == "$":
                     raise NotAllowed("$$ is not allowed; use the environment equation", self.line)
                 self._formula("$", is_inner=False)
             elif letter in "^_#":
@@ -115,7 +117,7 @@ class _Reader:
                 if until != "end:tabular":
                     raise NotAllowed(r"& outside of a table; write \& for the sign", self.line)
                 self._put(_BREAK)
-            elif letter == "\n" and self._blank_line_follows():
+            elif letter == "\n" and self.blank_line_follows():
                 self.found.paragraphs.append([])
             else:
                 self._put(" " if letter in "~\n\t" else letter)
@@ -132,11 +134,11 @@ class _Reader:
 
     def _math(self, until: str, row: Row, *, is_inner: bool) -> None:
         opened = self.line
-        while (letter := self._next()) is not None:
+        while (letter := self.next()) is not None:
             if letter == until:
                 return
             if letter == "\\":
-                if self._raw() == until[1:2] and until in ("\\)", "\\]"):
+                if self.raw() == until[1:2] and until in ("\\)", "\\]"):
                     self.at += 1
                     return
                 if self._command(MATH_COMMANDS, until, is_inner=is_inner):
@@ -168,12 +170,12 @@ class _Reader:
                 "base for one",
                 self.line,
             )
-        while self._peek().isspace():
-            self._next()
+        while self.peek().isspace():
+            self.next()
         inner = Row(self.found, is_script=True)
         self._put(HOLE)
         self.row = inner
-        letter = self._next()
+        letter = self.next()
         if letter == "{":
             self.math("}", inner, is_inner=False)
         elif letter == "\\":
@@ -191,8 +193,8 @@ class _Reader:
 
     def _numeral(self, first: str, row: Row, is_inner: bool) -> None:
         text, line = first, self.line
-        while self._peek() and (self._peek().isnumeric() or self._peek() in ".,"):
-            text += self._next() or ""
+        while self.peek() and (self.peek().isnumeric() or self.peek() in ".,"):
+            text += self.next() or ""
         number = text.rstrip(".,")
         row.number(number, line, is_inner=is_inner)
         for sign in text[len(number) :]:
@@ -210,11 +212,11 @@ class _Reader:
             row.end_line()
             self._put(" ")
         elif name in DELIMITED:
-            while self._peek().isspace():
-                self._next()
-            bracket = self._next() or ""
+            while self.peek().isspace():
+                self.next()
+            bracket = self.next() or ""
             is_command = bracket == "\\"
-            bracket = self._name() if is_command else bracket
+            bracket = self.name() if is_command else bracket
             if not (bracket in DELIMITERS or (is_command and bracket in ("{", "}", "|"))):
                 raise NotAllowed(rf"\{name} expects a bracket, or . for none", self.line)
             if bracket == ".":
@@ -228,7 +230,7 @@ class _Reader:
 
     def _command(self, allowed: dict[str, str], until: str | None, *, is_inner: bool = False) -> bool:
         """Read a command after its backslash; True when it ends the environment that `until` names."""
-        name, line = self._name(), self.line
+        name, line = self.name(), self.line
         in_math = allowed is MATH_COMMANDS
         if name in ("begin", "end"):
             return self._environment(name, until, in_math)
@@ -257,14 +259,14 @@ class _Reader:
             if kind == "?":
                 optional = True
                 continue
-            while self._peek().isspace() and not optional:
-                self._next()
-            if optional and self._peek() != "[":
+            while self.peek().isspace() and not optional:
+                self.next()
+            if optional and self.peek() != "[":
                 optional = False
                 continue
             opening, closing = ("[", "]") if optional else ("{", "}")
             optional = False
-            if self._next() != opening:
+            if self.next() != opening:
                 raise NotAllowed(rf"\{name} expects {opening} here", line)
             if kind in "pm" and in_math and self.row is not None:
                 self._part(name, closing, self.row, start, is_inner)
@@ -275,7 +277,7 @@ class _Reader:
             elif kind == "p":
                 self.prose(closing)
             else:
-                names.append(self._verbatim(name, line))
+                names.append(self.verbatim(name, line))
         if names:
             self.found.uses.append(Use(name, tuple(names), line, len(self.found.paragraphs) - 1))
             if name != "label":
@@ -302,9 +304,9 @@ class _Reader:
 
     def _environment(self, name: str, until: str | None, in_math: bool) -> bool:
         line = self.line
-        if self._next() != "{":
+        if self.next() != "{":
             raise NotAllowed(rf"\{name} expects a brace here", line)
-        environment = self._verbatim(name, line)
+        environment = self.verbatim(name, line)
         if name == "end":
             if until != f"end:{environment}":
                 raise NotAllowed(
@@ -324,7 +326,7 @@ class _Reader:
                 self._formula(end, is_inner=True)
         elif not in_math and environment in PROSE_ENVIRONMENTS:
             if PROSE_ENVIRONMENTS[environment]:
-                columns = self._verbatim("begin{tabular}", line) if self._next() == "{" else ""
+                columns = self.verbatim("begin{tabular}", line) if self.next() == "{" else ""
                 if not columns or set(columns) - set("lcr|"):
                     raise NotAllowed(
                         f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line
@@ -344,67 +346,8 @@ class _Reader:
             )
         return False
 
-    def _name(self) -> str:
-        """Read the name behind a backslash, where % begins no comment and ends a name."""
-        letter = self._raw()
-        if not letter:
-            raise NotAllowed("a backslash at the end", self.line)
-        self.at += 1
-        if not (letter.isascii() and letter.isalpha()):
-            self.line += letter == "\n"
-            return " " if letter.isspace() else letter
-        name = letter
-        while self._raw().isascii() and self._raw().isalpha():
-            name += self._raw()
-            self.at += 1
-        if name == "operatorname" and self._raw() == "*":
-            self.at += 1
-            return name + "*"
-        self._blanks()
-        if self._raw() == "\n" and not self._blank_line_follows(self.at + 1):
-            self.at, self.line = self.at + 1, self.line + 1  # TeX drops the space behind a name
-            self._blanks()
-        return name
-
-    def _verbatim(self, command: str, line: int) -> str:
-        """Read a name up to its closing brace: names hold no braces, backslashes or comments."""
-        end = self.source.find("}", self.at)
-        text = self.source[self.at : end] if end >= 0 else ""
-        if end < 0 or any(sign in text for sign in "{\\%\n$~#"):
-            raise NotAllowed(rf"\{command} expects a plain name in braces, got {text[:40]!r}", line)
-        self.at = end + 1
-        return text.strip()
-
     def _put(self, text: str) -> None:
         self.found.paragraphs[-1].extend((letter, self.line) for letter in text)
-
-    def _raw(self) -> str:
-        return self.source[self.at : self.at + 1]
-
-    def _peek(self) -> str:
-        """Return the letter that TeX reads next, behind comments; not for what follows a backslash: \\% prints."""
-        while self._raw() == "%":
-            end = self.source.find("\n", self.at)
-            self.line += 1
-            self.at = len(self.source) if end < 0 else end + 1
-            self._blanks()  # that begin a line print nothing
-        return self._raw()
-
-    def _blanks(self) -> None:
-        while self._raw() in (" ", "\t"):
-            self.at += 1
-
-    def _blank_line_follows(self, at: int | None = None) -> bool:
-        at = self.at if at is None else at
-        end = self.source.find("\n", at)
-        return not self.source[at : len(self.source) if end < 0 else end].strip(" \t")
-
-    def _next(self) -> str | None:
-        letter = self._peek() or None
-        self.at += 1
-        if letter == "\n":
-            self.line += 1
-        return letter
 
 
 def _shown(until: str) -> str:
