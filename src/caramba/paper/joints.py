@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from caramba.paper.scanned import AUTHOR, REFERENCE, VALUE, YEAR, Fault
 
 _ANY = f"{VALUE}{REFERENCE}{YEAR}"
-_MEETING = re.compile(rf"[{_ANY}](?=(?P<joint>[\s.,:;'`\"eE|]*)[{_ANY}])")
+_MEETING = re.compile(rf"[{_ANY}](?=(?P<joint>[\s.,:;'`\"eE|\u00b7]*)[{_ANY}])")
 _LISTED = re.compile(r"[.,:]\s+|[\s;]*;\s+")  # ends a sentence or parts a list, as on paper
-_MINUS = re.compile(rf"(?:^|[^\w)\]}}\ufffc{VALUE}-])[-\u2212\u2013]+\s*{VALUE}")
+_MINUS = re.compile(
+    rf"(?:^|[^\w)\]}}\ufffc{VALUE}-])[-\u2212\u2013]+\s*{VALUE}|(?<!{VALUE} )\b(?:minus|negative)\s+{VALUE}"
+)
 _SUFFIXED = re.compile(rf"{VALUE}(?P<suffix>[^\W\d_]+)")
 _SUFFIXES = frozenset(("x", "th", "D", "B"))
 _AFTER_DIGIT = re.compile(rf"[0-9][.,]?{VALUE}|{VALUE}[.,]?[0-9]")

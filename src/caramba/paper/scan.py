@@ -39,6 +39,7 @@ _PRINTED = {
     },
     **{"dots": "\u2026", "textendash": "\u2013", "textemdash": "\u2014", "textmu": "\u00b5", "item": _BREAK},
 }
+_MATH_PRINTED = {"times": "\u00d7", "cdot": "\u00b7", "bullet": "\u00b7", "prime": "'"}
 _DEEPEST = 60  # groups, which also bounds how deep the reader calls itself
 _CELLS = frozenset(("frac", "tfrac", "dfrac", "binom", "sqrt"))
 _APART = frozenset(("footnote", "caption", "paragraph", "subsection", "subsubsection", "artifactfigure"))
@@ -188,7 +189,10 @@ class _Reader(Source):
         elif letter is not None:
             inner.sign(letter)
         self.row = row
-        self._put(HOLE)
+        if inner.content:
+            self._put(HOLE)
+        elif self.found.paragraphs[-1][-1][0] == HOLE:
+            self.found.paragraphs[-1].pop()  # an empty script parts no word
         row.script(inner)
 
     def _numeral(self, first: str, row: Row, is_inner: bool) -> None:
@@ -226,7 +230,7 @@ class _Reader(Source):
                 self._put(HOLE)
         elif name not in LIMITS:
             row.sign(name)
-            self._put("\u00d7" if name == "times" else HOLE)
+            self._put(_MATH_PRINTED.get(name, HOLE))
 
     def _command(self, allowed: dict[str, str], until: str | None, *, is_inner: bool = False) -> bool:
         """Read a command after its backslash; True when it ends the environment that `until` names."""

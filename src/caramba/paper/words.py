@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from caramba.paper.scanned import HOLE
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -54,7 +56,8 @@ def claims(text: str) -> Iterator[tuple[str, int]]:
     while at < len(words):
         end = _claim_end(words, at) or _roman_end(found, words, at)
         if end:
-            yield " ".join(text[found[at].start() : found[end - 1].end()].split()), found[at].start()
+            claim = text[found[at].start() : found[end - 1].end()].replace(HOLE, " ")
+            yield " ".join(claim.split()), found[at].start()
         at = end or _run_end(words, at) or at + 1
 
 

@@ -18,7 +18,7 @@ def problems(body: str, evidence: Evidence, **named: bool) -> str:
 
 
 HONEST = [
-    rf"They are {V}, {V} and {V}. {V} of it is {V}\%; ({V}/{V}) or {V}x, from {V} to {V}.",
+    rf"They are {V}, {V} and {V}. {V} of it is {V}\%; ({V}/{V}) or {V}x, from {V} to {V}, or {V} minus {V}.",
     rf"\begin{{tabular}}{{lr}} a & {V} & {V} \\ {V} & {V} \\ \end{{tabular}}",
     rf"\begin{{itemize}}\item {V}\item {V}\end{{itemize}}",
     rf"a post-hoc value -- of {V}, {V}--{V} and ${V} - {V}$, $x - {V}$, $x = {V}$",
@@ -54,6 +54,10 @@ REFUSED = [
     (rf"{V}\begin{{tabular}}{{l}}{V}\end{{tabular}}", joints.VALUES_MEET),
     (rf"Table~\ref{{a}}.{V}", joints.VALUES_MEET),
     (r"\citednumber{a2017x}{28.4}\setting{seed}", joints.VALUES_MEET),
+    (f"{V}\u00b7{V}", joints.VALUES_MEET),
+    (rf"{V}$\cdot${V}", joints.VALUES_MEET),
+    (rf"{V}$\prime${V}", joints.VALUES_MEET),
+    (rf"is minus {V}", joints.NEGATED),
     (rf"$-{V}$", joints.NEGATED),
     (rf"is -{V}", joints.NEGATED),
     (rf"is --{V}", joints.NEGATED),

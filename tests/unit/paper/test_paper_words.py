@@ -65,6 +65,8 @@ def test_plain_counts_are_no_claims(text: str) -> None:
         (r"reaches $\mathrm{fifty}$ percent", "fifty percent"),
         (r"is $\mathit{seven}$ times faster", "seven times"),
         (r"is $s e v{e}n$ times faster", "seven times"),
+        (r"$f^{}ifty$ percent", "fifty percent"),
+        (r"$x_{seven}$ times", "seven times"),
         (r"fif$\mathrm{ty}$ percent", "fifty percent"),
         (r"is seven\,times faster", "seven times"),
         ("fif%\n  ty percent", "fifty percent"),
