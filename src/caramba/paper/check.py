@@ -8,14 +8,17 @@ from dataclasses import dataclass
 
 from caramba.config.names import nearest
 from caramba.errors import CarambaError
+from caramba.paper import joints
 from caramba.paper.evidence import Evidence
 from caramba.paper.numerals import Names, in_mathematics, in_prose
 from caramba.paper.records import Record
-from caramba.paper.scan import NotAllowed, Scanned, Use, scan
+from caramba.paper.scan import scan
+from caramba.paper.scanned import NotAllowed, Scanned, Use
 from caramba.paper.vocabulary import OPERATIONS
 
 CITING = ("cite", "citep", "citet", "citealt", "citealp", "citeauthor", "citeyear")
 _LABEL = re.compile(r"[A-Za-z][A-Za-z0-9:_-]*")
+_APART = "; digits in a formula that no operator keeps apart read as one number"
 MOST = 12
 
 
@@ -105,7 +108,12 @@ def _wrong(use: Use, evidence: Evidence, cited: Mapping[str, Record]) -> list[st
         wrong = [
             text for key in keys for text in _unknown(key, cited, "citation", "add_citation makes a key")
         ]
-        if command == "citednumber" and not wrong and not cited[keys[0]].states(arguments[1]):
+        if command == "citednumber" and len(keys) > 1:
+            wrong.append(
+                f"\\citednumber names {len(keys)} works, expected one: the work whose abstract holds {arguments[1]!r}; "
+                "cite the others with \\citep"
+            )
+        elif command == "citednumber" and not wrong and not cited[keys[0]].states(arguments[1]):
             wrong.append(
                 f"{arguments[1]!r} does not stand in the abstract of {keys[0]}; quote a number that does"
             )
@@ -123,6 +131,7 @@ def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str
     used = {key.strip() for use in scanned.named(*CITING) for key in use.arguments[0].split(",")}
     names = Names([*evidence.names, evidence.name, *(cited[key].title for key in used if key in cited)])
     found = list(in_mathematics(scanned.numerals))
+    faults = [Problem(name, fault.line, fault.text) for fault in scanned.faults]
     for index, paragraph in enumerate(scanned.paragraphs):
         keys = {
             key.strip()
@@ -130,13 +139,15 @@ def _numbers(name: str, scanned: Scanned, evidence: Evidence, cited: Mapping[str
             if use.paragraph == index
             for key in use.arguments[0].split(",")
         }
+        faults += [Problem(name, fault.line, fault.text) for fault in joints.faults(paragraph)]
         found += in_prose(paragraph, names, {cited[key].year for key in keys if key in cited})
-    return [
+    return faults + [
         Problem(
             name,
             item.line,
             f"{item.text!r} is a number that no artifact vouches for; write \\result{{KEY}}, \\setting{{PATH}}, "
-            "\\derived{ratio}{KEY}{KEY} or \\citednumber{CITATION}{VALUE}, or say it without a number",
+            "\\derived{ratio}{KEY}{KEY} or \\citednumber{CITATION}{VALUE}, or say it without a number"
+            + (_APART if item.is_formula else ""),
         )
         for item in found
     ]

@@ -129,7 +129,7 @@ def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -
         report = json.loads(file.read_text(encoding="utf-8"))
         proxy = report["labels"].get("proxy")
         results = {key: _result(key, metric, proxy is not None) for key, metric in report["metrics"].items()}
-        entries = [(str(entry["path"]), str(entry["sha256"])) for entry in report["artifacts"]]
+        entries = [(_file_name(entry["path"]), str(entry["sha256"])) for entry in report["artifacts"]]
         manifest = read_manifest(manifest_file)
         return Evidence(
             name=report["name"],
@@ -162,6 +162,14 @@ def read_evidence(folder: Path, manifest_file: Path, group: str | None = None) -
 def unit_tex(unit: str) -> str:
     """Return a unit behind a thin space; a ratio and a share have none to print."""
     return "" if unit in ("", "ratio", "share") else rf"\,{escape(unit)}"
+
+
+def _file_name(path: object) -> str:
+    """Return the name of an artifact, which becomes the name of a file of the paper too: never a path."""
+    name = str(path)
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._@=,+-]*", name) is None:
+        raise ValueError(f"artifact {name!r}: expected the name of a file in artifacts/, without folders")
+    return name
 
 
 def _result(key: str, metric: Mapping[str, Any], has_proxy: bool) -> Result:

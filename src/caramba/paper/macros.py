@@ -11,7 +11,7 @@ from caramba.artifact.latex import escape, typeset
 from caramba.artifact.tables import number
 from caramba.paper.check import derive
 from caramba.paper.evidence import Evidence, unit_tex
-from caramba.paper.scan import Scanned
+from caramba.paper.scanned import Scanned
 
 PROXY_MARK = r"\textsuperscript{\emph{proxy}}"
 

@@ -9,7 +9,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from caramba.paper.scan import HOLE, Numeral
+from caramba.paper.scanned import HOLE, Numeral
+from caramba.paper.words import claims
 
 # Number formats, norms, ranks and devices, whose digits count nothing in the paper.
 _FORMATS = "fp4 fp8 fp16 fp32 fp64 bf16 tf32 int4 int8 nf4 q4_0 q8_0 float8 float16 float32 float64 bfloat16"
@@ -22,23 +23,12 @@ _NAME = re.compile(r"[a-z][\w.+-]*")
 _YEAR = re.compile(r"(?:19|20)[0-9]{2}")
 _LINKS = re.compile(r"[-_/:\s]+")
 
-_LARGE = (
-    "(?:thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|"
-    "ninety|hundred|thousand|million|billion|dozen)"
+# "In 2017, …", "(2017)", "et al. 2017": a year, where no noun follows that it would count.
+_BEFORE_YEAR = re.compile(
+    r"(?:\b(?:in|since|until|before|after|during|year|early|late)|\bal\.|[(,])[\s,]*$", re.IGNORECASE
 )
-_COUNT = f"(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|{_LARGE})"
-_MEASURE = (
-    "(?:times|fold|percent|per-cent|percentage|points|nats|bits|bytes|kilobytes|megabytes|gigabytes|tokens|steps|epochs|"
-    "hours|minutes|seconds|milliseconds|parameters|layers|heads|orders)"
-)
-# "twice as fast", "half the cache", "a threefold speed-up", "fifty percent": claims, as digits are.
-_CLAIMS = re.compile(
-    rf"\b(?:{_COUNT}(?:[- ](?:and[- ])?(?:a[- ])?(?:{_COUNT}|half|point))*[- ]{_MEASURE}\b"
-    rf"|(?:{_COUNT}[- ])*{_LARGE}(?:[- ](?:and[- ])?{_COUNT})*\b|{_COUNT}[- ]point[- ]{_COUNT}\b"
-    rf"|factors?[- ]of[- ](?:about[- ]|roughly[- ])?{_COUNT}\b|{_COUNT}-?fold\b|twofold\b|twice\b|thrice\b"
-    r"|(?:doubl|tripl|quadrupl|halv)(?:e|es|ed|ing)\b"
-    r"|(?:a|one|two|three)[- ](?:third|quarter|fifth|tenth)s?\b"
-    r"|half(?![- ]?(?:precision|open|life|width|plane|space))\b)",
+_AFTER_YEAR = re.compile(
+    rf"\s*(?:$|[.,;:)!?{HOLE}]|(?:the|a|an|we|they|it|this|these|and|by|with|to|on|as|but|when|where|was|is)\b)",
     re.IGNORECASE,
 )
 
@@ -49,6 +39,7 @@ class Ungrounded:
 
     text: str
     line: int
+    is_formula: bool = False
 
 
 class Names:
@@ -78,12 +69,19 @@ def in_prose(text: list[tuple[str, int]], names: Names, years: Collection[str]) 
         word = found[0].strip(_TRIMMED)
         line = text[found.start()][1]
         if any(letter.isnumeric() for letter in word) and not (
-            names.knows(word, before) or (_YEAR.fullmatch(word) and word in years)
+            names.knows(word, before) or (word in years and _reads_as_year(letters, word, found.start()))
         ):
             yield Ungrounded(word, line)
         before = word
-    for found in _CLAIMS.finditer(letters):
-        yield Ungrounded(" ".join(found[0].split()), text[found.start()][1])
+    for claim, start in claims(letters):
+        yield Ungrounded(claim, text[start][1])
+
+
+def _reads_as_year(letters: str, word: str, at: int) -> bool:
+    before = letters[max(0, at - 20) : at]
+    end = letters.index(word, at) + len(word)
+    is_alone = _AFTER_YEAR.match(letters, end) is not None
+    return is_alone and _YEAR.fullmatch(word) is not None and _BEFORE_YEAR.search(before) is not None
 
 
 def in_mathematics(numerals: Iterable[Numeral]) -> Iterator[Ungrounded]:
@@ -92,4 +90,4 @@ def in_mathematics(numerals: Iterable[Numeral]) -> Iterator[Ungrounded]:
     for numeral in numerals:
         is_index = numeral.is_script and len(numeral.text) == 1 and numeral.text.isascii()
         if not (is_index or (numeral.is_inner and numeral.text in ("0", "1", "2"))):
-            yield Ungrounded(numeral.text, numeral.line)
+            yield Ungrounded(numeral.text, numeral.line, is_formula=True)

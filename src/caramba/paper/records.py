@@ -34,7 +34,7 @@ class Record:
 
     def states(self, value: str) -> bool:
         """Whether a number stands in the abstract as it is written, not inside a longer one."""
-        wanted = value.strip().replace(r"\%", "%")
+        wanted = value.strip()
         has_digit = any(letter.isdigit() for letter in wanted)
         pattern = rf"(?<![\d.,]){re.escape(wanted)}(?![\d]|[.,]\d)"
         return has_digit and re.search(pattern, self.abstract) is not None

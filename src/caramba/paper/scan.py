@@ -2,70 +2,48 @@
 
 from __future__ import annotations
 
-import re
 import unicodedata
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from caramba.config.names import nearest
+from caramba.paper.row import Row
+from caramba.paper.scanned import HOLE, MARKS, VALUE, NotAllowed, Scanned, Use
+from caramba.paper.source import Source
 from caramba.paper.vocabulary import (
+    DELIMITED,
+    DELIMITERS,
     INNER_MATH_ENVIRONMENTS,
+    LIMITS,
     MATH_COMMANDS,
     MATH_ENVIRONMENTS,
     PROSE_COMMANDS,
     PROSE_ENVIRONMENTS,
+    SPACES,
+    UNPRINTED,
 )
 
-# What prints nothing that would keep two digits apart.
-_JOINS = re.compile(
-    r"(?:[\s{}]|\\[,;:! /]|\\(?:quad|qquad|mathrm|mathbf|mathit|text|textrm|textbf|textit)(?![A-Za-z]))*"
-)
-_BASES = frozenset(")]}|'")
-
-HOLE = "\ufffc"
-"""Stands in prose for what another command prints there."""
-
-
-class NotAllowed(Exception):  # noqa: N818 - says what was found
-    """The scanner cannot read on: `text` says why, `line` where in the section."""
-
-    def __init__(self, text: str, line: int) -> None:
-        super().__init__(text)
-        self.text, self.line = text, line
-
-
-@dataclass(frozen=True)
-class Use:
-    """A command that names something: its name, its arguments as written, and its line (from 1) and paragraph."""
-
-    command: str
-    arguments: tuple[str, ...]
-    line: int
-    paragraph: int
-
-
-@dataclass(frozen=True)
-class Numeral:
-    """Digits in mathematics; `is_script` in a sub- or superscript, `is_inner` below a fraction, root or display."""
-
-    text: str
-    line: int
-    is_script: bool
-    is_inner: bool
-
-
-@dataclass
-class Scanned:
-    """What a section holds. `prose` is its running text in paragraphs, with the line that each character is on."""
-
-    uses: list[Use] = field(default_factory=lambda: [])
-    numerals: list[Numeral] = field(default_factory=lambda: [])
-    paragraphs: list[list[tuple[str, int]]] = field(default_factory=lambda: [[]])
-    environments: list[tuple[str, int]] = field(default_factory=lambda: [])
-
-    def named(self, *commands: str) -> Iterable[Use]:
-        """Yield the uses of some commands, in order."""
-        return (use for use in self.uses if use.command in commands)
+_BREAK = " ; "  # between cells and items, which are apart on the page
+# What commands of prose print, where it is a part of a word or joins or parts words.
+_PRINTED = {
+    **dict.fromkeys(("quad", "qquad", "par", "newline", "\\", " ", ",", ";", ":"), " "),
+    **{sign: sign for sign in "%&$#_{}"},
+    **{
+        "i": "i",
+        "j": "j",
+        "l": "l",
+        "L": "L",
+        "o": "o",
+        "O": "O",
+        "S": "\u00a7",
+        "P": "\u00b6",
+        "ldots": "\u2026",
+    },
+    **{"dots": "\u2026", "textendash": "\u2013", "textemdash": "\u2014", "textmu": "\u00b5", "item": _BREAK},
+}
+_MATH_PRINTED = {"times": "\u00d7", "cdot": "\u00b7", "bullet": "\u00b7", "prime": "'"}
+_DEEPEST = 60  # groups, which also bounds how deep the reader calls itself
+_CELLS = frozenset(("frac", "tfrac", "dfrac", "binom", "sqrt"))
+_APART = frozenset(("footnote", "caption", "paragraph", "subsection", "subsubsection", "artifactfigure"))
+_TEXTS = frozenset(("text", "textrm", "textit", "textbf", "texttt"))
 
 
 def scan(source: str) -> Scanned:
@@ -79,6 +57,9 @@ def scan(source: str) -> Scanned:
             category = unicodedata.category(letter)
             if (category in ("Cc", "Cf", "Co", "Cs", "Cn") and letter != "\t") or letter == HOLE:
                 raise NotAllowed(f"character U+{ord(letter):04X} is not allowed; write plain text", line)
+            if category[0] == "L" and unicodedata.decomposition(letter).startswith("<"):
+                plain = unicodedata.normalize("NFKC", letter)
+                raise NotAllowed(f"{letter!r} is a joined or styled letter; write {plain!r}", line)
         if "^^" in text:
             raise NotAllowed("^^ is not allowed; write the character itself", line)
         if "caramba:" in text.partition("%")[2]:
@@ -88,16 +69,36 @@ def scan(source: str) -> Scanned:
     return reader.found
 
 
-class _Reader:
+class _Reader(Source):
     """One pass over the source. `until` of a method is what ends it: a closing brace, a bracket or `end:NAME`."""
 
     def __init__(self, source: str) -> None:
-        self.source, self.at, self.line, self.found = source, 0, 1, Scanned()
-        self.numeral_end: int | None = None  # of the last digits in mathematics, within one argument
+        super().__init__(source)
+        self.found = Scanned()
+        self.row: Row | None = None  # of the formula that is being read
+        self.tables = 0  # that are open
+        self.depth = 0
 
     def prose(self, until: str | None) -> None:
+        """Read running text."""
+        self._deeper(1)
+        self._prose(until)
+        self._deeper(-1)
+
+    def math(self, until: str, row: Row, *, is_inner: bool) -> None:
+        """Read mathematics into a row."""
+        self._deeper(1)
+        self._math(until, row, is_inner=is_inner)
+        self._deeper(-1)
+
+    def _deeper(self, by: int) -> None:
+        self.depth += by
+        if self.depth > _DEEPEST:
+            raise NotAllowed(f"more than {_DEEPEST} groups within each other; close some", self.line)
+
+    def _prose(self, until: str | None) -> None:
         opened = self.line
-        while (letter := self._next()) is not None:
+        while (letter := self.next()) is not None:
             if letter == until:
                 return
             if letter == "\\":
@@ -108,80 +109,137 @@ class _Reader:
             elif letter == "}":
                 raise NotAllowed("a closing brace without an opening one", self.line)
             elif letter == "$":
-                if self._peek() == "$":
+                if self.peek() == "$":
                     raise NotAllowed("$$ is not allowed; use the environment equation", self.line)
-                self._put(HOLE)
-                self.math("$", is_inner=False)
+                self._formula("$", is_inner=False)
             elif letter in "^_#":
                 raise NotAllowed(rf"{letter} outside of mathematics; write \{letter} for the sign", self.line)
             elif letter == "&":
                 if until != "end:tabular":
                     raise NotAllowed(r"& outside of a table; write \& for the sign", self.line)
-                self._put(" ")
-            elif letter == "\n" and self._blank_line_follows():
+                self._put(_BREAK)
+            elif letter == "\n" and self.blank_line_follows():
                 self.found.paragraphs.append([])
             else:
                 self._put(" " if letter in "~\n\t" else letter)
+                if self.row is not None and letter.isalpha():
+                    self.row.letter()
         if until is not None:
             raise NotAllowed(f"{_shown(until)} is missing for what opened on line {opened}", self.line)
 
-    def math(self, until: str, *, is_inner: bool, is_script: bool = False) -> None:
+    def _formula(self, until: str, *, is_inner: bool) -> None:
+        """Read mathematics that begins here: a row of its own, or a part of one where it stands in its \text."""
+        before, self.row = self.row, self.row or Row(self.found)
+        self.math(until, self.row, is_inner=is_inner)
+        self.row = before
+
+    def _math(self, until: str, row: Row, *, is_inner: bool) -> None:
         opened = self.line
-        while (letter := self._next()) is not None:
+        while (letter := self.next()) is not None:
             if letter == until:
                 return
             if letter == "\\":
-                if self._peek() == until[1:2] and until in ("\\)", "\\]"):
-                    self._next()
+                if self.raw() == until[1:2] and until in ("\\)", "\\]"):
+                    self.at += 1
                     return
-                if self._command(MATH_COMMANDS, until, is_script=is_script):
+                if self._command(MATH_COMMANDS, until, is_inner=is_inner):
                     return
             elif letter in "^_":
-                self._script()
+                self._script(row)
             elif letter == "{":
-                self.math("}", is_inner=is_inner, is_script=is_script)
+                held = row.letters, row.values
+                self.math("}", row, is_inner=is_inner)
+                row.group(*held)
             elif letter in "}$#":
                 raise NotAllowed(f"{letter} where {_shown(until)} was expected", self.line)
             elif letter.isnumeric():
-                self._numeral(letter, is_script, is_inner)
+                self._numeral(letter, row, is_inner)
+            elif letter.isalpha():
+                row.letter()
+                self._put(letter)
+            elif letter == "&":
+                self._put(_BREAK)
+            elif not letter.isspace() and letter not in "'~":
+                row.sign(letter)
+                self._put(letter)
         raise NotAllowed(f"{_shown(until)} is missing for what opened on line {opened}", self.line)
 
-    def _script(self) -> None:
-        base = self.source[: self.at - 1].rstrip()
-        if not base or base.endswith("{}") or not (base[-1].isalpha() or base[-1] in _BASES):
-            raise NotAllowed("a sub- or superscript needs a letter or a bracket before it", self.line)
-        while self._peek().isspace():
-            self._next()
-        letter = self._next()
+    def _script(self, row: Row) -> None:
+        if not row.is_base:
+            self.found.fault(
+                "a sub- or superscript needs a letter or a bracket before it; digits, values and empty groups are no "
+                "base for one",
+                self.line,
+            )
+        while self.peek().isspace():
+            self.next()
+        inner = Row(self.found, is_script=True)
+        self._put(HOLE)
+        self.row = inner
+        letter = self.next()
         if letter == "{":
-            self.math("}", is_inner=False, is_script=True)
+            self.math("}", inner, is_inner=False)
         elif letter == "\\":
-            self._command(MATH_COMMANDS, "", is_script=True)
+            self._command(MATH_COMMANDS, "", is_inner=False)
         elif letter is not None and letter.isnumeric():
-            self._add_numeral(letter, self.at - 1, True, False)  # TeX takes one digit alone
+            inner.number(letter, self.line, is_inner=False)  # TeX takes one digit alone
+        elif letter is not None and letter.isalpha():
+            inner.letter()
+            self._put(letter)
+        elif letter is not None:
+            inner.sign(letter)
+        self.row = row
+        if inner.content:
+            self._put(HOLE)
+        elif self.found.paragraphs[-1][-1][0] == HOLE:
+            self.found.paragraphs[-1].pop()  # an empty script parts no word
+        row.script(inner)
 
-    def _numeral(self, first: str, is_script: bool, is_inner: bool) -> None:
-        text, start = first, self.at - 1
-        while self._peek() and (self._peek().isnumeric() or self._peek() in ".,"):
-            text += self._next() or ""
-        self._add_numeral(text.rstrip(".,"), start, is_script, is_inner)
+    def _numeral(self, first: str, row: Row, is_inner: bool) -> None:
+        text, line = first, self.line
+        while self.peek() and (self.peek().isnumeric() or self.peek() in ".,"):
+            text += self.next() or ""
+        number = text.rstrip(".,")
+        row.number(number, line, is_inner=is_inner)
+        for sign in text[len(number) :]:
+            row.sign(sign)
+        self._put(HOLE)
 
-    def _add_numeral(self, text: str, start: int, is_script: bool, is_inner: bool) -> None:
-        """Keep digits, together with those before them where a reader would see one number."""
-        if self.numeral_end is not None and _JOINS.fullmatch(self.source, self.numeral_end, start):
-            text = self.found.numerals.pop().text + text
-        self.found.numerals.append(Numeral(text, self.line, is_script, is_inner))
-        self.numeral_end = self.at
+    def _sign(self, name: str, row: Row) -> None:
+        """Take a command of mathematics without arguments."""
+        if name in SPACES:
+            row.space()
+            self._put(" ")
+        elif name in UNPRINTED:
+            row.space()
+        elif name == "\\":
+            row.end_line()
+            self._put(" ")
+        elif name in DELIMITED:
+            while self.peek().isspace():
+                self.next()
+            bracket = self.next() or ""
+            is_command = bracket == "\\"
+            bracket = self.name() if is_command else bracket
+            if not (bracket in DELIMITERS or (is_command and bracket in ("{", "}", "|"))):
+                raise NotAllowed(rf"\{name} expects a bracket, or . for none", self.line)
+            if bracket == ".":
+                row.space()
+            else:
+                row.sign(bracket)
+                self._put(HOLE)
+        elif name not in LIMITS:
+            row.sign(name)
+            self._put(_MATH_PRINTED.get(name, HOLE))
 
-    def _command(self, allowed: dict[str, str], until: str | None, *, is_script: bool = False) -> bool:
+    def _command(self, allowed: dict[str, str], until: str | None, *, is_inner: bool = False) -> bool:
         """Read a command after its backslash; True when it ends the environment that `until` names."""
-        name, line = self._name(), self.line
+        name, line = self.name(), self.line
         in_math = allowed is MATH_COMMANDS
         if name in ("begin", "end"):
             return self._environment(name, until, in_math)
-        if not in_math and name in "([" and name:
-            self._put(HOLE)
-            self.math("\\)" if name == "(" else "\\]", is_inner=name == "[")
+        if not in_math and name in ("(", "["):
+            self._formula("\\)" if name == "(" else "\\]", is_inner=name == "[")
             return False
         if name not in allowed:
             hint = nearest(name, allowed) if len(name) > 2 else None
@@ -190,46 +248,69 @@ class _Reader:
                 f"{hint or '; get_paper_template lists them'}",
                 line,
             )
-        if not in_math and name in ("quad", "qquad", "par", "newline", "\\", " ", "item"):
-            self._put(" ")
-        elif not in_math and name in "%&$#_{}" and len(name) == 1:
-            self._put(name)
-        self._arguments(name, allowed[name], line, is_script)
+        if in_math and self.row is not None and not allowed[name]:
+            self._sign(name, self.row)
+        elif not in_math:
+            self._put(_BREAK if name == "\\" and self.tables else _PRINTED.get(name, ""))
+        self._arguments(name, allowed[name], line, in_math, is_inner)
         return False
 
-    def _arguments(self, name: str, kinds: str, line: int, is_script: bool) -> None:
+    def _arguments(self, name: str, kinds: str, line: int, in_math: bool, is_inner: bool) -> None:
         names: list[str] = []
         optional = False
+        start = self.row.cell() if self.row is not None and name in _CELLS else None
         for kind in kinds:
             if kind == "?":
                 optional = True
                 continue
-            while self._peek().isspace() and not optional:
-                self._next()
-            if optional and self._peek() != "[":
+            while self.peek().isspace() and not optional:
+                self.next()
+            if optional and self.peek() != "[":
                 optional = False
                 continue
             opening, closing = ("[", "]") if optional else ("{", "}")
             optional = False
-            if self._next() != opening:
+            if self.next() != opening:
                 raise NotAllowed(rf"\{name} expects {opening} here", line)
-            if kind == "p":
+            if kind in "pm" and in_math and self.row is not None:
+                self._part(name, closing, self.row, start, is_inner)
+            elif kind == "p" and name in _APART:
+                self._put(_BREAK)
                 self.prose(closing)
-            elif kind == "m":
-                self.numeral_end = None
-                self.math(closing, is_inner=name in ("frac", "tfrac", "dfrac", "sqrt"), is_script=is_script)
+                self._put(_BREAK)
+            elif kind == "p":
+                self.prose(closing)
             else:
-                names.append(self._verbatim(name, line))
-                if kind in "rsofvc":
-                    self._put(HOLE)
+                names.append(self.verbatim(name, line))
         if names:
             self.found.uses.append(Use(name, tuple(names), line, len(self.found.paragraphs) - 1))
+            if name != "label":
+                self._put(MARKS.get(name, HOLE))
+            if self.row is not None and MARKS.get(name) == VALUE:
+                self.row.value(line)
+
+    def _part(self, name: str, closing: str, row: Row, start: Row | None, is_inner: bool) -> None:
+        r"""Read an argument in mathematics: of a font or an accent, of \text, or one above or below another, which
+        stands behind what is before both (`start`)."""
+        held = row.letters, row.values
+        if name in _TEXTS:
+            self.prose(closing)
+        elif start is not None:
+            cell = self.row = start.cell()
+            self._put(HOLE)
+            self.math(closing, cell, is_inner=is_inner or name != "binom")
+            self._put(HOLE)
+            self.row = row
+            row.take(cell)
+        else:
+            self.math(closing, row, is_inner=is_inner)
+        row.group(*held)
 
     def _environment(self, name: str, until: str | None, in_math: bool) -> bool:
         line = self.line
-        if self._next() != "{":
+        if self.next() != "{":
             raise NotAllowed(rf"\{name} expects a brace here", line)
-        environment = self._verbatim(name, line)
+        environment = self.verbatim(name, line)
         if name == "end":
             if until != f"end:{environment}":
                 raise NotAllowed(
@@ -239,16 +320,27 @@ class _Reader:
         self.found.environments.append((environment, line))
         end = f"end:{environment}"
         if environment in (INNER_MATH_ENVIRONMENTS if in_math else MATH_ENVIRONMENTS):
-            self._put(HOLE if not in_math else "")
-            self.math(end, is_inner=True)
+            if in_math and self.row is not None:
+                row, cell = self.row, self.row.cell()
+                self.row = cell
+                self.math(end, cell, is_inner=True)
+                self.row = row
+                row.take(cell)
+            else:
+                self._formula(end, is_inner=True)
         elif not in_math and environment in PROSE_ENVIRONMENTS:
             if PROSE_ENVIRONMENTS[environment]:
-                columns = self._verbatim("begin{tabular}", line) if self._next() == "{" else ""
+                columns = self.verbatim("begin{tabular}", line) if self.next() == "{" else ""
                 if not columns or set(columns) - set("lcr|"):
                     raise NotAllowed(
                         f"columns of a tabular are letters of l, c, r and |, got {columns!r}", line
                     )
+            is_table = environment == "tabular"
+            self._put(" " if is_table else _BREAK)  # a table may stand beside what is before it
+            self.tables += is_table
             self.prose(end)
+            self.tables -= is_table
+            self._put(" " if is_table else _BREAK)
         else:
             known = (*PROSE_ENVIRONMENTS, *sorted(MATH_ENVIRONMENTS))
             raise NotAllowed(
@@ -258,45 +350,8 @@ class _Reader:
             )
         return False
 
-    def _name(self) -> str:
-        letter = self._next()
-        if letter is None:
-            raise NotAllowed("a backslash at the end", self.line)
-        if not (letter.isascii() and letter.isalpha()):
-            return " " if letter.isspace() else letter
-        name = letter
-        while self._peek().isascii() and self._peek().isalpha():
-            name += self._next() or ""
-        return name + (self._next() or "") if name == "operatorname" and self._peek() == "*" else name
-
-    def _verbatim(self, command: str, line: int) -> str:
-        """Read a name up to its closing brace: names hold no braces, backslashes or comments."""
-        end = self.source.find("}", self.at)
-        text = self.source[self.at : end] if end >= 0 else ""
-        if end < 0 or any(sign in text for sign in "{\\%\n$~#"):
-            raise NotAllowed(rf"\{command} expects a plain name in braces, got {text[:40]!r}", line)
-        self.at = end + 1
-        return text.strip()
-
     def _put(self, text: str) -> None:
         self.found.paragraphs[-1].extend((letter, self.line) for letter in text)
-
-    def _peek(self) -> str:
-        return self.source[self.at : self.at + 1]
-
-    def _blank_line_follows(self) -> bool:
-        return not self.source[self.at :].partition("\n")[0].strip()
-
-    def _next(self) -> str | None:
-        while self._peek() == "%":  # a comment, to the end of its line; \% is read as a command
-            end = self.source.find("\n", self.at)
-            self.line += 1
-            self.at = len(self.source) if end < 0 else end + 1
-        letter = self._peek() or None
-        self.at += 1
-        if letter == "\n":
-            self.line += 1
-        return letter
 
 
 def _shown(until: str) -> str:

@@ -22,7 +22,7 @@ PROSE_COMMANDS: dict[str, str] = {
     "artifacttable": "t",
     "label": "l",
     **dict.fromkeys(("ref", "eqref", "pageref", "autoref"), "x"),
-    **dict.fromkeys(("%", "&", "$", "#", "_", "{", "}", "\\", ",", ";", ":", "!", " ", "/", "-"), ""),
+    **dict.fromkeys(("%", "&", "$", "#", "_", "{", "}", "\\", ",", ";", ":", " ", "/", "-"), ""),
     **dict.fromkeys(("'", "`", '"', "^", "~", "=", ".", "c", "v", "u", "H", "k", "r"), ""),  # accents
     **dict.fromkeys(("ss", "o", "O", "l", "L", "ae", "AE", "oe", "OE", "aa", "AA", "i", "j"), ""),
     **dict.fromkeys(("ldots", "dots", "textbackslash", "textasciitilde", "textasciicircum", "textbar"), ""),
@@ -33,22 +33,47 @@ PROSE_COMMANDS: dict[str, str] = {
     **dict.fromkeys(("toprule", "midrule", "bottomrule", "S", "P"), ""),
 }
 
-_GREEK = (
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+GREEK = _names(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi pi rho sigma tau "
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar nabla partial"
 )
+FUNCTIONS = _names(
+    "min max arg argmin argmax log ln exp sin cos tan tanh softmax lim sup inf det dim ker Pr gcd"
+)
+SUMS = _names("sum prod int bigcup bigcap")
+# What keeps two numbers apart. \cdot and the like do not: 2\cdot1 reads as a decimal point.
+OPERATORS = _names(
+    "+ - = < > * / times div pm mp cup cap setminus land lor oplus otimes le leq ge geq ll gg ne neq equiv approx sim "
+    "simeq propto in notin ni subset subseteq supset supseteq forall exists to mapsto gets rightarrow leftarrow "
+    "Rightarrow Leftarrow leftrightarrow iff implies longrightarrow uparrow downarrow parallel perp"
+)
+DELIMITED = _names("left right middle big Big bigl bigr Bigl Bigr")
+DELIMITERS = _names(
+    "( ) [ ] | / < > . langle rangle lfloor rfloor lceil rceil vert Vert lvert rvert lVert rVert"
+)
+SPACES = frozenset((" ", ",", ":", ";", "quad", "qquad"))
+UNPRINTED = frozenset(("!", "displaystyle", "textstyle", "nonumber", "notag"))
+LIMITS = frozenset(("limits", "nolimits"))
 _SIGNS = (
-    "times cdot div pm mp le leq ge geq ll gg ne neq equiv approx sim simeq propto in notin ni subset subseteq supset "
-    "supseteq cup cap setminus emptyset forall exists neg land lor to mapsto gets rightarrow leftarrow Rightarrow "
-    "Leftarrow leftrightarrow iff implies longrightarrow uparrow downarrow infty sum prod int bigcup bigcap oplus "
-    "otimes odot circ star ast bullet dagger top bot perp parallel mid vert Vert lVert rVert lvert rvert langle rangle "
-    "lfloor rfloor lceil rceil ldots cdots vdots ddots dots prime quad qquad min max arg argmin argmax log ln exp sin "
-    "cos tan tanh softmax lim sup inf det dim ker Pr gcd limits nolimits displaystyle textstyle big Big bigl bigr Bigl "
-    "Bigr left right middle nonumber notag colon"
+    "cdot emptyset neg infty odot circ star ast bullet dagger top bot mid vert Vert lVert rVert lvert rvert langle "
+    "rangle lfloor rfloor lceil rceil ldots cdots vdots ddots dots prime colon"
+)
+_MATH_WORDS = (
+    *GREEK,
+    *FUNCTIONS,
+    *SUMS,
+    *(name for name in OPERATORS if name.isalpha()),
+    *DELIMITED,
+    *LIMITS,
 )
 MATH_COMMANDS: dict[str, str] = {
-    **dict.fromkeys((*_GREEK.split(), *_SIGNS.split()), ""),
-    **dict.fromkeys(("{", "}", "|", ",", ";", ":", "!", " ", "\\", "%", "_", "#", "&"), ""),
+    **dict.fromkeys((*_MATH_WORDS, *SPACES, *UNPRINTED, *_SIGNS.split()), ""),
+    **dict.fromkeys(("{", "}", "|", "\\", "%", "_", "#", "&"), ""),
     **dict.fromkeys(
         ("mathbf", "mathrm", "mathit", "mathcal", "mathbb", "mathsf", "mathtt", "boldsymbol"), "m"
     ),

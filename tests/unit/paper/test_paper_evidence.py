@@ -87,3 +87,15 @@ def test_numbers_that_are_not_finite_are_refused(run: Path, tmp_path: Path) -> N
         match=r"not a report of this version \(ValueError: metric perplexity\.student\.nll is nan",
     ):
         read_evidence(copy, copy)
+
+
+@pytest.mark.parametrize(
+    "name", ["../evil.png", "a/b.png", "/tmp/evil.png", "a\\\\b.png", "..", "", ".hidden.png"]
+)
+def test_artifacts_are_files_of_their_folder(name: str, run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    report = json.loads((copy / "artifacts/report.json").read_text())
+    report["artifacts"].append({**report["artifacts"][0], "path": name})
+    (copy / "artifacts/report.json").write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=r"expected the name of a file in artifacts/, without folders"):
+        read_evidence(copy, copy)
