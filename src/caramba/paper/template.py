@@ -21,13 +21,14 @@ that you hand in, compiles the paper, and refuses what does not hold. Rules:
 measured value with its dispersion and unit, \resultvalue{KEY} the value alone, \setting{PATH} a setting,
 \derived{ratio|difference|percent_change}{KEY}{KEY} a number computed from two results. Digits may stand in
 names that the manifest or a cited title holds, and as indices in formulas. A number of another work is
-\citednumber{CITATION}{VALUE}, and must stand in that work's abstract.
+\citednumber{CITATION}{VALUE}, and must stand in that work's abstract. Values stand apart from each other and from
+other digits; a formula holds at most one number between two operators.
 2. Claims. Say better or worse, faster or slower only as the values show, dispersion considered. Report what
 failed. Numbers marked proxy rest on a teacher that was trained for this run; say so, and never present them
 as a published model's.
 3. Citations. Search, call add_citation with an id of the results, and cite by the key that it returns.
 4. Figures and tables. \artifactfigure{NAME}{CAPTION} and \artifacttable{NAME}, of list_artifacts. Refer to
-them by \ref{fig:NAME} and \ref{tab:caramba-NAME}; to sections by \ref{sec:NAME}.
+them by Figure~\ref{fig:NAME} and Table~\ref{tab:caramba-NAME}; to sections by Section~\ref{sec:NAME}.
 5. Sections a person edited are marked "human": keep their words.
 Hand in sections with write_tex_file or update_section. When every section is accepted and you are content,
 answer without a tool call; the paper is then checked once more and kept as a version."""
