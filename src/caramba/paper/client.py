@@ -6,11 +6,12 @@ list of prices; both are switched off here, as are its own retries and telemetry
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -201,13 +202,26 @@ def _options(config: PaperConfig, litellm: Any) -> dict[str, Any]:
             "openai/gpt-4o or anthropic/claude-sonnet-4-5, or set api.base_url to an OpenAI-compatible server"
         ) from None
     if api.key_env is None:
-        found = litellm.validate_environment(config.model)
+        with _without_blank_keys():
+            found = litellm.validate_environment(config.model)
         if not found.get("keys_in_environment"):
             missing = ", ".join(found.get("missing_keys") or []) or "its key"
             raise ConfigError(
                 f"paper.model={config.model}: the environment lacks {missing}; export it, or set api.key_env"
             )
     return options
+
+
+@contextlib.contextmanager
+def _without_blank_keys() -> Iterator[None]:
+    """Take keys that are set to nothing for keys that are not set, which litellm does not."""
+    blank = {name: value for name, value in os.environ.items() if name.endswith("_KEY") and not value.strip()}
+    for name in blank:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(blank)
 
 
 def _read(answer: Any) -> Reply:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -244,8 +245,12 @@ def test_prices(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_and_keys_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match=r"paper\.model=gpt-4o: the environment lacks OPENAI_API_KEY"):
-        LanguageModel(PaperConfig(model="gpt-4o"))
+    for value in (None, "", " "):
+        if value is not None:
+            monkeypatch.setenv("OPENAI_API_KEY", value)
+        with pytest.raises(ConfigError, match=r"paper\.model=gpt-4o: the environment lacks OPENAI_API_KEY"):
+            LanguageModel(PaperConfig(model="gpt-4o"))
+        assert os.environ.get("OPENAI_API_KEY") == value
     with pytest.raises(ConfigError, match=r"paper\.model=nonsense: litellm knows no provider"):
         LanguageModel(PaperConfig(model="nonsense"))
     with pytest.raises(
