@@ -6,9 +6,9 @@
 // keys before a product begins, of values every few tiles. Scales of keys go to products' results, those of values to weights.
 //
 // Macros: KIND_SEM, KIND_GEO, KIND_V (0 q8_0, 1 q4_0, 2 nf4), D_SEM, D_GEO (0 of keys of one part), D_V (features of a head),
-// KV_HEADS, GROUP,
-// QUERIES (GROUP * QUERIES is at most 8), WARPS, STAGES, BRAIN (queries and outputs are bfloat16, else float16), TAIL_BRAIN
-// (tails are), TABLED (of two chunks of nf4's values those that a table makes numbers; 3 with keys), HAS_WINDOW, FINAL, ANNOUNCED.
+// KV_HEADS, GROUP, QUERIES (GROUP * QUERIES is at most 8), WARPS, STAGES, BRAIN (queries and outputs are bfloat16, else float16),
+// TAIL_BRAIN (tails are), TABLED (of two chunks of nf4's values those that a table makes numbers; 3 with keys), HAS_WINDOW,
+// FINAL, ANNOUNCED.
 // Grid: sequences times pairs of heads, and splits, of which the last has the tail for itself where there are several. Outputs
 // are those of Triton's `decode_split`.
 #include "heads_tail.cuh"

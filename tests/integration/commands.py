@@ -6,6 +6,7 @@ than most of these runs. Everywhere else, and where `is_fresh`, they are `python
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -185,3 +186,27 @@ def _started(words: Sequence[str], folder: Path, cache: Path, files: Path) -> Fo
 def only_run(folder: Path) -> Path:
     (run,) = folder.glob("runs/*/*")
     return run
+
+
+@contextlib.contextmanager
+def served(
+    model: Path, folder: Path, variables: dict[str, str], *words: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `caramba serve` on a free port; yield the process and its address."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "caramba", "serve", str(model), "--port", "0", "--device", "cpu", *words],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=hear_interrupts,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert " at http://" in line, line + process.communicate(timeout=TIMEOUT_S)[1]
+        yield process, line.split(" at ")[1].split("/v1")[0]
+    finally:
+        process.kill()
+        process.wait()

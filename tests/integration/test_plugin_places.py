@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from caramba.runs.sweeps import read_sweep
-from tests.integration.commands import TIMEOUT_S, caramba, environment, hear_interrupts
+from tests.integration.commands import TIMEOUT_S, caramba, environment, served
 from tests.integration.test_plugins import PLUGIN, WORDS, runs_of
 
 TRAIN = (*WORDS, "train.steps=2", "benchmark=none")
@@ -207,24 +207,9 @@ def test_what_opens_a_run_with_a_plugin_does_so_from_another_folder(
     assert alone.returncode == 0, alone.stderr
     text = json.loads(alone.stdout)["rows"][0]["text"]
 
-    process = subprocess.Popen(
-        [sys.executable, "-m", "caramba", "serve", str(run), "--port", "0", "--device", "cpu"],
-        cwd=elsewhere,
-        env=environment(cache),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hear_interrupts,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = line.split(" at ")[1].split("/v1")[0]
-        (served,) = httpx.get(f"{address}/v1/models", timeout=60).json()["data"]
-        body = {"model": served["id"], "prompt": "def area(", "max_tokens": 4, "temperature": 0}
+    with served(run, elsewhere, environment(cache)) as (_, address):
+        (listed,) = httpx.get(f"{address}/v1/models", timeout=60).json()["data"]
+        body = {"model": listed["id"], "prompt": "def area(", "max_tokens": 4, "temperature": 0}
         reply = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
         assert reply.status_code == 200, reply.text
         assert reply.json()["choices"][0]["text"] == text
-    finally:
-        process.terminate()
-        process.communicate(timeout=TIMEOUT_S)

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,7 +24,7 @@ from caramba.infer import OpenedModel, generate
 from caramba.infer.dialogue import Dialogue
 from caramba.model import Model
 from caramba.serve import schema, server
-from tests.integration.commands import TIMEOUT_S, environment, hear_interrupts
+from tests.integration.commands import TIMEOUT_S, environment, served
 from tests.integration.conformance import faults
 from tests.integration.values import values_of
 from tests.unit.serve.served import CONTEXT, NAME, byte_model, events, eventually, service_of, serving
@@ -60,33 +58,13 @@ def folder(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def command(folder: Path, cache: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `caramba serve` on a free port; yield the process and its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "caramba", "serve", str(folder), "--port", "0", "--device", "cpu", *words],
-        cwd=folder.parent,
-        env=environment(cache) | {"SERVE_TEST_KEY": "secret"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=hear_interrupts,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert " at http://" in line, line + process.communicate(timeout=TIMEOUT_S)[1]
-        yield process, line.split(" at ")[1].split("/v1")[0]
-    finally:
-        process.kill()
-        process.wait()
-
-
 def test_the_openai_client_talks_to_the_command_and_sigterm_ends_it(
     folder: Path, model: Model, cache: Path
 ) -> None:
     openai = pytest.importorskip("openai")
-    with command(folder, cache, "--api-key-env", "SERVE_TEST_KEY", "--max-batch", "2") as (process, address):
+    words = "--api-key-env", "SERVE_TEST_KEY", "--max-batch", "2"
+    variables = environment(cache) | {"SERVE_TEST_KEY": "secret"}
+    with served(folder, folder.parent, variables, *words) as (process, address):
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0)
         assert [one.id for one in client.models.list()] == ["bytes"]
         prompt = "def f(x):"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 from caramba.checkpoint.folder import CONFIG, weight_files
 from caramba.errors import CheckpointError
+from caramba.runs.deadline import NoAnswer, within
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 ANSWER_SECONDS = 8.0
@@ -78,22 +78,12 @@ def _client() -> Any:
 def _ask(hub_id: str) -> None:
     """Find out quickly whether the hub answers: the client itself waits and retries for minutes."""
     client = _client()
-    outcome: list[BaseException | None] = []
-
-    def ask() -> None:
-        try:
-            client.HfApi().model_info(hub_id, timeout=ANSWER_SECONDS)
-            outcome.append(None)
-        except Exception as error:  # handed to the caller below
-            outcome.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(ANSWER_SECONDS)
-    if not outcome:
-        raise CheckpointError(f"the hub did not answer within {ANSWER_SECONDS:.0f} seconds")
-    if outcome[0] is not None:
-        raise _refused(outcome[0])
+    try:
+        within(ANSWER_SECONDS, lambda: client.HfApi().model_info(hub_id, timeout=ANSWER_SECONDS))
+    except NoAnswer:
+        raise CheckpointError(f"the hub did not answer within {ANSWER_SECONDS:.0f} seconds") from None
+    except Exception as error:
+        raise _refused(error) from error
 
 
 def _download(hub_id: str, patterns: tuple[str, ...]) -> Path:

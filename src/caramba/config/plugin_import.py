@@ -38,9 +38,8 @@ def import_module(name: str, folder: str | None) -> ModuleType:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             module = importlib.import_module(name)
-        load_from_source(
-            top, root_of(module)
-        )  # that of an editable installation, where targets may lie beside it
+        # That of an editable installation, where targets may lie beside it.
+        load_from_source(top, root_of(module))
         return module
     except ModuleNotFoundError as error:
         missing = error.name or ""

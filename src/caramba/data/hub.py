@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 from caramba.data.sources import HubSource
 from caramba.errors import DataError
+from caramba.runs.deadline import NoAnswer, within
 
 FINEWEB = "HuggingFaceFW/fineweb"
 FINEWEB_SAMPLE = "sample-10BT"
@@ -78,21 +78,17 @@ def _commit(repository: str, revision: str | None) -> str:
     """Ask the hub for the commit of a revision; in a thread, since a name server may take minutes to say no."""
     from huggingface_hub import HfApi
 
-    answer: dict[str, Any] = {}
-
-    def ask() -> None:
-        try:
-            answer["commit"] = HfApi().dataset_info(repository, revision=revision, timeout=_WAIT_SECONDS).sha
-        except Exception as error:  # reported below, in the thread that asked
-            answer["error"] = error
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_WAIT_SECONDS)
-    if answer.get("commit"):
-        return str(answer["commit"])
-    error = answer.get("error")
-    said = f"{type(error).__name__}: {error}" if error else f"no answer in {_WAIT_SECONDS} s"
+    cause: Exception | None = None
+    said = f"no answer in {_WAIT_SECONDS} s"
+    try:
+        info = within(
+            _WAIT_SECONDS, lambda: HfApi().dataset_info(repository, revision=revision, timeout=_WAIT_SECONDS)
+        )
+        if info.sha:
+            return str(info.sha)
+    except Exception as error:
+        if not isinstance(error, NoAnswer):
+            cause, said = error, f"{type(error).__name__}: {error}"
     raise DataError(
         f"{repository}: the hub cannot be reached ({' '.join(said.split())[:200]}); {_WAYS_ON}"
-    ) from error
+    ) from cause

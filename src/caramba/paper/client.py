@@ -20,9 +20,9 @@ from caramba.config.extras import need_library
 from caramba.config.paper import PaperConfig
 from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import WAY_ON, Ledger, Price
-from caramba.paper.deadline import within
 from caramba.paper.failure import at_server, read_failure
 from caramba.paper.untrusted import encodable
+from caramba.runs.deadline import within
 
 FIRST_WAIT_S = 1.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")

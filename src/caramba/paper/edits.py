@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from caramba.errors import ConfigError
 from caramba.paper.check import CITING, check_section, report
@@ -38,8 +38,13 @@ def take_edits(folder: PaperFolder, draft: Draft, gate: Gate) -> tuple[str, ...]
     theirs, ours = read_sections(text, str(file)), read_sections(original, PAPER)
     common = theirs.keys() & ours.keys()
     wrong = outside_of_sections(text, common) != outside_of_sections(original, common)
-    if wrong or not theirs.keys() <= set(gate.config.sections):
-        _refuse_what_code_writes(file, head["version"], sorted(theirs.keys() - set(gate.config.sections)))
+    refuse_left_out(sorted(theirs), gate.config.sections, file)
+    if wrong:
+        raise ConfigError(
+            f"{file}: text outside of the sections, their order or a heading was changed, and code writes that; move "
+            f"it into a section, or take it back as in versions/{head['version']:03d}/{PAPER} (title, authors and "
+            "sections are options of `caramba paper`)"
+        )
     # What was seen before is no new edit: an update of the model's since then stands.
     before = draft.taken if has_taken else ours
     changed = {name: Section(body, HUMAN) for name, body in theirs.items() if body != before.get(name)}
@@ -52,16 +57,13 @@ def take_edits(folder: PaperFolder, draft: Draft, gate: Gate) -> tuple[str, ...]
     return (*changed, *removed)
 
 
-def _refuse_what_code_writes(file: object, version: int, foreign: list[str]) -> None:
-    if foreign:
+def refuse_left_out(there: Iterable[str], asked: Sequence[str], file: object) -> None:
+    """Refuse sections that a paper has and its options leave out."""
+    left_out = [name for name in there if name not in asked]
+    if left_out:
         raise ConfigError(
-            f"paper.sections leaves out {', '.join(foreign)}, which the paper has; add it, or remove it from {file}"
+            f"paper.sections leaves out {', '.join(left_out)}, which the paper has; add it, or remove it from {file}"
         )
-    raise ConfigError(
-        f"{file}: text outside of the sections, their order or a heading was changed, and code writes that; move it "
-        f"into a section, or take it back as in versions/{version:03d}/{PAPER} (title, authors and sections are "
-        "options of `caramba paper`)"
-    )
 
 
 def _with_own_entries(draft: Draft, changed: Mapping[str, Section], gate: Gate) -> dict[str, str]:

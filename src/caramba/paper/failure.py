@@ -29,7 +29,7 @@ def read_failure(error: Exception, config: PaperConfig) -> Failure:
     status = getattr(error, "status_code", None)
     text = f"{name}: {' '.join(_without_keys(str(error), config).split())[:300]}"
     where = f"paper.model={config.model}{at_server(config.api)}"
-    if name in ("Timeout", "TimeoutError"):
+    if name == "Timeout" or isinstance(error, TimeoutError):
         return Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
     if name == "AuthenticationError" or status in (401, 403):
         key = config.api.key_env or "the provider's key"

@@ -14,7 +14,7 @@ from caramba.paper.budget import Spent
 from caramba.paper.check import report
 from caramba.paper.document import read_sections
 from caramba.paper.draft import Draft, Section, read_record
-from caramba.paper.edits import take_edits
+from caramba.paper.edits import refuse_left_out, take_edits
 from caramba.paper.evidence import Evidence
 from caramba.paper.folder import PAPER, PaperFolder
 from caramba.paper.gate import Gate
@@ -43,15 +43,9 @@ def open_draft(
         draft.records |= read_bibliography(Path(config.citations.bibliography).expanduser())
     if taken := take_edits(folder, draft, gate):
         logger.info(f"paper: keeps what was edited by hand in {', '.join(taken)}")
-    foreign = [name for name in draft.sections if name not in config.sections]
-    if foreign:
-        raise ConfigError(
-            f"paper.sections leaves out {', '.join(foreign)}, which the paper has; add it, or remove it from "
-            f"{folder.root / PAPER}"
-        )
-    is_open = (
-        draft.is_open and update and taken is None
-    )  # a new edit is a new draft, with a budget of its own
+    refuse_left_out(draft.sections, config.sections, folder.root / PAPER)
+    # A new edit is a new draft, with a budget of its own.
+    is_open = draft.is_open and update and taken is None
     opening = _opening(config, evidence)
     if not is_open or draft.report_sha256 != evidence.report_sha256 or draft.opening_sha256 != opening:
         draft.messages = first_messages(config, evidence, _state(draft, gate))

@@ -15,9 +15,9 @@ from typing import Any
 
 from caramba.config.paper import CitationsConfig, SourceName
 from caramba.errors import AgentError
-from caramba.paper.deadline import within
 from caramba.paper.records import MOST_ABSTRACT, MOST_AUTHORS, MOST_TITLE, Record, clean
 from caramba.paper.untrusted import read_json
+from caramba.runs.deadline import within
 
 ARXIV_URL = "https://export.arxiv.org/api/query"
 SEMANTIC_SCHOLAR_URL = "https://api.semanticscholar.org/graph/v1/paper/search"

@@ -1,4 +1,5 @@
-"""A limit on the whole of a request: a server that sends a byte now and then never runs into one on a single read."""
+"""A limit on the whole of a request: a client waits and retries for minutes, as may a name server, and a server that
+sends a byte now and then never runs into a limit on a single read."""
 
 from __future__ import annotations
 
@@ -9,13 +10,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+class NoAnswer(TimeoutError):  # noqa: N818 - says what happened
+    """What was begun did not end in time; of its own it may raise a TimeoutError too."""
+
+
 def within(seconds: float, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise what it raises, if it ends in time.
 
     What does not end in time is left behind in its thread, which ends no later than the process.
 
     Raises:
-        TimeoutError: it did not end in time.
+        NoAnswer: it did not end in time.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -26,11 +31,11 @@ def within(seconds: float, work: Callable[[], T]) -> T:
         except BaseException as error:
             raised.append(error)
 
-    thread = threading.Thread(target=run, name="caramba-paper-request", daemon=True)
+    thread = threading.Thread(target=run, name="caramba-request", daemon=True)
     thread.start()
     thread.join(seconds)
     if raised:
         raise raised[0]
     if not returned:
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise NoAnswer(f"no answer within {seconds:g} s")
     return returned[0]
