@@ -11,15 +11,43 @@ RELU, GELU = tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def kept(row, seed, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which elements of rows dropout keeps, as caramba.ops.philox defines it; `threshold` is shifted left by 16."""
+def drawn_words(row, seed, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The words that dropout draws for rows, uint32 [BLOCK_M, BLOCK_N / 2], as caramba.ops.philox defines them."""
     octet = tl.arange(0, BLOCK_N // 8)[None, :] + tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
     low = (row & 0xFFFFFFFF).to(tl.uint32)[:, None]
     high = (row >> 32).to(tl.uint32)[:, None]
     w0, w1, w2, w3 = random_words(seed, octet.to(tl.uint32), low, high, low * 0)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    # The lower bits of a word decide nothing, for the threshold has none.
-    return tl.interleave(words << 16, words) >= threshold.to(tl.uint32)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+
+
+@triton.jit
+def kept(words, bound, DROPS: tl.constexpr):
+    """Which elements dropout keeps by the words drawn for them, [BLOCK_M, BLOCK_N].
+
+    Below `bound`, the bits of a number of float16, are the halves of what is dropped (DROPS) or of what is kept.
+    """
+    number = tl.core.to_tensor(bound).to(tl.uint16).to(tl.float16, bitcast=True)
+    low, high = (words & 0xFFFF).to(tl.uint16), (words >> 16).to(tl.uint16)
+    below = tl.interleave(low, high).to(tl.float16, bitcast=True) < number
+    return below == 0 if DROPS else below
+
+
+@triton.jit
+def kept_bits(words, bound, DROPS: tl.constexpr):
+    """The same as bits of a word, all 16 of a half that is kept; one instruction compares both halves."""
+    both = tl.core.to_tensor(bound).to(tl.uint32) * 0x10001
+    below = tl.inline_asm_elementwise(
+        "set.lt.u32.f16x2 $0, $1, $2;", "=r,r,r", [words, both], tl.uint32, True, 1
+    )
+    return ~below if DROPS else below
+
+
+@triton.jit
+def as_words(even, odd):
+    """Two tiles of float32 as words of two numbers of bf16, the even ones in the lower half."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], tl.uint32, True, 1
+    )
 
 
 @triton.jit

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from caramba.kernels.triton.activation import activated, kept, slope
+from typing import Any
+
+import torch
+from caramba.kernels.triton.activation import activated, as_words, drawn_words, kept, kept_bits, slope
 from caramba.kernels.triton.forms import Plans
-from caramba.kernels.triton.launch import Launch, stream_of
+from caramba.kernels.triton.launch import Launch, arch, stream_of
 from caramba.kernels.triton.norm import multiprocessors, tile
 from caramba.kernels.triton.norm_plans import BackwardPlan, ForwardPlan, accumulator, outputs_of, totals_of
 from torch import Tensor
@@ -78,6 +81,13 @@ def _numbers(held, ACC: tl.constexpr):
 
 
 @triton.jit
+def _as_held(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Numbers of float32 as a tile of bf16 is held."""
+    even, odd = tl.split(tl.reshape(tile, [BLOCK_M, BLOCK_N // 2, 2]))
+    return as_words(even, odd)
+
+
+@triton.jit
 def _two_sums(a, b):
     """Sum a and b over their columns, in one exchange among warps."""
     return tl.split(tl.sum(tl.join(a, b), axis=1))
@@ -91,7 +101,7 @@ def _store(ptr, value, mask, EXACT: tl.constexpr):
         tl.store(ptr, value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["threshold", "seed"])
+@triton.jit(do_not_specialize=["bound", "seed"])
 def _forward_kernel(
     x_ptr,
     weight_ptr,
@@ -104,16 +114,19 @@ def _forward_kernel(
     width,
     eps,
     keep_scale,
-    threshold,
+    bound,
     DROPOUT: tl.constexpr,
+    DROPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
     """EXACT: rows fill their tile, and tiles the rows. The scale of dropout is in weight and bias, once a program.
+    IN_WORDS: what is drawn, and the output, are worked on two to a word.
 
     AHEAD, a program asks for its next tile before it works on this one: two sums of a row leave memory idle otherwise.
     """
@@ -149,12 +162,21 @@ def _forward_kernel(
         if bias_ptr is not None:
             y = y + bias
         if DROPOUT:
-            y = tl.where(kept(row, seed, threshold, BLOCK_M, BLOCK_N), y, 0.0)
+            words = drawn_words(row, seed, BLOCK_M, BLOCK_N)
+            if not IN_WORDS:
+                y = tl.where(kept(words, bound, DROPS), y, 0.0)
         y = activated(y, ACTIVATION, y_ptr.dtype.element_ty)
-        _store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, EXACT)
+        if IN_WORDS:
+            # Every activation of what is dropped is 0.
+            held = _as_held(y, BLOCK_M, BLOCK_N) & kept_bits(words, bound, DROPS)
+            pair = tl.arange(0, BLOCK_M)[:, None] * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+            at_words = tl.full([], start, tl.int64) * (BLOCK_N // 2) + pair
+            tl.store(y_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + at_words, held)
+        else:
+            _store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, EXACT)
 
 
-@triton.jit(do_not_specialize=["threshold", "seed"])
+@triton.jit(do_not_specialize=["bound", "seed"])
 def _backward_kernel(
     grad_ptr,
     x_ptr,
@@ -169,11 +191,13 @@ def _backward_kernel(
     n_rows,
     width,
     keep_scale,
-    threshold,
+    bound,
     DROPOUT: tl.constexpr,
+    DROPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ACC: tl.constexpr,
     EXACT: tl.constexpr,
+    IN_WORDS: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -203,7 +227,11 @@ def _backward_kernel(
         in_rows = row < n_rows
         mask = in_rows[:, None] & in_width[None, :]
         at = _places(start, width, BLOCK_M, BLOCK_N, EXACT)
+        if DROPOUT:
+            words = drawn_words(row, seed, BLOCK_M, BLOCK_N)
         if AHEAD:
+            if IN_WORDS:
+                next_grad &= kept_bits(words, bound, DROPS)
             x, grad, rstd, mean = _numbers(next_x, ACC), _numbers(next_grad, ACC), next_rstd, next_mean
             next_rstd = _of_rows(rstd_ptr, start + stride, n_rows, BLOCK_M)
             next_mean = _of_rows(mean_ptr, start + stride, n_rows, BLOCK_M)
@@ -221,10 +249,9 @@ def _backward_kernel(
         before = unit * weight if weight_ptr is not None else unit * keep_scale
         if bias_ptr is not None:
             before = before + bias
-        if DROPOUT:
-            keep = kept(row, seed, threshold, BLOCK_M, BLOCK_N)
-            # A dropped element passes no gradient, whatever its slope.
-            grad = tl.where(keep, grad, 0.0)
+        # A dropped element passes no gradient, whatever its slope.
+        if DROPOUT and not IN_WORDS:
+            grad = tl.where(kept(words, bound, DROPS), grad, 0.0)
         grad = grad * slope(before, ACTIVATION, grad_x_ptr.dtype.element_ty)
         if weight_ptr is not None:
             weight_sums += grad * unit
@@ -263,9 +290,30 @@ def is_narrow(seed: int) -> bool:
     return -(2**31) <= seed < 2**31
 
 
-def _drops(p: float) -> tuple[float, int]:
-    """The scale of what is kept, and the threshold, shifted left by 16 and below 2^32: at p = 1 the scale is 0."""
-    return (1.0 / (1.0 - p) if p < 1.0 else 0.0), min(round(p * 2**16) << 16, 2**32 - 1)
+def _in_words(x: Tensor) -> bool:
+    """Whether x's device can compare and round two numbers of 16 bits by one instruction."""
+    name = arch(x.device)
+    return (
+        x.dtype == torch.bfloat16 and torch.version.hip is None and name[:2] == "sm" and int(name[2:]) >= 80
+    )
+
+
+def _few(p: float) -> tuple[int, bool]:
+    """The bits of the number of float16 below which are the halves of the rarer fate, and whether it is to be dropped."""
+    count = round(p * 2**16)
+    drops = 2 * count <= 2**16
+    count = count if drops else 2**16 - count
+    return (0xFC00 - count if count <= 0x7C00 else max(count - 0x7C01, 1)), drops
+
+
+def _dropout(x: Tensor, p: float, activation: str, tiles: tuple[bool, int, int]) -> tuple[Any, ...]:
+    """What kernels take of dropout and of tiles: scalars, the scale of what is kept first (0 at p = 1), and constants."""
+    is_ahead, block_m, block_n = tiles
+    is_full = x.shape[-1] == block_n and x.numel() // block_n % block_m == 0
+    bound, drops = _few(p)
+    in_words = p > 0 and is_full and is_ahead and _in_words(x)
+    scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
+    return scale, bound, p > 0, drops, ACTIVATIONS[activation], accumulator(x)[1], is_full, in_words, *tiles
 
 
 def norm_dropout_activation(
@@ -297,19 +345,10 @@ def _forward_launch(x: Tensor, eps: float, p: float, activation: str) -> Launch 
     width = x.shape[-1]
     n_rows = x.numel() // width
     tiles, held, options = _launch_options(x, THREADS_FORWARD)
-    _, block_m, block_n = tiles
+    _, block_m, _ = tiles
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
-    is_full = width == block_n and n_rows % block_m == 0
-    return Launch(
-        _forward_kernel,
-        (programs,),
-        (
-            *(n_rows, width, eps, *_drops(p)),
-            *(p > 0, ACTIVATIONS[activation], accumulator(x)[1], is_full, *tiles),
-        ),
-        {},
-        **options,
-    )
+    scalars = n_rows, width, eps, *_dropout(x, p, activation, tiles)
+    return Launch(_forward_kernel, (programs,), scalars, {}, **options)
 
 
 def norm_dropout_activation_backward(
@@ -355,15 +394,9 @@ def _backward_plan(
     width, acc = x.shape[-1], accumulator(x)[1]
     n_rows = x.numel() // width
     tiles, held, options = _launch_options(x, THREADS_BACKWARD)
-    _, block_m, block_n = tiles
+    _, block_m, _ = tiles
     programs = min(-(-n_rows // block_m), multiprocessors(x.device) * held)
-    is_full = width == block_n and n_rows % block_m == 0
-    launch = Launch(
-        _backward_kernel,
-        (programs,),
-        (n_rows, width, *_drops(p), p > 0, ACTIVATIONS[activation], acc, is_full, *tiles),
-        {},
-        **options,
-    )
+    scalars = n_rows, width, *_dropout(x, p, activation, tiles)
+    launch = Launch(_backward_kernel, (programs,), scalars, {}, **options)
     totals = totals_of(programs, width, sum(vectors), acc)
     return BackwardPlan(outputs, vectors, programs, launch, totals, is_even)

@@ -114,7 +114,7 @@ def test_a_way_in_cuda_is_taken_or_what_is_in_its_place(name: str, dtype: torch.
     case, reading = IN_CUDA[name]
     if DEVICE == "cpu" and (dtype == torch.float16 or "nf4" in name):
         pytest.skip("the interpreter takes seconds")
-    reading = {**reading, "n_warps": 4, "n_stages": 2, "in_cuda": 1}
+    reading = {**reading, "block_tokens": 32, "n_warps": 4, "n_stages": 2, "in_cuda": 1}
     if DEVICE == "cuda":
         assert type(split_of(case, dtype, **reading)).__name__ == (
             "Launch" if dtype == torch.float32 else "CudaLaunch"

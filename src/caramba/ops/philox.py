@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor
 
 ROUNDS = 7
 LEVELS = 2**16
+LOWEST = 0xFC00
+"""The bits of minus infinity in float16, below which no number lies."""
+NEGATIVE = 0x7C00
+"""Numbers of float16 below zero."""
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK = 0xFFFFFFFF
@@ -39,16 +44,45 @@ def philox(
 
 
 def kept(seed: int, p: float, rows: int, width: int, device: torch.device) -> Tensor:
-    """Return which elements dropout keeps, bool [rows, width], each with probability 1 - p for p to within 2^-17.
+    """Return which elements dropout keeps, bool [rows, width], each with probability 1 - `resolved(p)`.
 
-    One counter serves eight elements: (i, j) is dropped when half j mod 8, the lower one of a word before the upper,
-    of the words of counter (j div 8, i mod 2^32, i div 2^32, 0) is below round(2^16 p).
+    One counter serves eight elements: (i, j) takes half j mod 8, the lower one of a word before the upper, of the words
+    of counter (j div 8, i mod 2^32, i div 2^32, 0). Of the two fates the rarer, or being dropped, is that of halves
+    which as numbers of float16 are below `few(p)`: kernels compare two such numbers by one instruction, and no two
+    whole numbers.
     """
     row = torch.arange(rows, device=device, dtype=torch.int64)[:, None]
     octet = torch.arange(-(-width // 8), device=device, dtype=torch.int64)[None, :]
     words = philox(seed, (octet, row & MASK, row >> 32, torch.zeros_like(octet)))
     halves = torch.stack([half for word in words for half in (word % LEVELS, word // LEVELS)], dim=-1)
-    return (halves.flatten(-2)[:, :width] >= round(p * LEVELS)).contiguous()
+    halves = halves.flatten(-2)[:, :width]
+    numbers = torch.where(halves < LEVELS // 2, halves, halves - LEVELS).to(torch.int16).view(torch.float16)
+    bits, drops = few(p)
+    (bound,) = struct.unpack("<e", bits.to_bytes(2, "little"))
+    below = numbers < bound
+    return ~below if drops else below
+
+
+def resolved(p: float) -> float:
+    """Return the probability that 16 bits can draw, nearest to p.
+
+    Multiples of 1 / 65536, but for two: of float16's numbers the two zeros are equal, both below another or neither.
+    """
+    count = round(p * LEVELS)
+    if min(count, LEVELS - count) == NEGATIVE + 1:
+        count += 1 if count < LEVELS // 2 else -1
+    return count / LEVELS
+
+
+def few(p: float) -> tuple[int, bool]:
+    """Return the bits of the number of float16 below which lie as many of all halves as have the rarer fate at p, and
+    whether that is to be dropped.
+    """
+    count = round(resolved(p) * LEVELS)
+    drops = 2 * count <= LEVELS
+    count = count if drops else LEVELS - count
+    # Upward from minus infinity; beyond its negative numbers and both zeros it counts from the smallest positive one.
+    return (LOWEST - count if count <= NEGATIVE else count - NEGATIVE - 1), drops
 
 
 Piece = tuple[int, int, int]
@@ -76,8 +110,3 @@ def halves(seed: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
     bits = torch.stack((words & (LEVELS - 1), words >> 16), dim=1).int()
     parts = bits.split(tiles)
     return [part.flatten()[:count] for part, (_, _, count) in zip(parts, pieces, strict=True)]
-
-
-def resolved(p: float) -> float:
-    """Return the probability that 16 bits can draw, nearest to p."""
-    return round(p * LEVELS) / LEVELS

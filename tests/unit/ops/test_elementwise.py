@@ -21,7 +21,7 @@ from caramba.ops import (
     rope,
     swiglu,
 )
-from caramba.ops.philox import kept, philox
+from caramba.ops.philox import LEVELS, few, kept, philox, resolved
 
 OPS = torch.ops.caramba
 
@@ -193,6 +193,33 @@ def test_philox_gives_the_published_words() -> None:
         (pi, 0x299F31D0A4093822, (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
     ):
         assert tuple(int(word) for word in philox(seed, counter)) == words
+
+
+def test_as_many_halves_are_dropped_as_a_probability_says() -> None:
+    every = torch.arange(LEVELS)
+    numbers = torch.where(every < LEVELS // 2, every, every - LEVELS).to(torch.int16).view(torch.float16)
+    for count in (
+        0,
+        1,
+        655,
+        6554,
+        31743,
+        31744,
+        31745,
+        31746,
+        32768,
+        32769,
+        33790,
+        33791,
+        45875,
+        65535,
+        65536,
+    ):
+        p = resolved(count / LEVELS)
+        assert abs(p * LEVELS - count) == (count in (31745, 33791)), "the two zeros of float16 are one number"
+        bits, drops = few(count / LEVELS)
+        below = int((numbers < numbers[bits]).sum())
+        assert (below if drops else LEVELS - below) == p * LEVELS
 
 
 def test_dropout_is_a_function_of_seed_and_place_and_off_in_eval() -> None:

@@ -25,7 +25,7 @@ from caramba.ops import (
     rope,
     swiglu,
 )
-from caramba.ops.philox import kept, resolved
+from caramba.ops.philox import LEVELS, few, kept, resolved
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
@@ -136,6 +136,12 @@ def test_dropout_drops_what_the_reference_drops(shape: tuple[int, ...], dtype: t
     )  # no normalised element comes out at 0 by itself
     y = norm_dropout_activation(x.detach().float(), bias=lifted, activation="silu", p=p, seed=seed)
     assert torch.equal(y != 0, mask)
+
+
+def test_kernels_take_the_bound_of_the_reference() -> None:
+    from caramba.kernels.triton.norm_dropout_activation import _few
+
+    assert all(_few(n / LEVELS) == few(n / LEVELS) for n in range(LEVELS + 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
