@@ -43,14 +43,6 @@ def kept_bits(words, bound, DROPS: tl.constexpr):
 
 
 @triton.jit
-def as_words(even, odd):
-    """Two tiles of float32 as words of two numbers of bf16, the even ones in the lower half."""
-    return tl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [even, odd], tl.uint32, True, 1
-    )
-
-
-@triton.jit
 def lower_tail(a, DTYPE: tl.constexpr):
     """P(Z < -a) of a standard normal Z for a >= 0, as exactly as an output of DTYPE shows.
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from caramba.kernels.triton.activation import activated, as_words, drawn_words, kept, kept_bits, slope
+from caramba.kernels.triton.activation import activated, drawn_words, kept, kept_bits, slope
 from caramba.kernels.triton.forms import Plans
+from caramba.kernels.triton.held_rows import (
+    as_numbers,
+    load_known,
+    load_of_rows,
+    load_rows,
+    places,
+    rounded,
+    store_known,
+    two_sums,
+)
 from caramba.kernels.triton.launch import Launch, arch, stream_of
 from caramba.kernels.triton.norm import multiprocessors, tile
 from caramba.kernels.triton.norm_plans import BackwardPlan, ForwardPlan, accumulator, outputs_of, totals_of
@@ -18,87 +28,12 @@ import triton.language as tl
 ACTIVATIONS = {"relu": 1, "gelu": 2, "silu": 3}
 THREADS_FORWARD, THREADS_BACKWARD = (640, 512), (512, 256)
 """Threads of a multiprocessor that programs occupy, of 16 bits and of more: registers that a tile and the next take."""
+THREADS_OF_TWO = 512
+"""The same of forward programs that take two wide rows at a time, whose warps wait for each other half as often."""
 AHEAD_BYTES = 16384
 """Of a row up to which registers hold a tile and the next."""
 REGISTERS = 65536
 """Of a multiprocessor. Programs stay, so that one more than there is place for would take as long as all others."""
-
-
-@triton.jit
-def _load(ptr, mask, EXACT: tl.constexpr):
-    return tl.load(ptr) if EXACT else tl.load(ptr, mask=mask, other=0.0)
-
-
-@triton.jit
-def _places(start, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
-    """Where the elements of the tile that begins at row `start` lie. A width that is known is no factor to ask for."""
-    WIDTH = BLOCK_N if EXACT else width
-    local = tl.arange(0, BLOCK_M)[:, None] * WIDTH + tl.arange(0, BLOCK_N)[None, :]
-    return tl.full([], start, tl.int64) * WIDTH + local
-
-
-@triton.jit
-def _held(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile as a program keeps it from turn to turn: two numbers of bf16 to a word."""
-    if tile.dtype == tl.bfloat16:
-        even, odd = tl.split(tl.reshape(tile.to(tl.uint16, bitcast=True), [BLOCK_M, BLOCK_N // 2, 2]))
-        held = even.to(tl.uint32) | (odd.to(tl.uint32) << 16)
-    else:
-        held = tile
-    return held
-
-
-@triton.jit
-def _rows(ptr, start, n_rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr):
-    """Load the tile that begins at row `start`, to be held, zeros outside; of whole tiles, beyond the end, the last."""
-    if EXACT:
-        tile = tl.load(ptr + _places(tl.minimum(start, n_rows - BLOCK_M), width, BLOCK_M, BLOCK_N, EXACT))
-    else:
-        mask = (start + tl.arange(0, BLOCK_M) < n_rows)[:, None] & (tl.arange(0, BLOCK_N) < width)[None, :]
-        tile = tl.load(ptr + _places(start, width, BLOCK_M, BLOCK_N, EXACT), mask=mask, other=0.0)
-    return _held(tile, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def _of_rows(ptr, start, n_rows, BLOCK_M: tl.constexpr):
-    """Load a number of each row of the tile that begins at row `start`, of the last row beyond it."""
-    row = tl.minimum(start + tl.arange(0, BLOCK_M), n_rows - 1)
-    return tl.load(ptr + row.to(tl.int64))
-
-
-@triton.jit
-def _numbers(held, ACC: tl.constexpr):
-    """The numbers of a tile that is held."""
-    if held.dtype == tl.uint32:
-        even, odd = (
-            (held << 16).to(tl.float32, bitcast=True),
-            (held & 0xFFFF0000).to(tl.float32, bitcast=True),
-        )
-        tile = tl.interleave(even, odd)
-    else:
-        tile = held.to(ACC)
-    return tile
-
-
-@triton.jit
-def _as_held(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Numbers of float32 as a tile of bf16 is held."""
-    even, odd = tl.split(tl.reshape(tile, [BLOCK_M, BLOCK_N // 2, 2]))
-    return as_words(even, odd)
-
-
-@triton.jit
-def _two_sums(a, b):
-    """Sum a and b over their columns, in one exchange among warps."""
-    return tl.split(tl.sum(tl.join(a, b), axis=1))
-
-
-@triton.jit
-def _store(ptr, value, mask, EXACT: tl.constexpr):
-    if EXACT:
-        tl.store(ptr, value)
-    else:
-        tl.store(ptr, value, mask=mask)
 
 
 @triton.jit(do_not_specialize=["bound", "seed"])
@@ -133,31 +68,31 @@ def _forward_kernel(
     col = tl.arange(0, BLOCK_N)
     in_width = col < width
     if weight_ptr is not None:
-        weight = _load(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+        weight = load_known(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
     if bias_ptr is not None:
-        bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+        bias = load_known(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
     first, stride = tl.program_id(0) * BLOCK_M, tl.num_programs(0) * BLOCK_M
     WIDTH = BLOCK_N if EXACT else width
     share = tl.full([], 1.0, ACC) / WIDTH  # a division takes ten times as long as a product, in every row
     if AHEAD:
-        next_x = _rows(x_ptr, first, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        next_x = load_rows(x_ptr, first, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
     for start in range(first, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         mask = (row < n_rows)[:, None] & in_width[None, :]
-        at = _places(start, width, BLOCK_M, BLOCK_N, EXACT)
+        at = places(start, width, BLOCK_M, BLOCK_N, EXACT)
         if AHEAD:
-            x = _numbers(next_x, ACC)
-            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+            x = as_numbers(next_x, ACC)
+            next_x = load_rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
         else:
-            x = _load(x_ptr + at, mask, EXACT).to(ACC)
+            x = load_known(x_ptr + at, mask, EXACT).to(ACC)
         mean = tl.sum(x, axis=1) * share
         x = x - mean[:, None]
         if not EXACT:
             x = tl.where(mask, x, 0.0)
         rstd = tl.rsqrt(tl.sum(x * x, axis=1) * share + eps)
         y = x * rstd[:, None]
-        _store(mean_ptr + row, mean, row < n_rows, EXACT)
-        _store(rstd_ptr + row, rstd, row < n_rows, EXACT)
+        store_known(mean_ptr + row, mean, row < n_rows, EXACT)
+        store_known(rstd_ptr + row, rstd, row < n_rows, EXACT)
         y = y * weight if weight_ptr is not None else y * keep_scale
         if bias_ptr is not None:
             y = y + bias
@@ -168,12 +103,12 @@ def _forward_kernel(
         y = activated(y, ACTIVATION, y_ptr.dtype.element_ty)
         if IN_WORDS:
             # Every activation of what is dropped is 0.
-            held = _as_held(y, BLOCK_M, BLOCK_N) & kept_bits(words, bound, DROPS)
+            held = rounded(y, BLOCK_M, BLOCK_N) & kept_bits(words, bound, DROPS)
             pair = tl.arange(0, BLOCK_M)[:, None] * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
             at_words = tl.full([], start, tl.int64) * (BLOCK_N // 2) + pair
             tl.store(y_ptr.to(tl.pointer_type(tl.uint32), bitcast=True) + at_words, held)
         else:
-            _store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, EXACT)
+            store_known(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask, EXACT)
 
 
 @triton.jit(do_not_specialize=["bound", "seed"])
@@ -210,38 +145,38 @@ def _backward_kernel(
     col = tl.arange(0, BLOCK_N)
     in_width = col < width
     if weight_ptr is not None:
-        weight = _load(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+        weight = load_known(weight_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
     if bias_ptr is not None:
-        bias = _load(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
+        bias = load_known(bias_ptr + col, in_width, EXACT).to(ACC)[None, :] * keep_scale
     weight_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     bias_sums = tl.zeros([BLOCK_M, BLOCK_N], ACC)
     stride = tl.num_programs(0) * BLOCK_M
     share = tl.full([], 1.0, ACC) / width
     if AHEAD:
-        next_rstd = _of_rows(rstd_ptr, program * BLOCK_M, n_rows, BLOCK_M)
-        next_mean = _of_rows(mean_ptr, program * BLOCK_M, n_rows, BLOCK_M)
-        next_x = _rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
-        next_grad = _rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        next_rstd = load_of_rows(rstd_ptr, program * BLOCK_M, n_rows, BLOCK_M)
+        next_mean = load_of_rows(mean_ptr, program * BLOCK_M, n_rows, BLOCK_M)
+        next_x = load_rows(x_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+        next_grad = load_rows(grad_ptr, program * BLOCK_M, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
     for start in range(program * BLOCK_M, n_rows, stride):
         row = start + tl.arange(0, BLOCK_M).to(tl.int64)
         in_rows = row < n_rows
         mask = in_rows[:, None] & in_width[None, :]
-        at = _places(start, width, BLOCK_M, BLOCK_N, EXACT)
+        at = places(start, width, BLOCK_M, BLOCK_N, EXACT)
         if DROPOUT:
             words = drawn_words(row, seed, BLOCK_M, BLOCK_N)
         if AHEAD:
             if IN_WORDS:
                 next_grad &= kept_bits(words, bound, DROPS)
-            x, grad, rstd, mean = _numbers(next_x, ACC), _numbers(next_grad, ACC), next_rstd, next_mean
-            next_rstd = _of_rows(rstd_ptr, start + stride, n_rows, BLOCK_M)
-            next_mean = _of_rows(mean_ptr, start + stride, n_rows, BLOCK_M)
-            next_x = _rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
-            next_grad = _rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+            x, grad, rstd, mean = as_numbers(next_x, ACC), as_numbers(next_grad, ACC), next_rstd, next_mean
+            next_rstd = load_of_rows(rstd_ptr, start + stride, n_rows, BLOCK_M)
+            next_mean = load_of_rows(mean_ptr, start + stride, n_rows, BLOCK_M)
+            next_x = load_rows(x_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
+            next_grad = load_rows(grad_ptr, start + stride, n_rows, width, BLOCK_M, BLOCK_N, EXACT)
         else:
-            x = _load(x_ptr + at, mask, EXACT).to(ACC)
-            grad = _load(grad_ptr + at, mask, EXACT).to(ACC)
-            rstd = _of_rows(rstd_ptr, start, n_rows, BLOCK_M)
-            mean = _of_rows(mean_ptr, start, n_rows, BLOCK_M)
+            x = load_known(x_ptr + at, mask, EXACT).to(ACC)
+            grad = load_known(grad_ptr + at, mask, EXACT).to(ACC)
+            rstd = load_of_rows(rstd_ptr, start, n_rows, BLOCK_M)
+            mean = load_of_rows(mean_ptr, start, n_rows, BLOCK_M)
         rstd, mean = rstd.to(ACC)[:, None], mean.to(ACC)[:, None]
         unit = x * rstd - mean * rstd  # one instruction, and rounded no worse than a mean is
         if not EXACT:
@@ -258,10 +193,10 @@ def _backward_kernel(
         if bias_ptr is not None:
             bias_sums += grad
         inner = grad * weight if weight_ptr is not None else grad * keep_scale
-        along, shift = _two_sums(inner * unit, inner)
+        along, shift = two_sums(inner * unit, inner)
         along, shift = along * share, shift * share
         grad_x = inner * rstd - (unit * (along[:, None] * rstd) + shift[:, None] * rstd)
-        _store(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask, EXACT)
+        store_known(grad_x_ptr + at, grad_x.to(grad_x_ptr.dtype.element_ty), mask, EXACT)
     out = program.to(tl.int64) * width + col
     if weight_ptr is not None:
         tl.store(weight_sums_ptr + out, tl.sum(weight_sums, axis=0) * keep_scale, mask=in_width)
@@ -279,9 +214,18 @@ def _launch_options(x: Tensor, threads: tuple[int, int]) -> tuple[tuple[bool, in
     block_m, block_n, warps = tile(x.shape[-1])
     if threads is THREADS_BACKWARD and block_n >= 16384:
         warps = min(2 * warps, 32)  # the sums of such a row need more registers
-    held = max(1, int(threads[x.element_size() > 2] / (32 * warps) + 0.5))
-    registers = min(REGISTERS // (held * 32 * warps) // 8 * 8, 248)
+    n_threads = threads[x.element_size() > 2]
     is_ahead = block_n * x.element_size() <= AHEAD_BYTES
+    if (
+        threads is THREADS_FORWARD
+        and is_ahead
+        and block_m == 1
+        and x.numel() % (2 * block_n) == 0
+        and _in_words(x)
+    ):
+        block_m, n_threads = 2, THREADS_OF_TWO
+    held = max(1, int(n_threads / (32 * warps) + 0.5))
+    registers = min(REGISTERS // (held * 32 * warps) // 8 * 8, 248)
     return (is_ahead, block_m, block_n), held, {"num_warps": warps, "maxnreg": registers}
 
 

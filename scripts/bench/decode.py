@@ -302,6 +302,7 @@ def main() -> None:
         "commit": commit,
         "machine": machine,
         "read_roof_bytes_per_s": roof,
+        "plot": options.out.with_suffix(".png").name,
         "rows": rows,
         "left_out": left_out,
     }

@@ -59,7 +59,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "new_of_long": 512,
     },
 }
-PARTS = ("short", "weights", "long", "batch", "context")
+PARTS = ("short", "weights", "long", "batch", "caches", "context")
 CHUNK = 2048
 
 
@@ -188,6 +188,8 @@ class Bench:
             yield f"long, {shapes['long']} tokens", self.long
         if "batch" in parts:
             yield "batch, {} x {}".format(*shapes["batch"]), self.batch
+        if "caches" in parts:
+            yield "caches, {} x {}".format(*shapes["batch"]), self.caches
         if "context" in parts:
             for context in shapes["contexts"]:
                 yield f"context, {context} tokens", lambda context=context: self.context(context)
@@ -262,6 +264,28 @@ class Bench:
         """A batch behind prompts of some length: llama32_dba_384b and its grouped-query teacher in turns."""
         (batch, context), new = self.shapes["batch"], self.shapes["new"]
         yield from self._pair("batch", batch, context, min(new, 64))
+
+    def caches(self) -> Iterator[dict[str, Any]]:
+        """The grouped-query model at that size, whose plain attention has caches of fewer and fewer bits."""
+        (batch, context), new = self.shapes["batch"], min(self.shapes["new"], 64)
+        model = self.model("gqa")
+        kinds = {
+            kind.value: kind for kind in (self.kind(), KVCacheKind.Q8_0, KVCacheKind.Q4_0, KVCacheKind.NF4)
+        }
+        sides = [
+            ours(name, model, batch, context, new, compiled=self.form, cache_kind=kind)
+            for name, kind in kinds.items()
+        ]
+        for row in timed(sides, self.repeats, batch):
+            size = models.bytes_of_step(model, batch, context + new // 2, kinds[row["side"]])
+            facts = {
+                "part": "caches",
+                "layout": "gqa",
+                "batch": batch,
+                "context": context,
+                "bytes_of_step": size,
+            }
+            yield facts | row
 
     def context(self, context: int) -> Iterator[dict[str, Any]]:
         """Batch 1 at one context: teacher and student in turns."""

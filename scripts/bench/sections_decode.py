@@ -26,8 +26,9 @@ def decode(data: dict[str, Any]) -> list[str]:
     older = len(data["rows"]) - len(held)
     if held and older:  # a replay waits some 12 us before its first kernel, which several steps share
         graphs += f" ({older} older rows: of one step, its wait included)"
+    is_plain = all(row["layout"].startswith("one part") for row in data["rows"])
     lines = [
-        "## Decode attention on stored formats",
+        f"## Decode attention on {'quantised caches of plain attention' if is_plain else 'stored formats'}",
         "",
         f"One query per sequence, bf16, cold caches, {graphs}, interleaved. Read roof: {roof / 1e12:.2f} TB/s"
         + (
@@ -36,7 +37,7 @@ def decode(data: dict[str, Any]) -> list[str]:
             else f", as on record (a reduction read {measured / 1e12:.2f} TB/s beside this run)."
         ),
         "",
-        "![Bytes per second against bytes read](benchmarks/decode.png)",
+        f"![Bytes per second against bytes read](benchmarks/{data.get('plot', 'decode.png')})",
         "",
         "| layout | format | batch x tokens | MB useful (padded) | us, median (middle 60%) | of the roof | must |"
         " over the best stock backend | error |",
@@ -57,7 +58,8 @@ def decode(data: dict[str, Any]) -> list[str]:
         *lines,
         "",
         "Useful bytes are codes and scales of every stored token, read once. Errors are relative to float64 attention"
-        " on the dequantised tokens. Stock backends read keys that lie concatenated already.",
+        " on the dequantised tokens."
+        + ("" if is_plain else " Stock backends read keys that lie concatenated already."),
     ]
 
 

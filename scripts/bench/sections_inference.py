@@ -15,6 +15,7 @@ TITLES = {
     "weights": "Batch 1, short prefix, weights of fewer bits",
     "long": "Batch 1, long prefix, llama32_dba",
     "batch": "A batch, llama32_dba_384b against its grouped-query teacher",
+    "caches": "A batch, the grouped-query model with caches of fewer bits",
     "context": "Batch 1 against context, llama32_dba_384b and its teacher",
 }
 
@@ -136,9 +137,9 @@ def reached(row: dict[str, Any], rows: list[dict[str, Any]], is_full: bool) -> s
         if known is None or row["side"].endswith("library products"):
             return text
         return f"{text}, {row['tok_s'] / known:.2f}x its {known} on record (must {MUST['short']}x of both)"
-    if row["part"] == "weights":
-        plain = next((other for other in beside if other["side"] == "16 bits"), None)
-        return "" if plain in (None, row) else f"{row['tok_s'] / plain['tok_s']:.2f}x 16 bits"
+    if row["part"] in ("weights", "caches"):
+        plain = next((other for other in beside if other["side"] in ("16 bits", "bf16", "fp32")), None)
+        return "" if plain in (None, row) else f"{row['tok_s'] / plain['tok_s']:.2f}x {plain['side']}"
     if row["part"] == "long":
         return f"must {MUST[row['side']]:,} on an H200" if is_full else ""
     if row["side"] != "student":
