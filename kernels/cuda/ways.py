@@ -19,6 +19,9 @@ OF_NF4 = (12, 2, 1, 3), (8, 2, 2, 3), (4, 2, 3, 3), (12, 2, 1, 2), (4, 2, 3, 2),
 """The same of values in nf4: with a table, of keys too or of values alone, or without one where tiles are few."""
 OF_WIDE_HEADS = (6, 2, 1, 0), (4, 3, 1, 0), (8, 2, 1, 0), (8, 2, 1, 3)
 """The same of heads so wide that of all these at most one has place, where tables serve nf4 alone."""
+USUAL = (8, 3, 1, 0), (6, 2, 1, 0), (4, 3, 1, 0)
+USUAL_NF4 = {False: (8, 2, 2, 3), True: (8, 2, 1, 3)}
+"""The ways of heads that were best, or near it, in most shapes measured; in nf4 by whether heads are wide."""
 OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
 """The same of latents, those that were best somewhere; the tiles held are those of the geometric stream."""
 GROUPED = 1
@@ -84,3 +87,18 @@ def readings(
         ):
             found.append(way)
     return found
+
+
+def usual(
+    like: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int, per_sm_bytes: int
+) -> DecodeConfig | None:
+    """Return how heads are read of which no shape was measured, or None where no way can: other heads' tiles are read
+    as well so, and products of up to eight queries take the registers that those of four do."""
+    if len(formats) != 3:
+        return None
+    found = {
+        (way.n_warps, way.n_stages, way.in_cuda, way.variant): way
+        for way in readings(like, formats, dims, rows, per_sm_bytes)
+    }
+    wanted = (*((USUAL_NF4[max(dims) > WIDE_FROM],) if formats[-1] == "nf4" else ()), *USUAL)
+    return next((found[way] for way in wanted if way in found), None)

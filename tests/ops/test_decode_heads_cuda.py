@@ -37,6 +37,8 @@ CASES = {
     "one part, wide, several queries": Case(
         ("q4_0", ZEROS, "q4_0"), (120, 30), (4, 2), dims=(128, 16, 128), packed=100, queries=3, window=70
     ),
+    "seven queries of a head": Case(("q8_0", ZEROS, "q4_0"), (130,), (14, 2), dims=(64, 16, 64), packed=100),
+    "one query of a head": Case(("nf4", "nf4", "nf4"), (99,), (4, 4), packed=70),
     "one part, a block to a head": Case(("nf4", ZEROS, "nf4"), (99,), (16, 4), dims=(64, 16, 64), packed=70),
 }
 

@@ -318,3 +318,34 @@ def test_queries_in_float32_borrow_nothing_from_those_of_16_bits(only: DecodeCon
     sizes = replace(rule(shape, 132), n_splits=1)
     assert sizes == DecodeConfig(32, 32, n_warps=4, n_stages=2), "tiles take twice the memory"
     assert rule(SHAPE, 132).block_tokens == 128
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8])
+@pytest.mark.parametrize(
+    ("formats", "dims"),
+    [
+        (("q8_0", "zeros", "q8_0"), (128, 16, 128)),
+        (("q4_0", "zeros", "nf4"), (128, 16, 128)),
+        (("nf4", "zeros", "nf4"), (64, 16, 64)),
+        (("q4_0", "zeros", "q4_0"), (96, 16, 96)),
+        (("q4_0", "q8_0", "q4_0"), (32, 32, 64)),
+    ],
+)
+def test_heads_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
+    formats: tuple[str, ...], dims: tuple[int, int, int], rows: int
+) -> None:
+    shape = DecodeShape("sm90", formats, dims, rows, lanes=64, tokens=32768)
+    assert not any(key.startswith(f"{shape.family}|") for key in table.measured())
+    way = choose(shape, 132)
+    assert way.in_cuda
+    assert ways.can_read(way, formats, dims, 8, rows)
+    assert 132 < 32 * way.n_splits <= 132 * way.in_cuda + 32, (
+        "pairs of heads fill the processors, and one has the tail"
+    )
+    for other in (
+        replace(shape, arch="sm120"),
+        replace(shape, in_fp32=True),
+        replace(shape, rows=16),
+        replace(shape, dims=(256, 16, 256)),
+    ):
+        assert choose(other, 132) == rule(other, 132)
