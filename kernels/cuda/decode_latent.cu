@@ -8,7 +8,7 @@
 // Macros: SEM_KIND, SEM_D, GEO_KIND, GEO_D (formats and widths), ROWS of a block (16 or 32), WARPS (4, 8, 12 or 16), BLOCKS
 // (that a processor has at once), GROUPED (products of four warps, which Hopper has), SEM_STAGES, GEO_STAGES (tiles held),
 // GROUP heads of QUERIES queries, ROW_BLOCKS, HAS_WINDOW, FINAL (one split, which writes the output), TAIL_APART (the last split
-// of several has the tail and nothing else), IN_BRAIN (queries are bfloat16, else float16), ANNOUNCED (see `launch_dependents`),
+// of FEW_SPLITS and more has the tail and nothing else), IN_BRAIN (queries are bfloat16, else float16), ANNOUNCED (see `launch_dependents`),
 // SHARED_BYTES (of a block, as `latent.py` counts them).
 #include "latent_end.cuh"
 #include "latent_queries.cuh"
@@ -19,7 +19,6 @@ using Geo = Stream<GEO_KIND, GEO_D>;
 using Rows = Running<Sem>;
 using Staged = Tail<Sem, Geo, SEM_KIND, GEO_KIND>;
 
-constexpr int FEW_SPLITS = 8;  // fewer have no split for the tail alone: it would take more of their tokens than it has
 constexpr int QUERY_BYTES = (Sem::STEPS + Geo::STEPS) * STEP_BYTES;
 constexpr int WEIGHT_BYTES = TEAM * TILE / 16 * STEP_BYTES;  // of a team's tiles
 constexpr int WARP_BYTES = max_of(SEM_STAGES * Sem::BYTES + GEO_STAGES * Geo::BYTES, Staged::BYTES);

@@ -12,6 +12,8 @@ FIELDS = {"q8_0": 2, "q4_0": 4, "nf4": 4}
 """Codes in two bytes."""
 TEAM = 4
 """Warps that multiply values together."""
+FEW_SPLITS = 8
+"""Fewer have no split for the tail alone: it would take more of their tokens than it has."""
 REGISTERS, MOST_REGISTERS, OTHER_REGISTERS = 65536, 255, 96
 """Of a multiprocessor, of a lane at most, and what a lane has beside weighed values and those that are made."""
 
@@ -27,7 +29,7 @@ class LatentWay:
         grouped: products are those of four warps at once, by instructions that Hopper alone has.
         stages: tiles of the latent and of the geometric stream that a warp holds at most: one of the latent where
             shared memory has no place for more.
-        tail_apart: the last split of several has the tail, which is in 16 bits, and nothing else.
+        tail_apart: the last split of FEW_SPLITS and more has the tail, which is in 16 bits, and nothing else.
     """
 
     rows: int = 32
@@ -129,6 +131,7 @@ def macros(
         "HAS_WINDOW": int(has_window),
         "FINAL": int(final),
         "TAIL_APART": int(way.tail_apart),
+        "FEW_SPLITS": FEW_SPLITS,
         "IN_BRAIN": int(in_bf16),
         "ANNOUNCED": int(announced),
         "SHARED_BYTES": shared_bytes(kinds, dims, way),

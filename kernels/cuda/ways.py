@@ -20,8 +20,10 @@ OF_NF4 = (12, 2, 1, 3), (8, 2, 2, 3), (4, 2, 3, 3), (12, 2, 1, 2), (4, 2, 3, 2),
 OF_WIDE_HEADS = (6, 2, 1, 0), (4, 3, 1, 0), (8, 2, 1, 0), (8, 2, 1, 3)
 """The same of heads so wide that of all these at most one has place, where tables serve nf4 alone."""
 USUAL = (8, 3, 1, 0), (6, 2, 1, 0), (4, 3, 1, 0)
-USUAL_NF4 = {False: (8, 2, 2, 3), True: (8, 2, 1, 3)}
+USUAL_NF4 = {False: ((8, 2, 2, 3),), True: ((8, 2, 1, 3),)}
 """The ways of heads that were best, or near it, in most shapes measured; in nf4 by whether heads are wide."""
+USUAL_LATENTS = (2**18, (12, 1, 1, 1)), (2**15, (8, 1, 1, 1))
+"""The same of latents, from how many tokens on."""
 OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
 """The same of latents, those that were best somewhere; the tiles held are those of the geometric stream."""
 GROUPED = 1
@@ -32,8 +34,8 @@ WIDE_FROM = 64
 """Features up to which a head is not wide."""
 COUNTED = 1, 2, 3, 4
 """Blocks worth timing, in how many a multiprocessor has place for."""
-LEAST_ROWS = 16
-"""Rows of a product, for which a latent is read."""
+LEAST_ROWS, MOST_LATENT_ROWS = 16, 32
+"""Rows of a product, for which a latent is read, and of a program."""
 
 
 def heads_way(config: DecodeConfig) -> heads.HeadsWay:
@@ -72,7 +74,7 @@ def readings(
 ) -> list[DecodeConfig]:
     """Return the ways worth timing: as many blocks as they say have place in a multiprocessor's shared memory."""
     is_latent = len(formats) == 2
-    block_rows = min(32, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
+    block_rows = min(MOST_LATENT_ROWS, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
     found = []
     ways = OF_LATENTS if is_latent else OF_NF4 if formats[-1] == "nf4" else OF_HEADS
     if not is_latent and max(dims) > WIDE_FROM:
@@ -89,16 +91,32 @@ def readings(
     return found
 
 
+def with_tail(n_shares: int, formats: Sequence[str]) -> int:
+    """Return the splits that take as many shares of the blocks: one more has the tail, of a latent where they are not
+    few."""
+    return n_shares + (len(formats) > 2 or n_shares + 1 >= latent.FEW_SPLITS)
+
+
 def usual(
-    like: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int, per_sm_bytes: int
+    like: DecodeConfig,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    rows: int,
+    n_tokens: int,
+    per_sm_bytes: int,
 ) -> DecodeConfig | None:
-    """Return how heads are read of which no shape was measured, or None where no way can: other heads' tiles are read
-    as well so, and products of up to eight queries take the registers that those of four do."""
-    if len(formats) != 3:
-        return None
+    """Return how streams are read of which no shape was measured, `n_tokens` of all sequences' key/value heads, or None
+    where no way can, or none was the best of as few tokens.
+
+    Tiles of other widths are read as those are, and products of up to eight queries of heads, 32 of latents, take the
+    registers that those of four and 32 do.
+    """
+    if len(formats) == 2:
+        wanted = [way for least, way in USUAL_LATENTS if n_tokens >= least and rows <= MOST_LATENT_ROWS]
+    else:
+        wanted = [*USUAL_NF4[max(dims) > WIDE_FROM], *USUAL] if formats[-1] == "nf4" else [*USUAL]
     found = {
         (way.n_warps, way.n_stages, way.in_cuda, way.variant): way
         for way in readings(like, formats, dims, rows, per_sm_bytes)
     }
-    wanted = (*((USUAL_NF4[max(dims) > WIDE_FROM],) if formats[-1] == "nf4" else ()), *USUAL)
     return next((found[way] for way in wanted if way in found), None)

@@ -209,7 +209,7 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     Up to a factor of two away the splits are scaled so that sequences times splits stay, further away they are the
     rule's and the tiles are read as there. Of more tokens than were measured splits in CUDA stay as long, as far as
     there are processors for more: their warps take few tiles each, and one more would make all wait for it. Quantised
-    heads of which nothing was measured are read in CUDA on Hopper, where those measured were 1.3 to 5 times as fast so.
+    streams of which nothing was measured are read in CUDA on Hopper, where those measured were 1.3 to 5 times as fast so.
     """
     table = measured()
     exact = table.get(shape.key)
@@ -235,7 +235,8 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     first = rule(shape, n_processors)
     usual = None
     if shape.arch == "sm90" and _is_of_blocks(shape):
-        usual = cuda.usual(first.reading, shape.formats, shape.dims, shape.rows, SM_BYTES)
+        n_tokens = shape.lanes * shape.tokens
+        usual = cuda.usual(first.reading, shape.formats, shape.dims, shape.rows, n_tokens, SM_BYTES)
     return first if usual is None else replace(usual, n_splits=_splits(shape, usual, n_processors))
 
 
@@ -377,10 +378,9 @@ def _splits(shape: DecodeShape, reading: DecodeConfig, n_processors: int, per_sm
     than there is place for takes as long again as all the others."""
     per_sm = per_sm or _per_sm(shape, reading)
     wanted = max(1, per_sm * n_processors // _programs(shape, reading))
-    if reading.in_cuda:  # one more has the tail
-        return min(
-            MOST_SPLITS, min(wanted, _most_splits(shape.tokens, reading.block_tokens * reading.n_warps)) + 1
-        )
+    if reading.in_cuda:
+        shares = min(wanted, _most_splits(shape.tokens, reading.block_tokens * reading.n_warps))
+        return min(MOST_SPLITS, cuda.with_tail(shares, shape.formats))
     return min(wanted, _most_splits(shape.tokens, reading.block_tokens))
 
 

@@ -54,9 +54,10 @@ def test_what_was_measured_is_chosen_and_a_near_neighbour_borrows_it(only: Decod
     assert far.n_splits == 4, "at most two programs a processor, by the rule"
     for other in (
         replace(SHAPE, arch="sm100"),
-        replace(SHAPE, dims=(128, 32, 128)),
-        replace(SHAPE, formats=("nf4", "q8_0")),
+        replace(SHAPE, dims=(96, 32, 96)),
+        replace(SHAPE, formats=("bf16", "q8_0")),
         replace(SHAPE, rows=64),
+        replace(SHAPE, dims=(128, 32, 128), lanes=1, tokens=4096),
     ):
         assert choose(other, 132) == rule(other, 132)
 
@@ -244,8 +245,10 @@ def test_what_is_shipped_in_cuda_can_be_read_so_and_has_place() -> None:
 def test_what_was_measured_in_cuda_keeps_its_tails_split(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = DecodeConfig(32, 32, n_warps=8, n_stages=2, n_splits=17, n_heads=1, in_cuda=1)
     monkeypatch.setattr(table, "measured", lambda: {SHAPE.key: choice})
-    far = choose(replace(SHAPE, lanes=64, tokens=262144), 132)
-    assert far == replace(choice, n_splits=132 // 64 + 1)
+    far = choose(replace(SHAPE, lanes=9, tokens=524288), 132)
+    assert far == replace(choice, n_splits=132 // 9 + 1)
+    many = choose(replace(SHAPE, lanes=64, tokens=262144), 132)
+    assert many == replace(choice, n_splits=132 // 64), "of few splits of a latent the last takes blocks too"
 
 
 def test_long_tiles_are_timed_of_numbers_of_narrow_heads() -> None:
@@ -349,3 +352,16 @@ def test_heads_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
         replace(shape, dims=(256, 16, 256)),
     ):
         assert choose(other, 132) == rule(other, 132)
+
+
+@pytest.mark.parametrize(("rows", "block_rows"), [(8, 16), (16, 16), (24, 32), (32, 32)])
+@pytest.mark.parametrize("dims", [(64, 64, 64), (128, 128, 128), (256, 64, 256)])
+@pytest.mark.parametrize(("lanes", "tokens", "n_splits"), [(1, 32768, 129), (8, 32768, 17), (64, 32768, 2)])
+def test_latents_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
+    dims: tuple[int, int, int], rows: int, block_rows: int, lanes: int, tokens: int, n_splits: int
+) -> None:
+    for formats in (("q8_0", "q8_0"), ("q4_0", "q8_0"), ("nf4", "nf4")):
+        way = choose(DecodeShape("sm90", formats, dims, rows, lanes, tokens), 132)
+        assert way.in_cuda
+        assert (way.block_rows, way.n_splits) == (block_rows, n_splits)
+        assert ways.can_read(way, formats, dims, 1, rows)
