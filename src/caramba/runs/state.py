@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from caramba.config.benchmark import STAGED
+from caramba.config.manifest import Manifest
 from caramba.result import Check
 from caramba.runs.events import EVENTS
 from caramba.runs.locking import is_locked
@@ -76,14 +78,13 @@ def run_state(run: Path) -> RunState:
     )
 
 
-def lacks_benchmarks(run: Path) -> bool:
-    """Whether a run has its result, and what failed of it are benchmarks alone: a resume tries those again, and what
-    was trained stays.
+def failed_benchmarks(run: Path) -> tuple[str, ...]:
+    """Return the benchmarks that failed of a run that has its result and lacks nothing else, else none.
 
     A verification that ended a run stands in its result too; its verdict is on record, and training is what differs.
     """
     if _result_status(run) != FAILED:
-        return False
+        return ()
     try:
         result = json.loads((run / RESULT).read_text(encoding="utf-8"))
         parts = [result]
@@ -92,12 +93,30 @@ def lacks_benchmarks(run: Path) -> bool:
                 json.loads((run / "groups" / name / RESULT).read_text(encoding="utf-8"))
                 for name in result["groups"]
             ]
-        benchmarks = [bench for part in parts for bench in part["benchmarks"]]
+        failed = [
+            str(bench["id"]) for part in parts for bench in part["benchmarks"] if bench["error"] is not None
+        ]
         verdicts = [verdict for part in parts for verdict in part["verdicts"] if verdict["fail_fast"]]
         checks = [Check(**check) for verdict in verdicts for check in verdict["checks"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # of an older form, or damaged: the point is made anew
-    return any(bench["error"] is not None for bench in benchmarks) and all(check.passed for check in checks)
+        return ()  # of an older form, or damaged
+    return tuple(dict.fromkeys(failed)) if all(check.passed for check in checks) else ()
+
+
+def lacks_benchmarks(run: Path) -> bool:
+    """Whether a run has its result, and what failed of it are benchmarks alone: a resume tries those again, and what
+    was trained stays."""
+    return bool(failed_benchmarks(run))
+
+
+def tried_again(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]:
+    """Return which of the benchmarks that failed a resume tries again, in order.
+
+    What fails under the name of a whole ladder, or of all controls, is that its model is not there, which no resume
+    changes.
+    """
+    benchmarks = [bench for group in manifest.selected_groups() for bench in group.benchmarks]
+    return tuple(sorted(set(failed) - {bench.id for bench in benchmarks if isinstance(bench.config, STAGED)}))
 
 
 def clock_skew(run: Path) -> str | None:
