@@ -14,6 +14,7 @@ from caramba.config.benchmark import STAGED
 from caramba.config.manifest import Manifest
 from caramba.result import Check
 from caramba.runs.events import EVENTS
+from caramba.runs.jobs import waits_since
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST
 
@@ -53,17 +54,19 @@ class RunState:
         return time.time() - self.updated
 
 
-def run_state(run: Path) -> RunState:
+def run_state(run: Path, *, is_queued: bool | None = None) -> RunState:
     """Read the state of a run directory.
 
-    It is running while a worker holds its lock; finished or failed when it has a result, or when the worker said so;
-    interrupted when neither holds, or a worker that tried failed benchmarks again was; waiting when none has begun.
+    It is running while a worker holds its lock; waiting when none has begun, or it was handed to a SLURM job since;
+    finished or failed when it has a result, or when the worker said so; interrupted when neither holds, or a worker
+    that tried failed benchmarks again was. `is_queued` says that the job still is, or no longer, where someone asked.
     """
     started = (run / MANIFEST).stat().st_mtime
     logs = [file for file in (run / EVENTS, *run.glob(f"groups/*/{EVENTS}")) if file.is_file()]
     logs.sort(key=lambda file: file.stat().st_mtime)
     last = _last_of_run(run / EVENTS)
-    state = _state(run, last, has_begun=bool(logs))
+    is_queued = awaits_job(run) if is_queued is None else is_queued
+    state = _state(run, last, has_begun=bool(logs), is_queued=is_queued)
     metrics = next((event for file in reversed(logs) for event in tail(file) if _is_step(event)), None)
     phase = str(metrics["phase"]) if metrics else None
     return RunState(
@@ -76,6 +79,18 @@ def run_state(run: Path) -> RunState:
         max([started, *(file.stat().st_mtime for file in logs)]),
         str(last.get("error")) if state == FAILED and last and last.get("error") else None,
     )
+
+
+def last_event_time(run: Path) -> float | None:
+    """Return the time of a run's last event, None of one without events: another time says that there are more."""
+    if not (run / EVENTS).is_file():
+        return None
+    return next((event["time"] for event in tail(run / EVENTS) if "time" in event), None)
+
+
+def awaits_job(run: Path) -> bool:
+    """Whether a run was handed to a SLURM job, and no worker has begun with it since."""
+    return waits_since(run, last_event_time(run))
 
 
 def failed_benchmarks(run: Path) -> tuple[str, ...]:
@@ -152,9 +167,11 @@ def _last_of_run(file: Path) -> dict[str, Any] | None:
     return next((event for event in tail(file) if event.get("event") in ends), None)
 
 
-def _state(run: Path, last: dict[str, Any] | None, *, has_begun: bool) -> str:
+def _state(run: Path, last: dict[str, Any] | None, *, has_begun: bool, is_queued: bool) -> str:
     if is_locked(run):
         return RUNNING
+    if is_queued:
+        return WAITING
     said = last["event"] if last else None
     status = _result_status(run)
     if said == ENDED_BADLY:
