@@ -53,7 +53,7 @@ def run(run_dir: Path) -> int:
     from caramba.runs.events import append_event
     from caramba.runs.jobs import REQUEUE, current_job, record_job
     from caramba.runs.sources import hold_plugins
-    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew
+    from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, tried_again
     from caramba.runs.unchanged import hold_manifest
 
     manifest = read_manifest(run_dir)
@@ -108,12 +108,8 @@ def run(run_dir: Path) -> int:
         append_event(run_dir, ENDED_BADLY if failed else ENDED_WELL, **({"error": problem} if failed else {}))
     print_artifacts(run_dir)
     if failed:
-        from caramba.config.benchmark import STAGED
-
-        benchmarks = [bench for group in manifest.selected_groups() for bench in group.benchmarks]
-        # What fails under the name of a whole ladder is that its model is not there, which no resume changes.
-        again = set(failed) - {bench.id for bench in benchmarks if isinstance(bench.config, STAGED)}
-        hint = f"; to try {', '.join(sorted(again))} again: caramba resume {_shown(run_dir)}" if again else ""
+        again = tried_again(manifest, failed)
+        hint = f"; to try {', '.join(again)} again: caramba resume {_shown(run_dir)}" if again else ""
         print(f"failed: {problem}{hint}", file=sys.stderr)
     return 1 if failed else 0
 

@@ -155,6 +155,24 @@ def test_rows_that_stood_on_a_mended_rung_are_measured_again(tmp_path: Path, cac
     assert now["ladder.twin_1"] != first["ladder.twin_1"], "the top may be another"
 
 
+def test_the_same_command_tries_only_what_failed_again(tmp_path: Path, cache: Path) -> None:
+    words = ["launch", "model=tiny", "train=pretrain", *QUICK, "benchmark=quick", f"{CONFIG}.num_batches=1"]
+    words += [f"{CONFIG}.block_size=32", "benchmark.benchmarks.1.config.timed_runs=1"]
+    assert caramba(words, tmp_path, cache, preexec_fn=_no_perplexity).returncode == 1
+    run = only_run(tmp_path)
+    before, others = marks(run), stages(run)["final"]["benchmarks"][1:]
+
+    again = caramba(words, tmp_path, cache)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert (
+        f"going on with {run}, where benchmark perplexity failed (resume=never starts anew)" in again.stderr
+    )
+    assert only_run(tmp_path) == run
+    assert (errors(run), marks(run), stages(run)["final"]["benchmarks"][1:]) == ([], before, others)
+    assert caramba(words, tmp_path, cache).returncode == 0
+    assert len(list(tmp_path.glob("runs/*/*"))) == 2, "what has finished is done again in a run of its own"
+
+
 def test_a_sweep_goes_on_in_a_point_that_lacks_only_a_benchmark(tmp_path: Path, cache: Path) -> None:
     words = ["-m", "model=tiny", "train=pretrain", "seed=1,2", *QUICK, "benchmark=quick"]
     words += [

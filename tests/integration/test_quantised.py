@@ -77,6 +77,10 @@ def test_generate_takes_quantised_weights(
         assert found["weights"] == options[0]
         assert found["bytes_after"] < 0.4 * found["bytes_before"]
         assert found["calibration_tokens"] == (100 if options[0] == "int8_dynamic" else 0)
+    speculated = [*words, "--json", "--spec-method", "lookup", "--weights"]
+    for option, is_said in (("int8", False), ("int8_dynamic", True)):
+        assert main([*speculated, option]) == 0
+        assert ("the text may be another than without speculation" in capsys.readouterr().err) is is_said
     text = tmp_path / "empty.txt"
     text.write_text("")
     for options, reason in (

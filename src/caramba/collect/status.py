@@ -76,6 +76,8 @@ def _in_queue(state: RunState) -> RunState:
     if state.state in (FINISHED, FAILED) or (number := recorded_job(state.run)) is None:
         return state
     found = _queue().get(number)
+    if state.state == WAITING and (found is None or not found.is_alive):
+        state = run_state(state.run, is_queued=False)  # the job ended before a worker began
     if found is None:
         return dataclasses.replace(state, job=f"SLURM job {number} is no longer in the queue")
     name = RUNNING if found.state in ("RUNNING", "COMPLETING") else state.state

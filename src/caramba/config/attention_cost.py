@@ -6,7 +6,13 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from caramba.config.attention_dims import AttentionMode, aligned
+from caramba.config.attention_dims import (
+    FUSED_WIDEST,
+    PART_NARROWEST,
+    PART_WIDEST,
+    AttentionMode,
+    aligned,
+)
 from caramba.config.attention_weights import COPIED, first_tokens_shapes
 from caramba.config.cost import AttentionWork, Cost, Width, expect_width, layer_cost
 
@@ -36,6 +42,7 @@ def attention_cost(config: AttentionLayerConfig, width: Width) -> Cost:
         work,
         dims.streams,
         COPIED if config.is_latent else (),
+        _spared(config) if trains_in_parts(config) else 0,
     )
     return _with_first_tokens(config, cost, work) if dims.first_tokens else cost
 
@@ -96,6 +103,36 @@ def _saved_latent(config: AttentionLayerConfig) -> int:
     else:
         form = width + heads * dims.rope + keys + 2 * heads * keys + heads * dims.v
     return projected + scaled + form + heads + width + first
+
+
+def trains_in_parts(config: AttentionLayerConfig) -> bool:
+    """Whether training attends by the kernel that keeps keys in two parts, in 16 bits on a device that has it: to keys
+    wider than fused backends take, of widths that are its tiles'; with a window some forwards may not."""
+    if not config.is_latent or config.null_attn or config.exact_first_tokens or config.dropout > 0:
+        return False
+    dims = config.dims()
+    sem = config.query_dim if _trains_expanded(config) else dims.v
+    widths = {"sem": sem, "geo": dims.rope, "value": sem}
+    return (
+        sem + dims.rope > FUSED_WIDEST
+        and config.local_window is None
+        and all(
+            PART_NARROWEST <= width <= PART_WIDEST[part] and width & (width - 1) == 0
+            for part, width in widths.items()
+        )
+    )
+
+
+def _spared(config: AttentionLayerConfig) -> int:
+    """Elements of `_saved_latent` that are not kept where keys stay in two parts: expanded, queries alone are as wide
+    as keys, and values and output as the latent's part; absorbed, the output is as wide as the value. One geometric key
+    after RoPE is kept besides, which joined keys copy.
+    """
+    dims, heads = config.dims(), config.n_heads
+    turned = dims.rope * config.rope_enabled
+    if _trains_expanded(config):
+        return heads * (config.query_dim + 3 * dims.rope) - turned
+    return heads * dims.qk - turned
 
 
 def _trains_expanded(config: AttentionLayerConfig) -> bool:

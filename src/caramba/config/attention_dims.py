@@ -7,6 +7,11 @@ from enum import StrEnum
 
 from caramba.config.kvcache import Streams
 
+FUSED_WIDEST = 256
+"""Widest keys and values that flash and cuDNN take; the kernel that keeps keys in two parts takes wider ones."""
+PART_NARROWEST, PART_WIDEST = 16, {"sem": 128, "geo": 256, "value": 128}
+"""What that kernel takes of each part, powers of two."""
+
 
 class AttentionMode(StrEnum):
     """How queries, keys and values are projected and what is cached."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -109,6 +109,7 @@ class Cost:
             silu(gate), up and product, attention its q, k, v, output and log-sum-exp, dropout its mask.
             Attention probabilities are absent because SDPA recomputes them; sums and stacks keep nothing.
             Temporaries within a kernel are not counted.
+        spared_elements: how many of `activation_elements` are not kept where a kernel attends to keys in two parts.
         repeat: how often the children run; `shared` tells whether every time with the same weights.
         unknown: what a person's own layers do not declare, as (`flops`, `activations` or `cache`, type of layer); the
             numbers of that kind leave these layers out, and are to be shown as no more than a lower bound.
@@ -124,6 +125,7 @@ class Cost:
     kv: tuple[Streams, ...] = ()
     kv_first: tuple[tuple[int, Streams], ...] = ()
     activation_elements: int = 0
+    spared_elements: int = 0
     copied_params: int = 0
     children: tuple[Cost, ...] = ()
     repeat: int = 1
@@ -170,6 +172,15 @@ class Cost:
             for n, streams in self.kv_first
         )
 
+    def in_two_parts(self) -> Cost:
+        """Return the same where that kernel runs: in 16 bits, on a device that has it."""
+        return replace(
+            self,
+            activation_elements=self.activation_elements - self.spared_elements,
+            spared_elements=0,
+            children=tuple(child.in_two_parts() for child in self.children),
+        )
+
     def flops_per_token(self, context: int) -> float:
         """FLOPs per token of one forward over a sequence: 2 * matmul_params_used + sum over attention of
         2 * mean_keys * forward_width.
@@ -207,9 +218,11 @@ def layer_cost(
     attention: AttentionWork | None = None,
     streams: Streams = (),
     copied: Collection[str] = (),
+    spared: int = 0,
 ) -> Cost:
     """Return the cost of a leaf; parameters of two or more dimensions multiply activations, and `copied` names those
-    that surgery copies. `saved` counts the elements per token that backward needs, None where that is not known."""
+    that surgery copies. `saved` counts the elements per token that backward needs, None where that is not known, and
+    `spared` those that it does not where keys stay in two parts."""
     return Cost(
         label=label,
         type=type,
@@ -220,6 +233,7 @@ def layer_cost(
         attention=() if attention is None else (attention,),
         kv=() if attention is None and not streams else (streams,),
         activation_elements=saved or 0,
+        spared_elements=spared,
         copied_params=sum(math.prod(shape) for name, shape in shapes.items() if name in copied),
         unknown=frozenset({("activations", type)} if saved is None else ()),
     )
@@ -246,6 +260,7 @@ def container_cost(
         kv=tuple(streams for child in children for streams in child.kv) * repeat,
         kv_first=tuple(first for child in children for first in child.kv_first) * repeat,
         activation_elements=sum(child.activation_elements for child in children) * repeat,
+        spared_elements=sum(child.spared_elements for child in children) * repeat,
         children=children,
         repeat=repeat,
         shared=shared,

@@ -13,7 +13,8 @@ Activations: batch * block * elements kept for backward, in the dtype of the com
     fp32). A blockwise phase frees each block before the next, so it holds the largest attention layer, and
     the teacher's input and output of it. Other phases make logits `vocab_chunk` tokens at a time, all at once with
     cross_entropy=dense, in fp32: two vocabularies per token of a chunk, and one more of a phase that matches the
-    teacher's logits. Those that activation_offload takes off the device are counted as if they stayed.
+    teacher's logits. They are those of plain PyTorch, but for wide keys that a kernel never joins (`keeps_parts`).
+    Those that activation_offload takes off the device are counted as if they stayed.
 Work per token: three times the forward FLOPs of what trains (forward, and twice that backward), plus one
     forward pass of the teacher where the phase runs it, without its head when it only feeds blocks. Copied weights
     that stay as they are (trainable=maps) take no gradient.
@@ -161,6 +162,12 @@ def _on_rank(
         + 4 * rows * vocabularies * trained.vocab_size,
         gathered_bytes=held.gathered_bytes,
     )
+
+
+def keeps_parts(phase: PhaseConfig, device: str, kernels: str) -> bool:
+    """Return whether wide keys of a phase stay in two parts: computed in 16 bits on a device that is known to have the
+    kernel. Where either is left open they count as joined, which is more."""
+    return device == "cuda" and kernels != "reference" and _activation_bytes(phase) == 2
 
 
 def runs_teacher(phase: PhaseConfig) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from caramba.config.cost import Cost, Unknown, Width, WidthError
@@ -81,6 +81,10 @@ class ModelCost:
             (leaf.activation_elements for leaf, _, _ in self.topology.leaves() if leaf.type == ATTENTION),
             default=0,
         )
+
+    def in_two_parts(self) -> ModelCost:
+        """Return the same where a kernel attends to keys in two parts, which keeps less of them for backward."""
+        return replace(self, topology=self.topology.in_two_parts())
 
     @property
     def kv_layers(self) -> tuple[Streams, ...]:

@@ -13,7 +13,7 @@ from caramba.config.model import ModelSpec
 from caramba.config.surgery import keeps_copied
 from caramba.config.train import PhaseConfig
 from caramba.cost.fit import FitResult
-from caramba.cost.memory import PhaseEstimate, estimate_phase, runs_teacher
+from caramba.cost.memory import PhaseEstimate, estimate_phase, keeps_parts, runs_teacher
 from caramba.cost.model import ModelCost, model_cost
 from caramba.cost.spread import spread_of
 from caramba.cost.variants import feed_forward_widths, variant
@@ -191,6 +191,10 @@ def _stage(
     trained = teacher if trains == "teacher" else student
     if run.exp is not None:
         trained = model_cost(variant(manifest.model, run.exp))
+    in_parts = keeps_parts(phase, manifest.device, manifest.kernels)
+    if trained is not None and in_parts:
+        in_parts = trained.topology.spared_elements > 0
+        trained = trained.in_two_parts()
     steps = run.steps or phase.steps
     if manifest.debug.max_steps is not None:
         steps = min(steps, manifest.debug.max_steps)
@@ -227,7 +231,7 @@ def _stage(
         if tokens is None or estimate is None or estimate.flops_per_token is None
         else tokens * estimate.flops_per_token,
         estimate=estimate,
-        note=_stage_note(manifest, phase, trains, teacher)
+        note=_stage_note(manifest, phase, trains, teacher, in_parts=in_parts)
         if run.exp is None
         else _variant_note(manifest.model, run.exp),
     )
@@ -243,7 +247,9 @@ def _variant_note(model: ModelSpec, exp: ExperimentName) -> str:
     )
 
 
-def _stage_note(manifest: Manifest, phase: PhaseConfig, trains: str, teacher: ModelCost | None) -> str:
+def _stage_note(
+    manifest: Manifest, phase: PhaseConfig, trains: str, teacher: ModelCost | None, *, in_parts: bool
+) -> str:
     config, notes = manifest.model.teacher, list[str]()
     is_skipped = trains == "teacher" and not phase.control  # a control trains on from the given weights
     if is_skipped and config is not None and config.checkpoint is not None:
@@ -256,4 +262,6 @@ def _stage_note(manifest: Manifest, phase: PhaseConfig, trains: str, teacher: Mo
         notes.append("parallel.dp auto: memory and tokens are for dp=1")
     if phase.activation_checkpointing != "none":
         notes.append("activation checkpointing is not counted")
+    if in_parts:
+        notes.append("wide keys count in two parts, as the kernel on CUDA keeps them")
     return "; ".join(notes)

@@ -16,6 +16,7 @@ from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.names import nearest
 from caramba.config.parse import parse_as
+from caramba.config.quantise import WeightFormat
 from caramba.console import logger
 from caramba.data import Tokenizer
 from caramba.errors import ConfigError
@@ -23,7 +24,7 @@ from caramba.infer.dialogue import read_template
 from caramba.infer.generator import Generator
 from caramba.infer.held_out import held_out_of
 from caramba.infer.opened import OpenedModel, need_tokenizer, open_model
-from caramba.infer.quantised import add_weights, calibration_config, quantise_opened
+from caramba.infer.quantised import LAST_BITS, add_weights, calibration_config, quantise_opened
 from caramba.infer.shared import refuse_ranks, share_layers
 from caramba.infer.speculative import SpeculativeGenerator
 from caramba.model import Model
@@ -167,6 +168,8 @@ def open_generator(
     values["held_out"] = held_out_of(opened) if is_auto and config.cache_quality_text is None else None
     if not speculation:
         return opened, Generator(opened.model, tokenizer, config, **values)
+    if opened.quantised is not None and opened.quantised.form is WeightFormat.INT8_DYNAMIC:
+        logger.warning(f"--spec-method {speculation['spec_method']} with {LAST_BITS}")
     values = config.model_dump(exclude_unset=True) | values | speculation
     draft = None if words.draft is None else _open_draft(words, opened)
     return opened, SpeculativeGenerator(opened.model, tokenizer, draft=draft, **values)

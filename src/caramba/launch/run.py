@@ -15,7 +15,15 @@ from caramba.launch.freeze import Frozen, freeze
 from caramba.launch.preflight import check_extras, check_weights
 from caramba.launch.slurm import check_slurm, submit_run
 from caramba.launch.torchrun import check_torchrun, ranks_per_node, run_torchrun
-from caramba.runs import MANIFEST, differences, mint, read_manifest, resolve_run, unfinished_run
+from caramba.runs import (
+    MANIFEST,
+    differences,
+    mint,
+    read_manifest,
+    resolve_run,
+    unfinished_run,
+    unmeasured_run,
+)
 from caramba.runs.ending import MISTAKE
 from caramba.runs.environment import environment_changes
 from caramba.runs.jobs import refuse_queued
@@ -81,6 +89,11 @@ def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path
     if manifest.resume == "auto" and (unfinished := unfinished_run(manifest)) is not None:
         print(f"going on with {unfinished}, which did not finish (resume=never starts anew)", file=sys.stderr)
         return unfinished, False
+    if manifest.resume == "auto" and (found := unmeasured_run(manifest)) is not None:
+        run_dir, failed = found
+        what = f"{'benchmarks' if len(failed) > 1 else 'benchmark'} {', '.join(failed)}"
+        print(f"going on with {run_dir}, where {what} failed (resume=never starts anew)", file=sys.stderr)
+        return run_dir, False
     return mint(manifest, overrides), True
 
 

@@ -13,7 +13,8 @@ from caramba.errors import CarambaError, ConfigError
 from caramba.launch.sbatch import SCRIPT, run_script
 from caramba.launch.torchrun import LOGS, ranks_per_node
 from caramba.runs.files import write_whole
-from caramba.runs.jobs import record_job
+from caramba.runs.jobs import record_submission
+from caramba.runs.state import last_event_time
 
 _TIMEOUT_S = 60
 
@@ -37,9 +38,10 @@ def submit_run(run_dir: Path, manifest: Manifest, flags: list[str]) -> int:
     script = run_dir / SCRIPT
     (run_dir / LOGS).mkdir(exist_ok=True)
     write_whole(script, run_script(run_dir, manifest, flags))
+    last = last_event_time(run_dir)  # asked before: the job may begin at once
     number = submit(script, manifest)
     if number is not None:
-        record_job(run_dir, number)
+        record_submission(run_dir, number, last)
         print(f"submitted SLURM job {number}: {run_dir}")
         print(f"follow it with: caramba status, or tail -F {run_dir / LOGS}/rank-0.log", file=sys.stderr)
     return 0

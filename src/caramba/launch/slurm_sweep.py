@@ -14,8 +14,8 @@ from caramba.launch.slurm import submit
 from caramba.launch.torchrun import LOGS
 from caramba.runs import differences, lock
 from caramba.runs.files import write_whole
-from caramba.runs.jobs import record_job, refuse_queued
-from caramba.runs.state import WAITING
+from caramba.runs.jobs import record_job, record_submission, refuse_queued
+from caramba.runs.state import WAITING, last_event_time
 from caramba.runs.sweeps import Sweep
 
 
@@ -84,9 +84,10 @@ class ArrayDrive(Drive):
         rows = [str(runs.get(point.number, "")) for point in self.sweep.points]
         write_whole(folder / RUNS, "".join(f"{row}\n" for row in rows))
         write_whole(folder / SCRIPT, array_script(folder, self.manifest, self.flags, sorted(runs)))
+        last = {task: last_event_time(run_dir) for task, run_dir in runs.items()}  # tasks may begin at once
         number = submit(folder / SCRIPT, self.manifest)
         if number is not None:
             record_job(folder, number)
             for task, run_dir in runs.items():
-                record_job(run_dir, f"{number}_{task}")
+                record_submission(run_dir, f"{number}_{task}", last[task])
         return number

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caramba.runs.environment import environment, git_commit
-    from caramba.runs.find import list_runs, resolve_run, unfinished_run
+    from caramba.runs.find import list_runs, resolve_run, unfinished_run, unmeasured_run
     from caramba.runs.locking import lock
     from caramba.runs.manifest import MANIFEST, canonical_json, differences, manifest_sha256, read_manifest
     from caramba.runs.minting import mint
@@ -25,11 +25,12 @@ __all__ = [
     "read_manifest",
     "resolve_run",
     "unfinished_run",
+    "unmeasured_run",
 ]
 
 # Looked up on first use: files and ending are needed where pydantic must not be loaded.
 _HOMES = {
-    **dict.fromkeys(("list_runs", "resolve_run", "unfinished_run"), "find"),
+    **dict.fromkeys(("list_runs", "resolve_run", "unfinished_run", "unmeasured_run"), "find"),
     **dict.fromkeys(("lock",), "locking"),
     **dict.fromkeys(
         ("MANIFEST", "canonical_json", "differences", "manifest_sha256", "read_manifest"), "manifest"

@@ -10,6 +10,7 @@ from caramba.errors import ConfigError
 from caramba.runs.files import sha256_of
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST, manifest_sha256
+from caramba.runs.state import RESULT, failed_benchmarks, tried_again
 
 
 def resolve_run(text: str, root: Path = Path("runs")) -> Path:
@@ -49,13 +50,19 @@ def unfinished_run(manifest: Manifest, root: Path = Path("runs")) -> Path | None
     digest = manifest_sha256(manifest)
     for run in reversed(_runs_in(root / manifest.name)):
         is_same = sha256_of(run / MANIFEST) == digest
-        if (
-            is_same
-            and any(run.rglob("plan.json"))
-            and not (run / "result.json").exists()
-            and not is_locked(run)
-        ):
+        if is_same and any(run.rglob("plan.json")) and not (run / RESULT).exists() and not is_locked(run):
             return run
+    return None
+
+
+def unmeasured_run(manifest: Manifest, root: Path = Path("runs")) -> tuple[Path, tuple[str, ...]] | None:
+    """Return the newest run of this same manifest that has its result, and the benchmarks, all that it lacks, that a
+    resume tries again; None where that run lacks none, or somebody is running it."""
+    digest = manifest_sha256(manifest)
+    for run in reversed(_runs_in(root / manifest.name)):
+        if sha256_of(run / MANIFEST) == digest and (run / RESULT).exists():
+            failed = tried_again(manifest, failed_benchmarks(run))
+            return (run, failed) if failed and not is_locked(run) else None
     return None
 
 

@@ -9,12 +9,13 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs.files import write_json
 from caramba.runs.ranks import FROM_SLURM
 
-JOB = "slurm.json"
+JOB, AFTER = "slurm.json", "after"
 REQUEUE = "requeue"
 """Left in a run by a worker that a signal stopped: our script queues its job again and removes it."""
 ALIVE = frozenset(
@@ -60,14 +61,34 @@ def record_job(run_dir: Path, number: str | None = None) -> None:
         write_json(run_dir / JOB, {"job": number})
 
 
+def record_submission(run_dir: Path, number: str, after: float | None) -> None:
+    """Keep the number of the job that a run was handed to, and the time of the last event that it had by then: until
+    there is another it waits for that job, whatever became of it before."""
+    write_json(run_dir / JOB, {"job": number, AFTER: after})
+
+
 def recorded_job(run_dir: Path) -> str | None:
     """Return the number of the job that a run was last in, or None."""
+    record = _record(run_dir)
+    return None if record is None else str(record["job"])
+
+
+def waits_since(run_dir: Path, last: float | None) -> bool:
+    """Whether a run was handed to a job when the time of its last event was `last`, None of a run without events."""
+    record = _record(run_dir)
+    return record is not None and AFTER in record and record[AFTER] == last
+
+
+def _record(run_dir: Path) -> dict[str, Any] | None:
     try:
-        return str(json.loads((run_dir / JOB).read_text(encoding="utf-8"))["job"])
+        record = json.loads((run_dir / JOB).read_text(encoding="utf-8"))
+        if "job" not in record:
+            raise KeyError("job")
     except FileNotFoundError:
         return None
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise CarambaError(f"{run_dir / JOB}: not the record of a job ({error}); remove the file") from None
+    return record
 
 
 def queue() -> dict[str, QueuedJob]:

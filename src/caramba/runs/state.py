@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from caramba.config.benchmark import STAGED
+from caramba.config.manifest import Manifest
 from caramba.result import Check
 from caramba.runs.events import EVENTS
+from caramba.runs.jobs import waits_since
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST
 
@@ -51,17 +54,19 @@ class RunState:
         return time.time() - self.updated
 
 
-def run_state(run: Path) -> RunState:
+def run_state(run: Path, *, is_queued: bool | None = None) -> RunState:
     """Read the state of a run directory.
 
-    It is running while a worker holds its lock; finished or failed when it has a result, or when the worker said so;
-    interrupted when neither holds, or a worker that tried failed benchmarks again was; waiting when none has begun.
+    It is running while a worker holds its lock; waiting when none has begun, or it was handed to a SLURM job since;
+    finished or failed when it has a result, or when the worker said so; interrupted when neither holds, or a worker
+    that tried failed benchmarks again was. `is_queued` says that the job still is, or no longer, where someone asked.
     """
     started = (run / MANIFEST).stat().st_mtime
     logs = [file for file in (run / EVENTS, *run.glob(f"groups/*/{EVENTS}")) if file.is_file()]
     logs.sort(key=lambda file: file.stat().st_mtime)
     last = _last_of_run(run / EVENTS)
-    state = _state(run, last, has_begun=bool(logs))
+    is_queued = awaits_job(run) if is_queued is None else is_queued
+    state = _state(run, last, has_begun=bool(logs), is_queued=is_queued)
     metrics = next((event for file in reversed(logs) for event in tail(file) if _is_step(event)), None)
     phase = str(metrics["phase"]) if metrics else None
     return RunState(
@@ -76,14 +81,25 @@ def run_state(run: Path) -> RunState:
     )
 
 
-def lacks_benchmarks(run: Path) -> bool:
-    """Whether a run has its result, and what failed of it are benchmarks alone: a resume tries those again, and what
-    was trained stays.
+def last_event_time(run: Path) -> float | None:
+    """Return the time of a run's last event, None of one without events: another time says that there are more."""
+    if not (run / EVENTS).is_file():
+        return None
+    return next((event["time"] for event in tail(run / EVENTS) if "time" in event), None)
+
+
+def awaits_job(run: Path) -> bool:
+    """Whether a run was handed to a SLURM job, and no worker has begun with it since."""
+    return waits_since(run, last_event_time(run))
+
+
+def failed_benchmarks(run: Path) -> tuple[str, ...]:
+    """Return the benchmarks that failed of a run that has its result and lacks nothing else, else none.
 
     A verification that ended a run stands in its result too; its verdict is on record, and training is what differs.
     """
     if _result_status(run) != FAILED:
-        return False
+        return ()
     try:
         result = json.loads((run / RESULT).read_text(encoding="utf-8"))
         parts = [result]
@@ -92,12 +108,30 @@ def lacks_benchmarks(run: Path) -> bool:
                 json.loads((run / "groups" / name / RESULT).read_text(encoding="utf-8"))
                 for name in result["groups"]
             ]
-        benchmarks = [bench for part in parts for bench in part["benchmarks"]]
+        failed = [
+            str(bench["id"]) for part in parts for bench in part["benchmarks"] if bench["error"] is not None
+        ]
         verdicts = [verdict for part in parts for verdict in part["verdicts"] if verdict["fail_fast"]]
         checks = [Check(**check) for verdict in verdicts for check in verdict["checks"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # of an older form, or damaged: the point is made anew
-    return any(bench["error"] is not None for bench in benchmarks) and all(check.passed for check in checks)
+        return ()  # of an older form, or damaged
+    return tuple(dict.fromkeys(failed)) if all(check.passed for check in checks) else ()
+
+
+def lacks_benchmarks(run: Path) -> bool:
+    """Whether a run has its result, and what failed of it are benchmarks alone: a resume tries those again, and what
+    was trained stays."""
+    return bool(failed_benchmarks(run))
+
+
+def tried_again(manifest: Manifest, failed: Iterable[str]) -> tuple[str, ...]:
+    """Return which of the benchmarks that failed a resume tries again, in order.
+
+    What fails under the name of a whole ladder, or of all controls, is that its model is not there, which no resume
+    changes.
+    """
+    benchmarks = [bench for group in manifest.selected_groups() for bench in group.benchmarks]
+    return tuple(sorted(set(failed) - {bench.id for bench in benchmarks if isinstance(bench.config, STAGED)}))
 
 
 def clock_skew(run: Path) -> str | None:
@@ -133,9 +167,11 @@ def _last_of_run(file: Path) -> dict[str, Any] | None:
     return next((event for event in tail(file) if event.get("event") in ends), None)
 
 
-def _state(run: Path, last: dict[str, Any] | None, *, has_begun: bool) -> str:
+def _state(run: Path, last: dict[str, Any] | None, *, has_begun: bool, is_queued: bool) -> str:
     if is_locked(run):
         return RUNNING
+    if is_queued:
+        return WAITING
     said = last["event"] if last else None
     status = _result_status(run)
     if said == ENDED_BADLY:

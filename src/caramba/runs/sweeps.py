@@ -16,7 +16,7 @@ from caramba.config.names import nearest
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs.files import write_json, write_whole
 from caramba.runs.manifest import canonical_json, read_manifest
-from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RUNNING, WAITING, run_state
+from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RUNNING, WAITING, awaits_job, run_state
 
 INDEX, FOLDER, POINTS, LOGS = "index.json", "sweeps", "points", "logs"
 SCHEMA = 1
@@ -96,7 +96,7 @@ class Sweep:
                     point.state = WAITING
                 continue
             found = run_state(run).state
-            if found in (FINISHED, RUNNING, FAILED):
+            if found in (FINISHED, RUNNING, FAILED) or awaits_job(run):
                 point.state = found
             elif point.state in (RUNNING, FINISHED, WAITING):
                 is_queued = point.state == WAITING == found

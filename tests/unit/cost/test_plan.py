@@ -101,6 +101,35 @@ class TestStages:
         )
         assert blockwise.memory.activations_bytes < pretrain.memory.activations_bytes / 10
 
+    def test_wide_keys_count_in_two_parts_where_their_kernel_is_known_to_run(self):
+        half = {"dtype": "bfloat16", "use_amp": True}
+        made = manifest("llama32_dba", phase("blockwise", **half), phase("global", objective="ce", **half))
+        joined = plan(made)
+        student, tokens = joined.student, 4 * 64
+        spared = student.topology.spared_elements
+        assert spared == 16 * (32 * (64 + 3 * 256) - 256)
+        for device, kernels, fewer in (
+            ("cuda", "auto", True),
+            ("cuda", "reference", False),
+            ("cpu", "auto", False),
+        ):
+            found = plan(made.model_copy(update={"device": device, "kernels": kernels}))
+            for stage, before, elements in zip(
+                found.stages, joined.stages, (spared // 16, spared), strict=True
+            ):
+                less = before.estimate.memory.activations_bytes - stage.estimate.memory.activations_bytes
+                assert less == (2 * tokens * elements if fewer else 0)
+                assert ("wide keys count in two parts" in stage.note) is fewer
+        for preset, way in (
+            ("llama32_dba", {}),
+            ("llama32_dba_384b", half),
+        ):  # float32 as far as is known; narrow keys
+            made = manifest(preset, phase("global", objective="ce", **way))
+            stages = [
+                plan(made.model_copy(update={"device": device})).stages[0] for device in ("cuda", "auto")
+            ]
+            assert stages[0] == stages[1]
+
     def test_blockwise_work_is_one_teacher_pass_and_attention(self):
         made = plan(manifest("tiny_dba", phase("blockwise", trainable="all")))
         [stage] = made.stages

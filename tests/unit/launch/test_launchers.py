@@ -24,6 +24,8 @@ from caramba.launch.sbatch import _ranges, array_script, run_script
 from caramba.launch.slurm_sweep import refuse_unlike
 from caramba.launch.torchrun import check_torchrun, ranks_per_node
 from caramba.runs import mint
+from caramba.runs.events import append_event
+from caramba.runs.files import write_json
 from caramba.runs.sweeps import list_sweeps
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
@@ -204,6 +206,63 @@ def test_a_script_is_written_for_later(tmp_path, monkeypatch, capsys):
     assert [json.loads((tmp_path / run / "manifest.json").read_text())["seed"] for run in listed] == [1, 2]
     assert main(["status"]) == 0
     assert capsys.readouterr().out.count(" waiting ") == 2
+
+
+def test_what_failed_and_is_queued_again_waits(tmp_path, monkeypatch, capsys):
+    """sbatch and squeue are scripts: what is tested is what is said of runs by their files and the queue."""
+    monkeypatch.chdir(tmp_path)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+
+    def program(name, text):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+
+    def listed():
+        capsys.readouterr()
+        assert main(["status", "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)
+        (sweep,) = said["sweeps"]
+        counts = {key: value for key, value in sweep.items() if key not in ("sweep", "points")}
+        return counts, [(row["state"], row["error"], row["job"]) for row in said["runs"]]
+
+    program("sbatch", "echo 12")
+    program("squeue", "true")
+    monkeypatch.setenv("PATH", f"{programs}:/bin:/usr/bin")
+    assert main(["-m", *WORDS, "launcher=slurm", "seed=1,2"]) == 0
+    (folder,) = list_sweeps(tmp_path / "runs")
+    runs = [tmp_path / run for run in (folder / "runs.txt").read_text().splitlines()]
+    for made, status in zip(runs, ("finished", "failed"), strict=True):
+        append_event(made, "run_started")
+        append_event(made, f"run_{status}", **({"error": "benchmark ppl"} if status == "failed" else {}))
+        benchmarks = [{"id": "ppl", "error": "MemoryError" if status == "failed" else None}]
+        write_json(made / "result.json", {"status": status, "benchmarks": benchmarks, "verdicts": []})
+    done = ("finished", None, None)
+    assert listed() == ({"finished": 1, "failed": 1}, [done, ("failed", "benchmark ppl", None)])
+
+    program("squeue", "echo '12_1|PENDING|Resources'")
+    program("sbatch", "exit 1")
+    assert main(["resume", str(folder)]) == 2
+    program("squeue", "true")
+    assert listed()[1][1][0] == "failed", "sbatch refused it"
+    program("sbatch", "echo 13")
+    assert main(["resume", str(folder)]) == 0
+    program("squeue", "echo '13_1|PENDING|Resources'")
+    waiting = ("waiting", None, "SLURM job 13_1 PENDING (Resources)")
+    assert listed() == ({"finished": 1, "waiting": 1}, [done, waiting])
+    assert (folder / "runs.txt").read_text().splitlines() == ["", str(runs[1])]
+    program("squeue", "echo '13_1|CANCELLED|None'")
+    assert listed()[1][1][:2] == ("failed", "benchmark ppl"), "it waits for nothing"
+    append_event(runs[1], "run_started")
+    program("squeue", "echo '13_1|RUNNING|None'")
+    assert listed()[1][1][0] == "running"
+    append_event(runs[1], "run_failed", error="benchmark ppl")
+    assert listed() == ({"finished": 1, "failed": 1}, [done, ("failed", "benchmark ppl", None)])
+
+    program("squeue", "true")
+    assert main(["resume", str(runs[1])]) == 0
+    program("squeue", "echo '13|PENDING|Resources'")
+    assert listed()[0] == {"finished": 1, "waiting": 1}, "so does one that is submitted by itself"
 
 
 def test_an_array_asks_for_the_same_for_every_point(manifest, tmp_path, monkeypatch, capsys):

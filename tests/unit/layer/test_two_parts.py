@@ -5,6 +5,7 @@ On the CPU the op's reference stands for its kernels.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context, LatentLayerKVCache
+from caramba.config.attention_cost import trains_in_parts
+from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import AttentionLayer, Documents, LatentProjection, documents_path, runs_parts, two_parts
 from caramba.layer.varlen import VarlenKernel
@@ -259,6 +262,55 @@ def wide(**fields: Any) -> AttentionLayerConfig:
     """A layer of `llama32_dba`'s widths: 64 + 256 when expanded."""
     dims = {"d_model": 128, "n_heads": 2, "head_dim": 64, "sem_dim": 128, "geo_dim": 256}
     return AttentionLayerConfig.model_validate({"mode": "decoupled", "layout": "latent", **dims, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"sem_dim": 32},  # absorbed
+        {"rope_enabled": False},
+        {"sem_dim": 32, "rope_enabled": False},
+        {"learned_temperature": True},
+    ],
+)
+def test_what_autograd_keeps_of_two_parts_is_what_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """Trap: keys counted as joined for every head, and values and output as wide, where the op keeps what it reads."""
+    monkeypatch.setitem(backend._attached, PLACE, "triton")
+    config, half = wide(**fields), torch.bfloat16
+    layer, cost = AttentionLayer(config).to(half), config.infer(Width(128))
+    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    batch, n_tokens = 1024, 4  # copies of weights and the rotary table are shared by the batch
+
+    def kept() -> float:
+        found: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: found.append(x) or x, lambda x: x):
+            layer(torch.randn(batch, n_tokens, 128, dtype=half, requires_grad=True))
+        sizes = {
+            x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // x.element_size() for x in found
+        }
+        return sum(size for at, size in sizes.items() if at not in own) / (batch * n_tokens)
+
+    in_parts = kept()
+    with backend.without_kernels("decoupled_attention"):
+        joined = kept()
+    assert in_parts == pytest.approx(cost.in_two_parts().activation_elements, rel=0.02)
+    assert joined == pytest.approx(cost.activation_elements, rel=0.02)
+    assert joined - in_parts == cost.spared_elements > 0
+
+
+def test_the_plan_knows_which_layers_keep_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backend._attached, PLACE, "triton")
+    sizes = itertools.product((8, 16, 32, 48, 64, 128), (16, 32, 96, 64, 128, 256), (64, 128, 192, 256, 512))
+    configs = [wide(head_dim=head, sem_dim=sem, geo_dim=geo) for head, sem, geo in sizes]
+    refused = ({"null_attn": True}, {"exact_first_tokens": 2}, {"dropout": 0.1}, {"local_window": 64})
+    configs += [wide(**fields) for fields in refused]
+    configs.append(AttentionLayerConfig(d_model=640, n_heads=2))
+    found = [trains_in_parts(config) for config in configs]
+    assert found == [runs_parts(config, CPU, torch.bfloat16) for config in configs]
+    assert 0 < sum(found) < len(found)
 
 
 def test_what_keeps_documents_apart_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

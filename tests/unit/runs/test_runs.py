@@ -13,7 +13,17 @@ import pytest
 
 from caramba.config.parse import parse_manifest
 from caramba.errors import CarambaError, ConfigError
-from caramba.runs import differences, list_runs, lock, manifest_sha256, mint, read_manifest, resolve_run
+from caramba.runs import (
+    differences,
+    list_runs,
+    lock,
+    manifest_sha256,
+    mint,
+    read_manifest,
+    resolve_run,
+    unfinished_run,
+    unmeasured_run,
+)
 from caramba.runs.ending import end
 from caramba.runs.files import home, write_json
 from caramba.runs.state import lacks_benchmarks
@@ -186,6 +196,35 @@ def test_what_a_run_lacks_is_told_from_its_result(tmp_path, error, value, fail_f
     write_json(folder / "result.json", result)
     write_json(tmp_path / "result.json", {"status": "failed", "groups": ["main"]})
     assert lacks_benchmarks(tmp_path) is expected
+
+
+def test_the_newest_result_of_a_manifest_says_whether_benchmarks_are_left(manifest, tmp_path):
+    """Trap: a run that was made whole elsewhere is not gone back behind, and a ladder without its model is no work."""
+    ladder = {"id": "ladder", "config": {"type": "ladder"}}
+    group = manifest.groups[0].model_dump(mode="json") | {"benchmarks": [ladder]}
+    manifest = parse_manifest(manifest.model_dump(mode="json") | {"groups": [group]})
+
+    def ended(status, *failed):
+        run = mint(manifest, [], tmp_path)
+        benchmarks = [{"id": name, "error": "MemoryError: no room"} for name in failed]
+        write_json(run / "result.json", {"status": status, "benchmarks": benchmarks, "verdicts": []})
+        return run
+
+    assert unmeasured_run(manifest, tmp_path) is None
+    run = ended("failed", "ladder", "ppl", "ladder.bf16", "ppl")
+    assert unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl"))
+    assert unfinished_run(manifest, tmp_path) is None
+    assert unmeasured_run(manifest.model_copy(update={"seed": 9}), tmp_path) is None
+    with lock(run):
+        assert unmeasured_run(manifest, tmp_path) is None
+    mint(manifest, [], tmp_path)
+    assert unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl")), (
+        "a run without a result is no run yet"
+    )
+    ended("finished")
+    assert unmeasured_run(manifest, tmp_path) is None
+    ended("failed", "ladder")
+    assert unmeasured_run(manifest, tmp_path) is None
 
 
 def test_a_folder_of_caches_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, capsys):
