@@ -8,6 +8,7 @@ from typing import Any
 MUST = {"q8_0": 0.78, "q4_0": 0.60, "nf4": 0.55, "mixed": 0.60}
 LARGE = 100e6  # bytes from which the quantised formats' shares hold
 STEADY = 30e6  # bytes from which bf16's time does
+TICKS = 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10  # TB/s
 ON_RECORD = {"NVIDIA H200": 4.48e12}
 """Read roofs of devices. A machine on which a plain reduction reads less, while decode attention reads more than that,
 is held to what has been read elsewhere."""
@@ -102,6 +103,11 @@ def plot(data: dict[str, Any], file: Path) -> None:
     if data["read_roof_bytes_per_s"]:
         axes.axhline(roof_of(data) / 1e12, color="black", linestyle="--", label="read roof")
     axes.set(xscale="log", yscale="log", xlabel="MB read", ylabel="TB/s")
+    low, high = axes.get_ylim()
+    axes.set_yticks([x for x in TICKS if low <= x <= high])
+    axes.yaxis.set_minor_formatter("")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
     axes.legend(fontsize=6, ncols=2)
     figure.savefig(file, dpi=150)
     plt.close(figure)
