@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from caramba.kernels.cuda.blocks import TAKEN, TOKENS
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
+Way = tuple[int, int, int, int]
 OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0)
 """Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
 OF_NF4 = (12, 2, 1, 3), (8, 2, 2, 3), (4, 2, 3, 3), (12, 2, 1, 2), (4, 2, 3, 2), (4, 2, 3, 0), (4, 3, 2, 0)
@@ -20,8 +21,8 @@ OF_NF4 = (12, 2, 1, 3), (8, 2, 2, 3), (4, 2, 3, 3), (12, 2, 1, 2), (4, 2, 3, 2),
 OF_WIDE_HEADS = (6, 2, 1, 0), (4, 3, 1, 0), (8, 2, 1, 0), (8, 2, 1, 3)
 """The same of heads so wide that of all these at most one has place, where tables serve nf4 alone."""
 USUAL = (8, 3, 1, 0), (6, 2, 1, 0), (4, 3, 1, 0)
-USUAL_NF4 = {False: ((8, 2, 2, 3),), True: ((8, 2, 1, 3),)}
-"""The ways of heads that were best, or near it, in most shapes measured; in nf4 by whether heads are wide."""
+USUAL_NF4 = (8, 2, 2, 3), (8, 2, 1, 3)
+"""The ways of heads that were best, or near it, in most shapes measured; nf4's first is for heads that are not wide."""
 USUAL_LATENTS = (2**18, (12, 1, 1, 1)), (2**15, (8, 1, 1, 1))
 """The same of latents, from how many tokens on."""
 OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
@@ -73,12 +74,29 @@ def readings(
     like: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int, per_sm_bytes: int
 ) -> list[DecodeConfig]:
     """Return the ways worth timing: as many blocks as they say have place in a multiprocessor's shared memory."""
+    if len(formats) == 2:
+        return _fitting(OF_LATENTS, like, formats, dims, rows, per_sm_bytes)
+    of_wide = tuple(way for way in OF_WIDE_HEADS if not way[-1] or formats[-1] == "nf4")
+    ways = OF_NF4 if formats[-1] == "nf4" else OF_HEADS
+    if max(dims) > WIDE_FROM:
+        ways += of_wide
+    # Of several streams of 64 features, tiles of none of the former may have place.
+    found = _fitting(ways, like, formats, dims, rows, per_sm_bytes)
+    return found or _fitting(of_wide, like, formats, dims, rows, per_sm_bytes)
+
+
+def _fitting(
+    ways: Iterable[Way],
+    like: DecodeConfig,
+    formats: Sequence[str],
+    dims: Sequence[int],
+    rows: int,
+    per_sm_bytes: int,
+) -> list[DecodeConfig]:
+    """Return the ways that can read such streams, and whose blocks have place together."""
     is_latent = len(formats) == 2
     block_rows = min(MOST_LATENT_ROWS, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
     found = []
-    ways = OF_LATENTS if is_latent else OF_NF4 if formats[-1] == "nf4" else OF_HEADS
-    if not is_latent and max(dims) > WIDE_FROM:
-        ways += tuple(way for way in OF_WIDE_HEADS if not way[-1] or formats[-1] == "nf4")
     for n_warps, n_stages, blocks, variant in ways:
         way = replace(
             like, block_rows=block_rows, block_tokens=TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,
@@ -114,9 +132,6 @@ def usual(
     if len(formats) == 2:
         wanted = [way for least, way in USUAL_LATENTS if n_tokens >= least and rows <= MOST_LATENT_ROWS]
     else:
-        wanted = [*USUAL_NF4[max(dims) > WIDE_FROM], *USUAL] if formats[-1] == "nf4" else [*USUAL]
-    found = {
-        (way.n_warps, way.n_stages, way.in_cuda, way.variant): way
-        for way in readings(like, formats, dims, rows, per_sm_bytes)
-    }
-    return next((found[way] for way in wanted if way in found), None)
+        of_nf4 = USUAL_NF4[max(dims) > WIDE_FROM :] if formats[-1] == "nf4" else ()
+        wanted = [*of_nf4, *USUAL]
+    return next(iter(_fitting(wanted, like, formats, dims, rows, per_sm_bytes)), None)

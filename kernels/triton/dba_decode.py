@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from caramba.kernels.cuda.decode import is_ready
 from caramba.kernels.triton.dba_decode_modes import power_of_2
 from caramba.kernels.triton.dba_decode_plan import Plan, arguments, decode_shape, plan, processors
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, choose
@@ -76,7 +77,9 @@ def chosen(
     n_splits: int,
 ) -> Plan:
     """Lay out what the table says for calls of this form."""
-    config = choose(decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint), processors(q_sem.device))
+    shape = decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint)
+    in_cuda = is_ready(q_sem.device) and (not v or k_sem[-1].shape[1] % 2 == 0)  # heads are read in pairs
+    config = choose(shape, processors(q_sem.device), in_cuda)
     config = replace(config, n_splits=n_splits) if n_splits else config
     return plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
 

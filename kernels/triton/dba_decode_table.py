@@ -203,13 +203,14 @@ def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
 
 
 @functools.lru_cache(4096)  # every layer of a step asks the same
-def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
+def choose(shape: DecodeShape, n_processors: int, in_cuda: bool = True) -> DecodeConfig:
     """Return what was measured for a shape; else the nearest one's of its family, or the rule's choice.
 
     Up to a factor of two away the splits are scaled so that sequences times splits stay, further away they are the
     rule's and the tiles are read as there. Of more tokens than were measured splits in CUDA stay as long, as far as
     there are processors for more: their warps take few tiles each, and one more would make all wait for it. Quantised
-    streams of which nothing was measured are read in CUDA on Hopper, where those measured were 1.3 to 5 times as fast so.
+    streams of which nothing was measured are read in CUDA on Hopper, where those measured were 1.3 to 5 times as fast
+    so, if they can be (`in_cuda`).
     """
     table = measured()
     exact = table.get(shape.key)
@@ -234,7 +235,7 @@ def choose(shape: DecodeShape, n_processors: int) -> DecodeConfig:
         return replace(choice, n_splits=_splits(shape, choice, n_processors))
     first = rule(shape, n_processors)
     usual = None
-    if shape.arch == "sm90" and _is_of_blocks(shape):
+    if in_cuda and shape.arch == "sm90" and _is_of_blocks(shape):
         n_tokens = shape.lanes * shape.tokens
         usual = cuda.usual(first.reading, shape.formats, shape.dims, shape.rows, n_tokens, SM_BYTES)
     return first if usual is None else replace(usual, n_splits=_splits(shape, usual, n_processors))

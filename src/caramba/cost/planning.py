@@ -263,5 +263,5 @@ def _stage_note(
     if phase.activation_checkpointing != "none":
         notes.append("activation checkpointing is not counted")
     if in_parts:
-        notes.append("wide keys count in two parts, as the kernel on CUDA keeps them")
+        notes.append("wide keys count in two parts, as Triton's kernel keeps them on CUDA")
     return "; ".join(notes)

@@ -21,8 +21,8 @@ from caramba.launch.argv import Request
 from caramba.launch.axes import points
 from caramba.launch.drive import drive_of
 from caramba.launch.run import flags_of, prepare
-from caramba.runs.manifest import canonical_json
-from caramba.runs.sweeps import Point, Sweep, combined_sha256, create_sweep, experiment_sha256, find_sweep
+from caramba.runs.manifest import canonical_json, experiment_sha256
+from caramba.runs.sweeps import Point, Sweep, combined_sha256, create_sweep, find_sweep
 
 # A composition leaves cycles behind that Python would clear much later: without this, memory grows with the points.
 _COLLECT_EVERY = 8

@@ -9,8 +9,9 @@ from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.runs.files import sha256_of
 from caramba.runs.locking import is_locked
-from caramba.runs.manifest import MANIFEST, manifest_sha256
-from caramba.runs.state import RESULT, failed_benchmarks, tried_again
+from caramba.runs.manifest import MANIFEST, is_of_experiment, manifest_sha256
+from caramba.runs.sources import plugin_changes
+from caramba.runs.state import RESULT, failed_benchmarks, lost_checkpoints, tried_again
 
 
 def resolve_run(text: str, root: Path = Path("runs")) -> Path:
@@ -56,13 +57,20 @@ def unfinished_run(manifest: Manifest, root: Path = Path("runs")) -> Path | None
 
 
 def unmeasured_run(manifest: Manifest, root: Path = Path("runs")) -> tuple[Path, tuple[str, ...]] | None:
-    """Return the newest run of this same manifest that has its result, and the benchmarks, all that it lacks, that a
-    resume tries again; None where that run lacks none, or somebody is running it."""
-    digest = manifest_sha256(manifest)
+    """Return the newest run with a result of what this manifest computes, and the benchmarks, all that it lacks, that a
+    resume tries again.
+
+    None where that run lacks none, has another manifest (of resume=never, say), somebody is running it, or its weights
+    or the source of its plugins are no longer what it ended with: a resume would be refused.
+    """
     for run in reversed(_runs_in(root / manifest.name)):
-        if sha256_of(run / MANIFEST) == digest and (run / RESULT).exists():
-            failed = tried_again(manifest, failed_benchmarks(run))
-            return (run, failed) if failed and not is_locked(run) else None
+        if not (run / RESULT).exists() or not is_of_experiment(run, manifest):
+            continue
+        failed = tried_again(manifest, failed_benchmarks(run))
+        is_same = sha256_of(run / MANIFEST) == manifest_sha256(manifest)
+        if not failed or not is_same or is_locked(run) or lost_checkpoints(run):
+            return None
+        return None if any(plugin_changes(run, manifest)) else (run, failed)
     return None
 
 

@@ -74,8 +74,14 @@ def recorded_job(run_dir: Path) -> str | None:
 
 
 def waits_since(run_dir: Path, last: float | None) -> bool:
-    """Whether a run was handed to a job when the time of its last event was `last`, None of a run without events."""
-    record = _record(run_dir)
+    """Whether a run was handed to a job when the time of its last event was `last`, None of a run without events.
+
+    Not where the record is damaged, which is said where the job is asked for.
+    """
+    try:
+        record = _record(run_dir)
+    except CarambaError:
+        return False
     return record is not None and AFTER in record and record[AFTER] == last
 
 

@@ -26,6 +26,25 @@ def manifest_sha256(manifest: Manifest) -> str:
     return hashlib.sha256(canonical_json(manifest).encode()).hexdigest()
 
 
+def experiment_sha256(manifest: Manifest) -> str:
+    """Return the hash of what a manifest computes: how it is launched and resumed is left out."""
+    return _experiment_sha256(manifest.model_dump(mode="json"))
+
+
+def is_of_experiment(run_dir: Path, manifest: Manifest) -> bool:
+    """Whether a run directory's manifest computes what a manifest does; it need not be one of this version's schema."""
+    try:
+        plain = json.loads((run_dir / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(plain, dict) and _experiment_sha256(plain) == experiment_sha256(manifest)
+
+
+def _experiment_sha256(plain: dict[str, Any]) -> str:
+    kept = {key: value for key, value in plain.items() if key not in ("launcher", "cluster", "resume")}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+
+
 def read_manifest(run_dir: Path) -> Manifest:
     """Read the manifest of a run directory, or a manifest.json given by its own path.
 

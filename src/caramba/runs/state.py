@@ -93,6 +93,20 @@ def awaits_job(run: Path) -> bool:
     return waits_since(run, last_event_time(run))
 
 
+def lost_checkpoints(run: Path) -> list[Path]:
+    """Return the weights of finished stages of a run, and of its groups, that are no longer there."""
+    lost: list[Path] = []
+    for file in (*run.glob("stages/*.json"), *run.glob("groups/*/stages/*.json")):
+        try:
+            name = json.loads(file.read_text(encoding="utf-8"))["phase"]["checkpoint"]
+        except (OSError, ValueError, KeyError, TypeError):
+            lost.append(file)  # of an older form, or damaged: which weights they were is not known
+            continue
+        if name and not (file.parents[1] / name).exists():
+            lost.append(file.parents[1] / name)
+    return lost
+
+
 def failed_benchmarks(run: Path) -> tuple[str, ...]:
     """Return the benchmarks that failed of a run that has its result and lacks nothing else, else none.
 

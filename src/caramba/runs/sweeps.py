@@ -109,12 +109,6 @@ class Sweep:
         return {state: states.count(state) for state in order if state in states}
 
 
-def experiment_sha256(manifest: Manifest) -> str:
-    """Return the hash of what a manifest computes: how it is launched and resumed is left out."""
-    plain = manifest.model_dump(mode="json", exclude={"launcher", "cluster", "resume"})
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
-
-
 def combined_sha256(experiments: Iterable[str]) -> str:
     """Return the one hash of a sequence of experiments."""
     return hashlib.sha256("\n".join(experiments).encode()).hexdigest()

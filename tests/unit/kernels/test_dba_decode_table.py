@@ -332,6 +332,8 @@ def test_queries_in_float32_borrow_nothing_from_those_of_16_bits(only: DecodeCon
         (("nf4", "zeros", "nf4"), (64, 16, 64)),
         (("q4_0", "zeros", "q4_0"), (96, 16, 96)),
         (("q4_0", "q8_0", "q4_0"), (32, 32, 64)),
+        (("q8_0", "q8_0", "q8_0"), (64, 64, 64)),
+        (("nf4", "nf4", "nf4"), (64, 64, 64)),
     ],
 )
 def test_heads_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
@@ -352,6 +354,8 @@ def test_heads_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
         replace(shape, dims=(256, 16, 256)),
     ):
         assert choose(other, 132) == rule(other, 132)
+    assert choose(shape, 132, in_cuda=False) == rule(shape, 132)
+    assert any(other.in_cuda for other in candidates(shape, 132, in_cuda=True)), "and is tuned among such"
 
 
 @pytest.mark.parametrize(("rows", "block_rows"), [(8, 16), (16, 16), (24, 32), (32, 32)])

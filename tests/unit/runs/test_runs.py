@@ -221,8 +221,18 @@ def test_the_newest_result_of_a_manifest_says_whether_benchmarks_are_left(manife
     assert unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl")), (
         "a run without a result is no run yet"
     )
-    ended("finished")
-    assert unmeasured_run(manifest, tmp_path) is None
+    stage = run / "stages" / "00-fit.json"
+    stage.parent.mkdir()
+    write_json(stage, {"phase": {"checkpoint": "checkpoints/fit.safetensors"}})
+    assert unmeasured_run(manifest, tmp_path) is None, "its weights are gone: a resume would be refused"
+    (run / "checkpoints").mkdir()
+    (run / "checkpoints" / "fit.safetensors").touch()
+    assert unmeasured_run(manifest, tmp_path) == (run, ("ladder.bf16", "ppl"))
+    anew = manifest.model_copy(update={"resume": "never"})
+    write_json(
+        mint(anew, [], tmp_path) / "result.json", {"status": "finished", "benchmarks": [], "verdicts": []}
+    )
+    assert unmeasured_run(manifest, tmp_path) is None, "resume=never is the same experiment, whole since"
     ended("failed", "ladder")
     assert unmeasured_run(manifest, tmp_path) is None
 

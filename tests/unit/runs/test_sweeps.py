@@ -15,8 +15,9 @@ from caramba.errors import ConfigError
 from caramba.runs import lock, mint
 from caramba.runs.environment import environment_changes
 from caramba.runs.events import append_event
+from caramba.runs.manifest import experiment_sha256
 from caramba.runs.state import run_state
-from caramba.runs.sweeps import Point, create_sweep, experiment_sha256, find_sweep, read_sweep, resolve_sweep
+from caramba.runs.sweeps import Point, create_sweep, find_sweep, read_sweep, resolve_sweep
 
 
 @pytest.fixture(name="manifest", scope="module")
