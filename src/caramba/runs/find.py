@@ -9,7 +9,7 @@ from caramba.config.names import nearest
 from caramba.errors import ConfigError
 from caramba.runs.files import sha256_of
 from caramba.runs.locking import is_locked
-from caramba.runs.manifest import MANIFEST, is_of_experiment, manifest_sha256
+from caramba.runs.manifest import MANIFEST, experiment_of, experiment_sha256, manifest_sha256
 from caramba.runs.sources import plugin_changes
 from caramba.runs.state import RESULT, failed_benchmarks, lost_checkpoints, tried_again
 
@@ -63,8 +63,9 @@ def unmeasured_run(manifest: Manifest, root: Path = Path("runs")) -> tuple[Path,
     None where that run lacks none, has another manifest (of resume=never, say), somebody is running it, or its weights
     or the source of its plugins are no longer what it ended with: a resume would be refused.
     """
+    experiment = experiment_sha256(manifest)
     for run in reversed(_runs_in(root / manifest.name)):
-        if not (run / RESULT).exists() or not is_of_experiment(run, manifest):
+        if not (run / RESULT).exists() or experiment_of(run) != experiment:
             continue
         failed = tried_again(manifest, failed_benchmarks(run))
         is_same = sha256_of(run / MANIFEST) == manifest_sha256(manifest)

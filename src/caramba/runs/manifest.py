@@ -31,13 +31,13 @@ def experiment_sha256(manifest: Manifest) -> str:
     return _experiment_sha256(manifest.model_dump(mode="json"))
 
 
-def is_of_experiment(run_dir: Path, manifest: Manifest) -> bool:
-    """Whether a run directory's manifest computes what a manifest does; it need not be one of this version's schema."""
+def experiment_of(run_dir: Path) -> str | None:
+    """Return that hash of a run directory's manifest, which may be of another version's schema; None of no JSON."""
     try:
         plain = json.loads((run_dir / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(plain, dict) and _experiment_sha256(plain) == experiment_sha256(manifest)
+        return None
+    return _experiment_sha256(plain) if isinstance(plain, dict) else None
 
 
 def _experiment_sha256(plain: dict[str, Any]) -> str:
