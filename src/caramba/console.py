@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 if TYPE_CHECKING:
@@ -23,13 +25,15 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class Console:
     """Prints messages to stdout, and warnings and errors to stderr.
 
-    Text is printed as it is: brackets are no markup, control characters are dropped, and messages and paths
+    Text is printed as it is: brackets are no markup, control characters are escaped, and messages and paths
     are never wrapped, so that a log can be searched and a path copied. rich is imported at the first message.
     """
 
     def __init__(self) -> None:
         self._quiet = False
         self.is_debug = False  # under --debug: tracebacks, and checks that wait for the device
+        self.on_lost: Callable[[], None] | None = None
+        """Called once the reader of an output is gone, a closed pipe or terminal; without it that is an error."""
         self._consoles: dict[bool, tuple[TextIO, RichConsole]] = {}
 
     @property
@@ -128,7 +132,7 @@ class Console:
             table.add_column(heading, justify="right" if is_numeric else "left", overflow="fold")
         for row in listed:
             table.add_row(*(Text(_clean(cell, sys.stdout)) for cell in row))
-        self._console().print(table)
+        self._print(self._console(), table)
 
     def progress(self, iterable_or_total: Iterable[T] | int, description: str = "") -> Iterator[Any]:
         """Yield the items, or the numbers below a total, and show how far the loop is.
@@ -194,7 +198,18 @@ class Console:
         for part in parts:
             text, style = part if isinstance(part, tuple) else (part, "")
             line.append(_clean(text, console.file), style)
-        console.print(line, soft_wrap=True)
+        self._print(console, line, soft_wrap=True)
+
+    def _print(self, console: RichConsole, item: Any, *, soft_wrap: bool | None = None) -> None:
+        try:
+            console.print(item, soft_wrap=soft_wrap)
+        except OSError as error:
+            if self.on_lost is None or error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, console.file.fileno())
+            os.close(nowhere)
+            self.on_lost()
 
     def _console(self, stderr: bool = False) -> RichConsole:
         """Return the rich console of what stdout or stderr is now (a test or a notebook may replace it)."""
@@ -222,8 +237,12 @@ def number(value: Any) -> str:
 def _open(stream: TextIO) -> RichConsole:
     from rich.console import Console as RichConsole
 
+    class PlainErrors(RichConsole):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))  # In place of its SystemExit.
+
     is_terminal = _is_terminal(stream)
-    return RichConsole(
+    return PlainErrors(
         file=stream,
         # Set outright: rich would take FORCE_COLOR as a wish for control codes in a pipe.
         force_terminal=is_terminal,
@@ -241,9 +260,14 @@ def _is_terminal(stream: TextIO) -> bool:
 
 
 def _clean(text: str, stream: Any) -> str:
-    """Drop control characters, and escape what the stream's encoding lacks, so that every message prints."""
+    """Escape control characters and what the stream's encoding lacks, so that every message prints as text."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
-    return _CONTROL.sub("", text).encode(encoding, "backslashreplace").decode(encoding)
+    return visible(text).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def visible(text: str) -> str:
+    """Return text with control characters escaped, such as ESC as `\\x1b`; tabs and line breaks stay."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _starts_as_number(cell: str) -> bool:

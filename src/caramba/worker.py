@@ -122,7 +122,7 @@ def _follow(manifest: Manifest, run_dir: Path) -> int:
                 from caramba.experiment import run as run_experiment
 
             run_experiment(manifest, run_dir)
-        except Preempted:
+        except (Preempted, KeyboardInterrupt):
             return 0  # rank 0 says how the run ended; a bad status here would have it killed before it has
         except Exception as error:
             _tell_agent(error)

@@ -65,13 +65,13 @@ def test_warnings_and_errors_go_to_stderr_even_when_quiet(
     assert capsys.readouterr().out == "heard again\n"
 
 
-def test_text_is_not_markup_and_loses_control_codes(
+def test_info_markup_and_control_characters_are_printed_as_text(
     console: Console, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console.info("layers[0] [bold]x[/bold] :smile: \x1b[31mred\x1b[0m \x07")
     console.table("[t]", ["[red]c"], [["[/]"]])
     out = capsys.readouterr().out
-    assert "layers[0] [bold]x[/bold] :smile: [31mred[0m \n" in out
+    assert "layers[0] [bold]x[/bold] :smile: \\x1b[31mred\\x1b[0m \\x07\n" in out
     assert "[red]c" in out
     assert "[/]" in out
 

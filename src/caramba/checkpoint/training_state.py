@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import pickle
+import resource
+import shutil
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -34,7 +39,17 @@ def save_training_state(path: Path, state: dict[str, Any]) -> None:
         try:
             torch.save(state, temporary)
         except RuntimeError as error:  # torch's writer reports a full disk as one
-            raise OSError(f"{path}: could not write the training state: {error}") from error
+            raise OSError(
+                f"{path}: {_reason(path.parent)}could not write the training state: {error}"
+            ) from error
+
+
+def _reason(folder: Path) -> str:
+    """Return the reason why a file in `folder` cannot grow, which torch's error does not name; empty if unknown."""
+    if shutil.disk_usage(folder).free < mmap.PAGESIZE:
+        return f"{os.strerror(errno.ENOSPC)}: "
+    has_limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    return f"{os.strerror(errno.EFBIG)}: " if has_limit else ""
 
 
 def load_training_state(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:

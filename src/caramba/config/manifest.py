@@ -21,7 +21,8 @@ from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-Slug = Annotated[str, Field(pattern=SLUG)]
+# A name becomes a file name, to which a control adds two others and a temporary file its own part: 255 bytes in all.
+Slug = Annotated[str, Field(pattern=SLUG, max_length=100)]
 
 
 # What shows training on the console, and where its metrics go.

@@ -28,6 +28,7 @@ from caramba.experiment.surgery import TRANSPLANT
 from caramba.measure import Agreement, agreement
 from caramba.model import Model, build_model, load_pretrained
 from caramba.result import BenchmarkResult, Metric, PhaseResult
+from caramba.runs.signals import until_recorded
 from caramba.train import drop_state
 
 DISTILLED = "_distilled"
@@ -219,7 +220,8 @@ def _distilled(session: Session, bench_id: str, name: ControlName) -> Model:
         if name == "random" and phase.phase in BLOCK_PHASES:  # W_q and W_o are random too
             phase = phase.model_copy(update={"trainable": "all"})
         if stage not in session.ledger:
-            session.ledger.add(fit_phase(shadow, run, phase, stage=stage))
+            with until_recorded():
+                session.ledger.add(fit_phase(shadow, run, phase, stage=stage))
         else:
             shadow.student = _saved(session, stage)
         # That of a phase on record too: a kill may have come before it went.

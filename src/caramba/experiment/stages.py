@@ -27,6 +27,7 @@ from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal, spec_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
+from caramba.runs.signals import until_recorded
 from caramba.runtime import (
     RuntimePlan,
     get_rank,
@@ -82,9 +83,10 @@ def train_run(session: Session, run: RunConfig, *, is_last: bool) -> None:
     ):
         _skip(session, run, phase, "model.teacher.checkpoint is given")
         return
-    record = fit_phase(session, run, phase, verifies=bool(run.verify) and not is_last)
-    session.ledger.add(record)
-    drop_state(session.run_dir, run.id)  # of no more use once the phase is on record
+    with until_recorded():
+        record = fit_phase(session, run, phase, verifies=bool(run.verify) and not is_last)
+        session.ledger.add(record)
+        drop_state(session.run_dir, run.id)  # of no more use once the phase is on record
     hold(record.verdicts)
 
 

@@ -14,6 +14,7 @@ from caramba.experiment.again import measure_again
 from caramba.experiment.session import Session
 from caramba.experiment.stages import fit_phase
 from caramba.model import build_model
+from caramba.runs.signals import until_recorded
 from caramba.train import drop_state
 
 
@@ -33,23 +34,24 @@ def train_variant(session: Session, run: RunConfig) -> None:
     logger.info(f"{run.id}: {run.exp}, {cost.params:,} parameters")
     model = build_model(spec, seed=run.seed).to(session.device)
     shadow = dataclasses.replace(session, student=model)
-    record = fit_phase(shadow, run, run.train)
-    row = run.id.replace(".", "_")  # a point separates the parts of a metric's key
-    suite = [bench for bench in session.group.benchmarks if not isinstance(bench.config, STAGED)]
-    results = session.measure(suite, {row: model.to(session.device)})
-    details = {
-        **record.phase.details,
-        "exp": run.exp,
-        "row": row,
-        "params": cost.params,
-        "d_ff": feed_forward_widths(spec),
-        "kv_bytes_per_token": float(cost.kv_bytes_per_token(KVCacheKind.FP16)),
-    }
-    session.ledger.add(
-        dataclasses.replace(
-            record,
-            phase=dataclasses.replace(record.phase, details=details),
-            benchmarks=tuple(dataclasses.replace(item, id=f"{item.id}.{row}") for item in results),
+    with until_recorded():
+        record = fit_phase(shadow, run, run.train)
+        row = run.id.replace(".", "_")  # a point separates the parts of a metric's key
+        suite = [bench for bench in session.group.benchmarks if not isinstance(bench.config, STAGED)]
+        results = session.measure(suite, {row: model.to(session.device)})
+        details = {
+            **record.phase.details,
+            "exp": run.exp,
+            "row": row,
+            "params": cost.params,
+            "d_ff": feed_forward_widths(spec),
+            "kv_bytes_per_token": float(cost.kv_bytes_per_token(KVCacheKind.FP16)),
+        }
+        session.ledger.add(
+            dataclasses.replace(
+                record,
+                phase=dataclasses.replace(record.phase, details=details),
+                benchmarks=tuple(dataclasses.replace(item, id=f"{item.id}.{row}") for item in results),
+            )
         )
-    )
     drop_state(session.run_dir, run.id)

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -23,6 +24,7 @@ from caramba.runs.files import write_json
 from caramba.runs.ranks import AGENT
 
 FAILURE = "failure.json"
+SAVE_S = 600
 SIGNAL_CREDIT_S = 2.0
 """A rank that a signal kills is noticed when the agent looks, by then those that waited for it may have failed."""
 _TOLD_TO_STOP = (-signal.SIGTERM, TERMINATED)
@@ -65,6 +67,18 @@ def _said_at(failure: Any) -> float:
         return float(failure.timestamp)
 
 
+def _wait_for_saves() -> None:
+    """Give ranks that a signal stops SAVE_S to end their step and save; PyTorch kills them after 30 s."""
+    shutdown = LocalElasticAgent._shutdown
+
+    def patient(
+        self: LocalElasticAgent, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30
+    ) -> None:
+        shutdown(self, death_sig, SAVE_S if isinstance(sys.exception(), SignalException) else timeout)
+
+    LocalElasticAgent._shutdown = patient
+
+
 def main(argv: Iterable[str]) -> int:
     """Run the ranks and return 0 when all of them did, 1 when one failed, 128 + N when signal N stopped them."""
     manifest, folder, ranks, *flags = argv
@@ -79,6 +93,7 @@ def main(argv: Iterable[str]) -> int:
         logs_specs=RankLogs(folder),
     )
     os.environ[AGENT] = str(os.getpid())  # for the ranks, which get our variables
+    _wait_for_saves()
     try:
         elastic_launch(config, sys.executable)("-m", "caramba.worker", manifest, *flags)
     except ChildFailedError as error:

@@ -92,15 +92,20 @@ class Pool(NotedSignals):
         if self.heard:
             raise KeyboardInterrupt(signal.Signals(self.heard[0]).name)
 
-    def stop(self, grace_s: float = GRACE_S, how: int = signal.SIGINT) -> list[int]:
+    def stop(self, grace_s: float | None = None, how: int = signal.SIGINT) -> list[int]:
         """Interrupt the workers, or send them another signal that they hear, upon which they end with what they have
         saved; kill those that have not ended in time. Return the exit statuses of those that have ended, killed ones
         among them.
 
-        Only Ctrl-C has a limit: any other signal is answered when a step has ended and its state is saved, which takes
-        what it takes. A further Ctrl-C while they end kills them at once. No other signal does: a terminal that closes
-        sends SIGHUP twice, from the shell and from the system, and nobody has asked for what they save to be lost.
+        A worker answers a signal at the end of its step and saves first, so a stop that a signal requested has no time
+        limit: a further Ctrl-C kills the workers at once. No other signal does, because a terminal that closes sends
+        SIGHUP twice, from the shell and from the kernel. Without a signal, after an error here, they have GRACE_S.
+
+        Args:
+            grace_s: a limit in seconds after SIGINT, in place of these two.
         """
+        if grace_s is None:
+            grace_s = math.inf if self.heard else GRACE_S
         stopped = list(self._running)
         for number in (how, signal.SIGKILL):
             asked = self.heard.count(signal.SIGINT)

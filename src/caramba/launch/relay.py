@@ -7,9 +7,8 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from caramba.runs.signals import NotedSignals
+from caramba.runs.signals import SAME_PRESS_S, NotedSignals
 
-STOP_S = 60.0
 _POLL_S = 0.1
 
 
@@ -22,25 +21,23 @@ class Relay(NotedSignals):
     def run(self, start: Callable[[], subprocess.Popen[bytes]]) -> int:
         """Start an agent and return its exit status, negative where a signal ended it.
 
-        Ctrl-C reaches it as such and everything else as SIGTERM. After Ctrl-C it has STOP_S; then it is killed, and by
-        a second one at once, and the kernel ends its ranks with it (`end_with_agent`).
+        Ctrl-C is forwarded as SIGINT and everything else as SIGTERM. The ranks save at the end of their step, without a
+        time limit. A second Ctrl-C kills the agent, and the kernel kills its ranks with it (`end_with_agent`).
         """
         agent = start()
-        told, limit = 0, None
+        told, interrupted_at = 0, None
         while True:
             for number in self.heard[told:]:
                 told += 1
                 if number != signal.SIGINT:
                     agent.terminate()
-                elif limit is None:
+                elif interrupted_at is None:
                     agent.send_signal(signal.SIGINT)
-                    limit = time.monotonic() + STOP_S
-                else:
-                    limit = 0.0
-            if limit is not None and time.monotonic() > limit:
-                agent.kill()
-                agent.wait()
-                return -signal.SIGINT
+                    interrupted_at = time.monotonic()
+                elif time.monotonic() - interrupted_at >= SAME_PRESS_S:
+                    agent.kill()
+                    agent.wait()
+                    return -signal.SIGINT
             try:
                 return agent.wait(_POLL_S)
             except subprocess.TimeoutExpired:

@@ -6,13 +6,14 @@ import atexit
 import contextlib
 import errno
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from caramba.console import logger
+from caramba.console import logger, visible
 from caramba.errors import BatchReduced, CarambaError, Preempted
 from caramba.runs.files import home
 from caramba.runs.ranks import is_rank
@@ -26,6 +27,13 @@ REDUCED_REASON = "reduced: "
 """What the reason of such a batch begins with in plan.json."""
 INTERRUPTED = 130
 TERMINATED = 143
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+SHM = Path("/dev/shm")
+_FULL_SHM = (
+    "unable to write to file </torch_",
+    "insufficient shared memory",
+    "unable to allocate shared memory",
+)
 STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)
 """Statuses of a run that was asked to stop: it has not failed, and goes on when it is started again."""
 
@@ -37,12 +45,13 @@ def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
     has a smaller batch from now on. `is_debug` adds the traceback, and lets ops check what only the device knows.
     """
     logger.is_debug = is_debug
+    _open_closed_streams()
     try:
         return command()
     except CarambaError as error:
         if is_debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {visible(str(error))}", file=sys.stderr)
         return error.exit_status
     except Preempted as stop:
         print(f"stopped by {stop.signal_name}", file=sys.stderr)
@@ -64,8 +73,56 @@ def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
             )
             return MISTAKE
         hint = "" if is_debug else " (--debug shows the traceback)"
-        print(f"failed: {type(error).__name__}: {error}{hint}", file=sys.stderr)
+        full = _full_disk(error)
+        text = full or f"{type(error).__name__}: {error}"
+        print(f"failed: {visible(text)}{hint}", file=sys.stderr)
         return 1
+
+
+def _open_closed_streams() -> None:
+    """Open standard streams that the parent closed, such as by `>&-`, on the null device.
+
+    Python has None for them, which a library that prints does not expect, and the next file that is opened would get
+    their number and with it what C code prints.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDONLY if mode == "r" else os.O_WRONLY)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - lives as long as the process
+
+
+def _full_disk(error: BaseException) -> str | None:
+    """Return a message that names the full file system behind an error, None if the error has another cause."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    texts = [str(item) for item in chain]
+    if any(mark in text for text in texts for mark in _FULL_SHM):
+        free = shutil.disk_usage(SHM).free // 2**20 if SHM.is_dir() else 0
+        return (
+            f"shared memory is full ({SHM}: {free} MiB free), through which workers of a data loader send batches; "
+            f"free it (df {SHM}), enlarge it (docker --shm-size), or set train.num_workers=0"
+        )
+    for item in chain:
+        if isinstance(item, OSError) and item.errno in _FULL:
+            place = f"{os.fsdecode(item.filename)}: " if item.filename else ""
+            reason = f"{place}{item.strerror}"
+        elif any(
+            os.strerror(number) in str(item) for number in _FULL
+        ):  # A library that raises its own error.
+            reason = str(item)
+        else:
+            continue
+        return f"{reason}; free space on that disk (df -h) and start the command again"
+    return None
 
 
 def _is_of_caches(error: OSError) -> bool:
@@ -77,8 +134,8 @@ def _is_of_caches(error: OSError) -> bool:
 
 
 def status_of(stop: Preempted) -> int:
-    """Return the exit status of a run that a signal stopped: SIGTERM says that nobody wants it to go on now."""
-    return TERMINATED if stop.signal_name == "SIGTERM" else PREEMPTED
+    """Return the exit status of a run that a signal stopped: 75 asks the system to start it again, 143 does not."""
+    return PREEMPTED if stop.signal_name in ("SIGUSR1", "SIGUSR2") else TERMINATED
 
 
 def leave(status: int) -> NoReturn:

@@ -7,27 +7,37 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
+from caramba.console import logger
 from caramba.errors import Preempted
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
 
 WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 """By these a system says that it wants its place back, and may start the run again."""
-STOPPING = (signal.SIGTERM, *WANTED_BACK)
-ENDING = (*STOPPING, signal.SIGHUP)
-"""What ends a process that does not handle it, a closed terminal among it; Ctrl-C is Python's own."""
+ENDING = (signal.SIGTERM, *WANTED_BACK, signal.SIGHUP, signal.SIGQUIT, signal.SIGXCPU)
+"""Signals that end a process that does not handle them, without Ctrl-C."""
+STOPPING = (*ENDING, signal.SIGINT)
+"""Every catchable signal that ends a run. SIGPIPE is absent: Python raises an error in its place."""
+_MAY_BE_IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+"""A shell starts background jobs with the first two ignored, and nohup ignores the third."""
 AGAIN_S = 0.05
+SAME_PRESS_S = 0.3
+"""A Ctrl-C can arrive twice, from the terminal and from a parent such as `timeout` or torchrun."""
 
 
 class _Request:
-    """What has been asked of this process, and whether it is where it can only stop at the end of a step."""
+    """The stop that was requested, and the phase of work that decides when it takes effect."""
 
-    is_heard = False
+    numbers: tuple[signal.Signals, ...] = ()
+    terminals: tuple[int, ...] = ()
     follows = False
     number = 0
     waits = False
+    defers = False
+    interrupted_at: float | None = None
 
 
 _request = _Request()
@@ -85,75 +95,169 @@ class NotedSignals:
 
 @contextlib.contextmanager
 def stop_on_signals(*, follows: bool = False) -> Iterator[None]:
-    """Within, SIGTERM, SIGUSR1 and SIGUSR2 raise Preempted: at once, or in training at the end of a step.
+    """Stop on every catchable signal: at once, or in training at the end of a step.
 
-    A process that `follows` another waits for it outside training, in calls that no Python handler interrupts: there
-    SIGTERM ends it as it ends any process, and the other two leave it to hear from whom it follows.
+    Between steps Ctrl-C raises KeyboardInterrupt and every other signal Preempted. In training a signal is only
+    recorded, and the step's end saves. A second Ctrl-C raises KeyboardInterrupt at once, and a third one kills.
 
-    Python drops what a handler raises in a finalizer, and in callbacks of the garbage collector or around a fork: a
-    stop or Ctrl-C that was dropped there is asked for again a moment later. One that other code took for an error of
-    its own is lost, and the next signal stops the run.
+    A process that `follows` another waits for it outside training, in calls that no Python handler interrupts. There
+    SIGUSR1 and SIGUSR2 are ignored, because the leading process reports them, and every other signal kills.
 
-    Only the main thread hears signals; in any other this does nothing.
+    Python drops exceptions of a handler that runs in a finalizer, in a callback of the garbage collector or around a
+    fork. A stop that was dropped there is sent again a moment later. If other code swallows the exception, the next
+    signal stops the run.
+
+    Only the main thread receives signals; in any other thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _request.number, _request.waits, _request.follows, _request.is_heard = 0, False, follows, True
     before = {number: signal.getsignal(number) for number in STOPPING}
+    _request.numbers = tuple(
+        number
+        for number, handler in before.items()
+        # None is a handler that was not installed from Python, which could not be restored.
+        if handler is not None and not (handler == signal.SIG_IGN and number in _MAY_BE_IGNORED)
+    )
+    _request.terminals = tuple(number for number in (1, 2) if _is_terminal(number))
+    _request.number, _request.waits, _request.defers, _request.follows = 0, False, False, follows
+    _request.interrupted_at = None
+    heard = _request.numbers
+    before_lost, logger.on_lost = logger.on_lost, lambda: _stop(signal.SIGPIPE)
     try:
         _between_steps()
         with _asked_again():
             yield
     finally:
-        _request.is_heard = False
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _request.numbers = ()
+        logger.on_lost = before_lost
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def listen() -> None:
-    """Within `stop_on_signals`, hear the signals again, which a library may have taken over."""
-    if _request.is_heard:
-        for number in STOPPING:
-            signal.signal(number, _heard)
+    """Within `stop_on_signals`, install its handlers again, which a library may have replaced."""
+    for number in _request.numbers:
+        signal.signal(number, _heard)
 
 
 @contextlib.contextmanager
 def until_step_ends() -> Iterator[None]:
-    """Within, a signal is only noted: whoever trains asks `requested` when a step has ended, and saves first."""
+    """Only record signals in this block: the trainer reads `requested` at the end of a step, and saves first.
+
+    Raises:
+        KeyboardInterrupt, Preempted: a signal came after the last step, and no `until_recorded` is active.
+    """
     _request.waits = True
     listen()
     try:
         yield
+    except BaseException:
+        _stop_waiting()
+        raise
+    if not _request.defers:
+        _stop_waiting()
+        _raise_if_requested()
+
+
+@contextlib.contextmanager
+def until_recorded() -> Iterator[None]:
+    """Delay a stop that comes after the last step of training to the end of this block.
+
+    The last step saves no resumable state, so the steps since the last saved one would be lost without the record of
+    the finished phase.
+
+    Raises:
+        KeyboardInterrupt, Preempted: a signal came after the last step.
+    """
+    _request.defers = True
+    try:
+        yield
     finally:
+        _request.defers = False
+        _stop_waiting()
+    _raise_if_requested()
+
+
+def stop_error(number: int) -> BaseException:
+    """Return the exception by which a signal stops a run."""
+    name = signal.Signals(number).name
+    return KeyboardInterrupt(name) if number == signal.SIGINT else Preempted(name)
+
+
+def _raise_if_requested() -> None:
+    if _request.number and not _request.follows:
+        raise stop_error(_request.number)
+
+
+def _stop_waiting() -> None:
+    if _request.waits:
         _request.waits = False
         _between_steps()
-    if (
-        _request.number and not _request.follows
-    ):  # it came after the last step: what was trained is saved by now
-        raise Preempted(signal.Signals(_request.number).name)
 
 
 def _between_steps() -> None:
-    if _request.is_heard and _request.follows:
-        for number in STOPPING:
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
-    else:
+    if not _request.follows:
         listen()
+        return
+    for number in _request.numbers:
+        signal.signal(number, signal.SIG_IGN if number in WANTED_BACK else signal.SIG_DFL)
 
 
 def _heard(number: int, _: Any) -> None:
+    if number == signal.SIGHUP:
+        _leave_terminal()
+    if number == signal.SIGINT and _is_second_press():
+        # The next one ends the process in C++ code too, where no Python handler runs.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+    _stop(number)
+
+
+def _stop(number: int) -> None:
     if _request.number and (_request.waits or _is_stopping()):
-        return  # it is stopping already, and must not be stopped in that
+        return  # It stops already, and an exception here would interrupt the save.
     _request.number = _request.number or number
     if not _request.waits:
-        raise Preempted(signal.Signals(_request.number).name)
+        raise stop_error(_request.number)
+    if _request.number == signal.SIGINT:
+        _print_at_once("\nstopping when this step is saved; Ctrl-C again stops at once and loses it\n")
+
+
+def _is_second_press() -> bool:
+    first, now = _request.interrupted_at, time.monotonic()
+    if first is None:
+        _request.interrupted_at = now
+        return False
+    return now - first >= SAME_PRESS_S
+
+
+def _print_at_once(text: str) -> None:
+    """Write to stderr without its buffer, which a signal handler must not enter."""
+    if not logger.quiet:
+        with contextlib.suppress(OSError):  # The reader is gone, and the message with it.
+            os.write(2, text.encode())
+
+
+def _leave_terminal() -> None:
+    """Discard output to a terminal that was closed: writing to it fails, and would end the step before its save."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number in _request.terminals:
+        os.dup2(nowhere, number)
+    os.close(nowhere)
+
+
+def _is_terminal(number: int) -> bool:
+    try:
+        return os.isatty(number)
+    except OSError:  # The descriptor is closed.
+        return False
 
 
 def _is_stopping() -> bool:
     """Whether a stop is on its way out: this was called within a `finally` or `except` that it passes through."""
     error = sys.exception()
-    while error is not None and not isinstance(error, Preempted):
+    while error is not None and not isinstance(error, Preempted | KeyboardInterrupt):
         error = error.__context__
     return error is not None
 

@@ -19,6 +19,7 @@ from caramba.data import TokenDataset, WindowSampler
 from caramba.distill import Batch
 from caramba.errors import DataError
 from caramba.measure import spread_windows
+from caramba.runs.signals import STOPPING
 from caramba.runtime import Decision
 
 VALIDATION_WINDOWS = 64
@@ -100,7 +101,7 @@ def _outlive_signals(_: int) -> None:
     Ctrl-C, which a terminal sends to all of them, is their parent's alone. They end with their loader, or when their
     parent is gone; a second SIGTERM is their parent's own.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+    for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
 
     def once(_: int, __: object) -> None:

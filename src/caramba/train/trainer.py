@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from caramba.checkpoint import load_training_state
 from caramba.checkpoint.sharded import LOOP, latest_sharded_state
 from caramba.config.manifest import Manifest
 from caramba.config.train import PhaseConfig
+from caramba.console import logger
 from caramba.data import TokenDataset, count_targets
 from caramba.distill import Batch, BlockwiseObjective, Objective
-from caramba.errors import OutOfMemory
+from caramba.errors import OutOfMemory, Preempted
 from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
-from caramba.runs.signals import listen, until_step_ends
+from caramba.runs.signals import listen, stop_error, until_step_ends
 from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
     Checkpointing,
@@ -94,8 +96,9 @@ def fit(
         callbacks: what else happens and when; see `caramba.train.callbacks`.
 
     Raises:
-        KeyboardInterrupt: the user stopped the run; the last saved state is on disk.
-        Preempted: a signal asked the run to stop; the state of the last step is on disk.
+        KeyboardInterrupt: the user stopped the run; the state of the last step is on disk, and after a second Ctrl-C
+            the last one saved before it.
+        Preempted: another signal stopped the run; the state of the last step is on disk.
         OutOfMemory: a step did not fit; the last saved state is on disk.
     """
     _quiet_lightning()
@@ -174,6 +177,8 @@ def fit(
     )
     # Lightning would take SIGTERM over: it ends in SystemExit, and its handler waits for the other ranks.
     trainer._signal_connector.register_signal_handlers = listen
+    if position:
+        logger.info(f"{plan.phase}: resuming from step {position:,} of {phase.steps:,}")
     # Ranks agree on a stop while a step runs (`Agreement`). Lightning asks by a broadcast, and waits for the device,
     # before every batch, so that no launch of a step is made before the step ahead has ended.
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None
@@ -190,6 +195,8 @@ def fit(
             )
     except SystemExit as stop:  # Lightning turns Ctrl-C into sys.exit(1)
         raise KeyboardInterrupt from stop
+    except Preempted as stop:
+        raise stop_error(signal.Signals[stop.signal_name]) from None
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise

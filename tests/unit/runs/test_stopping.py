@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,15 +15,30 @@ import time
 import pytest
 
 from caramba.errors import ConfigError, Preempted
+from caramba.runs import signals
 from caramba.runs.ending import PREEMPTED, TERMINATED, end, status_of
 from caramba.runs.jobs import current_job, queue, record_job, refuse_queued
 from caramba.runs.ranks import adopt_slurm_ranks, is_rank
-from caramba.runs.signals import STOPPING, requested, stop_on_signals, until_step_ends
+from caramba.runs.signals import STOPPING, requested, stop_on_signals, until_recorded, until_step_ends
 from caramba.runs.state import clock_skew
 
 
 def tell(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
+
+
+@pytest.fixture(autouse=True)
+def _foreground():
+    """A shell that runs the tests in the background ignores these two, and a run would too."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGQUIT: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def error_of(number: signal.Signals) -> type[BaseException]:
+    return KeyboardInterrupt if number == signal.SIGINT else Preempted
 
 
 @pytest.mark.parametrize("number", STOPPING)
@@ -43,10 +61,180 @@ def test_a_signal_stops_at_once_or_when_a_step_has_ended(number):
             done.append("went on")
 
     for work in (between_phases, in_a_step):
-        with pytest.raises(Preempted, match=number.name):
+        with pytest.raises(error_of(number), match=number.name):
             work()
     assert done == ["step"]
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("number", STOPPING)
+def test_until_recorded_signal_after_the_last_step_waits_for_the_record(number):
+    """Trap: the last step saves no state, so a stop before the record lost the steps since the last saved one."""
+    done = []
+
+    def work() -> None:
+        with stop_on_signals():
+            with until_recorded():
+                with until_step_ends():
+                    tell(number)
+                done.append("trained")
+                tell(signal.SIGTERM)
+                done.append("recorded")
+            done.append("continued")
+
+    with pytest.raises(error_of(number), match=number.name):
+        work()
+    assert done == ["trained", "recorded"]
+
+
+def test_until_recorded_signal_before_training_stops_at_once():
+    done = []
+
+    def work() -> None:
+        with stop_on_signals(), until_recorded():
+            tell(signal.SIGTERM)
+            done.append("planned")
+
+    with pytest.raises(Preempted, match="SIGTERM"):
+        work()
+    assert done == []
+
+
+def test_stop_on_signals_second_ctrl_c_in_a_step_stops_at_once(monkeypatch, capfd):
+    done = []
+
+    def work() -> None:
+        with stop_on_signals(), until_step_ends():
+            tell(signal.SIGINT)
+            tell(signal.SIGINT)  # The same press, from the terminal and from a parent.
+            done.append("same press")
+            monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
+            tell(signal.SIGINT)
+            done.append("second press")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert done == ["same press"]
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
+
+
+def test_stop_on_signals_ignored_signal_stays_ignored():
+    """A background job of a shell ignores Ctrl-C, and one under nohup the closed terminal."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        before = signal.signal(number, signal.SIG_IGN)
+        try:
+            with stop_on_signals(), until_step_ends():
+                tell(number)
+                assert requested() == 0
+            assert signal.getsignal(number) is signal.SIG_IGN
+        finally:
+            signal.signal(number, before)
+
+
+IN_A_TERMINAL = """
+import os, sys, time
+from caramba.console import logger
+from caramba.runs.signals import requested, stop_on_signals, until_step_ends
+with stop_on_signals(), until_step_ends():
+    logger.info("ready")
+    while not requested():
+        time.sleep(0.01)
+    for _ in range(20):
+        logger.info("a line of the step")
+        print("another", file=sys.stderr, flush=True)
+    open(sys.argv[1], "w").write("saved")
+"""
+
+
+def test_stop_on_signals_closed_terminal_lets_the_step_save(tmp_path):
+    """Trap: SIGHUP killed the run, and writing to the closed terminal fails with EIO."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "state")])
+    said = b""
+    while b"ready" not in said:
+        said += os.read(terminal, 1024)
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert (tmp_path / "state").read_text() == "saved"
+
+
+BROKEN_PIPE = """
+import sys
+from caramba.console import logger
+from caramba.errors import Preempted
+from caramba.runs.signals import stop_on_signals, until_step_ends
+try:
+    with stop_on_signals(), until_step_ends():
+        for number in range(3):
+            logger.info("a line that nobody reads")
+        open(sys.argv[1], "w").write("saved")
+except Preempted as stop:
+    sys.exit(str(stop))
+"""
+
+
+def test_stop_on_signals_broken_pipe_lets_the_step_save(tmp_path):
+    """Trap: `caramba launch | head` lost the steps since the last saved state."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN_PIPE, str(tmp_path / "state")],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert (tmp_path / "state").read_text() == "saved"
+    assert (done.returncode, done.stderr) == (1, "SIGPIPE\n")
+
+
+@pytest.mark.parametrize("redirect", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_end_closed_streams_are_opened_on_the_null_device(tmp_path, redirect):
+    """Trap: a run whose stdout was closed failed after its folder was made."""
+    code = (
+        "import sys; from caramba.console import logger; from caramba.runs.ending import end\n"
+        "def command():\n"
+        "    logger.header('title'); logger.warning('text'); print('line')\n"
+        f"    assert open({str(tmp_path / 'file')!r}, 'w').fileno() > 2\n"
+        "    return 7\n"
+        "sys.exit(end(command))"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {redirect}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 7, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/runs/x"),
+            "/runs/x: No space left on device; free space",
+        ),
+        (
+            RuntimeError("I/O error: No space left on device (os error 28)"),
+            "os error 28); free space on that disk",
+        ),
+        (RuntimeError("unable to write to file </torch_1_2>"), "shared memory is full (/dev/shm"),
+    ],
+)
+def test_end_full_disk_is_named(capsys, error, text):
+    def command() -> int:
+        raise error
+
+    assert end(command) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_end_escape_characters_are_printed_as_text(capsys):
+    """Trap: a message could move the cursor and retitle the terminal of its reader."""
+
+    def command() -> int:
+        raise ConfigError("no option '\x1b]0;title\x07\x1b[2J'")
+
+    assert end(command) == 2
+    assert capsys.readouterr().err == "error: no option '\\x1b]0;title\\x07\\x1b[2J'\n"
 
 
 class Finalized:
@@ -59,12 +247,10 @@ class Finalized:
         tell(self.number)
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"), [*((number, Preempted) for number in STOPPING), (signal.SIGINT, KeyboardInterrupt)]
-)
+@pytest.mark.parametrize(("number", "kind"), [(number, error_of(number)) for number in STOPPING])
 def test_a_stop_that_python_drops_is_asked_for_again(number, kind):
     """Trap: it was printed as `Exception ignored in`, and the run was deaf to every signal after it."""
-    hook, interrupt = sys.unraisablehook, signal.signal(signal.SIGINT, signal.default_int_handler)
+    hook = sys.unraisablehook
     went_on = []
 
     def work() -> None:
@@ -73,11 +259,8 @@ def test_a_stop_that_python_drops_is_asked_for_again(number, kind):
             went_on.append(number)
             time.sleep(60)
 
-    try:
-        with pytest.raises(kind):
-            work()
-    finally:
-        signal.signal(signal.SIGINT, interrupt)
+    with pytest.raises(kind):
+        work()
     assert went_on == [number], "it had been dropped"
     assert sys.unraisablehook is hook
 
