@@ -85,7 +85,8 @@ class AccuracyBenchmarkConfig(Config):
     """Tasks of lm-evaluation-harness, which the extra `eval` installs; `include_path` adds a folder of own tasks.
 
     `tasks` are names, groups or patterns; `limit` takes the first so many documents of each. `max_length` is the number
-    of tokens that a model reads at most, by default what it trained on.
+    of tokens that a model reads at most, by default what it trained on. With `eval_data` the tasks are files of that
+    folder, `NAME.jsonl` or `NAME.txt`, and no harness is needed; `limit` then keeps evenly spaced items.
     """
 
     type: Literal["accuracy"]
@@ -93,8 +94,17 @@ class AccuracyBenchmarkConfig(Config):
     limit: Positive | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
     include_path: str | None = None
+    eval_data: str | None = None
     batch_size: Positive = 8
     max_length: Positive | None = None
+
+    @model_validator(mode="after")
+    def _check_eval_data(self) -> AccuracyBenchmarkConfig:
+        if self.eval_data is not None and (self.include_path is not None or self.num_fewshot is not None):
+            raise ValueError(
+                "eval_data reads local tasks without lm-evaluation-harness; remove include_path and num_fewshot"
+            )
+        return self
 
 
 ControlName = Literal["copy", "weight_svd", "random", "teacher_continued"]

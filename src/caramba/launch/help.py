@@ -46,9 +46,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "write a trained model for other programs; hf loads with transformers",
     ),
     "eval": (
-        "RUN|DIR --tasks A,B [--limit N] [--num-fewshot N] [--include-path DIR] [--which teacher|student] "
-        "[--tokenizer PATH] [--out FILE]",
-        "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness",
+        "RUN|DIR --tasks A,B [--eval-data DIR] [--limit N] [--num-fewshot N] [--include-path DIR] "
+        "[--which teacher|student] [--tokenizer PATH] [--out FILE]",
+        "evaluate a run, an export or a Hugging Face folder on tasks of lm-evaluation-harness, or of a local folder",
     ),
     "generate": (
         "RUN|DIR --prompt TEXT... | --prompt-file FILE [--max-new-tokens N] [--temperature T] [--top-k K] "

@@ -89,6 +89,8 @@ def check_extras(manifest: Manifest) -> None:
         for bench in group.benchmarks:
             if isinstance(bench.config, AccuracyBenchmarkConfig):
                 where, folder = f"benchmarks.{bench.id} (accuracy)", bench.config.include_path
+                if bench.config.eval_data is not None:
+                    continue  # the tasks are read with the tokenizer, before training
                 need_harness(where)
                 if folder is not None and not Path(folder).is_dir():
                     raise ConfigError(
