@@ -27,6 +27,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/lint_language.py
 
 clean:
 	rm -rf $(VENV) .caramba build dist
