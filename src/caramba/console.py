@@ -101,9 +101,9 @@ class Console:
     def training_step(
         self, phase: str, step: int, loss: float, extras: Mapping[str, Any] | None = None
     ) -> None:
-        """Print one step of training: its loss, and whatever else was measured."""
+        """Print one step of training: the mean loss of the steps up to it, and whatever else was measured."""
         tail = "".join(f"  {name} {number(value)}" for name, value in (extras or {}).items())
-        self._line((phase, "cyan"), f"  step {step:,}  loss {loss:.4f}{tail}")
+        self._line((phase, "cyan"), f"  step {step:,}  mean loss {loss:.4f}{tail}")
 
     def benchmark_result(self, name: str, model: str, value: Any, unit: str = "") -> None:
         """Print what a benchmark measured on a model."""

@@ -38,7 +38,7 @@ def test_lines_are_plain_without_a_terminal(
     assert captured.out == (
         "\nTraining  tiny_dba\n------------------\n\nBlockwise\na message\ndone: saved\n"
         "  perplexity: 12.35 nats\n[2/5] transplant\n  seed    1337\n  device  cpu\n"
-        "global  step 1,200  loss 2.3457  tok/s 15,234\n  latency  student: 123.5 tok/s\n"
+        "global  step 1,200  mean loss 2.3457  tok/s 15,234\n  latency  student: 123.5 tok/s\n"
     )
 
 

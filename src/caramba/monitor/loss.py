@@ -1,4 +1,4 @@
-"""The mean loss of the last micro-batches, which goes on over interrupts."""
+"""The mean loss of the last optimiser steps, continued over interrupts."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ from caramba.runtime import get_world_size, is_distributed
 
 
 class RunningLoss:
-    """Keeps the losses of the last `window` micro-batches on their device, so that adding one waits for nothing."""
+    """The losses of the last `window` optimiser steps, kept on their device so that adding one does not wait for it.
+
+    The loss of a step weighs its micro-batches and ranks as its gradient does, so that the mean does not depend on how
+    a batch is split.
+    """
 
     def __init__(self, window: int = 50) -> None:
         self._losses: deque[Tensor] = deque(maxlen=window)
 
     def add(self, loss: Tensor) -> None:
-        """Add a loss []; a copy is kept, since a CUDA graph writes the next one over it."""
+        """Add the loss [] of an optimiser step; a copy is stored, since a CUDA graph writes the next one over it."""
         self._losses.append(loss.detach().float().clone())
 
-    def mean(self) -> float:
-        """Return the mean over the window and all ranks, NaN before the first loss."""
+    def mean(self, *, over_ranks: bool = False) -> float:
+        """Return the mean over the window in nats, NaN before the first step.
+
+        Args:
+            over_ranks: average the ranks too, where each adds a loss of its own; every rank calls this then.
+        """
         if not self._losses:
             return float("nan")
         device = self._losses[-1].device
         mean = torch.stack([loss.to(device) for loss in self._losses]).mean()
-        if is_distributed():
+        if over_ranks and is_distributed():
             torch.distributed.all_reduce(mean)
             mean /= get_world_size()
         return float(mean)
@@ -37,6 +45,6 @@ class RunningLoss:
         return {"losses": [float(loss) for loss in self._losses]}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        """Go on from the losses of an interrupted phase."""
+        """Continue from the losses of an interrupted phase."""
         self._losses.clear()
         self._losses.extend(torch.tensor(value) for value in state["losses"])

@@ -38,10 +38,12 @@ class Display:
             self._live.__enter__()
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
-        """Show the row of a step: its running loss and its rates."""
+        """Show the row of a step: the mean loss of the last 50 steps, and its rates."""
         loss = row["running_loss"]
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=f"loss {loss:.4f}", rate="  ".join(_rates(row)))
+            self._bar.update(
+                self._task, completed=step, loss=f"mean loss {loss:.4f}", rate="  ".join(_rates(row))
+            )
         elif self._live is not None:
             self._losses.append((step, loss))
             self._live.update(self._plot("  ".join(_rates(row))), refresh=True)
@@ -59,7 +61,7 @@ class Display:
         from rich.text import Text
 
         steps, losses = zip(*self._losses, strict=True)
-        title = f"{self.phase}  step {steps[-1]:,}/{self.steps:,}  loss {losses[-1]:.4f}  {rates}"
+        title = f"{self.phase}  step {steps[-1]:,}/{self.steps:,}  mean loss {losses[-1]:.4f}  {rates}"
         return Text(draw_curve(steps, losses, title, logger.width, PLOT_ROWS))
 
 

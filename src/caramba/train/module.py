@@ -137,7 +137,6 @@ class CarambaModule(pl.LightningModule):
         with self._offload():
             losses = self.objective.step(batch, partial(self._backward, weight))
         self.micro_steps += 1
-        self.train_loss.add(losses["loss"])
         self._add(losses, weight)
         if self.micro_steps == self.phase.gradient_accumulation_steps:
             self.micro_steps = 0
@@ -152,6 +151,7 @@ class CarambaModule(pl.LightningModule):
             # So that every rank decides alike, on what steps and on what has converged.
             if not self.shares_blocks:
                 losses = mean_over_ranks(losses)
+            self.train_loss.add(losses["loss"])
             losses["grad_norm"] = self._step(losses["loss"])
             if self.phase.nonfinite == "skip":
                 losses["skipped_steps"] = torch.tensor(float(self.watch.skipped))
@@ -291,8 +291,8 @@ class CarambaModule(pl.LightningModule):
         self.val_loss.reset()
 
     def running_loss(self) -> float:
-        """Return the mean loss of the last 50 micro-batches, over all ranks."""
-        return self.train_loss.mean()
+        """Return the mean loss of the last 50 optimiser steps in nats, over all ranks."""
+        return self.train_loss.mean(over_ranks=self.shares_blocks)
 
     def refuse_divergence(self) -> None:
         """Raise when a weight is not finite, so that nothing worthless is saved over something good.

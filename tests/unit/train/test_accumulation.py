@@ -30,6 +30,7 @@ class StepLosses(pl.Callback):
 
     def __init__(self) -> None:
         self.found: list[float] = []
+        self.running = 0.0
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: CarambaModule, outputs: dict, batch: Batch, batch_idx: int
@@ -40,7 +41,7 @@ class StepLosses(pl.Callback):
 
 def train(
     windows: PackedDataset | DocumentDataset, batch_size: int, times: int, folder: Path
-) -> tuple[list[float], list[torch.Tensor]]:
+) -> tuple[StepLosses, list[torch.Tensor]]:
     phase = PhaseConfig(
         phase="pretrain",
         steps=STEPS,
@@ -69,7 +70,8 @@ def train(
         callbacks=[losses],
     )
     trainer.fit(module, train_loader(windows, phase, seed=SEED, start=2, pin=False))
-    return losses.found, [value.detach() for value in module.model.parameters()]
+    losses.running = module.running_loss()
+    return losses, [value.detach() for value in module.model.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +81,13 @@ def test_micro_batches_weigh_as_their_targets_do(
     windows: PackedDataset | DocumentDataset, tmp_path: Path
 ) -> None:
     losses, weights = train(windows, 6, 1, tmp_path)
+    assert losses.running == pytest.approx(sum(losses.found) / STEPS, rel=1e-6)
     for times in (2, 6):
         others, theirs = train(windows, 6 // times, times, tmp_path)
-        assert others == pytest.approx(losses, rel=1e-5), "of the step, not of its last micro-batch"
+        assert others.found == pytest.approx(losses.found, rel=1e-5), (
+            "of the step, not of its last micro-batch"
+        )
+        assert others.running == pytest.approx(losses.running, rel=1e-5), "of steps, not of micro-batches"
         for ours, other in zip(weights, theirs, strict=True):
             torch.testing.assert_close(other, ours, rtol=1e-4, atol=1e-6)
 
@@ -93,7 +99,7 @@ def test_the_first_loss_is_the_mean_over_all_targets_of_the_step(tmp_path: Path)
     assert len(set((batch[1] != -100).sum(1).tolist())) > 1, "windows of other padding"
     whole = LanguageModelObjective(build_model(spec(NORM), seed=0)).losses(batch).loss
     losses, _ = train(windows, 1, 6, tmp_path)
-    assert losses[0] == pytest.approx(float(whole.detach()), rel=1e-5)
+    assert losses.found[0] == pytest.approx(float(whole.detach()), rel=1e-5)
 
 
 def test_equal_windows_and_single_batches_need_no_weights() -> None:

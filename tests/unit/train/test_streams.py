@@ -70,7 +70,7 @@ def test_a_plot_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     shown.show(20, {"running_loss": 1.5, "tokens_per_s": 1200.4, "mfu": 0.471, "data_wait_share": 0.25})
     shown.close()
     line = capsys.readouterr().out
-    assert line == "pretrain  step 20  loss 1.5000  steps 20  tok/s 1,200  MFU 47.1%  data wait 25%\n"
+    assert line == "pretrain  step 20  mean loss 1.5000  steps 20  tok/s 1,200  MFU 47.1%  data wait 25%\n"
     drawn = draw_curve((10, 20, 30), (3.0, 2.0, 1.5), "pretrain loss", 60, 10).splitlines()
     assert len(drawn) == 10
     assert all(len(line) <= 60 for line in drawn)
