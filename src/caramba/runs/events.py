@@ -15,6 +15,7 @@ from caramba.runs.files import write_whole
 
 EVENTS = "events.jsonl"
 METRICS = "metrics.csv"
+RUN_STARTED, PHASE_STARTED = "run_started", "phase_started"
 REPEATED = ("metrics", "step_skipped")
 """Events of a step, which a run that goes on from a state before it records again."""
 
@@ -26,8 +27,15 @@ def append_event(run_dir: Path, kind: str, **fields: Any) -> None:
         "event": kind,
         **{key: _plain(value) for key, value in fields.items()},
     }
-    with open(run_dir / EVENTS, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    line = json.dumps(record, ensure_ascii=False) + "\n"
+    with open(run_dir / EVENTS, "ab+") as file:
+        if file.seek(0, 2):
+            file.seek(-1, 2)
+            if (
+                file.read(1) != b"\n"
+            ):  # A killed writer cut its line short, and this one would be lost with it.
+                line = f"\n{line}"
+        file.write(line.encode())
 
 
 def read_events(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -49,6 +57,26 @@ def metric_rows(run_dir: Path) -> Iterator[tuple[str, int, dict[str, float]]]:
     for event in read_events(run_dir):
         if event["event"] == "metrics":
             yield event["phase"], event["step"], {key: float(value) for key, value in event["values"].items()}
+
+
+def start_phase(run_dir: Path, phase: str, step: int) -> float:
+    """Record that this process trains a phase from `step` on; return the seconds that earlier processes trained it.
+
+    A process that was killed recorded no end, so its time ends with the last event that it recorded. Called before the
+    rows that are repeated are dropped.
+    """
+    earlier, began, last = 0.0, None, 0.0
+    for event in read_events(run_dir):
+        is_start = event["event"] == PHASE_STARTED
+        if began is not None and (is_start or event["event"] == RUN_STARTED):
+            earlier, began = earlier + max(last - began, 0.0), None
+        if is_start and event["phase"] == phase:
+            earlier, began = event["earlier_s"], event["time"]
+        last = event["time"]
+    if began is not None:  # An earlier attempt of this process, which ran out of memory.
+        earlier += max(last - began, 0.0)
+    append_event(run_dir, PHASE_STARTED, phase=phase, step=step, earlier_s=round(earlier, 3))
+    return earlier
 
 
 def drop_metrics_after(run_dir: Path, phase: str, step: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from caramba.config.benchmark import STAGED
 from caramba.config.manifest import Manifest
 from caramba.result import Check
-from caramba.runs.events import EVENTS
+from caramba.runs.events import EVENTS, RUN_STARTED
 from caramba.runs.jobs import waits_since
 from caramba.runs.locking import is_locked
 from caramba.runs.manifest import MANIFEST
@@ -21,7 +21,7 @@ from caramba.runs.manifest import MANIFEST
 RESULT = "result.json"
 RUNNING, FINISHED, FAILED, INTERRUPTED, WAITING = "running", "finished", "failed", "interrupted", "waiting"
 # What a worker says of the run as a whole, in the order in which it happens.
-STARTED, ENDED_WELL, ENDED_BADLY, STOPPED = "run_started", "run_finished", "run_failed", "run_interrupted"
+STARTED, ENDED_WELL, ENDED_BADLY, STOPPED = RUN_STARTED, "run_finished", "run_failed", "run_interrupted"
 _TAIL_BYTES = 65536
 CLOCK_SKEW_S = 60.0
 _STATUS = re.compile(rb'"status":\s*"(\w+)"')

@@ -27,6 +27,7 @@ from caramba.distill import Batch, BlockwiseObjective, Objective
 from caramba.errors import OutOfMemory, Preempted
 from caramba.monitor import PeakMemory, PhaseMeter, Work, device_peak
 from caramba.optim import NonFiniteWatch
+from caramba.runs.events import start_phase
 from caramba.runs.signals import listen, stop_error, until_step_ends
 from caramba.runtime import RuntimePlan, data_share, get_world_size, is_main_process, is_out_of_memory
 from caramba.train.callbacks import (
@@ -52,7 +53,8 @@ from caramba.train.strategies import AVERAGED, SHARDED, strategy_arguments, way_
 class FitOutcome:
     """What a phase's training ended with; `resumed_from` is the step at which this process took over.
 
-    `tokens` are the targets that were trained on, padding left out; `measured` is what the monitors saw of the phase:
+    `tokens` are the targets that were trained on, padding left out; `seconds` are those of every process that trained
+    the phase, with steps that a kill made it repeat; `measured` is what the monitors saw of the phase:
     tokens_per_s, data_wait_share, mfu where the device's peak is known, and peaks of memory in bytes.
     """
 
@@ -107,6 +109,7 @@ def fit(
     share = data_share(parallel.ranks_per_batch)
     state = state_path(run_dir, plan.phase)
     position = saved_step(state)
+    earlier_s = start_phase(run_dir, plan.phase, position) if is_main_process() else 0.0
     assert isinstance(phase.batch_size, int)
     per_step = phase.batch_size * phase.gradient_accumulation_steps * share[1]
 
@@ -209,7 +212,7 @@ def fit(
         raise failure
     steps = trainer.global_step
     tokens = count_targets(targets, data.seed, data.start, steps * per_step)
-    seconds = time.perf_counter() - began
+    seconds = earlier_s + time.perf_counter() - began
     measured = {**meter.summary(), **memory.peaks}
     return FitOutcome(steps, tokens, seconds, module.running_loss(), position, measured)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from pathlib import Path
 
 import h5py
@@ -10,7 +11,8 @@ import pytest
 from caramba.config.extras import need_library
 from caramba.errors import ConfigError
 from caramba.launch.freeze import freeze
-from caramba.runs.events import append_event, drop_metrics_after, metric_rows, read_events
+from caramba.runs import events
+from caramba.runs.events import append_event, drop_metrics_after, metric_rows, read_events, start_phase
 from caramba.train.display import Display, draw_curve
 from caramba.train.loggers import EventLogger, Hdf5Logger
 
@@ -62,6 +64,37 @@ def test_rows_after_the_saved_state_are_dropped_and_nothing_else(tmp_path: Path)
     assert kinds.count("other") == 4
     assert kinds[-1] == "last", "an event after a line that was cut short is not lost"
     assert all(json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines())
+
+
+def test_start_phase_returns_the_seconds_of_all_earlier_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap: a resumed run reported the seconds since its last resume alone."""
+    clock = random.Random(5)
+    now = 1000.0
+    monkeypatch.setattr(events.time, "time", lambda: now)
+    expected, saved = 0.0, 0
+    for process in range(40):
+        append_event(tmp_path, "run_started")
+        now += clock.uniform(1, 9)  # Imports and data are not of the phase.
+        assert start_phase(tmp_path, "a", saved) == pytest.approx(expected, abs=0.01)
+        drop_metrics_after(tmp_path, "a", saved)
+        began = now
+        for step in range(saved + 1, saved + clock.randint(1, 20)):
+            now += clock.uniform(0.1, 2)
+            append_event(tmp_path, "metrics", phase="a", step=step, values={"loss": 1.0})
+            if clock.random() < 0.3:
+                saved = step
+        if process % 2:
+            now += clock.uniform(0.1, 2)
+            append_event(tmp_path, "run_interrupted")
+        expected += now - began
+        if not process % 2:
+            with open(tmp_path / "events.jsonl", "a") as file:
+                file.write('{"time": 3, "ev')  # Killed in the middle of a line.
+        now += clock.uniform(10, 1000)
+    append_event(tmp_path, "run_started")
+    assert start_phase(tmp_path, "b", 0) == 0.0
 
 
 def test_a_plot_needs_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
