@@ -6,9 +6,11 @@ kept of how it ended; test_sweep.py runs the real one.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import pytest
 from caramba.cli import main
 from caramba.launch import pool, slots
 from caramba.runs import lock
+from caramba.runs.locking import is_locked
 from caramba.runs.sweeps import read_sweep, resolve_sweep
 
 PYTHON = sys.executable  # the real one, of which the sweeps here know nothing
@@ -37,6 +40,16 @@ if seed == 5 and first:
     sys.exit("boom: out of luck")
 if seed == 7 and first:
     os.kill(os.getpid(), signal.SIGKILL)
+if seed in (11, 13) and first:  # holds its run, as a worker does; the test ends the second of them
+    import fcntl
+    lock = open(run / ".lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    pathlib.Path(f"locked-{seed}").touch()
+    while not pathlib.Path("second start").exists():
+        time.sleep(0.02)
+    time.sleep(1.0 if seed == 11 else 60.0)
 if seed == 9 and first:
     pathlib.Path("waiting").touch()
     time.sleep(60)
@@ -136,6 +149,73 @@ def test_on_failure_stop_starts_no_more(sweep):
     )
     assert status == 1
     assert states(found) == ["failed", "waiting", "waiting"]
+
+
+FRONT_END = (
+    "import sys\nfrom caramba.launch import pool\nfrom caramba.cli import main\n"
+    "sys.executable = sys.argv.pop(1)\nsys.exit(main(sys.argv[1:]))"
+)
+
+
+def _wait_for(path: Path) -> None:
+    limit = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < limit, path
+        time.sleep(0.02)
+
+
+def test_sweep_killed_front_end_second_start_waits_for_live_workers(sweep, tmp_path):
+    """Trap: the second start ended with status 1 and `0 of 3 points failed; try again` while its workers lived.
+
+    The worker of seed 11 finishes under the second front end, and that of seed 13 is killed, so that it runs again.
+    """
+    words = ["-m", *WORDS, "launcher=process", "launcher.n_jobs=2", "seed=11,13,1"]
+    first = subprocess.Popen(
+        [PYTHON, "-c", FRONT_END, str(tmp_path / "python"), *words], stderr=subprocess.DEVNULL
+    )
+    for seed in (11, 13):
+        _wait_for(tmp_path / f"locked-{seed}")
+    first.kill()
+    first.wait()
+    found = read_sweep(resolve_sweep("latest"))
+    holders = [int((found.run_of(point) / ".lock").read_text()) for point in found.points[:2]]
+
+    def end_the_second() -> None:
+        (tmp_path / "second start").touch()
+        time.sleep(2.0)
+        os.kill(holders[1], signal.SIGKILL)
+
+    threading.Thread(target=end_the_second).start()
+    status, text, again = sweep(*words)
+    assert status == 0, text
+    assert f"(waiting for process {holders[0]}, which runs" in text
+    assert states(again) == ["finished"] * 3
+    assert again.folder == found.folder
+    calls = [line.split()[0] for line in (tmp_path / "calls.txt").read_text().splitlines()]
+    assert sorted(calls) == ["1", "11", "13", "13"]
+
+
+def test_sweep_interrupted_while_it_waits_stops_the_live_worker(sweep, tmp_path):
+    words = ["-m", *WORDS, "launcher=process", "launcher.n_jobs=1", "seed=11"]
+    command = [PYTHON, "-c", FRONT_END, str(tmp_path / "python"), *words]
+    first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    _wait_for(tmp_path / "locked-11")
+    first.kill()
+    first.wait()
+    second = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert second.stderr is not None
+    while "waiting for process" not in second.stderr.readline():
+        pass
+    second.send_signal(signal.SIGINT)
+    text = second.communicate(timeout=60)[1]
+    assert second.returncode == 130, text
+    run = read_sweep(resolve_sweep("latest")).run_of(read_sweep(resolve_sweep("latest")).points[0])
+    assert not is_locked(run), "the worker was asked to stop, and has ended"
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])

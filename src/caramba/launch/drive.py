@@ -12,12 +12,14 @@ from pathlib import Path
 from caramba.config.launcher import LauncherConfig
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
+from caramba.launch.live_worker import LiveWorker
 from caramba.launch.pool import Job, Pool, last_lines
 from caramba.launch.run import check_launcher, work
 from caramba.launch.slots import make_slots
 from caramba.runs import lock, mint, read_manifest
 from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.ending import MISTAKE, STOPPED
+from caramba.runs.locking import holder_of, is_locked
 from caramba.runs.sources import hold_plugins_alike
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, lacks_benchmarks, run_state
 from caramba.runs.sweeps import Point, Sweep
@@ -68,31 +70,49 @@ class Drive:
         return self.run(todo, len(todo), devices.pop() if len(devices) == 1 else "auto")
 
     def unfinished(self) -> list[Point]:
-        """Return the points that are to run, in order: not those that have finished, or that another process runs."""
-        return [point for point in self.sweep.points if point.state not in (FINISHED, RUNNING)]
+        """Return the points that have not finished: first those that a worker runs already."""
+        points = [point for point in self.sweep.points if point.state != FINISHED]
+        return sorted(points, key=lambda point: point.state != RUNNING)
 
     def ended(self, point: Point) -> None:
         """Called when a point has ended, however it did, once that is on record."""
 
     def run(self, todo: Iterable[Point], most: int, device: str) -> bool:
-        """Run points, `most` at a time at most, and record how each ended; return whether the user stopped it."""
-        if most < 1:
-            return False
+        """Run points, `most` at a time at most, and record how each ended; return whether the user stopped it.
+
+        A point that a worker of an earlier front end runs is waited for, and runs here if that did not finish it.
+        """
+        again: list[Point] = []
         try:
-            is_pool = self.launcher.type == "process"
-            started = self._in_processes(todo, most, device) if is_pool else self._in_turn(todo)
-            with contextlib.closing(started) as endings:  # closing stops the workers that still run
-                for job, status in endings:
-                    self._record(self.sweep.points[job.number], job, status)
-                    if not is_pool and status in STOPPED:
+            while most > 0:
+                for point, job, status in self._endings(todo, most, device):
+                    # A worker that was starting when its front end was killed, and locked the run before ours did.
+                    is_taken = status == MISTAKE and is_locked(job.run_dir)
+                    if is_taken or (job.is_live and status in STOPPED):
+                        point.state = INTERRUPTED
+                        again.append(point)
+                        continue
+                    self._record(point, job, status)
+                    if self.launcher.type != "process" and status in STOPPED:
                         return True
+                todo, most, again = again, len(again), []
         except KeyboardInterrupt:
             return True
         return False
 
+    def _endings(self, todo: Iterable[Point], most: int, device: str) -> Iterator[tuple[Point, Job, int]]:
+        is_pool = self.launcher.type == "process"
+        started = self._in_processes(todo, most, device) if is_pool else self._in_turn(todo)
+        with contextlib.closing(started) as endings:  # Closing stops the workers that still run.
+            for job, status in endings:
+                yield self.sweep.points[job.number], job, status
+
     def _in_turn(self, todo: Iterable[Point]) -> Generator[tuple[Job, int], None, None]:
         for job in self._jobs(todo):
-            yield job, work(job.run_dir, read_manifest(job.run_dir), list(job.flags))
+            if job.is_live:
+                yield job, LiveWorker(job.run_dir).wait()
+            else:
+                yield job, work(job.run_dir, read_manifest(job.run_dir), list(job.flags))
 
     def _in_processes(
         self, todo: Iterable[Point], most: int, device: str
@@ -106,11 +126,21 @@ class Drive:
         for point in todo:
             if self.launcher.on_failure != CONTINUE and self.failed_now:
                 return
+            place = f"[{point.number + 1}/{self.total}]"
+            run = self.sweep.run_of(point)
+            if run is not None and is_locked(run):
+                point.state = RUNNING
+                print(
+                    f"{place} {point.title}  (waiting for process {holder_of(run)}, which runs {_shown(run)})",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                yield Job(point.number, run, self.sweep.log_file(point), tuple(self.flags), is_live=True)
+                continue
             run_dir = self._directory(point)
             point.state, point.exit_status, point.error = RUNNING, None, None
             self.sweep.link(point, run_dir)
             self.sweep.save()
-            place = f"[{point.number + 1}/{self.total}]"
             print(f"{place} {point.title}  ({_shown(run_dir)})", file=sys.stderr, flush=True)
             yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
 
@@ -175,8 +205,10 @@ class Drive:
             print(f"interrupted; go on with: caramba resume {folder}", file=sys.stderr)
             return INTERRUPTED_STATUS
         if counts.get(FINISHED, 0) < total:
+            missing = total - counts.get(FINISHED, 0)
             print(
-                f"{len(bad)} of {total} points failed; try again with: caramba resume {folder}",
+                f"{missing} of {total} points have not finished, {len(bad)} failed; try again with: "
+                f"caramba resume {folder}",
                 file=sys.stderr,
             )
             return 1

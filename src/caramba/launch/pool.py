@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from caramba.config.launcher import LauncherConfig
+from caramba.launch.live_worker import DEVICES, LiveWorker
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
 from caramba.runs.signals import NotedSignals
@@ -27,20 +28,21 @@ _POLL_S = 0.05
 class Job:
     """A run to work on: the number by which its owner knows it, its directory, and where its output goes.
 
-    Without a log that is where ours goes.
+    Without a log that is where ours goes. `is_live` says that a worker of an earlier front end runs it already.
     """
 
     number: int
     run_dir: Path
     log: Path | None
     flags: tuple[str, ...] = ()
+    is_live: bool = False
 
 
 @dataclass
 class _Running:
     job: Job
     slot: Slot
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | LiveWorker
 
 
 class Pool(NotedSignals):
@@ -78,15 +80,26 @@ class Pool(NotedSignals):
                 if job is None:
                     has_more = False
                 else:
-                    slot = self.free.pop(0)
-                    self._running.append(_Running(job, slot, _start(job, slot)))
-            ended = [item for item in self._running if item.process.poll() is not None]
-            for item in ended:
+                    self._running.append(self._adopt(job) if job.is_live else self._begin(job))
+            statuses = [(item, item.process.poll()) for item in self._running]
+            ended = [(item, int(status)) for item, status in statuses if status is not None]
+            for item, status in ended:
                 self._running.remove(item)
                 self.free.append(item.slot)
-                yield item.job, int(item.process.returncode)
+                yield item.job, status
             if not ended and self._running:
                 time.sleep(_POLL_S)
+
+    def _begin(self, job: Job) -> _Running:
+        slot = self.free.pop(0)
+        return _Running(job, slot, _start(job, slot))
+
+    def _adopt(self, job: Job) -> _Running:
+        """Wait for the worker of an earlier front end, on the slot of its devices where that is free."""
+        worker = LiveWorker(job.run_dir)
+        places = [slot.variables.get(DEVICES) for slot in self.free]
+        index = places.index(worker.devices) if worker.devices in places else 0
+        return _Running(job, self.free.pop(index), worker)
 
     def _raise_if_heard(self) -> None:
         if self.heard:
@@ -110,9 +123,13 @@ class Pool(NotedSignals):
         for number in (how, signal.SIGKILL):
             asked = self.heard.count(signal.SIGINT)
             for item in self._running:
+                process = item.process.pid
+                if process is None:
+                    continue  # A process of the user's own, which nobody asked to stop.
                 with contextlib.suppress(ProcessLookupError):
                     # Data loaders end with their worker; a killed one cannot end them, so the whole group is.
-                    (os.killpg if number == signal.SIGKILL else os.kill)(item.process.pid, number)
+                    (os.killpg if number == signal.SIGKILL else os.kill)(process, number)
+            self._running = [item for item in self._running if item.process.pid is not None]
             limit = time.monotonic() + grace_s
             if number not in (signal.SIGINT, signal.SIGKILL):
                 limit = math.inf

@@ -102,9 +102,30 @@ class Search(Drive):
         return max(self.settings.n_trials, len(self.sweep.points))
 
     def work_through(self) -> bool:
+        self._tell_what_ended_meanwhile()
         again = self.unfinished()
-        left = max(0, self.settings.n_trials - len(self.study.trials))
+        drawn = len(self.study.trials) - self._count_lost_trials()
+        left = max(0, self.settings.n_trials - drawn)
         return self.run(self._proposed(again, left), len(again) + left, self.sweep.settings["device"])
+
+    def _tell_what_ended_meanwhile(self) -> None:
+        """Tell Optuna of points that finished when no front end ran."""
+        for point in self.sweep.points:
+            if point.state == FINISHED and "value" not in point.values:
+                self.ended(point)
+
+    def _count_lost_trials(self) -> int:
+        """Close the trials that a killed front end drew and did not list as points; return how many there ever were."""
+        from optuna.trial import TrialState
+
+        listed = {point.values["trial"] for point in self.sweep.points}
+        count = int(self.study.user_attrs.get("lost", 0))
+        for trial in self.study.trials:
+            if not trial.state.is_finished() and trial.number not in listed:
+                self.study.tell(trial.number, state=TrialState.FAIL)
+                count += 1
+        self.study.set_user_attr("lost", count)
+        return count
 
     def _proposed(self, again: list[Point], left: int) -> Iterator[Point]:
         yield from again

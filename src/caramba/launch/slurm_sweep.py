@@ -15,7 +15,7 @@ from caramba.launch.torchrun import LOGS
 from caramba.runs import differences, lock
 from caramba.runs.files import write_whole
 from caramba.runs.jobs import record_job, record_submission, refuse_queued
-from caramba.runs.state import WAITING, last_event_time
+from caramba.runs.state import RUNNING, WAITING, last_event_time
 from caramba.runs.sweeps import Sweep
 
 
@@ -60,7 +60,7 @@ class ArrayDrive(Drive):
             refuse_queued(self.sweep.folder, "sweep")
             self.sweep.refresh()
             self.refuse_other_plugins()
-            todo = self.unfinished()
+            todo = [point for point in self.unfinished() if point.state != RUNNING]
             self._say_what_is_to_do()
             if not todo:
                 self.sweep.save()

@@ -30,6 +30,14 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
+def holder_of(run_dir: Path) -> int | None:
+    """Return the process that holds a run directory, None where none does or its number is not there yet."""
+    if not is_locked(run_dir):
+        return None
+    text = (run_dir / LOCK).read_text(encoding="utf-8").strip()
+    return int(text) if text.isdigit() else None
+
+
 @contextlib.contextmanager
 def lock(run_dir: Path, what: str = "run") -> Iterator[None]:
     """Hold the directory of a run, or of a `what`.
