@@ -17,6 +17,7 @@ from caramba.config.launcher import LauncherConfig
 from caramba.launch.live_worker import DEVICES, LiveWorker
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
+from caramba.runs.locking import marks_of
 from caramba.runs.signals import NotedSignals
 
 GRACE_S = 30.0
@@ -157,6 +158,7 @@ def _start(job: Job, slot: Slot) -> subprocess.Popen[bytes]:
             stderr=None if log is None else subprocess.STDOUT,
             env={**os.environ, **slot.variables},
             start_new_session=True,
+            pass_fds=marks_of(job.run_dir),
             preexec_fn=_hear_interrupts,
         )
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 
-from caramba.runs.signals import SAME_PRESS_S, NotedSignals
+from caramba.runs.signals import NotedSignals
 
 _POLL_S = 0.1
 
@@ -25,16 +24,16 @@ class Relay(NotedSignals):
         time limit. A second Ctrl-C kills the agent, and the kernel kills its ranks with it (`end_with_agent`).
         """
         agent = start()
-        told, interrupted_at = 0, None
+        told, is_interrupted = 0, False
         while True:
             for number in self.heard[told:]:
                 told += 1
                 if number != signal.SIGINT:
                     agent.terminate()
-                elif interrupted_at is None:
+                elif not is_interrupted:
                     agent.send_signal(signal.SIGINT)
-                    interrupted_at = time.monotonic()
-                elif time.monotonic() - interrupted_at >= SAME_PRESS_S:
+                    is_interrupted = True
+                else:
                     agent.kill()
                     agent.wait()
                     return -signal.SIGINT

@@ -27,6 +27,7 @@ from caramba.runs import (
 from caramba.runs.ending import MISTAKE
 from caramba.runs.environment import environment_changes
 from caramba.runs.jobs import refuse_queued
+from caramba.runs.locking import is_locked
 from caramba.runs.ranks import is_rank
 from caramba.runs.sources import plugin_changes
 from caramba.runs.state import FINISHED, RESULT, run_state
@@ -99,7 +100,7 @@ def _run_directory(manifest: Manifest, overrides: tuple[str, ...]) -> tuple[Path
 
 def _drop_if_nothing_began(run_dir: Path, status: int) -> bool:
     """Remove a new run whose data or device did not fit: there is nothing to go on with. Return whether it was."""
-    if status == MISTAKE and not (run_dir / "plan.json").exists():
+    if status == MISTAKE and not (run_dir / "plan.json").exists() and not is_locked(run_dir):
         shutil.rmtree(run_dir)
         return True
     return False

@@ -20,6 +20,7 @@ from caramba.launch.relay import Relay
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
 from caramba.runs.ending import INTERRUPTED, MISTAKE, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
+from caramba.runs.locking import marks_of
 from caramba.runs.ranks import is_rank
 
 LOGS, FAILURE = "logs", "failure.json"
@@ -185,6 +186,7 @@ def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[st
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **variables},
                 start_new_session=True,
+                pass_fds=marks_of(run_dir),
             )
 
     with _shown(folder):

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from caramba import __version__
+from caramba.errors import ConfigError
 from caramba.runs.files import write_json
 
-ENVIRONMENT = "env.json"
+ENVIRONMENT, GIT_PATCH = "env.json", "git.patch"
+GIT_PATCH_SWITCH = "CARAMBA_GIT_PATCH"
+"""The environment variable that is set to `off` by who does not want uncommitted changes stored with runs."""
 SHARING = "CARAMBA_SHARING_WORKERS"
 """The environment variable by which a pool tells its workers how many of them share a device and its memory."""
 # What numbers depend on; a change of any other package is not worth a line.
@@ -112,8 +115,10 @@ def environment_changes(run_dir: Path) -> Iterator[str]:
     )
     if then != now:
         yield f"GPUs {then or 'none'} -> {now or 'none'}"
-    patch = run_dir / "git.patch"
-    if (patch.read_bytes() if patch.is_file() else b"") != (git_patch() or b""):
+    patch = run_dir / GIT_PATCH
+    if not patch.is_file() and old.get("git_is_clean") is False:
+        yield f"uncommitted changes of the working folder, perhaps: they were not stored ({GIT_PATCH_SWITCH}=off)"
+    elif (patch.read_bytes() if patch.is_file() else b"") != (git_patch() or b""):
         yield f"uncommitted changes of the working folder (then: {patch if patch.is_file() else 'none'})"
 
 
@@ -126,6 +131,18 @@ def git_commit() -> str | None:
 def git_patch() -> bytes | None:
     """Return the changes to tracked files since that commit, or None."""
     return _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv")
+
+
+def stores_git_patch() -> bool:
+    """Return whether runs store the uncommitted changes of the repository.
+
+    Raises:
+        ConfigError: the variable has a value that means neither.
+    """
+    value = os.environ.get(GIT_PATCH_SWITCH, "on").lower()
+    if value not in ("on", "1", "true", "off", "0", "false"):
+        raise ConfigError(f"{GIT_PATCH_SWITCH}={value}: expected on or off")
+    return value in ("on", "1", "true")
 
 
 def _git(*arguments: str) -> bytes | None:

@@ -15,7 +15,10 @@ LOCK = ".lock"
 # Someone who looks whether a run is locked holds the lock for that moment: a worker asks again before it gives up.
 _ATTEMPTS, _PAUSE_S = 10, 0.02
 
+MOST_STARTING = 256
+
 _held: set[int] = set()
+_starting: dict[Path, int] = {}
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -36,6 +39,47 @@ def holder_of(run_dir: Path) -> int | None:
         return None
     text = (run_dir / LOCK).read_text(encoding="utf-8").strip()
     return int(text) if text.isdigit() else None
+
+
+def mark_starting(folder: Path) -> bool:
+    """Mark a folder as that of this process, as long as it lives, until a worker locks it; False if another one did.
+
+    The lock is that of the folder itself, so that no file is left in it. A file system without locks has no marks.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_ours = folder.exists() and os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except BlockingIOError:
+        is_ours = False
+    except OSError:  # As NFS servers without a lock manager do.
+        os.close(descriptor)
+        return True
+    if not is_ours:
+        os.close(descriptor)
+        return False
+    # A sweep may make thousands of folders, and its worker locks each long before it makes so many others.
+    while len(_starting) >= MOST_STARTING:
+        drop_mark(next(iter(_starting)))
+    _starting[folder] = descriptor
+    _held.add(descriptor)
+    return True
+
+
+def marks_of(folder: Path) -> tuple[int, ...]:
+    """Return the descriptors by which a child process that inherits them keeps the mark when this process is killed."""
+    return (_starting[folder],) if folder in _starting else ()
+
+
+def drop_mark(folder: Path) -> None:
+    """Give up the mark of a folder that this process removed or no longer starts."""
+    descriptor = _starting.pop(folder, None)
+    if descriptor is not None:
+        _held.discard(descriptor)
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -79,6 +123,7 @@ def _let_go() -> None:
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
+    _starting.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)

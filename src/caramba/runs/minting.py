@@ -3,39 +3,61 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import os
+import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError
-from caramba.runs.environment import environment, git_patch
-from caramba.runs.files import write_json, write_whole
+from caramba.runs.environment import (
+    ENVIRONMENT,
+    GIT_PATCH,
+    GIT_PATCH_SWITCH,
+    environment,
+    git_patch,
+    stores_git_patch,
+)
+from caramba.runs.events import EVENTS
+from caramba.runs.files import sha256_of, write_json, write_whole
+from caramba.runs.locking import LOCK, is_locked, mark_starting
 from caramba.runs.manifest import MANIFEST, canonical_json, manifest_sha256
+from caramba.runs.sources import SOURCES
+from caramba.runs.state import FAILED, run_state
 
 MOST_COLLISIONS = 1000
+MINTED = re.compile(r"\d{8}-\d{6}-([0-9a-f]{8})(-\d+)?")
+_WRITTEN_BEFORE_A_PLAN = {
+    "overrides.txt",
+    "logs",
+    *(ENVIRONMENT, GIT_PATCH, MANIFEST, LOCK, EVENTS, SOURCES),
+}
 
 
 def mint(manifest: Manifest, overrides: Iterable[str], root: Path = Path("runs")) -> Path:
     """Create `root/<name>/<UTC time>-<manifest hash 8>/` and write what the run starts from.
 
     The directory holds manifest.json, overrides.txt, env.json, and git.patch when the current folder is a git
-    repository with changes. The manifest is written last: a directory that has one is complete.
+    repository with changes. The manifest is written last: a directory that has one is complete. What an earlier start
+    of the same manifest left, which was killed before anything began, is used again.
 
     Raises:
         CarambaError: the folder cannot be written.
     """
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     parent = (root / manifest.name).absolute()
-    base = f"{stamp}-{manifest_sha256(manifest)[:8]}"
+    digest = manifest_sha256(manifest)
     run_dir: Path | None = None
     try:
-        run_dir = _reserve(parent, base)
+        run_dir = _leftover(parent, digest) or _reserve(parent, f"{stamp}-{digest[:8]}")
         patch = git_patch()
         write_whole(run_dir / "overrides.txt", "".join(f"{word}\n" for word in overrides))
         write_json(run_dir / "env.json", environment())
-        if patch:
-            write_whole(run_dir / "git.patch", patch)
+        if patch and stores_git_patch():
+            _write_patch(run_dir / GIT_PATCH, patch)
         write_whole(run_dir / MANIFEST, canonical_json(manifest))
     except BaseException as error:
         if run_dir is not None:
@@ -48,6 +70,52 @@ def mint(manifest: Manifest, overrides: Iterable[str], root: Path = Path("runs")
     return run_dir
 
 
+def _leftover(parent: Path, digest: str) -> Path | None:
+    """Return a folder that a killed start of the same manifest left before anything began, emptied; None without one.
+
+    Folders of live processes, those of runs that failed, and those that hold anything else stay as they are.
+    """
+    for folder in sorted(parent.iterdir()) if parent.is_dir() else ():
+        name, file = MINTED.fullmatch(folder.name), folder / MANIFEST
+        if name is None or name[1] != digest[:8] or not _is_untouched(folder):
+            continue
+        if file.is_file() and (sha256_of(file) != digest or run_state(folder).state == FAILED):
+            continue
+        if is_locked(folder) or not mark_starting(folder):
+            continue
+        for item in folder.iterdir():
+            shutil.rmtree(item) if item.is_dir() else item.unlink()
+        return folder
+    return None
+
+
+def _is_untouched(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a start writes before its run plans anything."""
+    for item in folder.iterdir():
+        name = item.name
+        is_part = name.startswith(".") and name.endswith(".part")
+        if not is_part and name not in _WRITTEN_BEFORE_A_PLAN:
+            return False
+    return True
+
+
+def _write_patch(file: Path, patch: bytes) -> None:
+    """Write uncommitted changes, which may hold keys, for the user alone; say so once in a process."""
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as stream:
+        stream.write(patch)
+    _announce_once()
+
+
+@functools.cache
+def _announce_once() -> None:
+    print(
+        f"uncommitted changes of this git repository are stored in each run's {GIT_PATCH} (readable by you alone); "
+        f"{GIT_PATCH_SWITCH}=off leaves them out",
+        file=sys.stderr,
+    )
+
+
 def _reserve(parent: Path, base: str) -> Path:
     """Make the first free of base, base-2, base-3 …; mkdir is atomic, so two processes never share one."""
     parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +125,8 @@ def _reserve(parent: Path, base: str) -> Path:
             run_dir.mkdir()
         except FileExistsError:
             continue
-        return run_dir
+        if mark_starting(run_dir):  # Else another start took the empty folder for a leftover.
+            return run_dir
     raise CarambaError(
         f"{parent}/{base}: {MOST_COLLISIONS} runs of this second exist; something starts runs in a loop"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -72,13 +73,19 @@ class NotedSignals:
 
     def __init__(self) -> None:
         self.heard: list[int] = []
+        self._interrupted_at = -math.inf
         self._handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        self._handlers.enter_context(
-            handled((signal.SIGINT, *ENDING), lambda number, _: self.heard.append(number))
-        )
+        self._handlers.enter_context(handled((signal.SIGINT, *ENDING), lambda number, _: self._note(number)))
         return self
+
+    def _note(self, number: int) -> None:
+        if number == signal.SIGINT:
+            before, self._interrupted_at = self._interrupted_at, time.monotonic()
+            if self._interrupted_at - before < SAME_PRESS_S:
+                return
+        self.heard.append(number)
 
     def __exit__(self, *_: object) -> None:
         self._handlers.close()

@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,7 +16,9 @@ from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs.files import write_json, write_whole
+from caramba.runs.locking import drop_mark, mark_starting
 from caramba.runs.manifest import canonical_json, read_manifest
+from caramba.runs.minting import MINTED
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RUNNING, WAITING, awaits_job, run_state
 
 INDEX, FOLDER, POINTS, LOGS = "index.json", "sweeps", "points", "logs"
@@ -127,6 +130,7 @@ def create_sweep(
     Raises:
         CarambaError: the folder cannot be written.
     """
+    _clear_leftovers(root / name / FOLDER)
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
     parent = (root / name / FOLDER).absolute()
     try:
@@ -150,6 +154,16 @@ def add_point(sweep: Sweep, point: Point, manifest: Manifest | str) -> None:
     sweep.points.append(point)
 
 
+def _clear_leftovers(parent: Path) -> None:
+    """Remove the sweeps that a killed start left before their index, which held no run yet."""
+    folders = parent.iterdir() if parent.is_dir() else ()
+    for folder in [item for item in folders if MINTED.fullmatch(item.name)]:
+        is_untouched = all(item.name == POINTS or item.name.endswith(".part") for item in folder.iterdir())
+        if is_untouched and mark_starting(folder) and not (folder / INDEX).exists():
+            shutil.rmtree(folder)
+            drop_mark(folder)
+
+
 def _reserve(parent: Path, base: str) -> Path:
     for number in range(1, 1000):
         folder = parent / (base if number == 1 else f"{base}-{number}")
@@ -157,7 +171,8 @@ def _reserve(parent: Path, base: str) -> Path:
             folder.mkdir()
         except FileExistsError:
             continue
-        return folder
+        if mark_starting(folder):  # Else another start took the empty folder for a leftover.
+            return folder
     raise CarambaError(
         f"{parent}/{base}: 1000 sweeps of this second exist; something starts sweeps in a loop"
     )

@@ -23,7 +23,7 @@ from caramba.launch.relay import Relay
 from caramba.launch.sbatch import _ranges, array_script, run_script
 from caramba.launch.slurm_sweep import refuse_unlike
 from caramba.launch.torchrun import check_torchrun, ranks_per_node
-from caramba.runs import mint
+from caramba.runs import mint, signals
 from caramba.runs.events import append_event
 from caramba.runs.files import write_json
 from caramba.runs.sweeps import list_sweeps
@@ -348,7 +348,8 @@ def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
 
 
 @pytest.mark.usefixtures("hears_interrupts")
-def test_an_agent_that_does_not_stop_is_killed_by_a_second_interrupt():
+def test_an_agent_that_does_not_stop_is_killed_by_a_second_interrupt(monkeypatch):
+    monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
     program = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); print(flush=True); time.sleep(600)"
     with Relay() as relay, subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as agent:
 

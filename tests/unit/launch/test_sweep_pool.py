@@ -19,7 +19,7 @@ from caramba.launch.freeze import freeze
 from caramba.launch.pool import Job, Pool
 from caramba.launch.slots import make_slots
 from caramba.launch.sweep import common_name, refuse_ranks, varied_words
-from caramba.runs import lock, mint
+from caramba.runs import lock, mint, signals
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
@@ -132,7 +132,8 @@ def test_a_worker_that_will_not_stop_is_killed(deaf, monkeypatch):
         assert workers.stop(grace_s=0.2) == [-signal.SIGKILL]
 
 
-def test_a_second_interrupt_kills_at_once(deaf):
+def test_a_second_interrupt_kills_at_once(deaf, monkeypatch):
+    monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
     before = signal.getsignal(signal.SIGINT)
     with _asked_to_stop(deaf, signal.SIGINT) as workers:
         process = workers._running[0].process

@@ -6,19 +6,23 @@ import hashlib
 import json
 import os
 import re
+import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from caramba.config.parse import parse_manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.runs import (
+    canonical_json,
     differences,
     list_runs,
     lock,
     manifest_sha256,
     mint,
+    minting,
     read_manifest,
     resolve_run,
     unfinished_run,
@@ -26,6 +30,7 @@ from caramba.runs import (
 )
 from caramba.runs.ending import end
 from caramba.runs.files import home, write_json
+from caramba.runs.locking import drop_mark, marks_of
 from caramba.runs.state import lacks_benchmarks
 
 
@@ -76,6 +81,91 @@ def test_the_git_state_is_kept(manifest, tmp_path, monkeypatch):
         ["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True
     ).stdout.strip()
     assert json.loads((run / "env.json").read_text())["git_commit"] == commit
+    assert stat.S_IMODE((run / "git.patch").stat().st_mode) == 0o600, "uncommitted changes may hold keys"
+    monkeypatch.setenv("CARAMBA_GIT_PATCH", "off")
+    without = mint(manifest, [])
+    assert not (without / "git.patch").exists()
+    assert json.loads((without / "env.json").read_text())["git_is_clean"] is False
+    monkeypatch.setenv("CARAMBA_GIT_PATCH", "perhaps")
+    with pytest.raises(ConfigError, match="CARAMBA_GIT_PATCH=perhaps: expected on or off"):
+        mint(manifest, [])
+
+
+def test_mint_git_patch_is_announced_once(manifest, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(minting, "git_patch", lambda: b"+key")
+    minting._announce_once.cache_clear()
+    runs = [mint(manifest, [], tmp_path) for _ in range(2)]
+    assert [(run / "git.patch").read_bytes() for run in runs] == [b"+key"] * 2
+    said = capsys.readouterr().err
+    assert said.count("uncommitted changes of this git repository are stored in each run's git.patch") == 1
+    assert "CARAMBA_GIT_PATCH=off leaves them out" in said
+
+
+KILLED_START = """
+import os, pathlib, signal, sys
+from caramba.runs import minting, read_manifest
+if sys.argv[3] != "none":
+    def kill(file, *rest): os.kill(os.getpid(), signal.SIGKILL)
+    setattr(minting, sys.argv[3], kill)
+run = minting.mint(read_manifest(pathlib.Path(sys.argv[1])), ["old"], pathlib.Path(sys.argv[2]))
+(run / "events.jsonl").write_text('{"time": 1, "event": "run_started"}\\n')
+print(run, flush=True)
+sys.stdin.read()
+"""
+
+
+def killed_start(file, root, at="none"):
+    return subprocess.Popen(
+        [sys.executable, "-c", KILLED_START, str(file), str(root), at],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("at", ["write_whole", "write_json", "canonical_json", "none"])
+def test_mint_leftover_of_a_killed_start_is_used_again(manifest, tmp_path, monkeypatch, at):
+    """Trap: a launch that was killed before its plan left a folder, and the next one made another."""
+    monkeypatch.setenv("CARAMBA_GIT_PATCH", "off")
+    (tmp_path / "manifest.json").write_text(canonical_json(manifest))
+    with killed_start(tmp_path / "manifest.json", tmp_path, at) as start:
+        assert start.stdout is not None
+        said = start.stdout.readline()
+        if at == "none":  # It lives: its folder stays its own.
+            other = mint(manifest, [], tmp_path)
+            assert str(other) != said.strip()
+            (other / "plan.json").write_text("{}")
+            start.kill()
+    (left,) = [run for run in (tmp_path / "demo").iterdir() if not (run / "plan.json").exists()]
+    run = mint(manifest, ["new"], tmp_path)
+    assert run == left
+    assert sorted(file.name for file in run.iterdir()) == ["env.json", "manifest.json", "overrides.txt"]
+    assert (run / "overrides.txt").read_text() == "new\n"
+
+
+@pytest.mark.parametrize("name", ["plan.json", "sbatch.sh", "checkpoints"])
+def test_mint_folder_with_other_files_is_no_leftover(manifest, tmp_path, name):
+    (tmp_path / "manifest.json").write_text(canonical_json(manifest))
+    with killed_start(tmp_path / "manifest.json", tmp_path) as start:
+        assert start.stdout is not None
+        left = Path(start.stdout.readline().strip())
+        start.kill()
+    (left / name).touch()
+    assert mint(manifest, [], tmp_path) != left
+    assert (left / name).exists()
+
+
+def test_mint_leftover_whose_worker_still_starts_stays(manifest, tmp_path):
+    """The mark is inherited: a front end that is killed leaves a worker that has not locked its run yet."""
+    run = mint(manifest, [], tmp_path)
+    worker = subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE, pass_fds=marks_of(run)
+    )
+    drop_mark(run)
+    other = mint(manifest, [], tmp_path)
+    assert other != run
+    worker.communicate()
+    assert mint(manifest, [], tmp_path) == run
 
 
 def test_no_half_made_directory_is_left(manifest, tmp_path):
