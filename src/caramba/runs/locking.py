@@ -65,7 +65,6 @@ def mark_starting(folder: Path) -> bool:
     while len(_starting) >= MOST_STARTING:
         drop_mark(next(iter(_starting)))
     _starting[folder] = descriptor
-    _held.add(descriptor)
     return True
 
 
@@ -78,7 +77,6 @@ def drop_mark(folder: Path) -> None:
     """Give up the mark of a folder that this process removed or no longer starts."""
     descriptor = _starting.pop(folder, None)
     if descriptor is not None:
-        _held.discard(descriptor)
         os.close(descriptor)
 
 
@@ -123,7 +121,6 @@ def _let_go() -> None:
     for descriptor in _held:
         os.close(descriptor)
     _held.clear()
-    _starting.clear()
 
 
 os.register_at_fork(after_in_child=_let_go)
