@@ -81,7 +81,8 @@ def _run(argv: list[str]) -> int:
 
 def _compile(argv: list[str]) -> int:
     as_json = "--json" in argv
-    # The plan is what compile prints; --print-plan is the spelled-out form of the same.
+    # The plan is what compile prints; with --json, --print-plan prints it too, to stderr.
+    prints_plan = "--print-plan" in argv
     request = _request(
         [word for word in argv if word not in ("--json", "--print-plan")], value_flags=("--group",)
     )
@@ -91,7 +92,7 @@ def _compile(argv: list[str]) -> int:
     request.overrides = [*(f"manifest={file}" for file in files), *overrides]
     from caramba.launch.plan import compile_plan
 
-    return compile_plan(request, prints_json=as_json)
+    return compile_plan(request, prints_json=as_json, prints_plan=prints_plan)
 
 
 def _resume(argv: list[str]) -> int:

@@ -17,6 +17,7 @@ from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, Preempted
 from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, leave, status_of
 from caramba.runs.ranks import adopt_slurm_ranks, end_with_agent, rank
+from caramba.runs.shell import show_path
 from caramba.runs.signals import stop_on_signals
 from caramba.runs.starting import heavy_imports
 
@@ -87,16 +88,16 @@ def run(run_dir: Path) -> int:
         except Exception as error:
             _tell_agent(error)
             append_event(run_dir, ENDED_BADLY, error=f"{type(error).__name__}: {error}")
-            print(f"the run stopped; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
+            print(f"the run stopped; go on with: caramba resume {show_path(run_dir)}", file=sys.stderr)
             raise
         except KeyboardInterrupt:
             append_event(run_dir, STOPPED)
-            print(f"\ninterrupted; go on with: caramba resume {_shown(run_dir)}", file=sys.stderr)
+            print(f"\ninterrupted; go on with: caramba resume {show_path(run_dir)}", file=sys.stderr)
             return INTERRUPTED
         except Preempted as stop:
             append_event(run_dir, STOPPED, signal=stop.signal_name)
             print(
-                f"stopped by {stop.signal_name}; go on with: caramba resume {_shown(run_dir)}",
+                f"stopped by {stop.signal_name}; go on with: caramba resume {show_path(run_dir)}",
                 file=sys.stderr,
             )
             status = status_of(stop)
@@ -109,7 +110,7 @@ def run(run_dir: Path) -> int:
     print_artifacts(run_dir)
     if failed:
         again = tried_again(manifest, failed)
-        hint = f"; to try {', '.join(again)} again: caramba resume {_shown(run_dir)}" if again else ""
+        hint = f"; to try {', '.join(again)} again: caramba resume {show_path(run_dir)}" if again else ""
         print(f"failed: {problem}{hint}", file=sys.stderr)
     return 1 if failed else 0
 
@@ -141,15 +142,10 @@ def _tell_agent(error: BaseException) -> None:
 
 def print_artifacts(run_dir: Path) -> None:
     """Print the run directory, and under --quiet its artifacts too (otherwise the console has listed them)."""
-    print(f"run: {_shown(run_dir)}")
+    print(f"run: {show_path(run_dir)}")
     if logger.quiet:
         for file in sorted(file for file in run_dir.rglob("artifacts/*") if file.is_file()):
             print(f"  {file.relative_to(run_dir)}")
-
-
-def _shown(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 if __name__ == "__main__":

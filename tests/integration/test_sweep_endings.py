@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -164,15 +163,15 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_sweep_killed_front_end_second_start_waits_for_live_workers(sweep, tmp_path):
+@pytest.mark.usefixtures("sweep")
+def test_sweep_killed_front_end_second_start_waits_for_live_workers(tmp_path):
     """Trap: the second start ended with status 1 and `0 of 3 points failed; try again` while its workers lived.
 
     The worker of seed 11 finishes under the second front end, and that of seed 13 is killed, so that it runs again.
     """
     words = ["-m", *WORDS, "launcher=process", "launcher.n_jobs=2", "seed=11,13,1"]
-    first = subprocess.Popen(
-        [PYTHON, "-c", FRONT_END, str(tmp_path / "python"), *words], stderr=subprocess.DEVNULL
-    )
+    command = [PYTHON, "-c", FRONT_END, str(tmp_path / "python"), *words]
+    first = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     for seed in (11, 13):
         _wait_for(tmp_path / f"locked-{seed}")
     first.kill()
@@ -180,22 +179,24 @@ def test_sweep_killed_front_end_second_start_waits_for_live_workers(sweep, tmp_p
     found = read_sweep(resolve_sweep("latest"))
     holders = [int((found.run_of(point) / ".lock").read_text()) for point in found.points[:2]]
 
-    def end_the_second() -> None:
-        (tmp_path / "second start").touch()
-        time.sleep(2.0)
-        os.kill(holders[1], signal.SIGKILL)
-
-    threading.Thread(target=end_the_second).start()
-    status, text, again = sweep(*words)
-    assert status == 0, text
-    assert f"(waiting for process {holders[0]}, which runs" in text
+    second = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert second.stderr is not None
+    for holder in holders:
+        while f"(waiting for process {holder}, which runs" not in (line := second.stderr.readline()):
+            assert line, "it ended"
+    (tmp_path / "second start").touch()
+    os.kill(holders[1], signal.SIGKILL)
+    text = second.communicate(timeout=120)[1]
+    assert second.returncode == 0, text
+    again = read_sweep(resolve_sweep("latest"))
     assert states(again) == ["finished"] * 3
     assert again.folder == found.folder
     calls = [line.split()[0] for line in (tmp_path / "calls.txt").read_text().splitlines()]
     assert sorted(calls) == ["1", "11", "13", "13"]
 
 
-def test_sweep_interrupted_while_it_waits_stops_the_live_worker(sweep, tmp_path):
+@pytest.mark.usefixtures("sweep")
+def test_sweep_interrupted_while_it_waits_stops_the_live_worker(tmp_path):
     words = ["-m", *WORDS, "launcher=process", "launcher.n_jobs=1", "seed=11"]
     command = [PYTHON, "-c", FRONT_END, str(tmp_path / "python"), *words]
     first = subprocess.Popen(command, stderr=subprocess.DEVNULL)

@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ import yaml
 from caramba.cli import main
 from caramba.launch.freeze import freeze
 from caramba.runs import mint
+from caramba.runs.shell import show_path
 
 HEAVY = ("torch", "lightning", "numpy", "transformers", "litellm")
 HELP_SECONDS = 1.0
@@ -251,7 +253,7 @@ def test_a_resume_from_another_manifest_lists_the_differing_keys(called, tmp_pat
     run = str(mint(freeze(["train.steps=4"]).manifest, ["train.steps=4"], tmp_path / "runs"))
     text = called("train.steps=5", f"resume={run}", status=2).err
     assert "groups[0].runs[0].train.steps: 4 -> 5" in text
-    assert f"caramba resume {run}" in text
+    assert f"caramba resume {show_path(Path(run))}" in text
     assert len(list((tmp_path / "runs" / "tiny_dba_upcycle").iterdir())) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -46,6 +47,9 @@ class CitationsConfig(Config):
     timeout_s: Seconds = 20.0
 
 
+_PLAIN_NAME = re.compile(r"[A-Z]+(_[A-Z]+)+[0-9]?")
+
+
 class ApiConfig(Config):
     """How the language model is reached. A key is named by its environment variable and never written in a manifest."""
 
@@ -54,7 +58,6 @@ class ApiConfig(Config):
     )
     key_env: str | None = Field(
         default=None,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="the environment variable that holds the key; by default the provider's own",
     )
     timeout_s: Seconds = Field(default=120.0, description="of one request")
@@ -64,6 +67,22 @@ class ApiConfig(Config):
     max_wait_s: Seconds = Field(
         default=60.0, description="longest pause between attempts, whatever a server asks for"
     )
+
+    @field_validator("key_env")
+    @classmethod
+    def _is_name(cls, value: str | None) -> str | None:
+        """Refuse what is no name, such as the key itself, without printing it."""
+        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+            raise ValueError(
+                "got a text that is no name of an environment variable (not printed, since it may be the key itself); "
+                "export the key and give the variable's name"
+            )
+        return value
+
+    @property
+    def shown_key_env(self) -> str:
+        """The variable's name for messages, or a placeholder for a text that may be a key itself."""
+        return str(self.key_env) if _PLAIN_NAME.fullmatch(self.key_env or "") else "…"
 
     @field_validator("base_url")
     @classmethod

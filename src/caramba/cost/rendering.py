@@ -40,17 +40,22 @@ def render(plan: ExperimentPlan) -> Group:
         parts += [Text("No training stages.")]
     parts += [Text(f"Then: {', '.join(plan.benchmarks)}")] if plan.benchmarks else []
     parts += [Text(f"Note: {note}", style="yellow") for note in plan.notes]
-    parts += [Text.assemble(("Run it: ", "bold"), plan.command)] if plan.command else []
     return Group(*parts)
 
 
+def command_line(plan: ExperimentPlan) -> str:
+    """Return the line that says how to run the plan, which is never wrapped; empty without a command."""
+    return f"Run it: {plan.command}\n" if plan.command else ""
+
+
 def render_text(plan: ExperimentPlan, width: int = WIDTH) -> str:
-    """Return the plan as plain text of `width` columns, without control sequences."""
+    """Return the plan as plain text of `width` columns, its command excepted, without control sequences."""
     buffer = io.StringIO()
     Console(file=buffer, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(
         render(plan)
     )
-    return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+    lines = "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+    return lines + command_line(plan)
 
 
 def _model(model: ModelCost, title: str, context: int, checkpoint: str | None) -> list[RenderableType]:

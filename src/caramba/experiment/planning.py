@@ -21,6 +21,7 @@ from caramba.planning import Budget, Candidate, Ground, Trial, TrialProcess, dec
 from caramba.runs.ending import REDUCED_REASON
 from caramba.runs.environment import sharing_workers
 from caramba.runs.events import append_event
+from caramba.runs.shell import show_path
 from caramba.runtime import (
     Decision,
     RuntimePlan,
@@ -340,12 +341,12 @@ def reduce_for_all_ranks(
     if made is None:
         return OutOfMemory(
             f"{where}, and there is no smaller one; use a smaller block_size, activation_checkpointing=full or more "
-            f"ranks; the last saved state is safe: caramba resume {session.run_dir}"
+            f"ranks; the last saved state is safe: caramba resume {show_path(session.run_dir)}"
         )
     smaller = made[0]
     has_state = has_saved_state(state_path(session.run_dir, decided.phase))
     begins = "goes on from its last saved state" if has_state else "begins again"
     return BatchReduced(
         f"{where}; once the ranks are started again the phase {begins} with batch_size={smaller.batch_size} x "
-        f"{smaller.gradient_accumulation_steps}: caramba resume {session.run_dir}"
+        f"{smaller.gradient_accumulation_steps}: caramba resume {show_path(session.run_dir)}"
     )

@@ -27,6 +27,7 @@ from caramba.experiment.surgery import TRANSPLANT, transplant_student
 from caramba.model import Model, build_model, check_causal, spec_of
 from caramba.result import BenchmarkResult, PhaseResult, Verdict
 from caramba.runs.events import append_event
+from caramba.runs.shell import show_path
 from caramba.runs.signals import until_recorded
 from caramba.runtime import (
     RuntimePlan,
@@ -291,7 +292,7 @@ def _fit(
         if not has_state and not failure.is_clean:
             raise OutOfMemory(
                 f"{failure}; no state was saved before it, so the phase begins again with batch_size="
-                f"{phase.batch_size} x {phase.gradient_accumulation_steps}: caramba resume {session.run_dir}"
+                f"{phase.batch_size} x {phase.gradient_accumulation_steps}: caramba resume {show_path(session.run_dir)}"
             )
         release_memory()
         logger.warning(
@@ -301,7 +302,7 @@ def _fit(
         torch.manual_seed(phase.seed if phase.seed is not None else run.seed)
     raise OutOfMemory(
         f"{failure}; use a smaller block_size, activation_checkpointing=full or a smaller model; the last saved state "
-        f"is safe: caramba resume {session.run_dir}"
+        f"is safe: caramba resume {show_path(session.run_dir)}"
     )
 
 

@@ -77,10 +77,24 @@ def parse_argv(argv: list[str]) -> Request:
         elif word == "--quiet":
             request.is_quiet = True
         elif word != "--debug":
-            raise ConfigError(
-                f"command line: unknown option {word}{nearest(name, (*FLAGS, *NATIVE)) or ';'} see --help"
-            )
+            raise ConfigError(f"command line: unknown option {word}{_hint(name, value, rest)} see --help")
     return request
+
+
+def _hint(flag: str, value: str, rest: list[str]) -> str:
+    """Return what was meant by an unknown flag: a key without its dashes, the plan, or the nearest flag."""
+    from caramba.config.composition import Composition
+    from caramba.launch.groups import groups
+
+    name = flag.lstrip("-").replace("-", "_")
+    if name == "print_plan":
+        return "; caramba compile prints the plan;"
+    if name.split(".")[0] in {"manifest", "resume", *Composition.model_fields, *groups()}:
+        given = value or (rest[0] if rest and "=" not in rest[0] and not rest[0].startswith("-") else "VALUE")
+        return f"; a key has no dashes: {name}={given};"
+    flags = {known.lstrip("-"): known for known in (*FLAGS, *NATIVE)}
+    near = nearest(flag.lstrip("-"), flags)
+    return near.replace("'", "'--", 1) if near else ";"
 
 
 def _next(word: str, rest: list[str]) -> str:

@@ -20,6 +20,7 @@ from caramba.runs import lock, mint, read_manifest
 from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.ending import MISTAKE, STOPPED
 from caramba.runs.locking import holder_of, is_locked
+from caramba.runs.shell import show_path
 from caramba.runs.sources import hold_plugins_alike
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, lacks_benchmarks, run_state
 from caramba.runs.sweeps import Point, Sweep
@@ -131,7 +132,7 @@ class Drive:
             if run is not None and is_locked(run):
                 point.state = RUNNING
                 print(
-                    f"{place} {point.title}  (waiting for process {holder_of(run)}, which runs {_shown(run)})",
+                    f"{place} {point.title}  (waiting for process {holder_of(run)}, which runs {show_path(run)})",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -141,7 +142,7 @@ class Drive:
             point.state, point.exit_status, point.error = RUNNING, None, None
             self.sweep.link(point, run_dir)
             self.sweep.save()
-            print(f"{place} {point.title}  ({_shown(run_dir)})", file=sys.stderr, flush=True)
+            print(f"{place} {point.title}  ({show_path(run_dir)})", file=sys.stderr, flush=True)
             yield Job(point.number, run_dir, self.sweep.log_file(point), tuple(self.flags))
 
     def _directory(self, point: Point) -> Path:
@@ -186,9 +187,9 @@ class Drive:
         counts = self.sweep.counts()
         if any(point.runs for point in self.sweep.points):
             listed = ", ".join(f"{count} {state}" for state, count in counts.items())
-            print(f"going on with {_shown(self.sweep.folder)}: {listed}", file=sys.stderr)
+            print(f"going on with {show_path(self.sweep.folder)}: {listed}", file=sys.stderr)
         else:
-            print(f"sweep of {self.total} points: {_shown(self.sweep.folder)}", file=sys.stderr)
+            print(f"sweep of {self.total} points: {show_path(self.sweep.folder)}", file=sys.stderr)
 
     def report(self, *, is_interrupted: bool) -> int:
         """Say how the sweep stands, with the last words of what failed, and return its exit status."""
@@ -200,15 +201,15 @@ class Drive:
         listed = ", ".join(f"{count} {state}" for state, count in counts.items())
         total = len(self.sweep.points)
         print(f"sweep: {counts.get(FINISHED, 0)} of {total} points finished ({listed})", file=sys.stderr)
-        folder = _shown(self.sweep.folder)
+        folder = show_path(self.sweep.folder)
         if is_interrupted:
             print(f"interrupted; go on with: caramba resume {folder}", file=sys.stderr)
             return INTERRUPTED_STATUS
         if counts.get(FINISHED, 0) < total:
-            missing = total - counts.get(FINISHED, 0)
+            others = total - counts.get(FINISHED, 0) - len(bad)
+            also = f", {others} did not finish" if others else ""
             print(
-                f"{missing} of {total} points have not finished, {len(bad)} failed; try again with: "
-                f"caramba resume {folder}",
+                f"{len(bad)} of {total} points failed{also}; try again with: caramba resume {folder}",
                 file=sys.stderr,
             )
             return 1
@@ -239,8 +240,3 @@ def drive_of(sweep: Sweep, manifest: Manifest, flags: list[str]) -> Drive:
 
 def _key(word: str) -> str:
     return word.lstrip("+~").partition("=")[0]
-
-
-def _shown(path: Path) -> Path:
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

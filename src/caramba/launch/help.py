@@ -24,7 +24,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("FILE [--group NAME] [overrides]", "run a single-file manifest"),
     "compile": (
         "[overrides | FILE] [--print-plan] [--json]",
-        "print the plan: shapes, parameters, bytes, stages; no torch",
+        "print the plan: shapes, parameters, bytes, stages; no torch; --json prints JSON, and with --print-plan the "
+        "plan to stderr too",
     ),
     "resume": (
         "RUN | SWEEP",

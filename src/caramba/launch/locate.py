@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -53,10 +54,10 @@ class Origin:
         empty string."""
         for given in reversed(self.given):
             if path[: len(given.path)] == given.path:
-                return f"command line: {given.text}"
+                return f"command line: {_without_keys(given.text)}"
         below = [given.text for given in self.given if path and given.path[: len(path)] == path]
         if below:
-            return f"command line: {' '.join(below[:2])}"
+            return f"command line: {_without_keys(' '.join(below[:2]))}"
         best: tuple[int, str] = (0, "")
         for layer, node in reversed(self.layers):
             depth, line = _match(node, layer.package, path)
@@ -65,6 +66,11 @@ class Origin:
         if not best[1] and len(self.layers) == 1:
             return show_file(self.layers[0][0].file)  # a single-file manifest: what is missing belongs there
         return best[1]
+
+
+def _without_keys(text: str) -> str:
+    """Return an override without the value of `key_env`, which may be a key that was typed in place of a name."""
+    return re.sub(r"(key_env\s*[:=]\s*)[^,}\s]+", r"\1…", text)
 
 
 def _match(node: Any, package: Path, path: Path) -> tuple[int, int]:

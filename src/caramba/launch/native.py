@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
 import hydra
 
+from caramba.errors import ConfigError
 from caramba.launch.argv import Request
+from caramba.launch.help import COMMANDS
 from caramba.launch.refuse import refuse_folder, refuse_words
+from caramba.runs import list_runs
 
 
 @hydra.main(config_path="pkg://caramba.conf", config_name="config", version_base="1.3")
@@ -18,10 +22,44 @@ def _composed(config: object) -> None:
 
 def run_native(request: Request) -> int:
     """Hand a command line to Hydra, after the same refusals as everywhere else."""
+    is_completion = any(word.startswith(("-sc", "--shell-completion")) for word in request.native)
+    if is_completion and any("query=" in word for word in (*request.native, *request.overrides)):
+        return _complete(request)
+    return _ask_hydra(request)
+
+
+def _complete(request: Request) -> int:
+    """Print the words that may come next in COMP_LINE, or nothing: a shell shows errors in the middle of the line."""
+    words = os.environ.get("COMP_LINE", "").split()[1:]
+    line = os.environ.get("COMP_LINE", "")
+    typed = "" if line.endswith(" ") or not words else words[-1]
+    before = words[: len(words) - bool(typed)]
+    if not before and "=" not in typed:
+        commands = [command for command in COMMANDS if command.startswith(typed)]
+        if typed and commands:
+            print("\n".join(commands))
+            return 0
+    command = before[0] if before and before[0] in COMMANDS else ""
+    if command and command not in ("launch", "compile", "run"):
+        # Other commands take a run or a folder: bash adds the names of files itself.
+        names = ["latest", *(f"runs/{run.parent.name}/{run.name}" for run in list_runs())]
+        found = [name for name in names if name.startswith(typed)] if len(before) == 1 else []
+        print("\n".join(found), end="\n" if found else "")
+        return 0
+    if any("=" not in word and not word.startswith("-") for word in before[bool(command) :]):
+        return 0  # A word that is no override: Hydra would print an error.
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        try:
+            return _ask_hydra(request)
+        except (SystemExit, ConfigError):
+            return 0
+
+
+def _ask_hydra(request: Request) -> int:
     refuse_words(request.overrides)
     for folder in request.config_dirs:
         refuse_folder(folder)
-    for command in ("launch", "compile"):
+    for command in ("launch", "compile", "run"):
         # Completion sees the whole line; Hydra knows the program's name but not the command after it.
         line = os.environ.get("COMP_LINE", "")
         words = line.split(" ")

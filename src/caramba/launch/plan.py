@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 
 from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.freeze import Frozen, freeze
+from caramba.runs.shell import join_words
 
 
-def compile_plan(request: Request, *, prints_json: bool) -> int:
-    """Compose, validate and print the plan; what a run would still refuse is noted."""
+def compile_plan(request: Request, *, prints_json: bool, prints_plan: bool = True) -> int:
+    """Compose, validate and print the plan; what a run would still refuse is noted.
+
+    With `prints_json` stdout has JSON alone, and `prints_plan` puts the plan for people on stderr.
+    """
     from caramba.cost import as_json, plan, render, render_text
+    from caramba.cost.rendering import command_line
 
     frozen = freeze(request.overrides, request.config_dirs)
     notes = _notes(frozen)
     folders = [word for folder in request.config_dirs for word in ("--config-dir", str(folder))]
-    command = shlex.join(["python", "-m", "caramba.launch", *folders, *frozen.overrides])
+    command = join_words(["python", "-m", "caramba.launch", *folders, *frozen.overrides])
     experiment = plan(frozen.manifest, command=command, fit=frozen.fit)
     if prints_json:
+        if prints_plan:
+            print(render_text(experiment), end="", file=sys.stderr)
         print(json.dumps({**as_json(experiment), "launch_notes": notes}, indent=2))
         return 0
     if sys.stdout.isatty():
         from rich.console import Console
 
         Console().print(render(experiment))
+        print(command_line(experiment), end="")
     else:
         print(render_text(experiment), end="")
     for line in notes:

@@ -77,11 +77,14 @@ class Pool(NotedSignals):
             self._raise_if_heard()
             while has_more and self.free:
                 job = next(jobs, None)
+                if job is not None and job.is_live:  # Known from here on, so that a signal stops it too.
+                    self._running.append(self._adopt(job))
+                    continue
                 self._raise_if_heard()
                 if job is None:
                     has_more = False
                 else:
-                    self._running.append(self._adopt(job) if job.is_live else self._begin(job))
+                    self._running.append(self._begin(job))
             statuses = [(item, item.process.poll()) for item in self._running]
             ended = [(item, int(status)) for item, status in statuses if status is not None]
             for item, status in ended:

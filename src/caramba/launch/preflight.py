@@ -15,6 +15,7 @@ from caramba.config.manifest import Manifest
 from caramba.config.names import nearest
 from caramba.errors import CheckpointError, ConfigError
 from caramba.runs import MANIFEST, resolve_run
+from caramba.runs.shell import show_path
 
 LOADED = "loaded.json"  # what caramba.model.hf_folder writes; importing that would load torch
 PLANS = ("auto", "refresh", "off")
@@ -205,7 +206,7 @@ def _run_with_weights(text: str, key: str) -> Path:
     if not any(any(folder.glob("*.safetensors")) or (folder / LOADED).is_file() for folder in folders):
         raise CheckpointError(
             f"{key}={text}: the run {run} has no finished checkpoint (checkpoints/*.safetensors); "
-            f"finish it with `caramba resume {run}`, or name another"
+            f"finish it with `caramba resume {show_path(run)}`, or name another"
         )
     return run
 

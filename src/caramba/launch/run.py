@@ -29,6 +29,7 @@ from caramba.runs.environment import environment_changes
 from caramba.runs.jobs import refuse_queued
 from caramba.runs.locking import is_locked
 from caramba.runs.ranks import is_rank
+from caramba.runs.shell import show_path
 from caramba.runs.sources import plugin_changes
 from caramba.runs.state import FINISHED, RESULT, run_state
 
@@ -142,7 +143,7 @@ def rerun(text: str, flags: list[str]) -> int:
     folder, run_dir, manifest = _copy(text)
     status = work(run_dir, manifest, flags)
     if not _drop_if_nothing_began(run_dir, status) and (folder / RESULT).is_file():
-        print(f"compare with: caramba compare {folder} {run_dir}", file=sys.stderr)
+        print(f"compare with: caramba compare {show_path(folder)} {show_path(run_dir)}", file=sys.stderr)
     return status
 
 
@@ -218,7 +219,7 @@ def _matching_run(manifest: Manifest) -> Path:
         more = f"\n  … and {len(changed) - 10} more" if len(changed) > 10 else ""
         raise ConfigError(
             f"resume={manifest.resume}: that run was started from another manifest:\n  {shown}{more}\n"
-            f"Go on with it unchanged (caramba resume {run_dir}), or leave out resume= to start a new run"
+            f"Go on with it unchanged (caramba resume {show_path(run_dir)}), or leave out resume= to start a new run"
         )
     print(f"resuming {run_dir}", file=sys.stderr)
     return run_dir

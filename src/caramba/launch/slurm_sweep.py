@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from caramba.launch.torchrun import LOGS
 from caramba.runs import differences, lock
 from caramba.runs.files import write_whole
 from caramba.runs.jobs import record_job, record_submission, refuse_queued
+from caramba.runs.shell import show_path
 from caramba.runs.state import RUNNING, WAITING, last_event_time
 from caramba.runs.sweeps import Sweep
 
@@ -73,7 +73,7 @@ class ArrayDrive(Drive):
             self.sweep.save()
             number = self._submit(runs)
         if number is not None:
-            folder = os.path.relpath(self.sweep.folder)
+            folder = show_path(self.sweep.folder)
             print(f"submitted SLURM array {number} of {len(todo)} points: {folder}")
             print(f"follow it with: caramba status {folder}; caramba collect {folder}", file=sys.stderr)
         return 0

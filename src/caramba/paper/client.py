@@ -65,7 +65,11 @@ def need_model(config: PaperConfig, where: str) -> None:
     need_library("litellm", "paper", where)
     key = config.api.key_env
     if key is not None and not os.environ.get(key, "").strip():
-        raise ConfigError(f"{where}.api.key_env={key}: no such variable is set; export {key}=…")
+        shown = config.api.shown_key_env
+        name = shown if shown != "…" else "NAME"
+        raise ConfigError(
+            f"{where}.api.key_env={shown}: no such variable is set; export {name}=… and give its name, not the key"
+        )
 
 
 def check_model(config: PaperConfig) -> None:

@@ -32,7 +32,7 @@ def read_failure(error: Exception, config: PaperConfig) -> Failure:
     if name == "Timeout" or isinstance(error, TimeoutError):
         return Failure(f"no answer within {config.api.timeout_s:g} s", status, True)
     if name == "AuthenticationError" or status in (401, 403):
-        key = config.api.key_env or "the provider's key"
+        key = config.api.shown_key_env if config.api.key_env else "the provider's key"
         return Failure(
             text,
             status,

@@ -1,0 +1,340 @@
+"""Kill and interrupt commands at random points, start them again, and compare what they leave with an undisturbed run.
+
+`python scripts/faults/kill.py --seed 1` sends SIGKILL at 100 random points of launch, resume, sweep, export and
+prepare, and INT, HUP and TERM at 40 points of training. It prints a JSON result and exits 1 if a start leaves files
+behind, weights differ in a bit, or a signal loses a recorded step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from caramba.runs.events import metric_rows, read_events
+from caramba.runs.locking import is_locked
+
+LIMIT_S = 300.0
+TRAIN = (
+    *(
+        "model=tiny",
+        "train=pretrain",
+        "benchmark=none",
+        "verify=none",
+        "device=cpu",
+        "settings.instrument=none",
+    ),
+    *("data.max_bytes=200000", "data.vocab_size=400", "model.embedder.vocab_size=400", "train.compile=false"),
+    *("train.batch_size=2", "train.block_size=32", "train.steps=60"),
+)
+LAUNCH = ("launch", *TRAIN, "train.save_every=7")
+SWEEP = ("-m", *TRAIN, "train.save_every=7", "seed=1,2", "launcher=process", "launcher.n_jobs=2")
+# No save is due, so that a signal that does not save loses every step.
+SIGNALLED = ("launch", *TRAIN, "train.steps=400", "train.save_every=1000")
+SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+MINTED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}(-\d+)?")
+# Each start of a run writes logs of its own, and a lock file stays in a folder that was locked.
+IGNORED = re.compile(r"(^|/)(\.lock|logs/.*|tensorboard/.*)$")
+
+
+@dataclass
+class Result:
+    """What was sent and what went wrong."""
+
+    sent: collections.Counter[str] = field(default_factory=collections.Counter)
+    late: int = 0
+    """Signals that came when their process had ended by itself."""
+    leftovers: list[str] = field(default_factory=list)
+    unequal: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    steps_lost: int = 0
+    comparisons: int = 0
+
+    @property
+    def is_clean(self) -> bool:
+        return not (self.leftovers or self.unequal or self.failed or self.steps_lost)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the result as JSON has it."""
+        return {**vars(self), "sent": dict(self.sent), "is_clean": self.is_clean}
+
+
+class Place:
+    """A folder in which one command is started again and again, with the caches of all of them."""
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder = folder
+        self.variables = {
+            **os.environ,
+            **{"CARAMBA_HOME": str(home), "OMP_NUM_THREADS": "1", "CARAMBA_GIT_PATCH": "off"},
+        }
+        folder.mkdir(parents=True)
+
+    def start(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Start `caramba WORDS`; its output is appended to log.txt."""
+        with open(self.folder.with_suffix(".log"), "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "caramba", *words],
+                cwd=self.folder,
+                env=self.variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+            )
+
+    def finish(self, words: Sequence[str]) -> float:
+        """Run a command to its end and return its seconds."""
+        began = time.monotonic()
+        status = self.start(words).wait(LIMIT_S)
+        if status != 0:
+            text = self.folder.with_suffix(".log").read_text(errors="replace")
+            raise RuntimeError(
+                f"caramba {' '.join(words)} in {self.folder}: exit status {status}\n{text[-3000:]}"
+            )
+        return time.monotonic() - began
+
+    def runs(self) -> list[Path]:
+        """Return the run directories, of which a folder that lacks its manifest is one too."""
+        return sorted(item for item in self.folder.glob("runs/*/*") if MINTED.fullmatch(item.name))
+
+    def has(self, suffix: str) -> bool:
+        """Whether a file or folder below has a name that ends so; they come and go meanwhile."""
+        walked = os.walk(self.folder)
+        return any(name.endswith(suffix) for _, folders, files in walked for name in (*folders, *files))
+
+    def wait_for_workers(self) -> None:
+        """Wait until no worker of a killed front end holds a run."""
+        limit = time.monotonic() + LIMIT_S
+        while any(is_locked(run) for run in self.runs()):
+            if time.monotonic() > limit:
+                raise RuntimeError(f"{self.folder}: a worker did not end within {LIMIT_S:.0f} s")
+            time.sleep(0.1)
+
+    def listing(self) -> list[str]:
+        """Return every file below the folder, with the stamps of run directories left out."""
+        names = (str(file.relative_to(self.folder)) for file in self.folder.rglob("*") if not file.is_dir())
+        return sorted(re.sub(r"\d{8}-\d{6}", "STAMP", name) for name in names if not IGNORED.search(name))
+
+    def contents(self) -> dict[str, str]:
+        """Return a digest of each file of weights, tensor by tensor, and of each token file."""
+        found: dict[str, str] = {}
+        for file in sorted(self.folder.rglob("*")):
+            name = re.sub(r"\d{8}-\d{6}", "STAMP", str(file.relative_to(self.folder)))
+            if file.suffix == ".safetensors":
+                found[name] = _tensors_sha256(file)
+            elif file.suffix == ".npy":
+                found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        return found
+
+
+def _tensors_sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with safe_open(file, "pt") as weights:
+        for name in sorted(weights.keys()):
+            value = weights.get_tensor(name)
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.contiguous().flatten().view(-1).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A command, what starts it again, and how long it takes undisturbed."""
+
+    name: str
+    words: tuple[str, ...]
+    reference: Place
+    seconds: float
+
+    def again(self, place: Place) -> tuple[str, ...]:
+        """Return the words that continue it: those it was started with, for a resume those of its run."""
+        begun = [run for run in place.runs() if (run / "plan.json").is_file()]
+        if self.name == "resume" and len(begun) == 1:
+            return ("resume", str(begun[0]))
+        return self.words
+
+
+def scenarios(root: Path, home: Path, only: Sequence[str]) -> Iterator[Scenario]:
+    """Run each command that `only` names, or all, once undisturbed."""
+    corpus = root / "corpus.txt"
+    corpus.write_text(
+        "".join(f"line {number}: {number * number} of a text to prepare\n" for number in range(20000))
+    )
+    launched = Place(root / "reference-launch", home)
+    launched.finish(LAUNCH)  # It fills the caches, so that the second one says how long a start takes.
+    trained = launched.runs()[0]
+    commands = {
+        "launch": LAUNCH,
+        "resume": LAUNCH,
+        "sweep": SWEEP,
+        "export": ("export", str(trained), "--out", "exported", "--force"),
+        "prepare": ("prepare", "text", str(corpus), "--output", "tokens", "--train-bpe", "400"),
+    }
+    for name in only or commands:
+        words = commands[name]
+        place = Place(root / f"reference-{name}-timed", home)
+        yield Scenario(name, words, place, place.finish(words))
+
+
+def moment(scenario: Scenario, place: Place, chance: random.Random) -> Callable[[], bool]:
+    """Return what tells that the random point of a kill has come: a time, or if sooner some time after a file."""
+    limit = time.monotonic() + chance.uniform(0.0, scenario.seconds)
+    name = chance.choice((None, "overrides.txt", "plan.json", ".state.pt", ".part", ".safetensors"))
+    extra, seen = chance.choice((0.0, chance.uniform(0.0, 1.0))), [0.0]
+
+    def has_come() -> bool:
+        now = time.monotonic()
+        if name is not None and not seen[0] and place.has(name):
+            seen[0] = now
+        return now > limit or (bool(seen[0]) and now >= seen[0] + extra)
+
+    return has_come
+
+
+def send(process: subprocess.Popen[bytes], how: signal.Signals, has_come: Callable[[], bool]) -> bool:
+    """Send a signal at its moment; return False if the process ended before that."""
+    while process.poll() is None:
+        if has_come():
+            process.send_signal(how)
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def compare(scenario: Scenario, place: Place, result: Result) -> None:
+    """Note how a place differs from the one of the undisturbed command."""
+    result.comparisons += 1
+    ours, theirs = place.listing(), scenario.reference.listing()
+    result.leftovers += [
+        f"{scenario.name}: {name}" for name in ours if name not in theirs or ours.count(name) > 1
+    ]
+    result.leftovers += [f"{scenario.name}: {name} is missing" for name in theirs if name not in ours]
+    before, after = scenario.reference.contents(), place.contents()
+    result.unequal += [
+        f"{scenario.name}: {name}" for name, digest in before.items() if after.get(name) != digest
+    ]
+
+
+def kill_at_random(
+    made: list[Scenario], count: int, root: Path, home: Path, seed: int, result: Result
+) -> None:
+    """Kill commands `count` times; about every third time, and at the end, let one finish and compare."""
+    chance = random.Random(seed)
+    number = 0
+    while number < count:
+        scenario = made[number % len(made)]
+        place = Place(root / f"killed-{number}", home)
+        words = scenario.words
+        for _ in range(min(chance.randint(1, 5), count - number)):
+            process = place.start(words)
+            if send(process, signal.SIGKILL, moment(scenario, place, chance)):
+                result.sent[f"KILL {scenario.name}"] += 1
+                number += 1
+            else:
+                result.late += 1
+            process.wait(LIMIT_S)
+            words = scenario.again(place)
+        try:
+            place.finish(words)
+        except RuntimeError as error:
+            result.failed.append(str(error))
+            continue
+        place.wait_for_workers()
+        compare(scenario, place, result)
+        shutil.rmtree(place.folder)
+
+
+def signal_at_random(count: int, root: Path, home: Path, seed: int, result: Result) -> None:
+    """Send INT, HUP and TERM at random steps of training; count the recorded steps that no state holds."""
+    chance = random.Random(seed + 1)
+    while sum(result.sent[how.name] for how in SIGNALS) < count:
+        place = Place(root / f"signalled-{result.sent.total()}", home)
+        words: tuple[str, ...] = SIGNALLED
+        reached = 0
+        while reached < 400 and sum(result.sent[how.name] for how in SIGNALS) < count:
+            wanted = reached + chance.randint(0, 150)
+            extra = chance.uniform(0.0, 0.2)
+            process = place.start(words)
+            how = chance.choice(SIGNALS)
+            if not send(process, how, functools.partial(_is_at, place, wanted, extra)):
+                result.late += 1
+                process.wait(LIMIT_S)
+                break
+            result.sent[how.name] += 1
+            process.wait(LIMIT_S)
+            (run,) = place.runs()
+            reached = max((step for _, step, _ in metric_rows(run)), default=0)
+            state = [event for event in read_events(run) if event["event"] == "phase_finished"]
+            words = ("resume", str(run))
+            if state:
+                break
+            result.steps_lost += max(0, reached - _saved_step(run))
+            if left := [file.name for file in run.rglob(".part")]:
+                result.leftovers.append(f"{how.name}: {left}")
+        shutil.rmtree(place.folder)
+
+
+def _is_at(place: Place, step: int, extra: float) -> bool:
+    """Whether training has recorded a row of `step` or later, and `extra` seconds have passed since."""
+    for run in place.runs():
+        events = run / "events.jsonl"
+        if events.is_file() and any(row >= step for _, row, _ in metric_rows(run)):
+            time.sleep(extra)
+            return True
+    return False
+
+
+def _saved_step(run: Path) -> int:
+    from caramba.train.trainer import saved_step, state_path
+
+    return saved_step(state_path(run, "pretrain"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--signals", type=int, default=40)
+    kinds = ("launch", "resume", "sweep", "export", "prepare")
+    parser.add_argument("--only", nargs="*", choices=kinds, help="commands to kill, all unless given")
+    parser.add_argument("--out", type=Path, help="file of the JSON result")
+    words = parser.parse_args()
+    result, began = Result(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="caramba-kill-") as name:
+        root = Path(name)
+        home = root / "home"
+        made = list(scenarios(root, home, words.only or ())) if words.kills else []
+        if made:
+            kill_at_random(made, words.kills, root, home, words.seed, result)
+        signal_at_random(words.signals, root, home, words.seed, result)
+    plain = {"seed": words.seed, "seconds": round(time.monotonic() - began, 1), **result.plain()}
+    text = json.dumps(plain, indent=2)
+    print(text)
+    if words.out is not None:
+        words.out.write_text(f"{text}\n", encoding="utf-8")
+    return 0 if result.is_clean else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
