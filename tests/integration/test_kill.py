@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "faults" / "kill.py"
 
 
 def test_kill_random_points_leave_equal_weights_and_no_files(tmp_path: Path) -> None:
-    words = ["--seed", "3", "--kills", "3", "--signals", "3", "--only", "resume", "prepare"]
+    words = ["--seed", "3", "--kills", "2", "--signals", "2", "--only", "resume"]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *words, "--out", str(tmp_path / "result.json")],
         capture_output=True,
@@ -20,6 +20,6 @@ def test_kill_random_points_leave_equal_weights_and_no_files(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
-    assert sum(result["sent"].values()) >= 6
+    assert sum(result["sent"].values()) >= 4
     assert result["comparisons"] >= 1
     assert (result["leftovers"], result["unequal"], result["failed"], result["steps_lost"]) == ([], [], [], 0)
