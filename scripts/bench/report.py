@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import sections_batching
-import sections_decode
-import sections_inference
-import sections_kernels
-import sections_loss
-import sections_prefill
-import sections_scaling
-import sections_step
-import sections_study
-import sections_sweeps
-import sections_training
-import sections_upcycle
+from sections import batching as sections_batching
+from sections import decode as sections_decode
+from sections import inference as sections_inference
+from sections import kernels as sections_kernels
+from sections import loss as sections_loss
+from sections import prefill as sections_prefill
+from sections import scaling as sections_scaling
+from sections import step as sections_step
+from sections import study as sections_study
+from sections import sweeps as sections_sweeps
+from sections import training as sections_training
+from sections import upcycle as sections_upcycle
 
 from caramba.runs.files import write_whole
 
@@ -235,7 +234,3 @@ def main() -> int:
         return 0 if PAGE.is_file() and PAGE.read_text() == page else 1
     write_whole(PAGE, page)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -19,7 +19,8 @@ def test_a_tiny_bench_measures_both_ways_of_batching(
     out = tmp_path / "batching.json"
     command = [
         *(
-            "scripts/bench/batching.py",
+            "scripts/bench/run.py",
+            "batching",
             "--device",
             "cpu",
             "--model",
@@ -93,8 +94,7 @@ def test_a_tiny_bench_measures_both_ways_of_batching(
     # With nothing left to measure the same call writes what it read.
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "argv", command)
-    assert importlib.import_module("batching").main() == 0
+    assert importlib.import_module("run").main(command[1:]) == 0
     assert "0 sides left" in capsys.readouterr().out
     assert json.loads(out.read_text()) == data
 
@@ -121,7 +121,7 @@ def test_the_page_says_which_way_of_batching_is_later_than_the_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    batching, sections = (importlib.import_module(name) for name in ("batching", "sections_batching"))
+    batching, sections = (importlib.import_module(name) for name in ("cases.batching", "sections.batching"))
     sides = {"static": static, **{f"chunks {n}": side for n, side in enumerate(continuous)}}
     times = dict.fromkeys(("itl_p50_ms", "ttft_p50_ms", "ttft_p99_ms"), 1.0)
     rows = [

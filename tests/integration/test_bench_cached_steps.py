@@ -21,7 +21,10 @@ def test_a_short_bench_gives_ratios_of_turns_and_says_whether_the_must_is_met(
     out = tmp_path / "cached_steps.json"
     words = ("--models", "tiny", "--new", "24", "--repeats", "3", "--out", str(out))
     done = subprocess.run(
-        [sys.executable, "scripts/bench/cached_steps.py", *words], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "scripts/bench/run.py", "cached_steps", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     data = json.loads(out.read_text())
@@ -35,7 +38,7 @@ def test_a_short_bench_gives_ratios_of_turns_and_says_whether_the_must_is_met(
     (must,) = data["musts"]
     assert (must["model"], must["reached"], must["must"]) == ("tiny", statistics.median(turns), 10)
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    section = importlib.import_module("sections_inference").cached_steps
+    section = importlib.import_module("sections.inference").cached_steps
     for is_met, said in ((True, "must 10x: met."), (False, "must 10x: not met.")):
         must["met"] = is_met
         text = "\n".join(section(data))

@@ -15,7 +15,7 @@ pytest.importorskip("torchao")
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = (
-    "import json,sys,sections_inference as s; print('\\n'.join(s.inference(json.load(open(sys.argv[1])))))"
+    "import json,sys,sections.inference as s; print('\\n'.join(s.inference(json.load(open(sys.argv[1])))))"
 )
 
 
@@ -23,7 +23,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    here = importlib.import_module("machine_facts").machine(torch.device("cpu"))
+    here = importlib.import_module("record").machine_facts(torch.device("cpu"))
     out = tmp_path / "inference.json"
     before = {
         "part": "batch",
@@ -36,7 +36,7 @@ def test_a_tiny_bench_writes_rows_and_a_plot_and_adds_parts(
     }
     out.write_text(json.dumps({"size": "tiny", "machine": here, "rows": [before | {"ran": "eager"}]}))
     words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), "--parts", "short,weights,context"]
-    command = [sys.executable, "scripts/bench/inference.py", *words, "--out", str(out)]
+    command = [sys.executable, "scripts/bench/run.py", "inference", *words, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     data = json.loads(out.read_text())

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
     out = tmp_path / "kernels.json"
     command = [
-        *("scripts/bench/kernels.py", "--size", "tiny", "--seconds", "1", "--no-compile"),
+        *("scripts/bench/run.py", "kernels", "--size", "tiny", "--seconds", "1", "--no-compile"),
         *("--only", "rope,swiglu,lion_step,norm_dropout_activation", "--out", str(out)),
     ]
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
@@ -31,7 +31,7 @@ def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
         assert row["host_must_us"] == 25
     assert out.with_suffix(".png").stat().st_size > 10_000
     program = (
-        "import json,sys,sections_kernels as s; print('\\n'.join(s.kernels(json.load(open(sys.argv[1])))))"
+        "import json,sys,sections.kernels as s; print('\\n'.join(s.kernels(json.load(open(sys.argv[1])))))"
     )
     page = subprocess.run(
         [sys.executable, "-c", program, str(out)],
@@ -45,7 +45,8 @@ def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             sys.executable,
-            "scripts/bench/host_cost.py",
+            "scripts/bench/run.py",
+            "host_cost",
             "--only",
             "swiglu",
             "--calls",

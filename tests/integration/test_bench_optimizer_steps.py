@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_weights_of_the_kind_before_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts/bench"))
-    bench, sections = (importlib.import_module(name) for name in ("optimizer_steps", "sections_step"))
+    bench, sections = (importlib.import_module(name) for name in ("cases.optimizer_steps", "sections.step"))
     made: list[weakref.ref[Any]] = []
     alive: list[int] = []
     make = bench.parameters_of

@@ -24,7 +24,7 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, scripts: Path) -> None:
     out = tmp_path / "prefill.json"
     words = [*("--size", "tiny", "--device", "cpu", "--repeats", "1"), *("--tokens", "96", "--chunk", "32")]
-    command = [sys.executable, str(scripts / "prefill.py"), *words, "--out", str(out)]
+    command = [sys.executable, str(scripts / "run.py"), "prefill", *words, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     data = json.loads(out.read_text())
@@ -41,13 +41,13 @@ def test_a_tiny_bench_writes_rows_and_a_section(tmp_path: Path, scripts: Path) -
     assert {row["side"] for row in timed} == {"decoupled_attention", "flash, padded"}
     assert all(row["error"] < 1e-5 for row in timed)
     assert data["left_out"] == []
-    page = "\n".join(importlib.import_module("sections_prefill").prefill(data))
+    page = "\n".join(importlib.import_module("sections.prefill").prefill(data))
     assert "| llama32_dba, joined keys |" in page
     assert "| 2 x 32, forward | 4, 16 + 48 and 16 | flash | refuses | | |" in page
 
 
 def test_arithmetic_is_of_the_pairs_that_causality_leaves(scripts: Path) -> None:
-    module: ModuleType = importlib.import_module("prefill_attention")
+    module: ModuleType = importlib.import_module("cases.prefill_attention")
     shape = module.Shape("x", 2, 3, 5, 4, (16, 48, 8))
     pairs = 2 * 4 * (3 + 4 + 5)
     assert shape.flops == 2 * pairs * (64 + 8)

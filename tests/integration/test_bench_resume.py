@@ -20,9 +20,9 @@ def bench_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_rows_of_another_machine_or_commit_are_measured_anew(tmp_path: Path) -> None:
-    batching = importlib.import_module("batching")
-    inference = pytest.importorskip("inference")
-    here = importlib.import_module("machine_facts").machine(torch.device("cpu"))
+    batching = importlib.import_module("cases.batching")
+    inference = pytest.importorskip("cases.inference")
+    here = importlib.import_module("record").machine_facts(torch.device("cpu"))
     rows = [{"part": "long", "tok_s": 1.0}]
     settings = {"slots": 4, "prompt": (1, 2)}
     file, kept = tmp_path / "before.json", {"arrivals": [{"way": "static"}], "batch": []}
@@ -41,7 +41,7 @@ def test_the_rows_of_another_machine_or_commit_are_measured_anew(tmp_path: Path)
 
 
 def test_the_ladder_goes_on_only_with_its_own_run(tmp_path: Path) -> None:
-    ladder = importlib.import_module("ladder")
+    ladder = importlib.import_module("cases.ladder")
     machine = {"name": "a", "torch": "2.13", "threads": 2}
     own = ladder.folder_of(tmp_path, ["x=1"], machine, "c0ffee")
     assert own == ladder.folder_of(tmp_path, ["x=1"], machine | {"threads": 1}, "c0ffee")
@@ -56,9 +56,9 @@ def test_the_ladder_goes_on_only_with_its_own_run(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_makes_no_run_says_why(tmp_path: Path) -> None:
-    planned = importlib.import_module("planned")
+    planned, record = (importlib.import_module(name) for name in ("cases.planned", "record"))
     words = argparse.Namespace(
         work=tmp_path, out=tmp_path / "o.json", seconds=60.0, overrides=["modle=tiny"], again=False
     )
     with pytest.raises(RuntimeError, match=r"(?s)made no run: exit status 2; it said:.*modle"):
-        planned.Bench(words).run("plan")
+        planned.Bench(words, record.Record("planned", tmp_path / "o.json", ["planned"])).run("plan")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,10 +24,10 @@ def test_parts_are_measured_once_and_said(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    training, sections = (importlib.import_module(name) for name in ("training", "sections_training"))
+    training, sections = (importlib.import_module(name) for name in ("cases.training", "sections.training"))
     out = tmp_path / "training.json"
-    monkeypatch.setattr(sys, "argv", ["training.py", *TINY, "--out", str(out)])
-    assert training.main() == 1, "float8 is refused here"
+    main, words = importlib.import_module("run").main, ["training", *TINY, "--out", str(out)]
+    assert main(words) == 1, "float8 is refused here"
     first = json.loads(out.read_text())
     part = first["parts"]["bf16 1x16"]
     assert list(part["rows"]) == ["caramba", *training.SIDES["bf16"]]
@@ -43,7 +42,7 @@ def test_parts_are_measured_once_and_said(
     assert "| transformers, our attention backend |" in page
     assert "| `aten::mm [" in (tmp_path / "training_profile.md").read_text()
     capsys.readouterr()
-    assert training.main() == 1
+    assert main(words) == 1
     said = capsys.readouterr().out
     assert "bf16 1x16: measured already" in said
     assert "profile 1x16: measured already" in said
@@ -57,7 +56,12 @@ def test_recipes_of_float8_take_turns_and_the_trainers_is_held(monkeypatch: pyte
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
     sides, turns, float8, sections = (
         importlib.import_module(f"{name}")
-        for name in ("training_sides", "training_turns", "training_float8", "sections_training")
+        for name in (
+            "cases.training_sides",
+            "cases.training_turns",
+            "cases.training_float8",
+            "sections.training",
+        )
     )
     monkeypatch.setitem(backend._attached, ("float8_cast", "cpu"), "triton")
     spec = freeze(["model=tiny", "train=pretrain", "settings.instrument=none"]).manifest.model
@@ -90,7 +94,7 @@ def test_recipes_of_float8_take_turns_and_the_trainers_is_held(monkeypatch: pyte
 
 def test_a_ratio_of_two_optimisers_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    sections = importlib.import_module("sections_training")
+    sections = importlib.import_module("sections.training")
     musts = [{"over": name, "limit": 0.98, "got": 1.004} for name in ("bare loop", "our model bare")]
     both = "1.004 over bare loop (must 0.98): met; 1.004 over our model bare (must 0.98): "
     assert sections._verdicts({"musts": musts}) == ["", f"{both}not comparable."]
@@ -99,7 +103,7 @@ def test_a_ratio_of_two_optimisers_is_no_verdict(monkeypatch: pytest.MonkeyPatch
 
 def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    planned, ladder = (importlib.import_module(name) for name in ("planned", "ladder"))
+    planned, ladder = (importlib.import_module(name) for name in ("cases.planned", "cases.ladder"))
     parts = {
         "plan": {"planned_s": 90.0, "allowed_s": 120.0, "tokens_per_s": 95.0},
         "replay": {"planned_s": 0.0, "is_same": True, "tokens_per_s": 97.0},
@@ -164,7 +168,7 @@ def test_planning_and_the_ladder_are_held_against_what_is_asked(monkeypatch: pyt
 
 def test_every_size_of_the_ladder_is_a_ladder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    ladder = importlib.import_module("ladder")
+    ladder = importlib.import_module("cases.ladder")
     for size in ladder.SIZES:
         config = freeze(ladder.words_of(size, 2, tmp_path, [])).manifest.groups[0].benchmarks[0].config
         assert (config.type, config.batch_size) == ("ladder", 2)
@@ -190,7 +194,7 @@ class FakeAllocator:
 
 def test_the_phases_own_peak_holds_what_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
-    turns_of = importlib.import_module("training_turns").Turns
+    turns_of = importlib.import_module("cases.training_turns").Turns
     memory, device = FakeAllocator(between=7, within=14), torch.device("cuda")
     memory.patch(monkeypatch)
     peak = PeakMemory(device)

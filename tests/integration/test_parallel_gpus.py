@@ -18,7 +18,7 @@ from caramba.train import state_path
 from tests.integration.commands import SMALL, caramba, only_run
 from tests.integration.test_ranks_started import LIMIT_S, ranks_at_work, started
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "scaling.py"
+BENCH = Path(__file__).parents[2] / "scripts" / "bench" / "run.py"
 WITHIN = 2e-2  # bfloat16 products, whose order differs between strategies
 
 
@@ -40,7 +40,7 @@ def test_strategies_agree_on_two_gpus(tmp_path: Path, compiled: bool) -> None:
     ]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*launcher, str(BENCH), *words, *([] if compiled else ["--no-compile"])],
+        [*launcher, str(BENCH), "scaling", *words, *([] if compiled else ["--no-compile"])],
         capture_output=True,
         text=True,
         timeout=300,
@@ -92,7 +92,7 @@ def test_a_step_split_over_two_gpus_gives_the_losses_of_one(tmp_path: Path) -> N
     words = ["--size", "tiny", "--batch", "4", "--block", "128", "--steps", "3", "--rows", "0,3,4"]
     words += ["--budget-s", "200", "--out", str(tmp_path / "a.json")]
     done = subprocess.run(
-        [*launcher, str(BENCH.with_name("tensor_parallel_step.py")), *words],
+        [*launcher, str(BENCH), "tensor_parallel_step", *words],
         capture_output=True,
         text=True,
         timeout=300,

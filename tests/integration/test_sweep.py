@@ -96,7 +96,7 @@ def test_worker_processes_train_with_loader_workers_of_their_own(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
-    from sweep_overhead import sweep_seconds
+    from cases.sweep_overhead import sweep_seconds
 
     _, peak_kib = sweep_seconds(tmp_path, 2, 2, "train.num_workers=1")
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ MUST = {"ddp": 0.93, "fsdp2": 0.9, "losses_within": 5e-3}
 def bench(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     """Scripts are no package: their modules are found while a test runs, and forgotten."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "bench"))
-    names = ("sittings", "sections_scaling", "scaling_plot")
+    names = ("merge_runs", "sections.scaling", "sections.scaling_plot")
     modules = {name: importlib.import_module(name) for name in names}
     for name in names:
         sys.modules.pop(name)
@@ -42,7 +42,7 @@ def file(folder: Path, name: str, commit: str | None, rows: list[dict[str, Any]]
 
 
 def test_scaling_is_judged_by_its_best_row_and_by_its_losses(bench: dict[str, ModuleType]) -> None:
-    verdicts = bench["sections_scaling"].verdicts
+    verdicts = bench["sections.scaling"].verdicts
     rows = [
         row("single", 1, 100.0, [5.0, 4.0]),
         row("ddp", 2, 199.0, [5.0, 3.0]),
@@ -65,7 +65,7 @@ def test_a_row_is_compared_with_one_device_of_its_own_sitting(
     bench: dict[str, ModuleType], tmp_path: Path
 ) -> None:
     """One device was 10% slower on the second day: against the first day's, its ddp would miss what it reaches."""
-    merge, section = bench["sittings"].merge_sittings, bench["sections_scaling"].scaling
+    merge, section = bench["merge_runs"].merge_sittings, bench["sections.scaling"].scaling
     first = file(
         tmp_path,
         "first.json",
@@ -110,11 +110,11 @@ def test_other_shapes_and_machines_are_not_merged(
     one = file(tmp_path, "one.json", "aaaaaaa", rows)
     other = file(tmp_path, "other.json", "aaaaaaa", rows, **change)
     with pytest.raises(ValueError, match=r"other\.json is of another machine or shape than the first file"):
-        bench["sittings"].merge_sittings([one, other])
+        bench["merge_runs"].merge_sittings([one, other])
 
 
 def test_the_plot_is_of_what_was_measured_on_several_devices(bench: dict[str, ModuleType]) -> None:
-    draw = bench["scaling_plot"].draw_scaling
+    draw = bench["sections.scaling_plot"].draw_scaling
     rows = [row("single", 1, 100.0, [5.0]), row("ddp", 2, 190.0, [4.0]), row("fsdp2", 2, 185.0, [4.0])]
     data = {"batch": 8, "block": 2048, "machine": {"device": "GPU"}, "must": MUST, "rows": rows}
     image = draw(data)
@@ -136,7 +136,7 @@ def test_a_split_step_is_compared_with_one_device_of_its_form_and_sitting(
     compiled = [step("compiled", 1, 0.5), step("compiled", 2, 0.6)]
     later = file(tmp_path, "b.json", "bbbbbbb", [step("eager", 1, 0.3), *compiled])
     text = "\n".join(
-        bench["sections_scaling"].tensor_parallel_step(bench["sittings"].merge_sittings([eager, later]))
+        bench["sections.scaling"].tensor_parallel_step(bench["merge_runs"].merge_sittings([eager, later]))
     )
     assert "| eager | 2 | all | 0.600 | 13 | 1.50x |  | 1.00000 | aaaaaaa |" in text
     assert "eager 1.50x, met; compiled 0.83x, **missed**" in text

@@ -18,7 +18,7 @@ BF16 = "c10::BFloat16"
 @pytest.fixture
 def profile(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("step_profile")
+    return importlib.import_module("cases.step_profile")
 
 
 def op(number: int, name: str, ts: float, dur: float, dims: list[Any], tid: int = 1) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_without_a_device_ops_have_their_own_time(profile: ModuleType) -> None:
 
 
 def test_bytes_of_our_ops_hold_what_they_write(profile: ModuleType) -> None:
-    calls = importlib.import_module("trace_calls")
+    calls = importlib.import_module("cases.trace_calls")
     shapes = [[4, 8], [4, 16]]
     assert calls._bytes("caramba::swiglu_packed_backward", shapes, [BF16, BF16]) == 2 * (32 + 64 + 64)
     assert calls._bytes("caramba::swiglu_packed", shapes[1:], [BF16]) == 2 * (64 + 32)
@@ -116,7 +116,7 @@ def test_bytes_of_our_ops_hold_what_they_write(profile: ModuleType) -> None:
 def test_every_gap_of_the_page_says_what_was_done(
     profile: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sections = importlib.import_module("sections_training")
+    sections = importlib.import_module("sections.training")
     roofs = profile.Roofs(flops=1e12, bytes=1e9, optimizer_bytes=20_000)
     found = profile.analyse(EVENTS, 2, roofs, 1.0)
     lines = sections.step_profile({"model": "x", **found})

@@ -1,0 +1,334 @@
+"""Continuous against static batching under Poisson arrivals, and a batch against one request at a time. Writes JSON.
+
+Usage on a GPU: python scripts/bench/run.py batching [--model 1b --slots 64 --requests 6144]
+The file is written after every side, and the same call again measures those that are not in it yet; what was measured
+on another device, at another commit or with another torch is measured anew.
+On any machine: --device cpu --model tiny --slots 8 --requests 32
+
+Random weights serve, as speed does not depend on what is said; no token ends a request early. Prompts and new tokens
+are log-uniform between their bounds, the same for every side. Static batching takes what waits, up to all slots, when
+the last batch has ended as a whole; its prompts all run before its first step. Both sides run the same steps and the
+same captured forwards of prompts, and get requests faster than either can end them.
+
+A server's stream of requests has no end, a run has: after its last request came, slots stay empty one after the other
+for as many steps as the longest answer has tokens, which static batching has in every batch anyway. Of 768 requests, 12
+for each slot, that is 13 to 18% of all places in continuous steps by simulation, of 3,072 4 to 5% and of 6,144 2 to 3%,
+where half as many again change the ratio by no more than 1%. With one chunk and one repeat the sides take about 130 s
+on an H200, of which static batching takes half.
+
+Rows for prompts ahead (`--ahead`) are cache that static batching has no use for: `cache_bytes` says how much.
+
+Requests come as fast whatever their number: 400 a second are nearly twice those that continuous batching ended there,
+215 a second, so that some wait at any time but in the first second, as at a server that has all it can do.
+
+Equal p99: a side counts where 99 of 100 tokens come within a bound after the one before, and the fastest side of either
+way of batching within that bound is held to that of the other. The must is at `--itl-ms`. Static batching never runs a
+prompt between two tokens, so at its own p99 a step that takes in a new request is too late however short the prompt;
+the file has the ratios at the p99 of every side, and those at `BOUNDS_MS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases.decode_steps import SIZES, model_of
+from record import Record, is_same_machine, machine_facts
+
+from caramba import kernels
+from caramba.infer.engine import Engine, Event
+from caramba.infer.engine.slots import Slots
+from caramba.model import Model
+
+MUST = {"throughput": 2.5, "batch": 20.0}
+BOUNDS_MS = (5.0, 10.0, 20.0, 50.0)
+PARTS = ("arrivals", "batch")
+
+
+@dataclass
+class Request:
+    """What is asked when, and when its tokens came."""
+
+    at: float
+    prompt: list[int]
+    new: int
+    seen: list[float] = field(default_factory=list)
+
+    def on_event(self, event: Event) -> None:
+        if event.token is not None:
+            self.seen.append(time.perf_counter())
+        elif event.finish_reason != "length":
+            raise RuntimeError(f"a request ended by {event.finish_reason}")
+
+
+def requests_of(words: argparse.Namespace, rate: float, seed: int) -> list[Request]:
+    """Return requests of mixed lengths, `rate` of them a second on average."""
+    drawn, at = random.Random(seed), 0.0
+    found = []
+    for _ in range(words.requests):
+        at += drawn.expovariate(rate)
+        prompt, new = (
+            round(math.exp(drawn.uniform(math.log(low), math.log(high))))
+            for low, high in (words.prompt, words.new)
+        )
+        vocab = SIZES[words.model][-1]
+        found.append(Request(at, [drawn.randrange(vocab) for _ in range(prompt)], new))
+    return found
+
+
+def engine_of(model: Model, words: argparse.Namespace, n_slots: int, chunk: int, n_ahead: int = 0) -> Engine:
+    """Return a running engine whose steps and prompts have been captured or warmed."""
+    engine = Engine(
+        model,
+        n_slots=n_slots,
+        n_ahead=n_ahead,
+        max_len=words.prompt[1] + words.new[1],
+        prefill_chunk=chunk,
+        max_queue=words.requests,
+        compiled={"false": False, "true": True, "graph": "graph"}[words.compiled],
+    ).start()
+    for _ in range(2):
+        lengths = (words.prompt[0], words.prompt[1])  # the longest runs in parts where a chunk is shorter
+        warming = [Request(0.0, [1] * lengths[index % 2], 8) for index in range(n_slots)]
+        for ticket in [submit(engine, request, words) for request in warming]:
+            ticket.wait()
+    return engine
+
+
+def submit(engine: Engine, request: Request, words: argparse.Namespace) -> Any:
+    return engine.submit(
+        request.prompt,
+        max_new_tokens=request.new,
+        temperature=words.temperature,
+        seed=0,
+        on_event=request.on_event,
+    )
+
+
+def continuous(engine: Engine, asked: list[Request], words: argparse.Namespace) -> float:
+    """Submit each request when it comes; return when they came to begin."""
+    began = time.perf_counter()
+    tickets = []
+    for request in asked:
+        time.sleep(max(0.0, began + request.at - time.perf_counter()))
+        tickets.append(submit(engine, request, words))
+    for ticket in tickets:
+        ticket.wait()
+    return began
+
+
+def static(engine: Engine, asked: list[Request], words: argparse.Namespace) -> float:
+    """Submit what has come, up to all slots, whenever nothing runs; return when they came to begin."""
+    began, n_slots = time.perf_counter(), engine.config.n_slots
+    at = 0
+    while at < len(asked):
+        time.sleep(max(0.0, began + asked[at].at - time.perf_counter()))
+        now = time.perf_counter() - began
+        batch = [request for request in asked[at : at + n_slots] if request.at <= now]
+        for ticket in [submit(engine, request, words) for request in batch]:
+            ticket.wait()
+        at += len(batch)
+    return began
+
+
+def measured(asked: list[Request], began: float) -> dict[str, float]:
+    """Return tokens a second, the time to the first token and between tokens."""
+    gaps = sorted(b - a for request in asked for a, b in zip(request.seen, request.seen[1:], strict=False))
+    first = sorted(request.seen[0] - began - request.at for request in asked)
+    ended = max(request.seen[-1] for request in asked)
+    n_tokens = sum(len(request.seen) for request in asked)
+    assert n_tokens == sum(request.new for request in asked)
+    return {
+        "tokens_per_s": n_tokens / (ended - began - asked[0].at),
+        "itl_p50_ms": 1e3 * gaps[len(gaps) // 2],
+        "itl_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
+        "ttft_p50_ms": 1e3 * first[len(first) // 2],
+        "ttft_p99_ms": 1e3 * first[int(0.99 * (len(first) - 1))],
+    }
+
+
+def captures_of(slots: Slots) -> int:
+    """Return how many graphs of prompts have been made."""
+    return 0 if slots.prompts is None else slots.prompts.captures
+
+
+def middle(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+
+def arrivals(
+    model: Model, words: argparse.Namespace, rate: float, known: list[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Measure the ways that are not known yet at one rate of arrivals."""
+    whole = words.slots * words.prompt[1]  # all prompts of a batch before its first step
+    sides = [("static", whole, 0, static)]
+    for n_ahead in words.ahead:
+        said = f", {n_ahead} prompts ahead" if n_ahead else ""
+        sides += [
+            (f"continuous, {chunk} prompt tokens a step{said}", chunk, n_ahead, continuous)
+            for chunk in words.chunks
+        ]
+    for name, chunk, n_ahead, way in sides:
+        if any(row["way"] == name for row in known):
+            continue
+        engine = engine_of(model, words, words.slots, chunk, n_ahead)
+        slots = engine.batch.slots
+        n_captured = captures_of(slots)
+        runs = []
+        for seed in range(words.repeats):
+            asked = requests_of(words, rate, seed)
+            runs.append(measured(asked, way(engine, asked, words)))
+        stats = engine.stats()
+        n_later = captures_of(slots) - n_captured
+        engine.close()
+        del engine, slots
+        print(
+            f"{name} ({stats.decode}): "
+            + ", ".join(f"{key} {value:.1f}" for key, value in middle(runs).items()),
+            flush=True,
+        )
+        captures = {"prompt_graphs": n_captured, "captured_while_measured": n_later}
+        facts = {"ran": stats.decode, **captures, "cache_bytes": stats.cache_bytes}
+        yield {"way": name, **facts, **middle(runs), "all": runs}
+
+
+def batch(model: Model, words: argparse.Namespace, known: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Measure equal requests one at a time and all at once, where that is not known yet."""
+    for n_slots in (1, words.slots):
+        if any(row["at_once"] == n_slots for row in known):
+            continue
+        n = words.slots if n_slots > 1 else max(2, words.slots // 16)
+        engine = engine_of(model, words, n_slots, words.slots * words.batch_prompt)
+        speeds = []
+        for _ in range(words.repeats):
+            asked = [Request(0.0, [1 + index] * words.batch_prompt, words.batch_new) for index in range(n)]
+            speeds.append(measured(asked, continuous(engine, asked, words))["tokens_per_s"])
+        stats = engine.stats()
+        engine.close()
+        del engine
+        speed = statistics.median(speeds)
+        print(f"{n_slots} at once ({stats.decode}): {speed:.1f} tokens/s", flush=True)
+        yield {"at_once": n_slots, "ran": stats.decode, "tokens_per_s": speed, "all": speeds}
+
+
+def ratios(data: dict[str, Any]) -> dict[str, Any]:
+    """Return what the sides that have been measured say."""
+    found: dict[str, Any] = {}
+    base = next((row for row in data["arrivals"] if row["way"] == "static"), None)
+    others = [row for row in data["arrivals"] if row is not base]
+    if base is not None and others:
+        held_to = data["settings"]["itl_ms"]
+        bounds = sorted({held_to, *BOUNDS_MS, *(row["itl_p99_ms"] for row in data["arrivals"])})
+        found["at_equal_p99"] = [within(bound, base, others) for bound in bounds]
+        at_must = within(held_to, base, others)
+        found["is_within_bound"] = at_must["way"] is not None and at_must["static_is_within"]
+        # Where one side is late, the fastest of the other that is not, over static as it is; the page says who is.
+        taken = [row for row in others if at_must["way"] in (None, row["way"])]
+        found["over_static"] = max(row["tokens_per_s"] for row in taken) / base["tokens_per_s"]
+    speeds = {row["at_once"]: row["tokens_per_s"] for row in data["batch"]}
+    if len(speeds) == 2:
+        found["over_one_at_a_time"] = speeds[max(speeds)] / speeds[min(speeds)]
+    return found
+
+
+def within(bound: float, base: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fastest side of either way whose p99 between tokens is within a bound of ms, and their ratio."""
+    static, continuous = (
+        max(
+            (row for row in rows if row["itl_p99_ms"] <= bound),
+            key=lambda row: row["tokens_per_s"],
+            default=None,
+        )
+        for rows in ([base], others)
+    )
+    ratio = None
+    if static is not None and continuous is not None:
+        ratio = continuous["tokens_per_s"] / static["tokens_per_s"]
+    return {
+        "itl_p99_within_ms": bound,
+        "way": None if continuous is None else continuous["way"],
+        "static_is_within": static is not None,
+        "over_static": ratio,
+    }
+
+
+def kept(file: Path, settings: dict[str, Any], here: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return what an earlier call with the same settings measured on this machine at this commit."""
+    if file.is_file():
+        before = json.loads(file.read_text())
+        is_same = is_same_machine(before.get("machine", {}), here)
+        if is_same and before["settings"] == json.loads(json.dumps(settings)):
+            return {part: before[part] for part in PARTS}
+    return {part: [] for part in PARTS}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    def pair(text: str) -> tuple[int, ...]:
+        return tuple(int(part) for part in text.split(","))
+
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="1b", choices=tuple(SIZES))
+    parser.add_argument("--layout", default="gqa", choices=("gqa", "latent"))
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=6144)
+    parser.add_argument("--rate", type=float, default=400.0, help="requests a second")
+    parser.add_argument("--prompt", type=pair, default=(32, 512))
+    parser.add_argument("--new", type=pair, default=(16, 512))
+    parser.add_argument("--batch-prompt", type=int, default=64)
+    parser.add_argument("--batch-new", type=int, default=128)
+    parser.add_argument("--chunks", type=pair, default=(512,))
+    parser.add_argument(
+        "--ahead", type=pair, default=(0, 4), help="rows for prompts that run before a slot is free"
+    )
+    parser.add_argument(
+        "--itl-ms", type=float, default=10.0, help="bound of the p99 between tokens that the must is at"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--compiled", default="graph", choices=("false", "graph", "true"))
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=420.0, help="no side begins later than this")
+    parser.add_argument("--before", type=Path, help="the file to go on from (default: --out)")
+
+
+def run(words: argparse.Namespace, record: Record) -> int | None:
+    began, device = time.monotonic(), torch.device(words.device)
+    kernels.load(device)
+    model = model_of(words.model, words.layout, device)
+    here = machine_facts(device)
+    unsaid = ("out", "device", "before", "seconds")
+    settings = {key: value for key, value in vars(words).items() if key not in unsaid}
+    data: dict[str, Any] = {
+        **record.head(here),
+        "settings": settings,
+        **kept(words.before or words.out, settings, here),
+        "must": MUST,
+    }
+    measure = {"arrivals": arrivals(model, words, words.rate, data["arrivals"])}
+    measure["batch"] = batch(model, words, data["batch"])
+    for part, rows in measure.items():
+        while time.monotonic() - began <= words.seconds and (row := next(rows, None)) is not None:
+            data[part].append(row)
+            record.write_data(data | ratios(data))
+    data |= ratios(data)  # also where nothing was left to measure
+    record.write_data(data)
+    if "over_static" in data:
+        for row in data["at_equal_p99"]:
+            said = "none" if row["over_static"] is None else f"{row['over_static']:.2f}x"
+            print(
+                f"continuous over static, p99 between tokens within {row['itl_p99_within_ms']:.2f} ms: {said}"
+            )
+        print(f"continuous over static {data['over_static']:.2f}x")
+    if "over_one_at_a_time" in data:
+        print(f"batch over one {data['over_one_at_a_time']:.1f}x")
+    n_missing = 1 + len(words.chunks) * len(words.ahead) + 2 - len(data["arrivals"]) - len(data["batch"])
+    print(f"{n_missing} sides left; the same call again measures them")
+    return 0

@@ -1,0 +1,304 @@
+"""What a blockwise step costs against one headless teacher forward, concurrent against sequential, and where it goes.
+
+Random weights of a preset serve, as cost does not depend on them. Variants take turns, so drift of the machine hits
+all, and each repeat's ratio is taken to the headless forward of the same repeat.
+`maps` leaves W_q and W_o as they are (a latent student), `attention KL` adds 0.1 KL(A_t || A_s) on 64 queries,
+`drift` reads the student's own states, and `naive` is one block a step with full teacher and student forwards, heads
+included. Kernels are attached as in a run; `plain queries` leaves out the one of latent queries, `--kernels queries`
+has that one alone, so that the teacher runs as without any. The split of a step is timed between marks, by device
+events on a GPU.
+Prints a table; with --out also writes JSON, with --profile the device kernels of three concurrent steps by phase.
+
+Usage: python scripts/bench/run.py blockwise_cost [--model tiny_dba] [--batch 8] [--block 128] [--repeats 10] [--amp]
+    [--compile] [--kernels auto|queries|reference] [--only NAME ...] [--out FILE] [--profile FILE] [OVERRIDE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from cases.blockwise_profile import write_profile
+from record import Record, machine_facts
+
+from caramba import kernels
+from caramba.distill import BlockSchedule, BlockwiseObjective, relative_l1, tap_attention
+from caramba.launch.freeze import freeze
+from caramba.layer import attention_backends
+from caramba.model import Model, Trace, build_model
+from caramba.ops import has_kernel
+from caramba.ops.backend import attach, without_kernels
+from caramba.optim import clip_gradients
+from caramba.runtime import choose_device, synchronize
+from caramba.upcycle import pair_attention
+
+WARM_UP = 2
+QUERIES = ("latent_queries", "latent_queries_backward")
+PLAIN = "plain queries"
+PARTS: tuple[str, ...] = ("teacher", "student forward", "backward", "optimiser")
+
+
+class Bench:
+    """Teacher, student and one optimiser, and the steps to time on them."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        manifest = freeze([f"model={args.model}", "train=pretrain", *args.overrides]).manifest
+        described = manifest.model.teacher
+        assert described is not None
+        assert described.manifest is not None
+        self.teacher: Model = build_model(described.manifest, seed=1).to(device).eval().requires_grad_(False)
+        self.student: Model = build_model(manifest.model, seed=2).to(device)
+        if args.amp:
+            self.teacher = copy.deepcopy(self.teacher).to(torch.bfloat16)
+        self.pairs = pair_attention(self.teacher, self.student)
+        self.device = device
+        self.tokens = torch.randint(
+            manifest.model.embedder.vocab_size, (args.batch, args.block), device=device
+        )
+        self.objectives = {
+            "all": self.objective(),
+            "attention KL": self.objective(attention_weight=0.1),
+            "drift": self.objective(on_student=True),
+        }
+        if all(layer.config.is_latent for _, _, layer in self.pairs):
+            self.objectives["maps"] = self.objective(keeps_copied=True)
+        if self.has_queries_kernel:
+            self.objectives[PLAIN] = self.objective()
+        self.sequential = [
+            self.objective(schedule=BlockSchedule([name], steps=10**9, is_sequential=True))
+            for name, _, _ in self.pairs
+        ]
+        if args.compile:
+            # Every kind of step and every place of a naive one is a graph of its own.
+            torch._dynamo.config.recompile_limit = 64
+            # Variants differ in what they train, which torch before 2.12 does not look at otherwise (pytorch#139476).
+            torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags = False
+            layers = [layer for _, source, target in self.pairs for layer in (source, target)]
+            heads = [
+                module
+                for each in [*self.objectives.values(), *self.sequential]
+                for module in each.compilable()
+            ]
+            for module in dict.fromkeys([*layers, *heads]):
+                module.forward = torch.compile(module.forward)
+        trained = [parameter for _, parameter in self.objectives["all"].trainable()]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+
+    @property
+    def has_queries_kernel(self) -> bool:
+        return has_kernel(QUERIES[0], self.tokens) and all(
+            layer.config.is_latent for _, _, layer in self.pairs
+        )
+
+    def taken(self, name: str) -> AbstractContextManager[None]:
+        """What holds while the objective `name` is timed."""
+        return without_kernels(*QUERIES) if name == PLAIN else nullcontext()
+
+    def objective(self, **how: Any) -> BlockwiseObjective:
+        return BlockwiseObjective(self.student, self.teacher, self.pairs, **how)
+
+    def step(self, objective: BlockwiseObjective, mark: Callable[[str], None] = lambda _part: None) -> None:
+        """One step as a run makes it; `mark` is told which part has just ended."""
+
+        def backward(loss: torch.Tensor) -> None:
+            mark("student forward")
+            loss.backward()
+            mark("backward")
+
+        objective.step((self.tokens, self.tokens), backward)
+        mark("teacher")
+        clip_gradients(objective.clip_groups(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        mark("optimiser")
+
+    def train_only(self, objective: BlockwiseObjective) -> None:
+        """Leave gradients to what the objective trains, as the start of a phase does."""
+        chosen = {id(parameter) for _, parameter in objective.trainable()}
+        for parameter in self.student.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+
+    @torch.no_grad()
+    def headless(self) -> None:
+        self.teacher.hidden(self.tokens)
+
+    def truncated(self) -> None:
+        layers = [(name, source) for name, source, _ in self.pairs]
+        tap_attention(self.teacher, layers, self.tokens, lambda *_: None)
+
+    def naive(self) -> None:
+        """A step of every block, each with full forwards of both models."""
+        for _, source, target in self.pairs:
+            self.student.requires_grad_(False)
+            target.requires_grad_(True)
+            with torch.no_grad(), Trace(self.teacher, lambda _n, m, it=source: m is it) as theirs:
+                self.teacher(self.tokens)
+            with Trace(self.student, lambda _n, m, it=target: m is it, detach=False) as ours:
+                self.student(self.tokens)
+            relative_l1(ours.outputs[0], theirs.outputs[0]).backward()
+            clip_gradients([list(target.parameters())], 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def marked(self, objective: BlockwiseObjective, mark: Callable[[str], None]) -> None:
+        """One step; `mark` is told about the teacher's parts too, which end where a student layer starts."""
+        hooks = [
+            step.register_forward_pre_hook(lambda *_: mark("teacher")) for step in objective.steps.values()
+        ]
+        self.step(objective, mark)
+        for hook in hooks:
+            hook.remove()
+
+    def split(self, objective: BlockwiseObjective) -> dict[str, float]:
+        """Milliseconds of one step by part."""
+        marks: list[tuple[str, Any]] = []
+
+        def mark(part: str) -> None:
+            if self.device.type == "cuda":
+                event = torch.cuda.Event(enable_timing=True)
+                event.record()
+                marks.append((part, event))
+            else:
+                synchronize(self.device)
+                marks.append((part, time.perf_counter()))
+
+        synchronize(self.device)
+        mark("start")
+        self.marked(objective, mark)
+        synchronize(self.device)
+        spent = dict.fromkeys(PARTS, 0.0)
+        for (_, before), (part, after) in itertools.pairwise(marks):
+            is_event = self.device.type == "cuda"
+            spent[part] += before.elapsed_time(after) if is_event else 1000 * (after - before)
+        return spent
+
+    def variants(self) -> dict[str, Callable[[], object]]:
+        """What is timed, by name; the first is what the others are compared with."""
+
+        def concurrent(name: str) -> Callable[[], object]:
+            def run() -> None:
+                with self.taken(name):
+                    self.step(self.objectives[name])
+
+            return run
+
+        return {
+            "headless teacher forward": self.headless,
+            "truncated teacher forward": self.truncated,
+            **{f"concurrent, {name}": concurrent(name) for name in sorted(self.objectives)},
+            "sequential, a step of each block": lambda: [self.step(item) for item in self.sequential],
+            "naive, a step of each block": self.naive,
+        }
+
+
+def attach_kernels(device: torch.device, which: str) -> None:
+    """Attach the kernels that there are, or those of latent queries alone."""
+    if which == "auto":
+        kernels.load(device)
+    elif which == "queries" and device.type == "cuda":
+        module = importlib.import_module("caramba.kernels.triton.latent_queries")
+        for op in QUERIES:
+            attach(op, device.type, "triton", getattr(module, op))
+
+
+def measure(
+    bench: Bench, repeats: int, only: Sequence[str]
+) -> tuple[dict[str, list[float]], dict[str, int], dict[str, Any]]:
+    """Return the milliseconds and peak bytes of every variant, and the parts of a step, by objective."""
+    variants, is_cuda = bench.variants(), bench.device.type == "cuda"
+    first = next(iter(variants))
+    variants = {name: run for name, run in variants.items() if not only or name == first or name in only}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    peaks: dict[str, int] = {}
+    parts: dict[str, dict[str, list[float]]] = {
+        name: {part: [] for part in PARTS}
+        for name in bench.objectives
+        if name != "drift" and f"concurrent, {name}" in variants
+    }
+    for repeat in range(repeats + WARM_UP):
+        for name, run in variants.items():
+            bench.train_only(bench.objectives.get(name.removeprefix("concurrent, "), bench.objectives["all"]))
+            synchronize(bench.device)
+            if is_cuda:
+                torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
+            run()
+            synchronize(bench.device)
+            if repeat >= WARM_UP:
+                times[name].append(1000 * (time.perf_counter() - began))
+                if is_cuda:
+                    peaks[name] = torch.cuda.max_memory_allocated()
+        for name, spent in parts.items():
+            bench.train_only(bench.objectives[name])
+            with bench.taken(name):
+                split = bench.split(bench.objectives[name])
+            for part, value in split.items():
+                if repeat >= WARM_UP:
+                    spent[part].append(value)
+    return times, peaks, parts
+
+
+OUT = None
+SMOKE_OPTIONS = ("--repeats", "1", "--batch", "1", "--block", "32")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="tiny_dba")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--block", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--kernels", choices=("auto", "queries", "reference"), default="auto")
+    parser.add_argument("--only", action="append", default=[], help="a variant to time; all if left out")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--profile", type=Path, help="write the kernels of three concurrent steps, as text")
+    parser.add_argument("overrides", nargs="*", help="of the composition, as for a launch")
+
+
+def run(args: argparse.Namespace, record: Record) -> int | None:
+    device = choose_device(args.device)
+    attach_kernels(device, args.kernels)
+    bench = Bench(args, device)
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=args.amp), attention_backends(device):
+        times, peaks, parts = measure(bench, args.repeats, args.only)
+        if args.profile:
+            every = bench.objectives["all"]
+            bench.train_only(every)
+            write_profile(args.profile, lambda mark: bench.marked(every, mark), device, PARTS)
+    base = times["headless teacher forward"]
+    step = statistics.median(times.get("concurrent, all", base))
+    print(f"{'':34s} {'median ms':>9s} {'min':>9s} {'max':>9s}   x headless (min to max)   x concurrent, all")
+    for name, values in times.items():
+        ratios = [value / other for value, other in zip(values, base, strict=True)]
+        print(
+            f"{name:34s} {statistics.median(values):9.2f} {min(values):9.2f} {max(values):9.2f}"
+            f"   {statistics.median(ratios):6.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+            f"   {statistics.median(values) / step:8.2f}"
+            + (f"   peak {peaks[name] / 1e9:.2f} GB" if peaks else "")
+        )
+    for name, spent in parts.items():
+        cells = ", ".join(f"{part} {statistics.median(values):.2f}" for part, values in spent.items())
+        print(f"parts of a step, {name}, ms: {cells}")
+    record.write(
+        machine_facts(device),
+        model=args.model,
+        batch=args.batch,
+        block=args.block,
+        amp=args.amp,
+        compiled=args.compile,
+        kernels=args.kernels,
+        ms=times,
+        parts_ms=parts,
+        peak_memory_bytes=peaks,
+    )
+    return 0

@@ -1,0 +1,148 @@
+"""Speculation against the fastest plain decode of a trained model, by method and batch. Writes JSON.
+
+Usage on a GPU: python scripts/bench/run.py speculation RUN|DIR --text FILE... [--batches 1,8]
+Prompts are cut from the texts, evenly spaced; code is what lookup is good at. All of them run at every batch size, one
+batch after the other, and a figure is of their sum: of one prompt it would be that of the text that happens to follow.
+Random weights say nothing here: how many drafts are accepted is the model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from record import Record, machine_facts
+
+from caramba.infer import Generator, SpeculativeGenerator, open_model
+from caramba.infer.opened import need_tokenizer
+from caramba.infer.verification import SpeculativeStats
+
+FORMS: dict[str, Any] = {"false": False, "graph": "graph", "true": True}
+
+
+def prompts_of(texts: list[str], encode: Any, n: int, length: int) -> list[list[int]]:
+    """Return n prompts of `length` tokens, evenly spaced over the texts."""
+    ids = [token for text in texts for token in encode(text)]
+    step = max(1, (len(ids) - length) // n)
+    found = [ids[at : at + length] for at in range(0, n * step, step)]
+    if any(len(prompt) < length for prompt in found):
+        raise SystemExit(
+            f"the texts have {len(ids)} tokens, {n} prompts of {length} need more; give longer ones"
+        )
+    return found
+
+
+@dataclass
+class Decoded:
+    """Sums of the decode of some batches; a step of speculation is a round."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    row_steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def of(cls, generator: Generator, prompts: list[list[int]], batch: int) -> Decoded:
+        """Continue all prompts, `batch` at a time."""
+        total = cls()
+        for start in range(0, len(prompts), batch):
+            generator.generate(prompts[start : start + batch])
+            stats = generator.stats
+            total.tokens += stats.new_tokens
+            total.seconds += stats.decode_s
+            total.steps += stats.steps
+            if isinstance(stats, SpeculativeStats):
+                total.row_steps += stats.row_steps
+                total.drafted += stats.drafted
+                total.accepted += stats.accepted
+        return total
+
+    @property
+    def tok_s(self) -> float:
+        """New tokens per second of the decode alone."""
+        return self.tokens / self.seconds
+
+    @property
+    def step_ms(self) -> float:
+        """Time per step, whatever it takes around its forward."""
+        return 1e3 * self.seconds / self.steps
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run")
+    parser.add_argument("--text", nargs="+", type=Path, required=True)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--forms", default=",".join(FORMS))
+    parser.add_argument("--methods", default="lookup,early_exit")
+    parser.add_argument("--spec-k", type=int, default=7)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--new", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--repeats", type=int, default=3)
+
+
+def run(words: argparse.Namespace, record: Record) -> int | None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    opened = open_model(words.run, device=device)
+    model = opened.model.to(torch.bfloat16) if device.type == "cuda" else opened.model
+    texts = [file.read_text(encoding="utf-8") for file in words.text]
+    encode = need_tokenizer(opened, "bench").encode
+    options: dict[str, Any] = {"max_new_tokens": words.new, "temperature": words.temperature}
+    ways: dict[str, Generator] = {
+        f"plain, compiled={form}": Generator(model, None, compiled=FORMS[form], **options)
+        for form in words.forms.split(",")
+    }
+    given = options | {"spec_k": words.spec_k}
+    for method in words.methods.split(","):
+        for form in words.forms.split(","):
+            ways[f"{method}, compiled={form}"] = SpeculativeGenerator(
+                model, None, spec_method=method, compiled=FORMS[form], **given
+            )
+    rows: list[dict[str, Any]] = []
+    prompts = prompts_of(texts, encode, words.prompts, words.prompt)
+    for batch in (int(word) for word in words.batches.split(",")):
+        if len(prompts) % batch:
+            raise SystemExit(f"{len(prompts)} prompts make no whole batches of {batch}; set --prompts")
+        runs: dict[str, list[Decoded]] = {name: [] for name in ways}
+        for repetition in range(words.repeats + 1):  # the first captures, compiles and warms up
+            for name, generator in ways.items():
+                decoded = Decoded.of(generator, prompts, batch)
+                if repetition:
+                    runs[name].append(decoded)
+        speeds = {name: statistics.median(one.tok_s for one in found) for name, found in runs.items()}
+        best = max((name for name in ways if name.startswith("plain")), key=lambda name: speeds[name])
+        step_ms = {name: statistics.median(one.step_ms for one in found) for name, found in runs.items()}
+        for name, generator in ways.items():
+            row: dict[str, Any] = {"batch": batch, "way": name, "tok_s": speeds[name]}
+            row |= {
+                "against_best_plain": speeds[name] / speeds[best],
+                "step_ms": step_ms[name],
+                "step_against_best_plain": step_ms[name] / step_ms[best],
+                "all": [one.tok_s for one in runs[name]],
+                "ran": generator.stats.decode,
+            }
+            if isinstance(generator, SpeculativeGenerator):
+                last = runs[name][-1]
+                row |= {
+                    "acceptance_rate": last.accepted / last.drafted if last.drafted else 0.0,
+                    "tokens_per_step": last.tokens / last.row_steps,
+                    "drafted_per_step": last.drafted / last.row_steps,
+                }
+            rows.append(row)
+            print({key: value for key, value in row.items() if key != "all"})
+    shape = {key: getattr(words, key) for key in ("run", "prompts", "prompt", "new", "temperature", "spec_k")}
+    record.write_data(
+        {
+            **record.head(machine_facts(device)),
+            "settings": shape,
+            "rows": rows,
+        },
+    )
+    return 0
