@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from caramba.console import logger
-from caramba.runs.starting import heavy_imports
+from caramba.runs.starting import imports_without_gc
 
 # Tensors of the tests are tiny: more threads would wait for each other. Read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
     """What the tests' imports make is no garbage, as in a command: full collections that leave it out are short."""
-    with heavy_imports():
+    with imports_without_gc():
         return (yield)
 
 

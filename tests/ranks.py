@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from caramba.runs.ending import end_now
+from caramba.runs.exit_codes import end_now
 
 
 def meet(rank: int, folder: str, ranks: int, timeout: timedelta) -> None:

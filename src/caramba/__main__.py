@@ -1,7 +1,7 @@
 """`python -m caramba`: the same as the `caramba` script."""
 
 from caramba.cli import main
-from caramba.runs.ending import leave
+from caramba.runs.exit_codes import exit_process
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

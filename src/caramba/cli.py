@@ -12,8 +12,8 @@ from caramba.errors import ConfigError
 from caramba.launch.argv import NATIVE, Request, parse_argv
 from caramba.launch.argv import main as launch_main
 from caramba.launch.help import COMMANDS, LATER, command_help
-from caramba.runs.ending import end
-from caramba.runs.starting import heavy_imports
+from caramba.runs.exit_codes import run_command
+from caramba.runs.starting import imports_without_gc
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         # A terminal or pipe that has no sign for what a model writes gets its number, and no traceback in mid-answer.
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
-    return end(lambda: _dispatch(words), is_debug="--debug" in words)
+    return run_command(lambda: _dispatch(words), is_debug="--debug" in words)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -138,35 +138,35 @@ def _compare(argv: list[str]) -> int:
 
 
 def _export(argv: list[str]) -> int:
-    with heavy_imports():
+    with imports_without_gc():
         from caramba.export.command import export
 
     return export(argv)
 
 
 def _eval(argv: list[str]) -> int:
-    with heavy_imports():
+    with imports_without_gc():
         from caramba.benchmark.evaluate import evaluate
 
     return evaluate(argv)
 
 
 def _generate(argv: list[str]) -> int:
-    with heavy_imports():
+    with imports_without_gc():
         from caramba.infer.generate_command import generate
 
     return generate(argv)
 
 
 def _chat(argv: list[str]) -> int:
-    with heavy_imports():
+    with imports_without_gc():
         from caramba.infer.chat_command import chat
 
     return chat(argv)
 
 
 def _serve(argv: list[str]) -> int:
-    with heavy_imports():
+    with imports_without_gc():
         from caramba.serve.command import serve
 
     return serve(argv)

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from caramba.console import logger
 from caramba.errors import CarambaError, ConfigError, Preempted
-from caramba.runs.ending import INTERRUPTED, PREEMPTED, end, leave, status_of
+from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, exit_process, run_command, status_of
 from caramba.runs.ranks import adopt_slurm_ranks, end_with_agent, rank
 from caramba.runs.shell import show_path
 from caramba.runs.signals import stop_on_signals
-from caramba.runs.starting import heavy_imports
+from caramba.runs.starting import imports_without_gc
 
 if TYPE_CHECKING:
     from caramba.config.manifest import Manifest
@@ -30,7 +30,7 @@ USAGE = "usage: python -m caramba.worker RUN/manifest.json [--quiet] [--debug]"
 def main(argv: list[str] | None = None) -> int:
     """Run the manifest that `argv` names and return the exit status."""
     words = sys.argv[1:] if argv is None else argv
-    return end(lambda: _work(words), is_debug="--debug" in words)
+    return run_command(lambda: _work(words), is_debug="--debug" in words)
 
 
 def _work(argv: list[str]) -> int:
@@ -53,7 +53,7 @@ def run(run_dir: Path) -> int:
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
     from caramba.runs.jobs import REQUEUE, current_job, record_job
-    from caramba.runs.sources import hold_plugins
+    from caramba.runs.sources import check_plugins
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, tried_again
     from caramba.runs.unchanged import hold_manifest
 
@@ -71,13 +71,13 @@ def run(run_dir: Path) -> int:
         try:
             # Refused here, a run is what it was before: one that has finished still has.
             hold_manifest(run_dir)
-            hold_plugins(run_dir, manifest)
+            check_plugins(run_dir, manifest)
         except CarambaError as error:
             _tell_agent(error)
             raise
         append_event(run_dir, STARTED)
         try:
-            with heavy_imports():
+            with imports_without_gc():
                 from caramba.experiment import run as run_experiment
 
             results = run_experiment(manifest, run_dir)
@@ -119,7 +119,7 @@ def _follow(manifest: Manifest, run_dir: Path) -> int:
     """Train with rank 0, which holds the directory and writes in it."""
     with stop_on_signals(follows=True):
         try:
-            with heavy_imports():
+            with imports_without_gc():
                 from caramba.experiment import run as run_experiment
 
             run_experiment(manifest, run_dir)
@@ -149,4 +149,4 @@ def print_artifacts(run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

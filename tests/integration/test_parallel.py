@@ -32,7 +32,7 @@ from caramba.launch.freeze import freeze
 from caramba.model import build_model, load_pretrained
 from caramba.parallel.stages import TIED
 from caramba.runs import mint
-from caramba.runs.ending import PREEMPTED, end_now
+from caramba.runs.exit_codes import PREEMPTED, end_now
 from caramba.runs.files import write_json
 from caramba.train import has_saved_state, state_path
 from tests.integration.commands import SMALL_TEACHER

@@ -26,7 +26,7 @@ from caramba.model import Model, load_pretrained, save_model
 from caramba.ops import implementation
 from caramba.ops.backend import REFERENCE
 from caramba.quantise import quantise_weights
-from caramba.runs.ending import end_now
+from caramba.runs.exit_codes import end_now
 
 WEIGHTS, TIMES = "model.safetensors", "times.json"
 TIMEOUT = timedelta(minutes=5)

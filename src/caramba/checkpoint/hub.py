@@ -9,7 +9,7 @@ from typing import Any
 
 from caramba.checkpoint.folder import CONFIG, weight_files
 from caramba.errors import CheckpointError
-from caramba.runs.deadline import NoAnswer, within
+from caramba.runs.deadline import TimedOut, run_with_timeout
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 ANSWER_SECONDS = 8.0
@@ -79,8 +79,8 @@ def _ask(hub_id: str) -> None:
     """Find out quickly whether the hub answers: the client itself waits and retries for minutes."""
     client = _client()
     try:
-        within(ANSWER_SECONDS, lambda: client.HfApi().model_info(hub_id, timeout=ANSWER_SECONDS))
-    except NoAnswer:
+        run_with_timeout(ANSWER_SECONDS, lambda: client.HfApi().model_info(hub_id, timeout=ANSWER_SECONDS))
+    except TimedOut:
         raise CheckpointError(f"the hub did not answer within {ANSWER_SECONDS:.0f} seconds") from None
     except Exception as error:
         raise _refused(error) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from caramba.data.sources import HubSource
 from caramba.errors import DataError
-from caramba.runs.deadline import NoAnswer, within
+from caramba.runs.deadline import TimedOut, run_with_timeout
 
 FINEWEB = "HuggingFaceFW/fineweb"
 FINEWEB_SAMPLE = "sample-10BT"
@@ -81,13 +81,13 @@ def _commit(repository: str, revision: str | None) -> str:
     cause: Exception | None = None
     said = f"no answer in {_WAIT_SECONDS} s"
     try:
-        info = within(
+        info = run_with_timeout(
             _WAIT_SECONDS, lambda: HfApi().dataset_info(repository, revision=revision, timeout=_WAIT_SECONDS)
         )
         if info.sha:
             return str(info.sha)
     except Exception as error:
-        if not isinstance(error, NoAnswer):
+        if not isinstance(error, TimedOut):
             cause, said = error, f"{type(error).__name__}: {error}"
     raise DataError(
         f"{repository}: the hub cannot be reached ({' '.join(said.split())[:200]}); {_WAYS_ON}"

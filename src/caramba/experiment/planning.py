@@ -18,9 +18,9 @@ from caramba.errors import BatchReduced, ConfigError, OutOfMemory
 from caramba.experiment.probe import MODULE, request_of, shapes_of
 from caramba.experiment.session import Session
 from caramba.planning import Budget, Candidate, Ground, Trial, TrialProcess, decide
-from caramba.runs.ending import REDUCED_REASON
 from caramba.runs.environment import sharing_workers
 from caramba.runs.events import append_event
+from caramba.runs.exit_codes import REDUCED_REASON
 from caramba.runs.shell import show_path
 from caramba.runtime import (
     Decision,

@@ -33,7 +33,7 @@ from caramba.layer import runs_parts
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.model.pretrained import refuse_not_finite
 from caramba.result import BenchmarkResult, PhaseResult
-from caramba.runs.sources import DATA, hold_source
+from caramba.runs.sources import DATA, check_source
 from caramba.runtime import (
     AttentionChoice,
     Ranks,
@@ -85,7 +85,7 @@ class Session:
         if text is not None:
             check_accuracy(group.benchmarks, text.tokenizer)
             if is_main_process():
-                hold_source(run_dir, DATA, str(text.folder), text.content)
+                check_source(run_dir, DATA, str(text.folder), text.content)
         session = cls(manifest, group, run_dir, device, text, Ledger(run_dir), ranks=ranks)
         session._open_models()
         session._check_surgery()
@@ -190,7 +190,7 @@ class Session:
         refuse_not_finite(model, f"{where}={path}")
         self.labels |= labels_as(role, labels)
         if is_main_process():
-            hold_source(self.run_dir, role, str(path.absolute()), fingerprint(path))
+            check_source(self.run_dir, role, str(path.absolute()), fingerprint(path))
         if path.is_dir() and is_main_process():
             self.labels |= record_loaded(self.run_dir, role, path)
         logger.path(str(path), role)

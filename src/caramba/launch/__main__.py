@@ -3,7 +3,7 @@
 import sys
 
 from caramba.launch import main
-from caramba.runs.ending import leave
+from caramba.runs.exit_codes import exit_process
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from caramba.config.names import nearest
 from caramba.errors import ConfigError
-from caramba.runs.ending import end
+from caramba.runs.exit_codes import run_command
 
 FLAGS = (
     "--help",
@@ -115,7 +115,7 @@ def _folder(text: str) -> Path:
 def main(argv: list[str] | None = None) -> int:
     """Return the exit status: 0, 1 for a failure, 2 for a user's mistake, 130 when interrupted."""
     words = sys.argv[1:] if argv is None else argv
-    return end(lambda: _dispatch(words), is_debug="--debug" in words)
+    return run_command(lambda: _dispatch(words), is_debug="--debug" in words)
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -17,11 +17,11 @@ from caramba.launch.pool import Job, Pool, last_lines
 from caramba.launch.run import check_launcher, work
 from caramba.launch.slots import make_slots
 from caramba.runs import lock, mint, read_manifest
-from caramba.runs.ending import INTERRUPTED as INTERRUPTED_STATUS
-from caramba.runs.ending import MISTAKE, STOPPED
+from caramba.runs.exit_codes import INTERRUPTED as INTERRUPTED_STATUS
+from caramba.runs.exit_codes import MISTAKE, STOPPED
 from caramba.runs.locking import holder_of, is_locked
 from caramba.runs.shell import show_path
-from caramba.runs.sources import hold_plugins_alike
+from caramba.runs.sources import check_plugins_match
 from caramba.runs.state import FAILED, FINISHED, INTERRUPTED, RESULT, RUNNING, lacks_benchmarks, run_state
 from caramba.runs.sweeps import Point, Sweep
 
@@ -60,7 +60,7 @@ class Drive:
     def refuse_other_plugins(self) -> None:
         """Raise where a point ran with other source of a plugin than there is now."""
         listed = ((self.sweep.run_of(point), point) for point in self.sweep.points)
-        hold_plugins_alike(
+        check_plugins_match(
             (run, functools.partial(self.sweep.manifest, point)) for run, point in listed if run is not None
         )
 

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from caramba.runs.ending import TERMINATED
+from caramba.runs.exit_codes import TERMINATED
 from caramba.runs.files import write_json
 from caramba.runs.ranks import AGENT
 

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED
+from caramba.runs.exit_codes import INTERRUPTED
 from caramba.runs.locking import holder_of, is_locked
 from caramba.runs.state import FAILED, FINISHED, run_state
 

@@ -18,7 +18,7 @@ from caramba.launch.live_worker import DEVICES, LiveWorker
 from caramba.launch.slots import Slot, make_slots
 from caramba.runs import MANIFEST
 from caramba.runs.locking import marks_of
-from caramba.runs.signals import NotedSignals
+from caramba.runs.signals import DeferredSignals
 
 GRACE_S = 30.0
 TAIL_LINES = 12
@@ -46,7 +46,7 @@ class _Running:
     process: subprocess.Popen[bytes] | LiveWorker
 
 
-class Pool(NotedSignals):
+class Pool(DeferredSignals):
     """Runs jobs, one per slot at a time. Leaving the context stops those that still run, and waits for them.
 
     Within it, signals are noted, and `run` raises KeyboardInterrupt for them where every worker that was started is

@@ -24,8 +24,8 @@ from caramba.runs import (
     unfinished_run,
     unmeasured_run,
 )
-from caramba.runs.ending import MISTAKE
 from caramba.runs.environment import environment_changes
+from caramba.runs.exit_codes import MISTAKE
 from caramba.runs.jobs import refuse_queued
 from caramba.runs.locking import is_locked
 from caramba.runs.ranks import is_rank

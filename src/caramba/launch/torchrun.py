@@ -19,7 +19,7 @@ from caramba.launch.pool import last_lines
 from caramba.launch.relay import Relay
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
-from caramba.runs.ending import INTERRUPTED, MISTAKE, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
+from caramba.runs.exit_codes import INTERRUPTED, MISTAKE, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
 from caramba.runs.locking import marks_of
 from caramba.runs.ranks import is_rank
 

@@ -22,7 +22,7 @@ from caramba.errors import AgentError, ConfigError
 from caramba.paper.budget import WAY_ON, Ledger, Price
 from caramba.paper.failure import at_server, read_failure
 from caramba.paper.untrusted import encodable
-from caramba.runs.deadline import within
+from caramba.runs.deadline import run_with_timeout
 
 FIRST_WAIT_S = 1.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -133,7 +133,9 @@ class LanguageModel:
             reserved = ledger.reserve(messages, tools)
             record("attempt", attempt=attempt, reserved_tokens=reserved.prompt_tokens + reserved.reply_tokens)
             try:
-                reply = _read(within(self.config.api.timeout_s, lambda: self._complete(messages, tools)))
+                reply = _read(
+                    run_with_timeout(self.config.api.timeout_s, lambda: self._complete(messages, tools))
+                )
             except Exception as error:
                 failure = read_failure(error, self.config)
                 if failure.was_refused:

@@ -17,7 +17,7 @@ from caramba.config.paper import CitationsConfig, SourceName
 from caramba.errors import AgentError
 from caramba.paper.records import MOST_ABSTRACT, MOST_AUTHORS, MOST_TITLE, Record, clean
 from caramba.paper.untrusted import read_json
-from caramba.runs.deadline import within
+from caramba.runs.deadline import run_with_timeout
 
 ARXIV_URL = "https://export.arxiv.org/api/query"
 SEMANTIC_SCHOLAR_URL = "https://api.semanticscholar.org/graph/v1/paper/search"
@@ -117,7 +117,7 @@ class Literature:
             f"{url}?{urllib.parse.urlencode(parameters)}", headers={"User-Agent": "caramba", **headers}
         )
         try:
-            return within(self.config.timeout_s, lambda: self._read(source, request))
+            return run_with_timeout(self.config.timeout_s, lambda: self._read(source, request))
         except urllib.error.HTTPError as error:
             limit = " (too many requests)" if error.code == 429 else ""
             raise SearchFailed(

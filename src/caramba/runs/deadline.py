@@ -10,17 +10,17 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class NoAnswer(TimeoutError):  # noqa: N818 - says what happened
+class TimedOut(TimeoutError):  # noqa: N818 - says what happened
     """What was begun did not end in time; of its own it may raise a TimeoutError too."""
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
+def run_with_timeout(seconds: float, work: Callable[[], T]) -> T:
     """Return what `work` returns, or raise what it raises, if it ends in time.
 
     What does not end in time is left behind in its thread, which ends no later than the process.
 
     Raises:
-        NoAnswer: it did not end in time.
+        TimedOut: it did not end in time.
     """
     returned: list[T] = []
     raised: list[BaseException] = []
@@ -37,5 +37,5 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     if raised:
         raise raised[0]
     if not returned:
-        raise NoAnswer(f"no answer within {seconds:g} s")
+        raise TimedOut(f"no answer within {seconds:g} s")
     return returned[0]

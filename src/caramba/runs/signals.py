@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from caramba.console import logger
 from caramba.errors import Preempted
-from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
+from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
 
 WANTED_BACK = (signal.SIGUSR1, signal.SIGUSR2)
 """By these a system says that it wants its place back, and may start the run again."""
@@ -64,7 +64,7 @@ def handled(numbers: Iterable[int], handler: Callable[[int, Any], object]) -> It
             signal.signal(number, previous)
 
 
-class NotedSignals:
+class DeferredSignals:
     """Within, Ctrl-C and what would end this process is noted in `heard`, in order, and nothing is raised.
 
     For who starts processes: what a handler raises Python drops around a fork, and a process whose start is cut off is

@@ -22,7 +22,7 @@ _imported: WeakKeyDictionary[ModuleType, str] = WeakKeyDictionary()
 """Of each plugin's module in this process, what its source was for the first run: a module is imported once."""
 
 
-def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
+def check_source(run_dir: Path, what: str, place: str, identity: str) -> None:
     """Note what a run reads under the name `what`, or hold it against the note once the run has begun.
 
     Phases before an interrupt and after it would otherwise learn from two teachers or texts, and the tables compare
@@ -48,7 +48,7 @@ def hold_source(run_dir: Path, what: str, place: str, identity: str) -> None:
     note(run_dir, what, {"place": place, "identity": identity})
 
 
-def hold_plugins(run_dir: Path, manifest: Manifest) -> None:
+def check_plugins(run_dir: Path, manifest: Manifest) -> None:
     """Note the plugins of a manifest with the SHA-256 of every source file, or hold them against the note once the run
     has begun: layers that compute something else would go on with weights of the former ones.
 
@@ -98,7 +98,7 @@ def _plugins_of(run_dir: Path) -> dict[str, str]:
     }
 
 
-def hold_plugins_alike(runs: Iterable[tuple[Path, Callable[[], Manifest]]]) -> None:
+def check_plugins_match(runs: Iterable[tuple[Path, Callable[[], Manifest]]]) -> None:
     """Hold what a sweep's runs noted of their plugins against the source that is here now: the points to come would be
     of another layer than those that ran, and those that have finished would stand for it.
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def heavy_imports() -> Iterator[None]:
+def imports_without_gc() -> Iterator[None]:
     """Import in this block what brings torch: nothing looks for garbage meanwhile, and never among what it loaded.
 
     Where torch is loaded already the block changes nothing: by then there may be garbage, which is to be collected.

@@ -20,7 +20,7 @@ from caramba.config.node import NodeConfig, parse_node
 from caramba.config.plugin_files import read_source
 from caramba.config.plugins import PluginConfig, activate, use_plugins
 from caramba.errors import ConfigError
-from caramba.runs.sources import hold_plugins, plugin_sources
+from caramba.runs.sources import check_plugins, plugin_sources
 from caramba.topology import build_node
 
 PLUGIN = Path(__file__).parents[2] / "plugin"
@@ -328,8 +328,8 @@ def test_runs_of_one_process_are_all_of_the_source_that_was_imported(
     manifest: Any = SimpleNamespace(plugins=(PluginConfig(module=name),))
     for run in ("a", "b"):
         (tmp_path / run).mkdir()
-    hold_plugins(tmp_path / "a", manifest)
-    hold_plugins(tmp_path / "b", manifest)
+    check_plugins(tmp_path / "a", manifest)
+    check_plugins(tmp_path / "b", manifest)
     assert (
         plugin_sources(tmp_path / "a")
         == plugin_sources(tmp_path / "b")
@@ -337,7 +337,7 @@ def test_runs_of_one_process_are_all_of_the_source_that_was_imported(
     )
     Path(f"{impl}.py").write_text("from torch import nn\nclass Foo(nn.Linear):\n    pass\n")
     with pytest.raises(ConfigError, match="has changed since this command imported it"):
-        hold_plugins(tmp_path / "b", manifest)
+        check_plugins(tmp_path / "b", manifest)
     for run, identity in (("a", "1" * 64), ("b", "2" * 64)):
         (tmp_path / run / "sources.json").write_text(json.dumps({f"plugin {name}": {"identity": identity}}))
         (tmp_path / run / "manifest.json").write_text("{}")

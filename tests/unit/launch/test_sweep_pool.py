@@ -20,7 +20,7 @@ from caramba.launch.pool import Job, Pool
 from caramba.launch.slots import make_slots
 from caramba.launch.sweep import common_name, refuse_ranks, varied_words
 from caramba.runs import lock, mint, signals
-from caramba.runs.ending import INTERRUPTED, PREEMPTED, TERMINATED
+from caramba.runs.exit_codes import INTERRUPTED, PREEMPTED, TERMINATED
 
 WORDS = ("model=tiny", "train=pretrain", "benchmark=none", "device=cpu")
 

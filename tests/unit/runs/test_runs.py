@@ -28,7 +28,7 @@ from caramba.runs import (
     unfinished_run,
     unmeasured_run,
 )
-from caramba.runs.ending import end
+from caramba.runs.exit_codes import run_command
 from caramba.runs.files import home, write_json
 from caramba.runs.locking import drop_mark, marks_of
 from caramba.runs.state import lacks_benchmarks
@@ -258,11 +258,11 @@ def test_every_ending_has_its_status(error, status, text, capsys):
     def command() -> int:
         raise error
 
-    assert end(command) == status
+    assert run_command(command) == status
     out = capsys.readouterr()
     assert out.err.strip() == text
     if not isinstance(error, KeyboardInterrupt):
-        assert end(command, is_debug=True) == status
+        assert run_command(command, is_debug=True) == status
         assert "Traceback" in capsys.readouterr().err
 
 
@@ -330,6 +330,6 @@ def test_the_newest_result_of_a_manifest_says_whether_benchmarks_are_left(manife
 def test_a_folder_of_caches_that_cannot_be_written_is_named_with_its_variable(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CARAMBA_HOME", str(tmp_path / "file" / "caches"))
-    assert end(lambda: write_json(home() / "x.json", 1) or 0) == 2
+    assert run_command(lambda: write_json(home() / "x.json", 1) or 0) == 2
     assert "set CARAMBA_HOME to a folder that can be written" in capsys.readouterr().err
-    assert end(lambda: write_json(tmp_path / "file" / "other" / "x.json", 1) or 0) == 1
+    assert run_command(lambda: write_json(tmp_path / "file" / "other" / "x.json", 1) or 0) == 1

@@ -9,13 +9,13 @@ import sys
 import pytest
 import torch
 
-from caramba.runs.starting import heavy_imports
+from caramba.runs.starting import imports_without_gc
 
 CODE = """
 import gc
-from caramba.runs.starting import heavy_imports
+from caramba.runs.starting import imports_without_gc
 try:
-    with heavy_imports():
+    with imports_without_gc():
         assert not gc.isenabled()
         kept = [[] for _ in range(1000)]
         raise KeyboardInterrupt
@@ -32,5 +32,5 @@ def test_nothing_is_collected_meanwhile_nor_what_was_loaded_later() -> None:
 def test_where_torch_is_loaded_the_collector_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.__name__ in sys.modules
     monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("there may be garbage by now"))
-    with heavy_imports():
+    with imports_without_gc():
         assert gc.isenabled()

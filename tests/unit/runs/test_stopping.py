@@ -16,7 +16,7 @@ import pytest
 
 from caramba.errors import ConfigError, Preempted
 from caramba.runs import signals
-from caramba.runs.ending import PREEMPTED, TERMINATED, end, status_of
+from caramba.runs.exit_codes import PREEMPTED, TERMINATED, run_command, status_of
 from caramba.runs.jobs import current_job, queue, record_job, refuse_queued
 from caramba.runs.ranks import adopt_slurm_ranks, is_rank
 from caramba.runs.signals import STOPPING, requested, stop_on_signals, until_recorded, until_step_ends
@@ -193,12 +193,12 @@ def test_stop_on_signals_broken_pipe_lets_the_step_save(tmp_path):
 def test_end_closed_streams_are_opened_on_the_null_device(tmp_path, redirect):
     """Trap: a run whose stdout was closed failed after its folder was made."""
     code = (
-        "import sys; from caramba.console import logger; from caramba.runs.ending import end\n"
+        "import sys; from caramba.console import logger; from caramba.runs.exit_codes import run_command\n"
         "def command():\n"
         "    logger.header('title'); logger.warning('text'); print('line')\n"
         f"    assert open({str(tmp_path / 'file')!r}, 'w').fileno() > 2\n"
         "    return 7\n"
-        "sys.exit(end(command))"
+        "sys.exit(run_command(command))"
     )
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(code)} {redirect}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
@@ -223,7 +223,7 @@ def test_end_full_disk_is_named(capsys, error, text):
     def command() -> int:
         raise error
 
-    assert end(command) == 1
+    assert run_command(command) == 1
     assert text in capsys.readouterr().err
 
 
@@ -233,7 +233,7 @@ def test_end_escape_characters_are_printed_as_text(capsys):
     def command() -> int:
         raise ConfigError("no option '\x1b]0;title\x07\x1b[2J'")
 
-    assert end(command) == 2
+    assert run_command(command) == 2
     assert capsys.readouterr().err == "error: no option '\\x1b]0;title\\x07\\x1b[2J'\n"
 
 
@@ -319,7 +319,7 @@ def test_a_stop_is_no_failure(capsys):
         def command() -> int:
             raise Preempted(name)
 
-        return end(command)
+        return run_command(command)
 
     assert (stopped("SIGUSR1"), stopped("SIGTERM")) == (PREEMPTED, TERMINATED) == (75, 143)
     assert "stopped by SIGUSR1" in capsys.readouterr().err
@@ -416,7 +416,7 @@ def test_a_clock_that_is_behind_is_named(tmp_path):
 
 ENDS = """
 import atexit, os, sys
-from caramba.runs.ending import leave
+from caramba.runs.exit_codes import exit_process
 class Last:
     def __del__(self):
         os.write(1, b"Python ended")
@@ -426,7 +426,7 @@ print("said", end=" ")
 if "group" in sys.argv:
     import torch.distributed as dist
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-leave(7)
+exit_process(7)
 """
 
 

@@ -38,7 +38,7 @@ STOPPED = (PREEMPTED, INTERRUPTED, TERMINATED)
 """Statuses of a run that was asked to stop: it has not failed, and goes on when it is started again."""
 
 
-def end(command: Callable[[], int], *, is_debug: bool = False) -> int:
+def run_command(command: Callable[[], int], *, is_debug: bool = False) -> int:
     """Run `command` and return its exit status.
 
     A user's mistake is 2, a failure 1, Ctrl-C 130, a pre-emption 75, SIGTERM in a run 143, and 79 a rank whose phase
@@ -138,7 +138,7 @@ def status_of(stop: Preempted) -> int:
     return PREEMPTED if stop.signal_name in ("SIGUSR1", "SIGUSR2") else TERMINATED
 
 
-def leave(status: int) -> NoReturn:
+def exit_process(status: int) -> NoReturn:
     """End this process with `status`; at once, if it is a rank or has a group of its own up."""
     distributed = sys.modules.get("torch.distributed")
     if is_rank() or (distributed is not None and distributed.is_available() and distributed.is_initialized()):
