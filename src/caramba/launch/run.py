@@ -44,14 +44,14 @@ def launch(request: Request) -> int:
 
 def _launch_rank(request: Request) -> int:
     """Launch as one of the ranks that torchrun started: the first composes, and all run the same file."""
-    from caramba.launch.joined import agreed_run, refuse_launcher
+    from caramba.launch.rendezvous import refuse_launcher, shared_run_dir
 
     def compose_once() -> Path:
         manifest, frozen = prepare(request.overrides, request.config_dirs)
         refuse_launcher(manifest)
         return _run_directory(manifest, frozen.overrides)[0]
 
-    return run_inline(agreed_run(compose_once) / MANIFEST, flags_of(request))
+    return run_inline(shared_run_dir(compose_once) / MANIFEST, flags_of(request))
 
 
 def prepare(overrides: list[str], config_dirs: list[Path]) -> tuple[Manifest, Frozen]:
@@ -113,7 +113,7 @@ def resume(text: str, flags: list[str]) -> int:
 
     folder = Path(text).expanduser()
     if is_sweep(folder):
-        from caramba.launch.drive import resume_sweep
+        from caramba.launch.sweep_runner import resume_sweep
 
         return resume_sweep(read_sweep(folder), flags)
     run_dir = resolve_run(text)
@@ -137,9 +137,9 @@ def rerun(text: str, flags: list[str]) -> int:
         CarambaError: weights that it names are no longer here, or it asks for what is not built here.
     """
     if is_rank():
-        from caramba.launch.joined import agreed_run
+        from caramba.launch.rendezvous import shared_run_dir
 
-        return run_inline(agreed_run(lambda: _copy(text)[1]) / MANIFEST, flags)
+        return run_inline(shared_run_dir(lambda: _copy(text)[1]) / MANIFEST, flags)
     folder, run_dir, manifest = _copy(text)
     status = work(run_dir, manifest, flags)
     if not _drop_if_nothing_began(run_dir, status) and (folder / RESULT).is_file():

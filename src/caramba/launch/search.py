@@ -21,7 +21,6 @@ from caramba.config.names import nearest
 from caramba.config.parse import parse_as
 from caramba.errors import CarambaError, ConfigError
 from caramba.launch.argv import Request
-from caramba.launch.drive import Drive
 from caramba.launch.space import (
     CHOICE,
     SearchConfig,
@@ -32,6 +31,7 @@ from caramba.launch.space import (
     split_words,
 )
 from caramba.launch.sweep import check_point, flags_of
+from caramba.launch.sweep_runner import SweepRunner
 from caramba.runs.state import FAILED, FINISHED
 from caramba.runs.sweeps import Point, Sweep, add_point, create_sweep, find_sweep
 
@@ -75,7 +75,7 @@ def run_search(request: Request) -> int:
         "device": manifest.device,
     }
     sweep.save()
-    return Search(sweep, space, chosen, flags_of(request)).go_on()
+    return Search(sweep, space, chosen, flags_of(request)).resume()
 
 
 def resume_search(sweep: Sweep, flags: list[str]) -> int:
@@ -83,10 +83,10 @@ def resume_search(sweep: Sweep, flags: list[str]) -> int:
     _need_optuna()
     space = read_space(sweep.overrides, [Path(folder) for folder in sweep.settings["config_dirs"]])
     settings = parse_as(SearchConfig, sweep.settings["search"])
-    return Search(sweep, space, settings, flags).go_on()
+    return Search(sweep, space, settings, flags).resume()
 
 
-class Search(Drive):
+class Search(SweepRunner):
     """Drives a sweep whose points are drawn while it runs. A trial that cannot be built counts as failed."""
 
     def __init__(self, sweep: Sweep, space: Space, settings: SearchConfig, flags: list[str]) -> None:
@@ -101,7 +101,7 @@ class Search(Drive):
     def total(self) -> int:
         return max(self.settings.n_trials, len(self.sweep.points))
 
-    def work_through(self) -> bool:
+    def run_pending(self) -> bool:
         self._tell_what_ended_meanwhile()
         again = self.unfinished()
         drawn = len(self.study.trials) - self._count_lost_trials()

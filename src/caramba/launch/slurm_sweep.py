@@ -7,9 +7,9 @@ from pathlib import Path
 
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
-from caramba.launch.drive import Drive
 from caramba.launch.sbatch import RUNS, SCRIPT, array_script
 from caramba.launch.slurm import submit
+from caramba.launch.sweep_runner import SweepRunner
 from caramba.launch.torchrun import LOGS
 from caramba.runs import differences, lock
 from caramba.runs.files import write_whole
@@ -42,14 +42,14 @@ def _asked(manifest: Manifest) -> str:
     return array_script(Path.cwd(), manifest.model_copy(update={"name": "sweep"}), [], [0])
 
 
-class ArrayDrive(Drive):
+class ArrayRunner(SweepRunner):
     """Submits what has not finished of a sweep; the array's tasks are the numbers of its points."""
 
     def __init__(self, sweep: Sweep, manifest: Manifest, flags: list[str]) -> None:
         super().__init__(sweep, manifest.launcher, flags)
         self.manifest = manifest
 
-    def go_on(self) -> int:
+    def resume(self) -> int:
         """Give every unfinished point its directory and a task, submit the array, and return 0.
 
         Raises:
@@ -61,7 +61,7 @@ class ArrayDrive(Drive):
             self.sweep.refresh()
             self.refuse_other_plugins()
             todo = [point for point in self.unfinished() if point.state != RUNNING]
-            self._say_what_is_to_do()
+            self._print_pending()
             if not todo:
                 self.sweep.save()
                 return self.report(is_interrupted=False)

@@ -19,8 +19,8 @@ from caramba.config.manifest import Manifest
 from caramba.errors import CarambaError, ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.axes import points
-from caramba.launch.drive import drive_of
 from caramba.launch.run import flags_of, prepare
+from caramba.launch.sweep_runner import runner_of
 from caramba.runs.manifest import canonical_json, experiment_sha256
 from caramba.runs.sweeps import Point, Sweep, combined_sha256, create_sweep, find_sweep
 
@@ -72,7 +72,7 @@ def run_sweep(request: Request) -> int:
     assert first is not None
     _refuse_twins(ready)
     sweep = _find_or_create(request.overrides, ready)
-    return drive_of(sweep, first, flags_of(request)).go_on()
+    return runner_of(sweep, first, flags_of(request)).resume()
 
 
 def check_point(words: list[str], config_dirs: Sequence[Path]) -> tuple[Manifest, Ready]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from caramba.config.manifest import Manifest
 from caramba.errors import ConfigError
 from caramba.launch.pool import last_lines
-from caramba.launch.relay import Relay
+from caramba.launch.signal_forwarding import SignalForwarder
 from caramba.launch.slots import available_cores, visible_gpus
 from caramba.runs import MANIFEST
 from caramba.runs.exit_codes import INTERRUPTED, MISTAKE, REDUCED, REDUCED_REASON, STOPPED, TERMINATED
@@ -101,23 +101,25 @@ def run_torchrun(run_dir: Path, manifest: Manifest, flags: Sequence[str]) -> int
     Raises:
         KeyboardInterrupt: a signal came when the ranks had finished.
     """
-    with Relay() as relay:
-        status = _attempts(run_dir, manifest, flags, relay)
-    if status == 0 and relay.heard:  # too late for the ranks, and in time for what would follow, in a sweep
-        raise KeyboardInterrupt(signal.Signals(relay.heard[0]).name)
+    with SignalForwarder() as forwarder:
+        status = _attempts(run_dir, manifest, flags, forwarder)
+    if (
+        status == 0 and forwarder.heard
+    ):  # too late for the ranks, and in time for what would follow, in a sweep
+        raise KeyboardInterrupt(signal.Signals(forwarder.heard[0]).name)
     return status
 
 
-def _attempts(run_dir: Path, manifest: Manifest, flags: Sequence[str], relay: Relay) -> int:
+def _attempts(run_dir: Path, manifest: Manifest, flags: Sequence[str], forwarder: SignalForwarder) -> int:
     most = manifest.launcher.max_restarts or 0
     attempt = 0
     started_again: set[str] = set()  # the phases for whose smaller batch they were
     while True:
         before = _reduced_batches(run_dir)
-        status = _attempt(run_dir, manifest, _log_folder(run_dir), flags, relay)
-        if relay.heard and status == REDUCED:
-            return relay.status
-        if relay.heard or status in (0, MISTAKE, *STOPPED):
+        status = _attempt(run_dir, manifest, _log_folder(run_dir), flags, forwarder)
+        if forwarder.heard and status == REDUCED:
+            return forwarder.status
+        if forwarder.heard or status in (0, MISTAKE, *STOPPED):
             return status
         if status == REDUCED:
             smaller = _reduced_batches(run_dir)
@@ -169,7 +171,9 @@ def _log_folder(run_dir: Path) -> Path:
             return folder
 
 
-def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str], relay: Relay) -> int:
+def _attempt(
+    run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[str], forwarder: SignalForwarder
+) -> int:
     ranks = ranks_per_node(manifest)
     threads = manifest.launcher.threads or max(1, available_cores() // ranks)
     variables = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -190,8 +194,8 @@ def _attempt(run_dir: Path, manifest: Manifest, folder: Path, flags: Sequence[st
             )
 
     with _shown(folder):
-        status = relay.run(start)
-    return _ending(folder, status, relay)
+        status = forwarder.run(start)
+    return _ending(folder, status, forwarder)
 
 
 @contextlib.contextmanager
@@ -224,14 +228,14 @@ def _shown(folder: Path) -> Iterator[None]:
         thread.join()
 
 
-def _ending(folder: Path, status: int, relay: Relay) -> int:
+def _ending(folder: Path, status: int, forwarder: SignalForwarder) -> int:
     """Say how the ranks ended when one failed, and return the run's exit status."""
     if status == 0:
         return 0
     if status in (128 + signal.SIGINT, -signal.SIGINT):
         return INTERRUPTED
     if status in (128 + signal.SIGTERM, -signal.SIGTERM):
-        return relay.status or TERMINATED
+        return forwarder.status or TERMINATED
     try:
         failure = json.loads((folder / FAILURE).read_text(encoding="utf-8"))
     except FileNotFoundError:

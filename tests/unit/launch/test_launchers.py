@@ -18,9 +18,9 @@ from caramba.config.parse import parse_as
 from caramba.errors import ConfigError
 from caramba.launch import run, torchrun
 from caramba.launch.freeze import freeze
-from caramba.launch.joined import agreed_run, refuse_launcher
-from caramba.launch.relay import Relay
+from caramba.launch.rendezvous import refuse_launcher, shared_run_dir
 from caramba.launch.sbatch import _ranges, array_script, run_script
+from caramba.launch.signal_forwarding import SignalForwarder
 from caramba.launch.slurm_sweep import refuse_unlike
 from caramba.launch.torchrun import check_torchrun, ranks_per_node
 from caramba.runs import mint, signals
@@ -288,11 +288,11 @@ def test_under_torchrun_no_second_launcher_and_no_store_but_torchruns(manifest, 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="MASTER_ADDR or MASTER_PORT is not"):
-        agreed_run(lambda: pytest.fail("only rank 0 composes"))
+        shared_run_dir(lambda: pytest.fail("only rank 0 composes"))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(ConfigError, match="were not started by torchrun, whose agent keeps"):
-        agreed_run(lambda: pytest.fail("only rank 0 composes"))
+        shared_run_dir(lambda: pytest.fail("only rank 0 composes"))
 
 
 def test_ranks_that_run_a_manifest_again_share_a_directory(manifest, tmp_path, monkeypatch):
@@ -337,8 +337,8 @@ def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
                 os.kill(os.getpid(), number)
             return subprocess.Popen(["sleep", "60"])
 
-        with Relay() as relay:
-            return torchrun._ending(tmp_path, relay.run(start), relay)
+        with SignalForwarder() as forwarder:
+            return torchrun._ending(tmp_path, forwarder.run(start), forwarder)
 
     before = signal.getsignal(signal.SIGTERM)
     assert ended(signal.SIGUSR2) == 75
@@ -351,7 +351,10 @@ def test_a_signal_that_wants_the_place_back_is_no_termination(tmp_path):
 def test_an_agent_that_does_not_stop_is_killed_by_a_second_interrupt(monkeypatch):
     monkeypatch.setattr(signals, "SAME_PRESS_S", 0.0)
     program = "import signal, time; signal.signal(signal.SIGINT, lambda *_: None); print(flush=True); time.sleep(600)"
-    with Relay() as relay, subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as agent:
+    with (
+        SignalForwarder() as forwarder,
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as agent,
+    ):
 
         def start():
             assert agent.stdout is not None
@@ -360,7 +363,7 @@ def test_an_agent_that_does_not_stop_is_killed_by_a_second_interrupt(monkeypatch
             os.kill(os.getpid(), signal.SIGINT)
             return agent
 
-        assert relay.run(start) == -signal.SIGINT
+        assert forwarder.run(start) == -signal.SIGINT
         assert agent.returncode == -signal.SIGKILL
 
 

@@ -28,7 +28,7 @@ from caramba.runs.sweeps import Point, Sweep
 CONTINUE = "continue"
 
 
-class Drive:
+class SweepRunner:
     """One front end that works through a sweep. `launcher` says where its points run."""
 
     def __init__(self, sweep: Sweep, launcher: LauncherConfig, flags: list[str]) -> None:
@@ -41,7 +41,7 @@ class Drive:
         """How many points the sweep has when all of them are known."""
         return len(self.sweep.points)
 
-    def go_on(self) -> int:
+    def resume(self) -> int:
         """Run every point that has not finished; return the exit status of the sweep.
 
         Raises:
@@ -51,8 +51,8 @@ class Drive:
             self.sweep.refresh()
             self.sweep.save()
             self.refuse_other_plugins()
-            self._say_what_is_to_do()
-            is_interrupted = self.work_through()
+            self._print_pending()
+            is_interrupted = self.run_pending()
             self.sweep.refresh()
             self.sweep.save()
         return self.report(is_interrupted=is_interrupted)
@@ -64,7 +64,7 @@ class Drive:
             (run, functools.partial(self.sweep.manifest, point)) for run, point in listed if run is not None
         )
 
-    def work_through(self) -> bool:
+    def run_pending(self) -> bool:
         """Run the points that have not finished; return whether the user stopped it."""
         todo = self.unfinished()
         devices = {self.sweep.manifest(point).device for point in todo}
@@ -183,7 +183,7 @@ class Drive:
             print(f"  {point.state}: {point.title}", file=sys.stderr, flush=True)
         self.ended(point)
 
-    def _say_what_is_to_do(self) -> None:
+    def _print_pending(self) -> None:
         counts = self.sweep.counts()
         if any(point.runs for point in self.sweep.points):
             listed = ", ".join(f"{count} {state}" for state, count in counts.items())
@@ -225,17 +225,17 @@ def resume_sweep(sweep: Sweep, flags: list[str]) -> int:
         return resume_search(sweep, flags)
     if not sweep.points:
         raise ConfigError(f"{sweep.folder}: a sweep without points; start it again with -m")
-    return drive_of(sweep, sweep.manifest(sweep.points[0]), flags).go_on()
+    return runner_of(sweep, sweep.manifest(sweep.points[0]), flags).resume()
 
 
-def drive_of(sweep: Sweep, manifest: Manifest, flags: list[str]) -> Drive:
+def runner_of(sweep: Sweep, manifest: Manifest, flags: list[str]) -> SweepRunner:
     """Return what works through a sweep, where the launcher and cluster of `manifest` say."""
     check_launcher(manifest)
     if manifest.launcher.is_slurm:
-        from caramba.launch.slurm_sweep import ArrayDrive
+        from caramba.launch.slurm_sweep import ArrayRunner
 
-        return ArrayDrive(sweep, manifest, flags)
-    return Drive(sweep, manifest.launcher, flags)
+        return ArrayRunner(sweep, manifest, flags)
+    return SweepRunner(sweep, manifest.launcher, flags)
 
 
 def _key(word: str) -> str:

@@ -11,7 +11,7 @@ from caramba.runs.signals import DeferredSignals
 _POLL_S = 0.1
 
 
-class Relay(DeferredSignals):
+class SignalForwarder(DeferredSignals):
     """Within, Ctrl-C and what would end this process is told to the agent, whose ranks save their state.
 
     Not by the handler: an agent that nobody told as it started would go on without us, in a session of its own.

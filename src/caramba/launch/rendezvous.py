@@ -26,7 +26,7 @@ def refuse_launcher(manifest: Manifest) -> None:
         )
 
 
-def agreed_run(make: Callable[[], Path]) -> Path:
+def shared_run_dir(make: Callable[[], Path]) -> Path:
     """Return the run directory of all ranks: the one that rank 0 makes, through the store that torchrun keeps.
 
     After an elastic restart it is the one made before: the store outlives the ranks.
