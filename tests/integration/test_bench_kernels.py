@@ -63,7 +63,7 @@ def test_a_tiny_bench_writes_rows_errors_and_a_plot(tmp_path: Path) -> None:
     assert list(rows) == ["swiglu", "nothing"]
     assert 0 < rows["nothing"]["backward"] < rows["swiglu"]["backward"]
     unknown = subprocess.run(
-        [sys.executable, *command[:5], "--only", "flash"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, *command[:6], "--only", "flash"], cwd=ROOT, capture_output=True, text=True
     )
     assert unknown.returncode == 2
     assert "--only: flash unknown; expected" in unknown.stderr
