@@ -134,7 +134,7 @@ def help_text(config_dirs: Iterable[Path] = ()) -> str:
         "",
         "keys: any key of the composition, e.g. train.steps=100 train.phases.blockwise.lr=1e-3 seed=1 group=NAME",
         "      resume=auto|never|RUN   manifest=FILE   (all keys: caramba schema)",
-        "      plugins=[my_pkg.layers]   modules of your own with layers to use by `type` (README, Layers of your own)",
+        "      plugins=[my_pkg.layers]   modules of your own with layers to use by `type` (docs/layers.md)",
     ]
     return "\n".join(lines)
 

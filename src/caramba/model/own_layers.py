@@ -41,7 +41,7 @@ def cached_layers(module: nn.Module) -> list[nn.Module]:
             raise ConfigError(
                 f"{name}: a {config.type} does not say how it is decoded token by token, so this model is not; set "
                 f'decoding = "per_token" in {type(config).__name__} if it looks at no other token, or "cached" and '
-                "keep what it needs of earlier ones (README, Layers of your own)"
+                "keep what it needs of earlier ones (docs/layers.md)"
             )
         if config is None or config.decoding == "cached":
             found.append(layer)
