@@ -44,7 +44,7 @@ def _fit(fit: FitResult) -> dict[str, Any]:
 
 
 def _model(model: ModelCost, context: int) -> dict[str, Any]:
-    """A figure that a layer of somebody's own leaves open is null; `undeclared` names these layers."""
+    """A figure that a custom layer does not declare is null; `undeclared` names these layers."""
     has_work, has_activations = not model.undeclared("flops"), not model.undeclared("activations")
     kinds: tuple[Unknown, ...] = ("flops", "activations", "cache")
     return {
