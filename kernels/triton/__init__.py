@@ -12,6 +12,7 @@ LAUNCHERS: dict[str, str] = {
     "decoupled_attention_backward": "caramba.kernels.triton.decoupled_attention_backward:decoupled_attention_backward",
     "add_layer_norm": "caramba.kernels.triton.norm:add_layer_norm",
     "add_rms_norm": "caramba.kernels.triton.norm:add_rms_norm",
+    "distillation_rows": "caramba.kernels.triton.distillation_rows:distillation_rows",
     "drawn": "caramba.kernels.triton.drawn:drawn",
     "float8_cast": "caramba.kernels.triton.float8_cast:float8_cast",
     "float8_swiglu": "caramba.kernels.triton.float8_cast:float8_swiglu",

@@ -70,6 +70,15 @@ def elementwise() -> Iterator[Case]:
         rows = (one(4, classes, dtype=dtype), one(4, dtype=torch.int64), one(4, dtype=F32))
         rest = (-100, 0.5, 1e-4, writes)
         yield Case("cross_entropy_rows", name, ("cross_entropy_rows_kernel",), lambda a=(*rows, *rest): a)
+    for name, dtype, classes, temperature, weight, writes in (
+        ("bf16", BF16, 49152, 1.0, 1.0, True),
+        ("bf16 with cross-entropy", BF16, 128256, 2.0, 0.7, True),
+        ("fp32, losses only", F32, 1000, 1.0, 0.5, False),
+    ):
+        logits = one(4, classes, dtype=dtype)
+        rows = (logits, logits, one(4, dtype=torch.int64), one(4, dtype=F32), one(4, dtype=F32))
+        rest = (-100, temperature, weight, writes)
+        yield Case("distillation_rows", name, ("distillation_rows_kernel",), lambda a=(*rows, *rest): a)
     parts = ("_parts_kernel", "_join_kernel")
     for name, dtype, width in (("bf16", BF16, 128256), ("fp32", F32, 50257), ("widest", BF16, 2**21)):
         logits = one(2, width, dtype=dtype)

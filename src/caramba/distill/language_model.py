@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from caramba.data import IGNORED
 from caramba.distill.lora import Lora
@@ -14,6 +11,7 @@ from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.residual import ResidualDistance
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.distill.vocabulary import (
+    LiveTeacher,
     RowsOf,
     TeacherRows,
     VocabularyLosses,
@@ -134,7 +132,8 @@ class TeacherLogitsObjective(LanguageModelObjective):
     def _rows(self, batch: Batch) -> RowsOf:
         tokens, documents, samples = batch[0], documents_of(batch), samples_of(batch)
         if self.cache is None or samples is None:  # held-out batches carry no index
-            return partial(self._live_rows, self.teacher.hidden(tokens, documents=documents).flatten(0, 1))
+            hidden = self.teacher.hidden(tokens, documents=documents).flatten(0, 1)
+            return LiveTeacher(self.teacher, hidden, self.temperature)
         kept = self.cache.fetch(
             samples,
             lambda rows: self._top_rows(tokens[rows], None if documents is None else documents[rows]),
@@ -142,21 +141,14 @@ class TeacherLogitsObjective(LanguageModelObjective):
         log_p, index = kept["log_p"].flatten(0, 1), kept["index"].flatten(0, 1)
         return lambda start, stop: TeacherRows(log_p[start:stop], index[start:stop].long())
 
-    def _live_rows(self, hidden: Tensor, start: int, stop: int) -> TeacherRows:
-        logits = self.teacher.logits(hidden[start:stop])
-        return TeacherRows(
-            F.log_softmax(
-                logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature, dim=-1
-            )
-        )
-
     def _top_rows(self, tokens: Tensor, documents: Tensor | None) -> dict[str, Tensor]:
-        hidden = self.teacher.hidden(tokens, documents=documents).flatten(0, 1)
+        rows = LiveTeacher(
+            self.teacher, self.teacher.hidden(tokens, documents=documents).flatten(0, 1), self.temperature
+        )
+        n_tokens = tokens.numel()
         found = [
-            self._live_rows(hidden, start, min(start + self.chunk, len(hidden))).log_p.topk(
-                self.top_k, dim=-1
-            )
-            for start in range(0, len(hidden), self.chunk)
+            rows(start, min(start + self.chunk, n_tokens)).log_p.topk(self.top_k, dim=-1)
+            for start in range(0, n_tokens, self.chunk)
         ]
         shape = (*tokens.shape, self.top_k)
         return {

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.data import IGNORED
 from caramba.model import Model
 from caramba.model.head import Head, TiedHead
-from caramba.ops import linear_cross_entropy
+from caramba.ops import distillation_rows, linear_cross_entropy
+from caramba.ops.linear_cross_entropy import accumulate, rows_per_chunk
 from caramba.ops.widen import widened
 
 
@@ -86,7 +87,7 @@ def vocabulary_losses(
     if rows is None and is_plain(model):
         loss = linear_cross_entropy(
             hidden.flatten(0, 1),
-            model.embedder.token.weight if isinstance(model.head, TiedHead) else model.head.weight,
+            head_weight(model),
             targets.flatten(),
             ignore_index=IGNORED,
             chunk=None
@@ -94,12 +95,142 @@ def vocabulary_losses(
             else chunk,  # there the chunk follows from what a matrix product fills
         )
         return VocabularyLosses(loss, loss.detach())
+    if isinstance(rows, LiveTeacher) and hidden.is_cuda and rows.is_fusable(model):
+        return fused_distillation(
+            hidden.flatten(0, 1),
+            head_weight(model),
+            rows,
+            targets.flatten(),
+            kl_weight=kl_weight,
+            temperature=temperature,
+        )
     part = _Part(model, targets.flatten(), rows, kl_weight, temperature, chunk)
     weights = list(model.head.parameters()) or [
         model.embedder.token.weight
     ]  # a tied head has none of its own
     loss, ce, kl = _ChunkedLosses.apply(part, hidden.flatten(0, 1), *weights)  # type: ignore[misc]
     return VocabularyLosses(loss, ce, None if rows is None else kl)
+
+
+@dataclass(frozen=True)
+class LiveTeacher:
+    """A teacher's rows from its features before the head, made when a chunk asks for them.
+
+    Shape: hidden [N, M of the teacher].
+    """
+
+    model: Model
+    hidden: Tensor
+    temperature: float
+
+    def __call__(self, start: int, stop: int) -> TeacherRows:
+        logits = widened(self.model.logits(self.hidden[start:stop]))
+        return TeacherRows(F.log_softmax(logits / self.temperature, dim=-1))
+
+    def is_fusable(self, student: Model) -> bool:
+        """True if both heads are one product of an unsharded weight, and no hook watches them."""
+        return all(
+            is_plain(model)
+            and type(head_weight(model)) is nn.Parameter
+            and not model.head._forward_hooks
+            and not model.head._forward_pre_hooks
+            for model in (student, self.model)
+        )
+
+
+def head_weight(model: Model) -> Tensor:
+    """Return the weight [V, M] of a plain head."""
+    return model.embedder.token.weight if isinstance(model.head, TiedHead) else model.head.weight
+
+
+def fused_distillation(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: LiveTeacher,
+    targets: Tensor,
+    *,
+    kl_weight: float,
+    temperature: float,
+    chunk: int | None = None,
+) -> VocabularyLosses:
+    """Return w T^2 KL(teacher || student) + (1 - w) CE of two plain heads, means over the targets that count.
+
+    Per chunk: one product for each head, `distillation_rows`, and two products for the gradients, which overwrite the
+    student's logits. Logits have the dtype of autocast, else that of `hidden`; softmax is in fp32.
+
+    Shape: hidden [N, M], weight [V, M], targets [N] -> [] each.
+    """
+    loss, ce, kl = _FusedDistillation.apply(hidden, weight, teacher, targets, kl_weight, temperature, chunk)  # type: ignore[misc]
+    return VocabularyLosses(loss, ce, kl)
+
+
+class _FusedDistillation(torch.autograd.Function):
+    """Makes the gradients in the forward; the backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher: LiveTeacher,
+        targets: Tensor,
+        kl_weight: float,
+        temperature: float,
+        chunk: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        device = hidden.device.type
+        is_autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device) if is_autocast else hidden.dtype
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        with torch.autocast(device, enabled=False):
+            features, matrix = hidden.detach().to(dtype), weight.detach().to(dtype)
+            theirs, their_matrix = (
+                teacher.hidden.detach().to(dtype),
+                head_weight(teacher.model).detach().to(dtype),
+            )
+            rows = rows_per_chunk(features, 2 * len(matrix)) if chunk is None else chunk
+            wide = torch.promote_types(dtype, torch.float32)
+            kl, ce = (torch.empty(len(features), dtype=wide, device=hidden.device) for _ in range(2))
+            kept = (targets != IGNORED).sum().clamp_min(1)
+            grad_hidden = torch.empty_like(features) if wants_hidden else None
+            # Sums over all tokens are in at least fp32: they grow with the batch.
+            grad_weight = (
+                torch.zeros(weight.shape, dtype=wide, device=weight.device) if wants_weight else None
+            )
+            for start in range(0, len(features), rows):
+                part = slice(start, min(start + rows, len(features)))
+                logits = features[part] @ matrix.t()
+                distillation_rows(
+                    logits,
+                    theirs[part] @ their_matrix.t(),
+                    targets[part],
+                    kl[part],
+                    ce[part],
+                    ignore_index=IGNORED,
+                    temperature=temperature,
+                    kl_weight=kl_weight,
+                    writes=wants_hidden or wants_weight,
+                )
+                if grad_hidden is not None:
+                    torch.mm(logits, matrix, out=grad_hidden[part])
+                if grad_weight is not None:
+                    accumulate(grad_weight, logits.t(), features[part], beta=float(start > 0), alpha=1.0)
+            ctx.grads = (grad_hidden, grad_weight)
+            ctx.kept, ctx.dtypes = kept, (hidden.dtype, weight.dtype)
+            kl_mean, ce_mean = kl.sum() / kept, ce.sum() / kept
+            loss = kl_weight * kl_mean + (1.0 - kl_weight) * ce_mean if kl_weight < 1.0 else kl_mean.clone()
+            ctx.mark_non_differentiable(ce_mean, kl_mean)
+            return loss, ce_mean, kl_mean
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        scale = upstream[0] / ctx.kept
+        grads, ctx.grads = ctx.grads, None
+        scaled = [
+            None if grad is None else (widened(grad) * scale).to(dtype)
+            for grad, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None, None, None
 
 
 def is_plain(model: Model) -> bool:

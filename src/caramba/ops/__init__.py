@@ -21,6 +21,7 @@ from caramba.ops.dba_decode_up import dba_decode_up
 from caramba.ops.decode_arguments import MAX_QUERIES, ZEROS
 from caramba.ops.decoupled_attention import decoupled_attention, has_two_part_keys
 from caramba.ops.dequantize import dequantize
+from caramba.ops.distillation_rows import distillation_rows
 from caramba.ops.drawn import draw, drawn
 from caramba.ops.float8_cast import float8_cast
 from caramba.ops.float8_swiglu import float8_swiglu, float8_swiglu_backward
@@ -68,6 +69,7 @@ __all__ = [
     "dba_decode_up",
     "decoupled_attention",
     "dequantize",
+    "distillation_rows",
     "draw",
     "drawn",
     "float8_cast",

@@ -28,6 +28,7 @@ OPS = (
     "decoupled_attention",
     "decoupled_attention_backward",
     "dequantize",
+    "distillation_rows",
     "drawn",
     "float8_cast",
     "float8_swiglu",

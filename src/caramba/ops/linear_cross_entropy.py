@@ -162,7 +162,7 @@ def run_chunks(
                 place = grad_hidden[start : start + rows]
                 torch.addmm(place, logits, matrix, beta=0, alpha=_hidden_share(hidden), out=place)
             if wants_weight:
-                _accumulate(grad_weight, logits.t(), part, beta=float(start > 0), alpha=share)
+                accumulate(grad_weight, logits.t(), part, beta=float(start > 0), alpha=share)
         return losses.sum() * share, grad_hidden, grad_weight
 
 
@@ -172,7 +172,7 @@ def _hidden_share(hidden: Tensor) -> float:
     return 1.0 if hidden.dtype == torch.float16 else 1.0 / max(1, len(hidden))
 
 
-def _accumulate(total: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> None:
+def accumulate(total: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float) -> None:
     """total = beta total + alpha left @ right; what is in `total` is not read when beta is 0."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=beta, alpha=alpha, out=total)
