@@ -168,7 +168,9 @@ class Scenario:
     def again(self, place: Place) -> tuple[str, ...]:
         """Return the words that continue it: those it was started with, for a resume those of its run."""
         begun = [run for run in place.runs() if (run / "plan.json").is_file()]
-        if self.name == "resume" and len(begun) == 1:
+        # A run that has its result has finished, and a launch would start another one.
+        is_finished = len(begun) == 1 and (begun[0] / "result.json").is_file()
+        if len(begun) == 1 and (self.name == "resume" or (self.name == "launch" and is_finished)):
             return ("resume", str(begun[0]))
         return self.words
 

@@ -52,6 +52,7 @@ def run(run_dir: Path) -> int:
     from caramba.runs import lock, read_manifest
     from caramba.runs.environment import rewrite_machine
     from caramba.runs.events import append_event
+    from caramba.runs.files import remove_parts
     from caramba.runs.jobs import REQUEUE, current_job, record_job
     from caramba.runs.sources import check_plugins
     from caramba.runs.state import ENDED_BADLY, ENDED_WELL, STARTED, STOPPED, clock_skew, tried_again
@@ -61,6 +62,7 @@ def run(run_dir: Path) -> int:
     if rank() > 0:
         return _follow(manifest, run_dir)
     with stop_on_signals(), lock(run_dir):
+        remove_parts(run_dir)
         if skew := clock_skew(run_dir):
             logger.warning(skew)
         if current_job() is not None:

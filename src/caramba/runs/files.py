@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,12 @@ def whole_file(path: Path) -> Iterator[Path]:
         _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove the temporary files of writers that were killed; the caller holds the folder, so that no writer lives."""
+    for file in folder.rglob(".*.part"):
+        file.unlink() if not file.is_dir() else shutil.rmtree(file)
 
 
 def write_whole(path: Path, content: bytes | str) -> None:

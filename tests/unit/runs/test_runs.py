@@ -29,7 +29,7 @@ from caramba.runs import (
     unmeasured_run,
 )
 from caramba.runs.exit_codes import run_command
-from caramba.runs.files import home, write_json
+from caramba.runs.files import home, remove_parts, write_json
 from caramba.runs.locking import drop_mark, marks_of
 from caramba.runs.state import lacks_benchmarks
 
@@ -141,6 +141,22 @@ def test_mint_leftover_of_a_killed_start_is_used_again(manifest, tmp_path, monke
     assert run == left
     assert sorted(file.name for file in run.iterdir()) == ["env.json", "manifest.json", "overrides.txt"]
     assert (run / "overrides.txt").read_text() == "new\n"
+
+
+def test_remove_parts_leaves_every_other_file(tmp_path):
+    """Trap: a run that was killed while it saved kept `.NAME.xxxx.part` for ever."""
+    (tmp_path / "checkpoints").mkdir()
+    for name in (
+        ".lock",
+        "a.part",
+        "checkpoints/.a.state.pt.x1y2.part",
+        "checkpoints/a.state.pt",
+        ".b.json.z.part",
+    ):
+        (tmp_path / name).touch()
+    remove_parts(tmp_path)
+    left = sorted(str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*") if file.is_file())
+    assert left == [".lock", "a.part", "checkpoints/a.state.pt"]
 
 
 @pytest.mark.parametrize("name", ["plan.json", "sbatch.sh", "checkpoints"])
