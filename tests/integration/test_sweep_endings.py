@@ -179,6 +179,7 @@ def test_sweep_killed_front_end_second_start_waits_for_live_workers(tmp_path):
     found = read_sweep(resolve_sweep("latest"))
     holders = [int((found.run_of(point) / ".lock").read_text()) for point in found.points[:2]]
 
+    (found.folder / ".index.json.x1y2.part").touch()  # As a kill in the middle of a save leaves it.
     second = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert second.stderr is not None
     for holder in holders:
@@ -191,6 +192,7 @@ def test_sweep_killed_front_end_second_start_waits_for_live_workers(tmp_path):
     again = read_sweep(resolve_sweep("latest"))
     assert states(again) == ["finished"] * 3
     assert again.folder == found.folder
+    assert not list(found.folder.rglob("*.part"))
     calls = [line.split()[0] for line in (tmp_path / "calls.txt").read_text().splitlines()]
     assert sorted(calls) == ["1", "11", "13", "13"]
 

@@ -12,7 +12,7 @@ from caramba.launch.slurm import submit
 from caramba.launch.sweep_runner import SweepRunner
 from caramba.launch.torchrun import LOGS
 from caramba.runs import differences, lock
-from caramba.runs.files import write_whole
+from caramba.runs.files import remove_parts, write_whole
 from caramba.runs.jobs import record_job, record_submission, refuse_queued
 from caramba.runs.shell import show_path
 from caramba.runs.state import RUNNING, WAITING, last_event_time
@@ -57,6 +57,7 @@ class ArrayRunner(SweepRunner):
                 sweep, or sbatch refuses the script.
         """
         with lock(self.sweep.folder, "sweep"):
+            remove_parts(self.sweep.folder)
             refuse_queued(self.sweep.folder, "sweep")
             self.sweep.refresh()
             self.refuse_other_plugins()

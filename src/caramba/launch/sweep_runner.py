@@ -19,6 +19,7 @@ from caramba.launch.slots import make_slots
 from caramba.runs import lock, mint, read_manifest
 from caramba.runs.exit_codes import INTERRUPTED as INTERRUPTED_STATUS
 from caramba.runs.exit_codes import MISTAKE, STOPPED
+from caramba.runs.files import remove_parts
 from caramba.runs.locking import holder_of, is_locked
 from caramba.runs.shell import show_path
 from caramba.runs.sources import check_plugins_match
@@ -48,6 +49,7 @@ class SweepRunner:
             ConfigError: another process drives this sweep, or the source of a plugin has changed since a point ran.
         """
         with lock(self.sweep.folder, "sweep"):
+            remove_parts(self.sweep.folder)
             self.sweep.refresh()
             self.sweep.save()
             self.refuse_other_plugins()
