@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caramba.checkpoint.folder import fingerprint, signature, weight_files
-    from caramba.checkpoint.shards import stored_tensors, stream_into
+    from caramba.checkpoint.shards import is_same_tensor, stored_tensors, stream_into
     from caramba.checkpoint.tensors import (
         load_into,
         load_tensors,
@@ -22,6 +22,7 @@ _HOMES = {
     "load_tensors": "tensors",
     "read_metadata": "tensors",
     "save_tensors": "tensors",
+    "is_same_tensor": "shards",
     "stored_tensors": "shards",
     "stream_into": "shards",
     "fingerprint": "folder",
@@ -34,6 +35,7 @@ _HOMES = {
 
 __all__ = [
     "fingerprint",
+    "is_same_tensor",
     "load_into",
     "load_tensors",
     "load_training_state",

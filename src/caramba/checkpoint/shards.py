@@ -70,6 +70,22 @@ def stored_tensors(files: Sequence[Path]) -> dict[str, StoredTensor]:
     return found
 
 
+def is_same_tensor(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return whether two stored tensors have the same dtype, shape and bytes; reads both in chunks of 1 MB."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with open(one.file, "rb") as first, open(other.file, "rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        left = one.nbytes
+        while left:
+            size = min(left, CHUNK_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
+
+
 def stream_into(
     module: torch.nn.Module,
     tensors: Mapping[str, StoredTensor],

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from caramba.checkpoint import signature, stored_tensors, stream_into, weight_files
+from caramba.checkpoint import is_same_tensor, signature, stored_tensors, stream_into, weight_files
 from caramba.checkpoint.hf_names import DERIVED_SUFFIXES, EMBEDDING, HEAD, hf_names, llama_blocks
 from caramba.config.hf import spec_of_folder
 from caramba.config.layer import AttentionLayerConfig
@@ -49,7 +49,12 @@ def load_hf_folder(
     stored = stored_tensors(weight_files(folder))
     stored = {name: item for name, item in stored.items() if not name.endswith(DERIVED_SUFFIXES)}
     if spec.head.tied and (head := stored.pop(HEAD[1], None)) is not None:
-        stored.setdefault(EMBEDDING[1], head)
+        embedding = stored.setdefault(EMBEDDING[1], head)
+        if embedding is not head and not is_same_tensor(embedding, head):
+            raise CheckpointError(
+                f"{where}: {folder} stores {HEAD[1]} and {EMBEDDING[1]} with different values, and config.json has "
+                "tie_word_embeddings: true; set it to false, or remove one tensor"
+            )
     model = build_model(spec, device="meta").to(dtype).to_empty(device=device)
     stream_into(model, stored, where=f"{where}={folder}", names=hf_names(spec))
     return model.eval()

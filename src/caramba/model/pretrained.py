@@ -18,9 +18,11 @@ from caramba.model.build import build_empty
 from caramba.model.hf_folder import load_hf_folder, loaded_folder
 from caramba.model.model import Model
 from caramba.model.remote_folder import load_remote_folder
-from caramba.runs import MANIFEST
+from caramba.runs import MANIFEST, read_manifest
+from caramba.runs.stages import STAGES, FinishedStage, finished_stages
 
 EXPORTED = ("model.safetensors", "model.ckpt")  # in a folder of `caramba export --format safetensors|ckpt`
+FORMAT = "caramba-1"
 SPEC_KEYS = ("type", "name", "embedder", "topology", "head")
 
 
@@ -36,7 +38,7 @@ def save_model(
 ) -> None:
     """Write a model's weights whole, with its description, its role (teacher or student) and labels in the metadata."""
     metadata = {
-        "format": "caramba-1",
+        "format": FORMAT,
         "spec": spec_of(model.spec).model_dump_json(),
         "role": role,
         "phase": phase,
@@ -133,11 +135,12 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
     """Return the weights of `role` in a run directory, or the file, export or Hugging Face folder itself, or those of a
     sharded training state.
 
-    Of a run: its last phase of that role, else the folder that its model of that role was read from, else the last
-    phase, else any folder that it read.
+    Of a run: the last stage on record of that role, else the folder that its model of that role was read from, else
+    the last stage, else any folder that it read. Times and names of files do not count.
 
     Raises:
-        CheckpointError: nothing there holds weights, or the folder that a run read has changed.
+        CheckpointError: nothing there holds weights, a file on record is missing or foreign, or the folder that a run
+            read has changed.
     """
     if (sharded := latest_sharded_state(place)) is not None:
         return sharded / MODEL
@@ -147,18 +150,72 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
         own = next((place / name for name in EXPORTED if (place / name).is_file()), None)
         if own is not None:
             return own
-    saved = [*place.glob("checkpoints/*.safetensors"), *place.glob("groups/*/checkpoints/*.safetensors")]
-    files = sorted(saved, key=lambda file: file.stat().st_mtime)
-    files = [file for file in files if read_metadata(file).get("role") != "control"]
-    matching = [file for file in files if read_metadata(file).get("role") == role]
-    found = matching[-1] if matching else loaded_folder(place, role)
-    found = found or (files[-1] if files else loaded_folder(place))
-    if found is None:
+    finished = _finished(place)
+    own = [stage for stage in finished if stage.role == role]
+    folder = None if own else loaded_folder(place, role)
+    if folder is None and not finished:
+        folder = loaded_folder(place)
+    if folder is not None:
+        return folder
+    if not finished:
         raise CheckpointError(
             f"{place}: no finished phase under checkpoints/; name a run that finished, a .safetensors file, "
             "or a Hugging Face folder"
         )
+    return _check_recorded((own or finished)[-1])
+
+
+def _finished(place: Path) -> list[FinishedStage]:
+    """Return the stages of a run, or of a group of one, that saved weights, in order, without controls.
+
+    A run without any record has what lies in checkpoints/: one file for each role, or the error names them.
+
+    Raises:
+        CheckpointError: a damaged record, or several files of one role and no record.
+    """
+    groups = sorted(place.glob("groups/*"), key=lambda folder: _group_order(place, folder.name))
+    found: list[FinishedStage] = []
+    for folder in (place, *groups):
+        stages = finished_stages(folder)
+        if not (folder / STAGES).is_dir():
+            files = sorted((folder / "checkpoints").glob("*.safetensors"))
+            stages = [FinishedStage(file.stem, str(read_metadata(file).get("role")), file) for file in files]
+            roles = [stage.role for stage in stages if stage.role != "control"]
+            if len(set(roles)) < len(roles):
+                raise CheckpointError(
+                    f"{folder}: has no record of its stages and several checkpoints, "
+                    f"{', '.join(file.name for file in files)}; name the file to open"
+                )
+        found += [stage for stage in stages if stage.role != "control"]
     return found
+
+
+def _check_recorded(stage: FinishedStage) -> Path:
+    """Return the weights of a stage.
+
+    Raises:
+        CheckpointError: the file is missing, or its header names another format or role than the record.
+    """
+    file = stage.checkpoint
+    if not file.is_file():
+        raise CheckpointError(
+            f"{file}: missing, and the run's record names it as the weights of stage {stage.id}; restore it, or name "
+            "another checkpoint file"
+        )
+    metadata = read_metadata(file)
+    found = (metadata.get("format"), metadata.get("role"))
+    if found != (FORMAT, stage.role):
+        raise CheckpointError(
+            f"{file}: its header has format={found[0]!r} and role={found[1]!r}, expected {FORMAT!r} and "
+            f"{stage.role!r} of stage {stage.id}; restore the file"
+        )
+    return file
+
+
+def _group_order(place: Path, name: str) -> tuple[int, str]:
+    """Return the place of a group among those of the run's manifest."""
+    names = [group.name for group in read_manifest(place).groups] if (place / MANIFEST).is_file() else []
+    return (names.index(name) if name in names else -1), name
 
 
 def _check_shape(spec: ModelSpec, expected: ModelSpec | None, path: Path, where: str) -> None:
