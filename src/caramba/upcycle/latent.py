@@ -15,7 +15,7 @@ from torch import Tensor
 
 from caramba.layer import AttentionLayer
 from caramba.upcycle.algebra import Geometry, leading, symmetric_roots
-from caramba.upcycle.statistics import LayerStatistics, standard_projection
+from caramba.upcycle.statistics import LayerStatistics, bias_of, standard_projection
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def latent_state(
     group = dims.n_heads // dims.n_kv_heads
     w_k, w_v = projection.k.weight.double(), projection.v.weight.double()
     n = len(w_k)
-    offset = torch.cat((_bias(projection.k), _bias(projection.v)))
+    offset = torch.cat((bias_of(projection.k), bias_of(projection.v)))
     geo_factor = (rope.attention_factor / student_factor) ** 2
     state = {
         "projection.q.weight": projection.q.weight.double(),
@@ -117,7 +117,7 @@ def latent_state(
         "out.bias": _output_bias(layer, maps.mean[n:]),
     }
     if has_bias:
-        state["projection.q.bias"] = _bias(projection.q)
+        state["projection.q.bias"] = bias_of(projection.q)
         state["projection.k_geo.bias"] = offset[:n] @ maps.geometry.key
     if keeps_first:
         state |= {
@@ -132,19 +132,13 @@ def latent_state(
     return state
 
 
-def _bias(linear: torch.nn.Linear) -> Tensor:
-    return (
-        linear.weight.new_zeros(len(linear.weight)).double() if linear.bias is None else linear.bias.double()
-    )
-
-
 def _output_bias(layer: AttentionLayer, value_mean: Tensor) -> Tensor:
     """Return the output's bias with what the values' mean [K Dv] adds to every token."""
     dims = layer.dims
     mean = value_mean.unflatten(0, (dims.n_kv_heads, dims.v)).repeat_interleave(
         dims.n_heads // dims.n_kv_heads, 0
     )
-    return _bias(layer.out) + layer.out.weight.double() @ mean.flatten()
+    return bias_of(layer.out) + layer.out.weight.double() @ mean.flatten()
 
 
 def _attention_factor(layer: AttentionLayer) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from caramba.layer import AttentionLayer, StandardProjection
 from caramba.layer.projection import split_heads
@@ -60,16 +60,28 @@ def unrotated(layer: AttentionLayer, x: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def weight_statistics(layer: AttentionLayer) -> LayerStatistics:
-    """Return the statistics that white, centred features would give: moments from the weights alone.
+    """Return the statistics that white, centred features would give: moments from weights and biases alone.
 
-    The rotation is the identity, for no attention is known.
+    Biases are the means of queries, keys and values then. The rotation is the identity: no attention is known.
     """
     projection, dims = standard_projection(layer), layer.dims
     joint = torch.cat((projection.k.weight, projection.v.weight)).double()
+    mean = torch.cat((bias_of(projection.k), bias_of(projection.v)))
     queries = projection.q.weight.double().unflatten(0, (dims.n_heads, dims.qk))
+    query_mean = bias_of(projection.q).unflatten(0, (dims.n_heads, dims.qk))
     rotation = torch.ones(dims.n_kv_heads, dims.qk // 2, dtype=torch.complex128, device=joint.device)
     return LayerStatistics(
-        joint @ joint.T, joint.new_zeros(len(joint)), queries @ queries.transpose(1, 2), rotation
+        joint @ joint.T + torch.outer(mean, mean),
+        mean,
+        queries @ queries.transpose(1, 2) + query_mean[:, :, None] * query_mean[:, None, :],
+        rotation,
+    )
+
+
+def bias_of(linear: nn.Linear) -> Tensor:
+    """Return a layer's bias in float64, zeros where it has none."""
+    return (
+        linear.weight.new_zeros(len(linear.weight)).double() if linear.bias is None else linear.bias.double()
     )
 
 

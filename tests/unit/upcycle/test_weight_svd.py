@@ -170,3 +170,16 @@ def test_more_rotary_width_than_the_teacher_has_is_refused(teacher: Model) -> No
         ConfigError, match="geo_dim=32 is wider than the teacher, which has 16; use at most 16"
     ):
         transplant(teacher, build_model(student_spec(4, 32, 8), seed=9), SurgeryConfig(method="weight_svd"))
+
+
+@pytest.mark.parametrize("bias", [True, "qkv"])
+def test_weight_svd_of_a_biased_teacher_is_exact_at_sufficient_rank(bias: object) -> None:
+    """A latent of d_model + 1 holds keys and values of any features and their biases; it erred by 0.3."""
+    from tests.unit.upcycle.models import latent_spec, make_teacher
+
+    wide = {"n_kv_heads": 4, "head_dim": 2 * DIM, "bias": bias}  # 64 values of a token from 32 features
+    teacher = make_teacher(**wide)
+    student = build_model(latent_spec(M + 1, 8 * DIM, **wide), seed=1).double().eval()
+    transplant(teacher, student, SurgeryConfig(method="weight_svd"))
+    tokens = torch.randint(40, (3, 12), generator=torch.Generator().manual_seed(2))
+    assert max(block_errors(teacher, pair_attention(teacher, student), tokens)) < 1e-9
