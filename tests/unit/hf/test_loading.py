@@ -165,3 +165,23 @@ def test_streaming_equals_the_file_whatever_the_dtype(tmp_path: Path) -> None:
 
 
 # VmHWM and not ru_maxrss, which a process inherits from the one that started it.
+
+
+def test_load_hf_folder_refuses_an_untied_head_that_config_calls_tied(folder: Path) -> None:
+    """A stored head of other values than the embedding was dropped without a word."""
+    from safetensors.torch import load_file, save_file
+
+    (file,) = folder.glob("*.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    equal = load_hf_folder(folder)
+    assert torch.equal(equal.embedder.token.weight, tensors["model.embed_tokens.weight"].float())
+    tensors["lm_head.weight"][3, 1] += 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"lm_head\.weight and model\.embed_tokens\.weight with different"
+    ):
+        load_hf_folder(folder)
