@@ -26,9 +26,20 @@ def test_every_option_composes_and_validates_and_costs(
     extra = {
         ("model", "hf"): [f"model.path={folder}"],
         ("model", "hf_dba"): [f"model.teacher.checkpoint={folder}"],
+        ("model", "smollm2_dba"): [
+            f"model.teacher.checkpoint={folder}",
+            "model.surgery.sem_dim=4",
+            "model.surgery.geo_dim=2",
+        ],
+        ("experiment", "smollm2_dba"): [
+            f"model.teacher.checkpoint={folder}",
+            "model.surgery.sem_dim=4",
+            "model.surgery.geo_dim=2",
+        ],
         ("data", "tokens"): ["data.path=x.npy"],
         ("train", "finetune"): ["model=tiny"],
         ("train", "blockwise"): ["model.teacher.checkpoint=RUN"],
+        ("train", "distill_135m"): ["model.teacher.checkpoint=RUN"],
         ("parallel", "fsdp2_tp"): ["train=pretrain"],  # blocks are not split
         ("parallel", "pipeline"): ["train=pretrain", "model=tiny"],  # nor is a teacher
     }

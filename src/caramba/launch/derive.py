@@ -17,6 +17,8 @@ from caramba.errors import CheckpointError, ConfigError
 from caramba.launch.preflight import from_hub
 from caramba.runs import MANIFEST
 
+SINK_TOKENS = 4
+"""First tokens that a latent student keeps exact: pretrained models use them as attention sinks (arXiv:2309.17453)."""
 _OF_RUNS = {
     "model.path": "go on from it with the model that it trained and model.checkpoint={}",
     "model.teacher.checkpoint": "model=hf_dba reads a Hugging Face folder, so take the student's own preset, or export "
@@ -73,9 +75,12 @@ def _student(
                 f"{placed(('model', key), source)}; remove it, or write the whole network"
             )
     surgery = dict(model["surgery"])
-    for key, default in (("layout", "latent"), ("exact_first_tokens", 0)):
-        surgery[key] = default if surgery.get(key) is None else surgery[key]  # '' is the user's, and refused
-    attention = next(node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer")
+    layers = [node for node in _nodes(teacher["topology"]) if node.get("type") == "AttentionLayer"]
+    attention = layers[0]
+    surgery["layout"] = "latent" if surgery.get("layout") is None else surgery["layout"]
+    if surgery.get("exact_first_tokens") is None:  # '' is the user's, and refused
+        has_window = any(layer.get("local_window") for layer in layers)
+        surgery["exact_first_tokens"] = 0 if has_window or surgery["layout"] != "latent" else SINK_TOKENS
     if surgery["layout"] == "latent":  # 5.33 times fewer elements, two thirds of them in the latent
         elements = 2 * attention["n_kv_heads"] * attention["head_dim"]
         widths = {"sem_dim": max(1, elements // 8), "geo_dim": max(2, elements // 16 // 2 * 2)}

@@ -14,10 +14,9 @@ from caramba.config.manifest import Manifest
 from caramba.config.model import ModelConfig
 
 CONF = Path(__file__).parents[3] / "conf"
-# hf and hf_dba are described by a folder, not by their YAML: tests/integration/test_launch_hf.py has them.
-PRESETS = tuple(
-    sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem not in ("hf", "hf_dba"))
-)
+# These are described by a folder, not by their YAML: tests/integration/test_launch_hf.py and test_options.py have them.
+OF_FOLDERS = ("hf", "hf_dba", "smollm2_dba")
+PRESETS = tuple(sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem not in OF_FOLDERS))
 
 SMALL_WIDTH, SMALL_VOCAB, SMALL_DEPTH = 64, 512, 2
 
@@ -74,7 +73,9 @@ def _shrunk(value: Any, factor: int) -> Any:
         fewer = math.gcd(factor, kv_heads)
         small |= {key: value[key] // fewer for key in ("n_heads", "n_kv_heads") if value.get(key)}
         if value.get("head_dim"):
-            small["head_dim"] = max(2, value["head_dim"] // (factor // fewer))
+            small["head_dim"] = max(
+                2, value["head_dim"] // (factor // fewer) // 2 * 2
+            )  # whole pairs for RoPE
         unit = 2 * (kv_heads // fewer)  # whole pairs for RoPE in every head
         for key in ("sem_dim", "geo_dim", "v_dim", "attn_dim"):
             if value.get(key):

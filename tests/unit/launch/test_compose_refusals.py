@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
         ),
         (
             ["train=blokwise"],
-            r"^train: no option 'blokwise'; did you mean 'blockwise'\? options: blockwise, finetune",
+            r"^train: no option 'blokwise'; did you mean 'blockwise'\? options: blockwise, distill_135m, finetune",
         ),
         (
             ["name='a b'"],
