@@ -15,6 +15,8 @@ __all__ = ["EXECUTABLE_KEYS", "Config", "Later", "Seed", "nearest", "refuse_exec
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 """What torch's and NumPy's generators all take."""
 
+MOST_HINTS = 10
+"""Unknown keys of a mapping that get a nearest name: a comparison with every known name takes time."""
 EXECUTABLE_KEYS = frozenset({"_target_", "_partial_", "_args_", "_recursive_", "_convert_", "_call_"})
 
 
@@ -78,6 +80,7 @@ def _refused_keys(schema: type[Config], value: dict[Any, Any]) -> list[InitError
     """All keys of a mapping that its schema cannot take, so that a user sees every typo at once and no knock-on."""
     wrong: list[InitErrorDetails] = []
     seen: set[Any] = set()
+    names, known = [*schema.model_fields, *schema.aliases], ", ".join(schema.model_fields)
     for key, item in value.items():
         name = schema.aliases.get(key, key)
         error: PydanticCustomError | None = None
@@ -89,8 +92,8 @@ def _refused_keys(schema: type[Config], value: dict[Any, Any]) -> list[InitError
                 "unknown key{hint} Known keys: {known}",
                 {
                     "key": str(key),
-                    "hint": nearest(str(key), [*schema.model_fields, *schema.aliases]) or ".",
-                    "known": ", ".join(schema.model_fields),
+                    "hint": (nearest(str(key), names) if len(wrong) < MOST_HINTS else "") or ".",
+                    "known": known,
                 },
             )
         elif name in seen:

@@ -8,10 +8,14 @@ from enum import StrEnum
 from typing import TypeVar
 
 Kind = TypeVar("Kind", bound=StrEnum)
+LONGEST_NAME = 100
+"""Characters of a name that is compared; no longer one is a typing error."""
 
 
 def nearest(name: object, options: Iterable[object]) -> str:
     """Return "; did you mean 'x'?" for the option closest to `name`, or an empty string."""
+    if len(str(name)) > LONGEST_NAME:
+        return ""
     near = difflib.get_close_matches(str(name), [str(option) for option in options], n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""
 

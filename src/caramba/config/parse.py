@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -73,23 +74,23 @@ def error_lines(
 ) -> list[str]:
     """One line per distinct place, knock-on errors dropped, the branches of a union joined."""
     found: dict[Path, list[ErrorDetails]] = {}
+    aliases = functools.cache(_aliases_of)
     for item in error.errors(include_url=False):
         tag = str(item.get("ctx", {}).get("discriminator", "")).strip("'")
         loc = (*item["loc"], tag) if item["type"] == "union_tag_invalid" else item["loc"]
-        found.setdefault(_real_path(loc, data), []).append(item)
-    paths = list(found)
-    lines: list[str] = []
+        found.setdefault(_real_path(loc, data, aliases), []).append(item)
+    parents = {path[:length] for path in found for length in range(len(path))}
+    lines: dict[str, None] = {}  # in order, each once
     for path, items in found.items():
-        if all(item["type"] in KNOCK_ON for item in items) and any(_below(other, path) for other in paths):
+        if all(item["type"] in KNOCK_ON for item in items) and path in parents:
             continue
         user = retrace(path, origins)
         if typed is not None:
-            user = _real_path(user, typed)
+            user = _real_path(user, typed, aliases)
         text = _explain(items)
         line = f"{show_path(user) + ': ' if user else ''}{text}{_place(path, text, user, source, origins)}"
-        if line not in lines:
-            lines.append(line)
-    return lines
+        lines[line] = None
+    return list(lines)
 
 
 def _place(path: Path, text: str, user: Path, source: Source | None, origins: Mapping[Path, Path]) -> str:
@@ -100,17 +101,13 @@ def _place(path: Path, text: str, user: Path, source: Source | None, origins: Ma
     return next((place for place in (*typed, *places, whole) if place), "")
 
 
-def _below(path: Path, parent: Path) -> bool:
-    return len(path) > len(parent) and path[: len(parent)] == parent
-
-
-def _real_path(loc: Path, data: Any) -> Path:
+def _real_path(loc: Path, data: Any, aliases: Callable[[str], list[str]]) -> Path:
     """Drop what pydantic adds to a location (union tags and branches) and restore the alias that the user typed."""
     path: list[str | int] = []
     node = data
     for index, part in enumerate(loc):
         if is_mapping(node):
-            name = _typed_name(str(part), node)
+            name = _typed_name(str(part), node, aliases)
             if name in node:
                 path.append(name)
                 node = node[name]
@@ -122,10 +119,10 @@ def _real_path(loc: Path, data: Any) -> Path:
     return tuple(path)
 
 
-def _typed_name(name: str, node: dict[Any, Any]) -> str:
+def _typed_name(name: str, node: dict[Any, Any], aliases: Callable[[str], list[str]]) -> str:
     if name in node:
         return name
-    return next((alias for alias in _aliases_of(name) if alias in node), name)
+    return next((alias for alias in aliases(name) if alias in node), name)
 
 
 def _aliases_of(name: str) -> list[str]:
