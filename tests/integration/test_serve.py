@@ -250,7 +250,7 @@ def test_a_value_that_a_schema_does_not_allow_is_seen(client: httpx.Client) -> N
 def test_a_stopping_server_tells_those_whom_it_cuts_off(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(server, "DRAIN_SECONDS", 0.05)
     service = service_of(model, n_slots=1, max_len=4096, max_tokens=4000)
     body = {"model": NAME, "stream": True} | ENDLESS | {"max_tokens": 4000}
     stack = contextlib.ExitStack()

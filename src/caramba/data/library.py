@@ -68,7 +68,8 @@ class LibraryTokenizer(Tokenizer):
         return self._lengths[1]
 
     def encode(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # Unlike encode, encode_batch lets other threads run, such as a server's event loop.
+        return self._backend.encode_batch([text], add_special_tokens=False)[0].ids
 
     def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
         if self._pieces is not None:

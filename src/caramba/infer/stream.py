@@ -19,7 +19,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
-        self.stop = tuple(stop)
+        self._matchers = [StopMatcher(text) for text in stop]
         self.is_stopped = False
         self._ids = self._known(prompt)[-CONTEXT_TOKENS:]
         if self.tokenizer.decode(self._ids).endswith(BROKEN):
@@ -60,13 +60,44 @@ class TextStream:
         return now[len(before) :]
 
     def _settle(self, text: str) -> str:
-        held = self._held + text
-        found = [(at + len(stop), at) for stop in self.stop if (at := held.find(stop)) >= 0]
-        if found:
-            self.is_stopped, self._held = True, ""
-            return held[: min(found)[1]]
-        keep = max(
-            (n for stop in self.stop for n in range(1, len(stop)) if held.endswith(stop[:n])), default=0
-        )
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        """Add text and return what no stop text can begin in."""
+        for offset, character in enumerate(text if self._matchers else ""):
+            ended = [len(matcher.stop) for matcher in self._matchers if matcher.push(character)]
+            if ended:  # a match never begins before the text that was held back
+                start = len(self._held) + offset + 1 - max(ended)
+                self.is_stopped, text, self._held = True, self._held + text, ""
+                return text[:start]
+        text = self._held + text
+        end = len(text) - max((matcher.n_matched for matcher in self._matchers), default=0)
+        self._held = text[end:]
+        return text[:end]
+
+
+class StopMatcher:
+    """Finds one stop text in characters that come one at a time, by the algorithm of Knuth, Morris and Pratt.
+
+    All calls together take time linear in the characters pushed, however long the stop text is: the table of borders
+    grows only as far as the text has matched.
+
+    Attributes:
+        n_matched: length of the longest end of the text so far that begins the stop text.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.n_matched = 0
+        self._borders = [0]  # of each prefix, the length of the longest proper prefix that also ends it
+
+    def push(self, character: str) -> bool:
+        """Add a character; return True if it completes the stop text, after which no more may come."""
+        self.n_matched = self._extend(self.n_matched, character)
+        if self.n_matched == len(self.stop):
+            return True
+        if self.n_matched > len(self._borders):
+            self._borders.append(self._extend(self._borders[-1], character))
+        return False
+
+    def _extend(self, n_matched: int, character: str) -> int:
+        while n_matched and self.stop[n_matched] != character:
+            n_matched = self._borders[n_matched - 1]
+        return n_matched + (self.stop[n_matched] == character)

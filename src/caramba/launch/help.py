@@ -73,7 +73,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "serve": (
         "RUN|DIR [--host H] [--port N] [--max-batch N] [--prompts-ahead N] [--max-len N] [--cache-kind KIND] "
         "[--max-tokens N] [--max-queue N] [--batch-timeout S] [--max-request-bytes N] [--timeout S] "
-        "[--max-connections N] [--api-key-env NAME] [--prefix-cache-mb MB] [--prefill-chunk N] "
+        "[--max-connections N] [--drain S] [--api-key-env NAME] [--prefix-cache-mb MB] [--prefill-chunk N] "
         "[--compiled graph|auto|true|false] [--plain] "
         "[--weights int8|int4|int8_dynamic [--weights-head] [--weights-text FILE]] "
         "[--which teacher|student] [--tokenizer PATH] [--device D] [--dtype float32|bf16|fp16]",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 OPTIONS = (
     "[--host 127.0.0.1] [--port 8000] [--max-batch 16] [--prompts-ahead 0] [--max-len N] [--cache-kind KIND] "
     "[--max-tokens N] [--max-queue 256] [--batch-timeout 0] [--max-request-bytes 1048576] [--timeout 300] "
-    "[--max-connections 1024] "
+    "[--max-connections 1024] [--drain 10] "
     "[--api-key-env NAME] [--prefix-cache-mb 0] [--prefill-chunk 512] [--compiled graph|auto|true|false] [--plain]"
     + WEIGHTS_OPTIONS
 )
@@ -84,7 +84,7 @@ def serve(argv: list[str]) -> int:
                 f"--max-connections {words.max_connections}: {most_open} fit the files that this process may open; "
                 "raise ulimit -n for more"
             )
-        server = Server(service, api_key=key, max_connections=most_open)
+        server = Server(service, api_key=key, max_connections=most_open, drain_s=words.drain)
         server.serve_until_signalled(listener)
     logger.info("stopped")
     return 0
@@ -139,6 +139,7 @@ def _words(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-request-bytes", type=_whole(1), default=1 << 20)
     parser.add_argument("--timeout", type=_seconds, default=300.0)
     parser.add_argument("--max-connections", type=_whole(1), default=1024)
+    parser.add_argument("--drain", type=_seconds_or_none, default=None)
     parser.add_argument("--api-key-env")
     parser.add_argument("--prefix-cache-mb", type=_megabytes, default=0.0)
     parser.add_argument("--prefill-chunk", type=_whole(1))

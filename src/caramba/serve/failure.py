@@ -34,6 +34,17 @@ REASONS = {
 }
 
 
+LONGEST_MESSAGE, LONGEST_PARAM = 4000, 200
+"""Characters of an answer's message and key: what a client sent is quoted only in part."""
+
+
+def clipped(text: str, length: int) -> str:
+    """Return a text of at most `length` characters; what is left out is counted."""
+    if len(text) <= length:
+        return text
+    return f"{text[: length - 40]} … ({len(text) - length + 40} more characters)"
+
+
 class ApiError(CarambaError):
     """A request that gets no answer: the HTTP status, why, and the key at fault."""
 
@@ -46,7 +57,8 @@ class ApiError(CarambaError):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(clipped(message, LONGEST_MESSAGE))
+        param = None if param is None else clipped(param, LONGEST_PARAM)
         self.status, self.param, self.code, self.headers = status, param, code, headers or {}
 
     @property

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import ipaddress
+import re
 import secrets
+from collections.abc import Iterator
 
 from pydantic_core import from_json
 from starlette.datastructures import Headers
@@ -14,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from caramba.serve.failure import ApiError
 from caramba.serve.metrics import Metrics
 
+HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::[0-9]{1,5})?")
 BODY_SECONDS = 30.0
 DRAINED = 8  # times the limit that is read and dropped, so that the client gets to read why it is refused
 OPEN_PATHS = ("/health",)  # probes have no key
@@ -65,10 +70,9 @@ class Guard:
 
 
 def host_name(host: str) -> str:
-    """Return the name in a Host header, without port and brackets."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.rpartition(":")[0] if host.count(":") == 1 else host
+    """Return the name in a Host header, without port and brackets; nothing where it is no host (RFC 9110, 7.2)."""
+    match = HOST.fullmatch(host)
+    return "" if match is None else match["address"] or match["name"]
 
 
 def is_loopback(name: str) -> bool:
@@ -98,9 +102,22 @@ async def read_json(request: Request, limit: int) -> object:
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:g} s") from None
     try:
-        return from_json(body, allow_inf_nan=False)
+        with _gc_paused():
+            return from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise ApiError(400, f"the body is no JSON: {error}", code="malformed_json") from None
+
+
+@contextlib.contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Pause the collection of cycles: JSON has none, and collecting takes three quarters of parsing nested lists."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -62,7 +62,8 @@ def document(model: str, *, max_tokens: int, vocab_size: int, has_key: bool) -> 
 
 def _narrow(properties: dict[str, Any], limits: dict[str, int], model: str) -> None:
     """Write what this server takes into a request's schema."""
-    properties["model"]["enum"] = [model]
+    del properties["model"]["anyOf"]
+    properties["model"]["enum"] = [model, None]
     for key in limits.keys() & properties.keys():
         if isinstance(properties[key].get("default"), int):
             properties[key]["default"] = min(properties[key]["default"], limits[key])

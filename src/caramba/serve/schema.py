@@ -23,6 +23,8 @@ from caramba.config.parse import MOST_ERRORS, error_lines
 from caramba.serve.failure import ApiError
 
 MOST_STOPS = 16
+MOST_VALUES = 4096
+"""Keys and list items of a request; the messages of a long conversation have three each."""
 Text = Annotated[str, Field(min_length=1)]
 Finish = Literal["stop", "length"]
 Schema = TypeVar("Schema", bound=Config)
@@ -58,10 +60,16 @@ class StreamOptions(Config):
     )
 
 
+class NoKeys(Config):
+    """An object without keys, of an option that is accepted only where it has no effect."""
+
+
 class SamplingRequest(Config):
     """Keys that both endpoints share. Without a seed every request draws its own."""
 
-    model: Text
+    model: Text | None = Field(
+        default=None, description="the model that is served, also where it is left out"
+    )
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Positive | None = None
@@ -73,6 +81,13 @@ class SamplingRequest(Config):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, description="for the caller's own records; not used")
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] = Field(
+        default=0.0, description="0 alone: not supported"
+    )
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] = Field(
+        default=0.0, description="0 alone: not supported"
+    )
+    logit_bias: NoKeys = Field(default=NoKeys(), description="empty alone: not supported")
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -113,8 +128,10 @@ class TextPart(Config):
 class Message(Config):
     """One turn of a conversation."""
 
-    role: Literal["system", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[tuple[TextPart, ...], Field(min_length=1)]
+
+    name: str | None = Field(default=None, description="of the speaker; not used")
 
     @property
     def text(self) -> str:
@@ -138,6 +155,9 @@ class ChatRequest(SamplingRequest):
     )
 
     messages: Annotated[tuple[Message, ...], Field(min_length=1)]
+    tools: Annotated[tuple[NoKeys, ...], Field(max_length=0)] = Field(
+        default=(), description="empty alone: not supported"
+    )
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = Field(default=None, description="older name of max_completion_tokens")
     logprobs: bool = Field(default=False, description="the log-probability of each drawn token, in nats")
@@ -307,6 +327,7 @@ def parse_request(schema: type[Schema], data: object) -> Schema:
     Raises:
         ApiError: status 400, with every problem in a line of its own and the first one's key.
     """
+    refuse_many_values(data)
     data = _whole_numbers(data)
     if isinstance(data, dict):  # clients write null for what they do not set
         data = {key: value for key, value in data.items() if value is not None or _is_required(schema, key)}
@@ -317,6 +338,37 @@ def parse_request(schema: type[Schema], data: object) -> Schema:
         first = error.errors(include_url=False)[0]["loc"]
     param = str(first[0]) if first else None
     raise ApiError(400, "\n".join(lines[:MOST_ERRORS]), param=param)
+
+
+def refuse_many_values(data: object) -> None:
+    """Refuse a JSON value with more than MOST_VALUES keys and list items: each may become a problem of its own.
+
+    Token ids under `prompt` count as one value.
+
+    Raises:
+        ApiError: status 400.
+    """
+    n_values, waiting = 0, [data]
+    while waiting:
+        node = waiting.pop()
+        inner: list[Any] = []
+        if isinstance(node, dict):
+            inner = [item for key, item in node.items() if not (key == "prompt" and _is_numbers(item))]
+        elif isinstance(node, list):
+            inner = node
+        n_values += len(inner)
+        if n_values > MOST_VALUES:
+            raise ApiError(
+                400, f"the body holds more than {MOST_VALUES} values; send fewer keys, messages or items"
+            )
+        waiting += [item for item in inner if isinstance(item, dict | list)]
+
+
+def _is_numbers(value: object) -> bool:
+    """True if a value is a list of numbers, or a list with one such list."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        value = value[0]
+    return isinstance(value, list) and all(type(item) is int or type(item) is float for item in value)
 
 
 def _is_required(schema: type[Schema], key: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import socket
 from types import FrameType
@@ -15,7 +16,7 @@ from caramba.serve.app import build_app
 from caramba.serve.connections import BACKLOG, bounded
 from caramba.serve.service import Service
 
-GRACE_SECONDS = 10.0  # for answers under way when the server stops
+DRAIN_SECONDS = 10.0  # for requests in slots and in the queue to end when the server stops
 CLOSING_SECONDS = 2.0  # after those are cancelled, for their last words
 IDLE_SECONDS = 30
 MAX_CONNECTIONS = 1024
@@ -43,14 +44,20 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn that ends with status 0 on SIGTERM and SIGINT.
 
-    It stops accepting, lets answers under way finish for GRACE_SECONDS, then cancels them with an error that their
-    clients read. A second SIGINT ends it at once. A connection above `max_connections` gets status 503.
+    It stops accepting, lets requests in slots and in the queue finish for `drain_s`, then cancels the rest with an
+    error that their clients read. A second SIGINT ends it at once. A connection above `max_connections` gets 503.
     """
 
     def __init__(
-        self, service: Service, *, api_key: str | None = None, max_connections: int = MAX_CONNECTIONS
+        self,
+        service: Service,
+        *,
+        api_key: str | None = None,
+        max_connections: int = MAX_CONNECTIONS,
+        drain_s: float | None = None,
     ) -> None:
         self.service = service
+        self.drain_s = drain_s = DRAIN_SECONDS if drain_s is None else drain_s
         super().__init__(
             uvicorn.Config(
                 build_app(service, api_key=api_key),
@@ -63,7 +70,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=IDLE_SECONDS,
-                timeout_graceful_shutdown=int(GRACE_SECONDS + CLOSING_SECONDS),
+                timeout_graceful_shutdown=math.ceil(drain_s + CLOSING_SECONDS),
             )
         )
         service.metrics.open_connections = lambda: len(self.server_state.connections)
@@ -92,7 +99,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting, then end as above."""
         self.service.is_stopping = True
-        asyncio.get_running_loop().call_later(GRACE_SECONDS, self.service.cancel_all)
+        asyncio.get_running_loop().call_later(self.drain_s, self.service.cancel_all)
         await super().shutdown(sockets)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -104,7 +104,11 @@ class Service:
             raise ApiError(
                 400, "max_tokens and max_completion_tokens are one key; give one", param="max_tokens"
             )
-        messages = [{"role": message.role, "content": message.text} for message in request.messages]
+        # OpenAI's clients write developer for what chat templates call system.
+        messages = [
+            {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+            for message in request.messages
+        ]
         ids = await self._encode("messages", lambda: self.dialogue.encode(messages))
         asked = request.max_completion_tokens or request.max_tokens
         param = "max_tokens" if request.max_tokens else "max_completion_tokens"
@@ -119,7 +123,7 @@ class Service:
     def _refuse_model(self, request: SamplingRequest) -> None:
         if self.is_stopping:
             raise stopping()
-        if request.model != self.name:
+        if request.model not in (None, self.name):
             raise ApiError(
                 404, f"no model {request.model!r}; served: {self.name}", param="model", code="model_not_found"
             )

@@ -13,7 +13,8 @@ import httpx
 import torch
 
 from caramba.config.model import ModelSpec
-from caramba.data import ByteTokenizer
+from caramba.data import ByteTokenizer, Tokenizer
+from caramba.data.library import train_bpe
 from caramba.infer.engine import Engine
 from caramba.model import Model, build_model
 from caramba.serve.connections import BACKLOG
@@ -36,17 +37,28 @@ def byte_model(context: int | None = None) -> Model:
     return model.eval()
 
 
+def subword_model() -> tuple[Model, Tokenizer]:
+    """A tiny model of subwords and its tokenizer."""
+    tokenizer = train_bpe(["the quick brown fox jumps over the lazy dog abc abc ab\n"] * 4, 300)
+    values = transformer("gqa_scaled").model_dump()
+    values["embedder"] |= {"vocab_size": tokenizer.vocab_size, "max_positions": None}
+    return build_model(ModelSpec.model_validate(values), seed=0).eval(), tokenizer
+
+
 def service_of(
     model: Model,
     *,
+    tokenizer: Tokenizer | None = None,
     template: str | None = None,
     timeout_s: float = 60.0,
     max_tokens: int = CONTEXT - 16,
+    request_bytes: int = 4096,
     **values: int,
 ) -> Service:
-    engine = Engine(model, tokenizer=ByteTokenizer(), **({"n_slots": 4, "max_len": CONTEXT} | values))
-    limits = Limits(max_tokens=max_tokens, request_bytes=4096, timeout_s=timeout_s)
-    return Service(engine, ByteTokenizer(), NAME, limits, template=template)
+    tokenizer = tokenizer or ByteTokenizer()
+    engine = Engine(model, tokenizer=tokenizer, **({"n_slots": 4, "max_len": CONTEXT} | values))
+    limits = Limits(max_tokens=max_tokens, request_bytes=request_bytes, timeout_s=timeout_s)
+    return Service(engine, tokenizer, NAME, limits, template=template)
 
 
 @contextlib.contextmanager
