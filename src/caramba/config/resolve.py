@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from caramba.config.expansion import MOST_DEPTH, MOST_NODES, MOST_TEXT, too_deep, too_large
 from caramba.config.names import nearest
 from caramba.config.plain import is_list, is_mapping
 from caramba.config.source import Path, Source, placed, show_path
@@ -30,11 +31,26 @@ def resolve(tree: dict[str, Any], source: Source | None = None) -> dict[str, Any
 
 class _Resolver:
     def __init__(self, tree: dict[str, Any], source: Source | None) -> None:
+        self.n_nodes = self.n_characters = self.depth = 0
         self.tree = tree
         self.source = source
         self.open: list[Path] = []
 
     def value(self, value: Any, path: Path) -> Any:
+        """Return a value with its references replaced; counts what they expand to."""
+        self.n_nodes += 1
+        self.n_characters += len(value) if isinstance(value, str) else 0
+        if self.n_nodes > MOST_NODES or self.n_characters > MOST_TEXT:
+            raise too_large(show_path(path))
+        self.depth += 1
+        if self.depth > MOST_DEPTH:
+            raise too_deep(show_path(path[:8]))
+        try:
+            return self.expand(value, path)
+        finally:
+            self.depth -= 1
+
+    def expand(self, value: Any, path: Path) -> Any:
         if is_mapping(value):
             return {key: self.value(item, (*path, key)) for key, item in value.items()}
         if is_list(value):
@@ -59,7 +75,11 @@ class _Resolver:
             raise self.error(
                 path, f"{value!r} nests or leaves open a reference; only plain ${{path.to.key}} is allowed"
             )
-        return _REFERENCE.sub(lambda match: str(self.reference(match[1].strip(), value, path)), value)
+        found = _REFERENCE.sub(lambda match: str(self.reference(match[1].strip(), value, path)), value)
+        self.n_characters += len(found)
+        if self.n_characters > MOST_TEXT:
+            raise too_large(show_path(path))
+        return found
 
     def reference(self, name: str, value: str, path: Path) -> Any:
         key = re.sub(r"\[([^\[\]]+)\]", r".\1", name)

@@ -96,7 +96,7 @@ def vocabulary_losses(
         )
         return VocabularyLosses(loss, loss.detach())
     if isinstance(rows, LiveTeacher) and hidden.is_cuda and rows.is_fusable(model):
-        return fused_distillation(
+        return distill_heads(
             hidden.flatten(0, 1),
             head_weight(model),
             rows,
@@ -143,7 +143,7 @@ def head_weight(model: Model) -> Tensor:
     return model.embedder.token.weight if isinstance(model.head, TiedHead) else model.head.weight
 
 
-def fused_distillation(
+def distill_heads(
     hidden: Tensor,
     weight: Tensor,
     teacher: LiveTeacher,
@@ -153,7 +153,7 @@ def fused_distillation(
     temperature: float,
     chunk: int | None = None,
 ) -> VocabularyLosses:
-    """Return w T^2 KL(teacher || student) + (1 - w) CE of two plain heads, means over the targets that count.
+    """Return w T^2 KL(teacher || student) + (1 - w) CE of two plain heads, means over the counted targets.
 
     Per chunk: one product for each head, `distillation_rows`, and two products for the gradients, which overwrite the
     student's logits. Logits have the dtype of autocast, else that of `hidden`; softmax is in fp32.

@@ -38,7 +38,7 @@ class TextStream:
         return out
 
     def close(self) -> str:
-        """Return what was held back: no more tokens come."""
+        """Return what was kept back: no more tokens come."""
         if self.is_stopped:
             return ""
         out = self._settle(self._new_text(is_last=True))
@@ -63,7 +63,7 @@ class TextStream:
         """Add text and return what no stop text can begin in."""
         for offset, character in enumerate(text if self._matchers else ""):
             ended = [len(matcher.stop) for matcher in self._matchers if matcher.push(character)]
-            if ended:  # a match never begins before the text that was held back
+            if ended:  # a match never begins before the text that was kept back
                 start = len(self._held) + offset + 1 - max(ended)
                 self.is_stopped, text, self._held = True, self._held + text, ""
                 return text[:start]

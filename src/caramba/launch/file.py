@@ -10,6 +10,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from caramba.config.expansion import load_nodes
 from caramba.config.resolve import resolve
 from caramba.config.source import Path
 from caramba.errors import ConfigError
@@ -55,6 +56,7 @@ def read_file(file: File, overrides: Sequence[str]) -> tuple[dict[str, Any], Ori
 
 def _load(file: File, name: str) -> dict[str, Any]:
     try:
+        load_nodes(file.read_text(encoding="utf-8"), name)
         loaded = OmegaConf.load(file)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{name}: not YAML: {' '.join(str(error).split())}") from None

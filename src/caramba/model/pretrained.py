@@ -168,7 +168,7 @@ def find_checkpoint(place: Path, *, role: str) -> Path:
 def _finished(place: Path) -> list[FinishedStage]:
     """Return the stages of a run, or of a group of one, that saved weights, in order, without controls.
 
-    A run without any record has what lies in checkpoints/: one file for each role, or the error names them.
+    A run without any record has the files of checkpoints/: one for each role, or the error names them.
 
     Raises:
         CheckpointError: a damaged record, or several files of one role and no record.

@@ -39,7 +39,7 @@ def distillation_rows(
     All are 0 in a row whose target is `ignore_index`.
 
     Shape: logits and teacher [R, V] with stride 1 within a row and equal dtypes, targets int64 [R], kl and ce [R] in
-    fp32 (float64 for logits in float64, which run the reference). Targets lie below V.
+    fp32 (float64 for logits in float64, which run the reference). Targets are below V.
 
     Raises:
         ConfigError: shapes or dtypes that do not fit.

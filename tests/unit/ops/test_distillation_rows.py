@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from caramba.distill.vocabulary import LiveTeacher, fused_distillation, head_weight, vocabulary_losses
+from caramba.distill.vocabulary import LiveTeacher, distill_heads, head_weight, vocabulary_losses
 from caramba.errors import ConfigError
 from caramba.ops import distillation_rows
 from tests.integration.export.samples import GQA, loud, transformer
@@ -50,7 +50,7 @@ def test_distillation_rows_refuses_other_shapes() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.7])
-def test_fused_distillation_equals_chunked_losses(weight: float) -> None:
+def test_distill_heads_equals_chunked_losses(weight: float) -> None:
     student, teacher = loud(transformer(GQA), seed=1), loud(transformer(GQA), seed=2)
     tokens = torch.randint(0, 200, (2, 9), generator=torch.Generator().manual_seed(3))
     targets = tokens.roll(-1, 1).clone()
@@ -62,7 +62,7 @@ def test_fused_distillation_equals_chunked_losses(weight: float) -> None:
         student.zero_grad()
         hidden = student.hidden(tokens)
         losses = (
-            fused_distillation(
+            distill_heads(
                 hidden.flatten(0, 1),
                 head_weight(student),
                 rows,
