@@ -26,7 +26,7 @@ def load_nodes(text: str, name: str) -> Any:
     """
     import yaml
 
-    compose: Any = yaml.compose  # pyright: ignore[reportUnknownMemberType]
+    compose: Any = yaml.compose  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     if len(text) > MOST_FILE_BYTES:
         raise ConfigError(
             f"{name}: has {len(text):,} characters, expected at most {MOST_FILE_BYTES:,}; shorten the file"
