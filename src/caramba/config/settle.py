@@ -160,7 +160,7 @@ def _settle_checkpointing(
     if asked is None:
         return
     typed = {path[-1] for path in given if path[0] == "train" and len(path) == 2}
-    typed |= {path[-1] for path in given if path[:2] == ("train", "phases") and run.get("id") in path[2:3]}
+    typed |= {path[-1] for path in given if path[:2] == ("train", "phases") and _id_of(run) in path[2:3]}
     is_typed = key in {PhaseConfig.aliases.get(str(name), name) for name in typed}
     if ("parallel", key) in given and is_typed and own != asked:
         raise ConfigError(
@@ -182,7 +182,7 @@ def _settle_controls(runs: list[Any], most: Any, given: Collection[Path]) -> Non
     for run in runs:
         phase: dict[str, Any] = run["train"] if _trains(run) else {}
         if phase.get("control") is True:
-            if ("train", "phases", run.get("id"), "steps") in given:
+            if ("train", "phases", _id_of(run), "steps") in given:
                 raise ConfigError(
                     f"train.phases.{run.get('id')}.steps: a control reads what the student's phases read, "
                     "so its steps follow from theirs; leave it out"
@@ -226,7 +226,7 @@ def _shorten(
     steps, warmup = train.get("steps"), train.get("warmup_steps")
     typed = {
         ("train", "warmup_steps"),
-        ("train", "phases", run.get("id"), "warmup_steps"),
+        ("train", "phases", _id_of(run), "warmup_steps"),
         (*here, "train", "warmup_steps"),
     }
     changed = (
@@ -234,7 +234,7 @@ def _shorten(
         or bool(
             {
                 ("train", "steps"),
-                ("train", "phases", run.get("id"), "steps"),
+                ("train", "phases", _id_of(run), "steps"),
                 (*here, "train", "steps"),
                 (*here, "steps"),
             }
@@ -266,3 +266,9 @@ def has_teacher_weights(manifest: Mapping[str, Any]) -> bool:
     groups = [group for group in list_of(manifest.get("groups")) if is_mapping(group)]
     runs = [run for group in groups for run in list_of(group.get("runs")) if _trains(run)]
     return any(run["train"].get("trains") == "teacher" and not run["train"].get("control") for run in runs)
+
+
+def _id_of(run: Mapping[str, Any]) -> str | None:
+    """Return the id of a run as typed; None if it is no text, which validation refuses by name."""
+    value = run.get("id")
+    return value if isinstance(value, str) else None
