@@ -74,6 +74,9 @@ def section(data: dict[str, Any]) -> str:
             f"The first student took {students[0]['train_seconds']:.0f} s of training. Command: "
             f"`{students[0]['command']}`; measured with {data['run_as']}.",
             "",
+            f"Bytes: {data['bytes']}. The students differ in steps and rate ({students[0]['lr']:g} and "
+            f"{students[1]['lr']:g}), so they isolate neither; another process used the GPU during the second.",
+            "",
             "Ratio by position in windows of 2,048 tokens of the held-out encyclopedia:",
             "",
             *table(("positions", *heads[:2]), positions),
