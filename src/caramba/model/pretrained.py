@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +18,10 @@ from caramba.errors import CheckpointError, ConfigError, DataError
 from caramba.model.build import build_empty
 from caramba.model.hf_folder import load_hf_folder, loaded_folder
 from caramba.model.model import Model
-from caramba.model.remote_folder import load_remote_folder
 from caramba.runs import MANIFEST, read_manifest
-from caramba.runs.stages import STAGES, FinishedStage, finished_stages
+
+if TYPE_CHECKING:
+    from caramba.runs.stages import FinishedStage
 
 EXPORTED = ("model.safetensors", "model.ckpt")  # in a folder of `caramba export --format safetensors|ckpt`
 FORMAT = "caramba-1"
@@ -73,6 +75,8 @@ def load_pretrained(
         if not is_remote(config):
             return load_hf_folder(path, expected=expected, device=device, where=where), labels
         _check_shape(spec_of_folder(path), expected, path, where)
+        from caramba.model.remote_folder import load_remote_folder  # runs code of the folder; most have none
+
         return load_remote_folder(path, device=device, where=where), labels
     metadata = read_model_metadata(path)
     if "spec" not in metadata:
@@ -173,6 +177,8 @@ def _finished(place: Path) -> list[FinishedStage]:
     Raises:
         CheckpointError: a damaged record, or several files of one role and no record.
     """
+    from caramba.runs.stages import STAGES, FinishedStage, finished_stages  # a model in memory needs none
+
     groups = sorted(place.glob("groups/*"), key=lambda folder: _group_order(place, folder.name))
     found: list[FinishedStage] = []
     for folder in (place, *groups):
