@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,6 +22,14 @@ from caramba.runs.jobs import current_job, queue, record_job, refuse_queued
 from caramba.runs.ranks import adopt_slurm_ranks, is_rank
 from caramba.runs.signals import STOPPING, requested, stop_on_signals, until_recorded, until_step_ends
 from caramba.runs.state import clock_skew
+
+
+@pytest.fixture(autouse=True)
+def default_hangup() -> Iterator[None]:
+    """A process that nohup started ignores SIGHUP, and so do its children: these tests need the default."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def tell(number: signal.Signals) -> None:
