@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from caramba import kernels
 from caramba.config.manifest import Manifest
@@ -16,7 +18,7 @@ from caramba.config.pipeline import pipeline_problem
 from caramba.config.train import PhaseConfig
 from caramba.console import logger
 from caramba.distill import BlockwiseObjective, Objective, PipelinedObjective
-from caramba.errors import ConfigError, OutOfMemory
+from caramba.errors import CarambaError, ConfigError, OutOfMemory
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.objectives import build_objective
 from caramba.experiment.planning import reduce_for_all_ranks
@@ -57,6 +59,34 @@ class Order:
     run: str
     signature: str
     """Under which the run's plan is kept, should memory run out on the rank that reads this."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    def to_json(self) -> str:
+        """Return the order as a JSON text."""
+        return _adapter().dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> Order:
+        """Read an order that `to_json` wrote.
+
+        Raises:
+            CarambaError: the text is not an order of this version.
+        """
+        try:
+            return _adapter().validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"])) or "the text"
+            raise CarambaError(
+                f"ranks: an order from rank 0 is not valid at {where}: {first['msg'][:200]}; start all ranks with one "
+                "version of caramba"
+            ) from None
+
+
+@functools.cache
+def _adapter() -> TypeAdapter[Order]:
+    return TypeAdapter(Order)
 
 
 @dataclass(frozen=True)
@@ -187,7 +217,7 @@ def give_order(
             flops_per_token,
             run,
             session.plan_signatures.get(run, decided.signature),
-        )
+        ).to_json()
     )
 
 
@@ -195,7 +225,8 @@ def follow(manifest: Manifest, run_dir: Path, ranks: Ranks) -> None:
     """Train with rank 0 what it says, until it says that the run has ended. Nothing is measured or written here."""
     logger.quiet = True
     sessions: dict[str, Session] = {}
-    while (order := ranks.next_order()) is not None:
+    while (text := ranks.next_order()) is not None:
+        order = Order.from_json(text)
         if order.group not in sessions:
             sessions[order.group] = _session(manifest, order.group, run_dir)
         _train(sessions[order.group], order)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -63,31 +65,53 @@ def merge_over_ranks(values: Mapping[str, float]) -> dict[str, float]:
     """Return the mean of every number over the ranks that have it; every rank calls this, whatever names it has."""
     if not is_distributed():
         return dict(values)
-    found: list[dict[str, float] | None] = [None] * get_world_size()
-    dist.all_gather_object(found, dict(values))
     listed: dict[str, list[float]] = {}
-    for part in found:
-        for name, value in (part or {}).items():
+    for part in gather_objects({name: float(value) for name, value in values.items()}):
+        for name, value in part.items():
             listed.setdefault(name, []).append(value)
     return {name: sum(each) / len(each) for name, each in listed.items()}
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Return the plain value of every rank, in their order."""
+    """Return every rank's value, a JSON value, in the order of the ranks; every rank calls this."""
     if not is_distributed():
         return [value]
-    found: list[Any] = [None] * get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    return [json.loads(part) for part in _gather_bytes(json.dumps(value).encode()) or ()]
 
 
 def gather_on_main(value: Any) -> list[Any] | None:
-    """Return on rank 0 the plain value of every rank, in their order, and None on others; every rank calls this."""
+    """Return on rank 0 every rank's value in their order, and None on others; every rank calls this.
+
+    The value holds plain types and CPU tensors. It is sent as a torch file and read with `weights_only`: a message
+    between ranks runs no code.
+    """
     if not is_distributed():
         return [value]
-    found: list[Any] | None = [None] * get_world_size() if is_main_process() else None
-    dist.gather_object(value, found, dst=0)
-    return found
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    parts = _gather_bytes(buffer.getvalue(), to_main=True)
+    return None if parts is None else [torch.load(io.BytesIO(part), weights_only=True) for part in parts]
+
+
+def _gather_bytes(own: bytes, *, to_main: bool = False) -> list[bytes] | None:
+    """Return the bytes of every rank, with `to_main` on rank 0 alone and None on the others."""
+    n_ranks = get_world_size()
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(n_ranks)]
+    dist.all_gather(lengths, torch.tensor([len(own)]))
+    longest = max(int(length) for length in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    parts = None
+    if not to_main or is_main_process():
+        parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(n_ranks)]
+    if to_main:
+        dist.gather(padded, parts, dst=0)
+    else:
+        assert parts is not None
+        dist.all_gather(parts, padded)
+    if parts is None:
+        return None
+    return [part[: int(n)].numpy().tobytes() for part, n in zip(parts, lengths, strict=True)]
 
 
 def all_agree(flag: bool, device: torch.device) -> bool:

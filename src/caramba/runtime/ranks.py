@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,12 +16,14 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from caramba.config.parallel import ParallelConfig
-from caramba.errors import ConfigError
+from caramba.errors import CarambaError, ConfigError
 from caramba.runtime.device import choose_device
 
 PATIENCE = timedelta(days=30)  # rank 0 may measure for hours between two phases
 PARTING = timedelta(seconds=10)
 COLLECTIVE = timedelta(minutes=30)
+NO_MORE = "null"
+"""The last order: no further phase follows."""
 _meetings = itertools.count()
 
 
@@ -41,18 +42,31 @@ class Ranks:
     is_training: bool = False
     """On rank 0: whether the others are within what was ordered last, so that it cannot go on by itself."""
 
-    def order(self, value: object) -> None:
-        """Say to all other ranks what comes next; None ends them."""
-        self.store.set(f"order/{self.orders}", pickle.dumps(value))
+    def order(self, text: str | None) -> None:
+        """Send the next order to all other ranks, as a JSON text; None ends them."""
+        self.store.set(f"order/{self.orders}", (NO_MORE if text is None else text).encode())
         self.orders += 1
-        self.is_training = value is not None
+        self.is_training = text is not None
 
-    def next_order(self) -> Any:
-        """Wait for what rank 0 says next."""
+    def next_order(self) -> str | None:
+        """Wait for rank 0's next order and return its JSON text, None at the end.
+
+        Whoever reaches the store's port can write an order: the caller validates the text against a schema.
+
+        Raises:
+            CarambaError: the order is not UTF-8 text.
+        """
         key = f"order/{self.orders}"
         self.store.wait([key], PATIENCE)
         self.orders += 1
-        return pickle.loads(self.store.get(key))
+        try:
+            text = self.store.get(key).decode()
+        except UnicodeDecodeError:
+            raise CarambaError(
+                f"ranks: order {self.orders - 1} is not UTF-8 text, expected JSON from rank 0; start all ranks with "
+                "one version of caramba"
+            ) from None
+        return None if text == NO_MORE else text
 
     def part(self) -> None:
         """End together: others say that they have heard, and rank 0, whose store it may be, waits for that a while."""
