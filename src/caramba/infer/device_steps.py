@@ -18,7 +18,7 @@ from caramba.config.generate import Compiled, GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
 from caramba.layer import AttentionLayer
-from caramba.layer.row_products import are_plain
+from caramba.layer.fused_small_batch import are_unmodified
 from caramba.model import Model
 from caramba.ops import has_kernel, implementation, kernel_takes
 from caramba.ops.backend import REFERENCE
@@ -186,7 +186,7 @@ def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool
     if batch_size > 1 or weight.device.type != "cuda":
         return None
     by_rows = has_kernel("row_linear", weight) and all(
-        are_plain((layer.out,), weight.dtype) for _, layer in model.attention_layers()
+        are_unmodified((layer.out,), weight.dtype) for _, layer in model.attention_layers()
     )
     return None if by_rows else {"coordinate_descent_tuning": True}
 

@@ -14,12 +14,12 @@ from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
-from caramba.layer.few_rows import has_hooks, has_own_norm
+from caramba.layer.fused_small_batch import are_unmodified, linear_residual
 from caramba.layer.latent import LatentProjection
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNorm
-from caramba.layer.row_products import added, are_plain
 from caramba.layer.score import CausalScore, Null
+from caramba.layer.small_batch import has_hooks, has_separate_norm
 from caramba.layer.standard import StandardProjection
 from caramba.layer.stored import StoredKeys
 from caramba.ops import MAX_QUERIES, fused_decode_available, kernel_takes
@@ -104,14 +104,14 @@ class AttentionLayer(nn.Module):
         readers = self.projection.readers()
         return (
             readers is not None
-            and are_plain((*readers, self.out), x.dtype)
+            and are_unmodified((*readers, self.out), x.dtype)
             and not has_hooks(self.projection)
-            and (not has_own_norm(x) or getattr(self.projection, "joined", None) is not None)
+            and (not has_separate_norm(x) or getattr(self.projection, "joined", None) is not None)
         )
 
     def add_rows(self, x: Tensor, norm: RMSNorm, ctx: Context | StepContext) -> Tensor:
         """Return x + forward(norm(x), ctx) of few rows, without a pass for the norm or the sum."""
-        return added(self.out, self.read(x, ctx, norm), x)
+        return linear_residual(self.out, self.read(x, ctx, norm), x)
 
     def read(
         self, x: Tensor, ctx: Context | StepContext | Documents | None = None, norm: RMSNorm | None = None

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.layer.few_rows import is_few
+from caramba.layer.small_batch import is_small_batch
 from caramba.ops import WORDS, numbers_of_words, product_of_words, row_linear, rows_fit
 
 UNIT = 2.0**7
@@ -66,7 +66,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None)
     """
     if scale is None:
         return F.linear(x, weight, bias)
-    if is_few(x) and rows_fit(x, weight):
+    if is_small_batch(x) and rows_fit(x, weight):
         return row_linear(x, weight, bias, scale=scale)
     if weight.dtype == WORDS:
         if x.is_cpu and 0 < x.numel() <= FEW_ON_CPU * x.shape[-1]:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.few_rows import has_hooks
 from caramba.layer.joined import Joined, is_plain_linear
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer, constant, plain_norm
 from caramba.layer.rope import turned_halves
+from caramba.layer.small_batch import has_hooks
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.ops import has_kernel

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.gated import GatedProjection
 from caramba.layer.projection import (
     Angles,
@@ -21,7 +22,6 @@ from caramba.layer.projection import (
 )
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
-from caramba.layer.row_products import normed
 from caramba.layer.score import Null
 from caramba.layer.stored import StoredKeys
 
@@ -112,4 +112,4 @@ class DecoupledProjection(GatedProjection):
 
 def _read_by(layer: nn.Linear, x: Tensor, norm: RMSNorm | None) -> Tensor:
     """Return what a layer makes of x, or of norm(x) where x comes before it."""
-    return layer(x) if norm is None else normed(layer, x, norm)
+    return layer(x) if norm is None else norm_linear(layer, x, norm)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer.coded import CodedLinear, linear
-from caramba.layer.few_rows import has_hooks
+from caramba.layer.small_batch import has_hooks
 from caramba.ops import MAX_QUERIES, has_kernel
 
 

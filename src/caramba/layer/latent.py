@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.few_rows import has_hooks
 from caramba.layer.first_tokens import FirstTokens, attend_beside
+from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.gated import GatedProjection
 from caramba.layer.joined import Joined, usable
 from caramba.layer.projection import Angles, Queries, angles_at, picked, split_heads
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
-from caramba.layer.row_products import normed
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
+from caramba.layer.small_batch import has_hooks
 from caramba.layer.stored import StoredKeys
 from caramba.layer.two_parts import attend_parts, takes_parts
 from caramba.ops import (
@@ -166,8 +166,12 @@ class LatentProjection(GatedProjection):
         joined = self.joined if asking is x else None
         if norm is not None:
             if joined is not None:
-                return normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
-            return normed(self.q, asking, norm), normed(self.c, x, norm), normed(self.k_geo, x, norm)
+                return norm_linear(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
+            return (
+                norm_linear(self.q, asking, norm),
+                norm_linear(self.c, x, norm),
+                norm_linear(self.k_geo, x, norm),
+            )
         if joined is not None and (takes_parts or usable(joined, x)):
             return joined(x)
         return self.q(asking), *self._keys(x)

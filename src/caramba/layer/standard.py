@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.joined import Joined, prompt_product, usable
 from caramba.layer.products import joined_product, products
 from caramba.layer.projection import (
@@ -25,7 +26,6 @@ from caramba.layer.projection import (
 )
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
-from caramba.layer.row_products import normed
 from caramba.layer.score import Null
 from caramba.layer.stored import ZERO_WIDTH, StoredKeys, zero_keys
 from caramba.ops import StoredStream, has_kernel, rope_qkv
@@ -69,9 +69,9 @@ class StandardProjection(Projection):
         joined = self.joined
         if norm is not None:
             if joined is None:
-                q, k, v = (normed(layer, x, norm) for layer in (self.q, self.k, self.v))
+                q, k, v = (norm_linear(layer, x, norm) for layer in (self.q, self.k, self.v))
             else:
-                q, k, v = normed(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
+                q, k, v = norm_linear(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
         elif rows is None and usable(joined, x):
             if angles is None and self.turns_together:
                 return self._together(joined, x, offset)

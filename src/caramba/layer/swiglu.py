@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
-from caramba.layer.few_rows import has_own_norm
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
+from caramba.layer.fused_small_batch import are_unmodified, linear_residual, norm_linear
 from caramba.layer.joined import Joined, prompt_product, usable
 from caramba.layer.products import joined_product, products
 from caramba.layer.rms_norm import RMSNorm
-from caramba.layer.row_products import added, are_plain, normed
+from caramba.layer.small_batch import has_separate_norm
 from caramba.ops import has_kernel, is_fused, swiglu
 
 
@@ -54,11 +54,13 @@ class SwiGLULayer(nn.Module):
 
     def is_plain(self, x: Tensor) -> bool:
         """Whether `add_rows` takes few rows x: nobody replaced, quantised or watches a layer that it passes by."""
-        is_one = self.joined is not None or not has_own_norm(x)
-        return is_one and are_plain((self.gate, self.up, self.down), x.dtype)
+        is_one = self.joined is not None or not has_separate_norm(x)
+        return is_one and are_unmodified((self.gate, self.up, self.down), x.dtype)
 
     def add_rows(self, x: Tensor, norm: RMSNorm) -> Tensor:
         """Return x + forward(norm(x)) of few rows: of joined weights two products and nothing else."""
         if self.joined is not None:
-            return added(self.down, normed(self.joined, x, norm, gated=True), x)
-        return added(self.down, swiglu(normed(self.gate, x, norm), normed(self.up, x, norm)), x)
+            return linear_residual(self.down, norm_linear(self.joined, x, norm, gated=True), x)
+        return linear_residual(
+            self.down, swiglu(norm_linear(self.gate, x, norm), norm_linear(self.up, x, norm)), x
+        )

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.few_rows import has_hooks
 from caramba.layer.score import CausalScore
+from caramba.layer.small_batch import has_hooks
 from caramba.layer.varlen import WIDEST
 from caramba.ops import decoupled_attention, has_kernel, has_two_part_keys, implementation
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.config.model import ModelSpec
-from caramba.layer.few_rows import is_few, takes
+from caramba.layer.small_batch import has_kernel_weight, is_small_batch
 from caramba.ops import row_linear
 
 
@@ -35,7 +35,11 @@ class TiedHead(nn.Module):
 
 def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return W h + b: of few rows by the kernel for them, where there is one. Shape: [..., M] to [..., V]."""
-    if is_few(hidden) and takes(hidden, weight) and (bias is None or bias.dtype == hidden.dtype):
+    if (
+        is_small_batch(hidden)
+        and has_kernel_weight(hidden, weight)
+        and (bias is None or bias.dtype == hidden.dtype)
+    ):
         return row_linear(hidden, weight, bias)
     return F.linear(hidden, weight, bias)
 

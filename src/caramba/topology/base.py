@@ -11,7 +11,7 @@ from caramba.config.topology import TopologyConfig
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.cpu_step import Chain, CpuStep, NormStep, takes_step
 from caramba.layer.documents import Documents
-from caramba.layer.few_rows import has_hooks
+from caramba.layer.small_batch import has_hooks
 from caramba.topology.build import build_nodes, own_config
 
 

@@ -8,8 +8,8 @@ from caramba.cache import Context, StepContext
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.cpu_step import CpuStep, residual_step
 from caramba.layer.documents import Documents
-from caramba.layer.few_rows import has_hooks, is_few
 from caramba.layer.rms_norm import RMSNormLayer
+from caramba.layer.small_batch import has_hooks, is_small_batch
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.topology.base import Topology
 
@@ -33,7 +33,7 @@ class ResidualTopology(Topology):
         stepped = self.stepped(x, ctx)
         if stepped is not None:
             return stepped
-        if isinstance(ctx, (Context, StepContext)) and is_few(x):
+        if isinstance(ctx, (Context, StepContext)) and is_small_batch(x):
             added = self._by_rows(x, ctx)
             if added is not None:
                 return added

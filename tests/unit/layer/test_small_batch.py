@@ -19,8 +19,8 @@ from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer
 from caramba.layer.coded import CodedLinear
-from caramba.layer.few_rows import FEW_ROWS, is_few
 from caramba.layer.joined import Joined, joined_weights
+from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.model import Model, build_model
 from caramba.ops import backend, numbers_of_words
 from caramba.quantise import quantise_weights
@@ -77,7 +77,7 @@ def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tenso
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step_gives_the_same_logits_in_fewer_ops(name: str, kernels: None) -> None:
     model = lively(name)
-    for batch, on_device in ((1, True), (FEW_ROWS[torch.float32], True), (1, False)):
+    for batch, on_device in ((1, True), (SMALL_BATCH_ROWS[torch.float32], True), (1, False)):
         logits, ran = step(model, batch, on_device=on_device)
         assert ran["row_linear"] >= 4
         assert ran["rms_norm"] <= 1  # the last one, before the head
@@ -270,7 +270,7 @@ def test_scales_keep_their_dtype(kernels: None) -> None:
 
 def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None:
     model = lively("gqa_scaled")
-    assert step(model, FEW_ROWS[torch.float32] + 1)[1]["row_linear"] == 0
+    assert step(model, SMALL_BATCH_ROWS[torch.float32] + 1)[1]["row_linear"] == 0
     with torch.autocast("cpu", torch.bfloat16):
         assert step(model)[1]["row_linear"] == 0
     tokens = torch.randint(VOCAB, (1, 2))
@@ -285,7 +285,7 @@ def test_more_rows_gradients_and_autocast_take_the_layers(kernels: None) -> None
 @torch.inference_mode()
 def test_numbers_of_16_bits_take_more_rows(dtype: torch.dtype, kernels: None) -> None:
     most = {torch.bfloat16: 64, torch.float32: 2}.get(dtype, 0)
-    taken = [rows for rows in (1, 2, 3, 63, 64, 65) if is_few(torch.zeros(rows, 1, 4, dtype=dtype))]
+    taken = [rows for rows in (1, 2, 3, 63, 64, 65) if is_small_batch(torch.zeros(rows, 1, 4, dtype=dtype))]
     assert taken == [rows for rows in (1, 2, 3, 63, 64) if rows <= most]
 
 

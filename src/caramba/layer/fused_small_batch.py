@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer.coded import CodedLinear
-from caramba.layer.few_rows import has_hooks
 from caramba.layer.joined import Joined
 from caramba.layer.rms_norm import RMSNorm
+from caramba.layer.small_batch import has_hooks
 from caramba.ops import WORDS, row_linear, weight_fits
 
 
-def are_plain(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
+def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
     """Whether linear layers are what they seem, weights of a dtype or codes of 8 or 4 bits: not quantised otherwise,
     sharded, hooked or with an adapter."""
     for layer in layers:
@@ -38,7 +38,7 @@ def are_plain(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
     return True
 
 
-def normed(
+def norm_linear(
     layer: nn.Linear | CodedLinear | Joined, x: Tensor, norm: RMSNorm, *, gated: bool = False
 ) -> Tensor:
     """Return layer(norm(x)); `gated` silu(gate) * up of a product that holds both. Shape: [..., M] to [..., N]."""
@@ -46,7 +46,7 @@ def normed(
     return row_linear(x, layer.weight, layer.bias, scale=scale, norm=norm.weight, eps=norm.eps, gated=gated)
 
 
-def added(layer: nn.Linear | CodedLinear, x: Tensor, residual: Tensor) -> Tensor:
+def linear_residual(layer: nn.Linear | CodedLinear, x: Tensor, residual: Tensor) -> Tensor:
     """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
     scale = None if isinstance(layer, nn.Linear) else layer.scale
     return row_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)
