@@ -24,13 +24,18 @@ def attention_cost(config: AttentionLayerConfig, width: Width) -> Cost:
     """Check the width and count.
 
     The latent layout decodes in its absorbed form, and a forward over a sequence takes the expanded one where
-    that is less work; the maps cost the same in both, once per token.
+    that is less work; the maps cost the same in both, once per token. The expanded form maps the null latent too,
+    once per forward.
     """
     expect_width(width, config.d_model, "d_model")
     dims = config.dims()
-    expanded = dims.n_heads * (2 * config.query_dim + dims.rope) if _trains_expanded(config) else None
+    is_expanded = _trains_expanded(config)
     work = AttentionWork(
-        dims.n_heads * (dims.qk + dims.v), config.local_window, int(config.null_attn), expanded
+        dims.n_heads * (dims.qk + dims.v),
+        config.local_window,
+        int(config.null_attn),
+        dims.n_heads * (2 * config.query_dim + dims.rope) if is_expanded else None,
+        forward_weights=2 * dims.n_heads * dims.v * config.query_dim * (is_expanded and config.null_attn),
     )
     cost = layer_cost(
         _label(config),

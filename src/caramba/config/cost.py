@@ -62,9 +62,10 @@ class AttentionWork:
 
     `width` is H * (qk + v), per head; `window` the most tokens whose keys a query may see, its own included;
     `null` the keys that belong to no token and that every query sees besides. `forward_width` is the width where
-    a whole sequence runs in one forward, None when that is the width of a decode too. The `first` tokens of a
-    sequence go through `first_weights` of their own and are seen at `first_width`; the queries after them see one key
-    of `width` besides that stands for them.
+    a sequence of two or more tokens runs in one forward, None when that is the width of a decode too. The `first`
+    tokens of a sequence go through `first_weights` of their own and are seen at `first_width`; the queries after them
+    see one key of `width` besides that stands for them. `forward_weights` multiply one row per such forward, whatever
+    its length: those that expand a null latent to every head.
     """
 
     width: int
@@ -74,6 +75,7 @@ class AttentionWork:
     first: int = 0
     first_width: int = 0
     first_weights: int = 0
+    forward_weights: int = 0
 
     def mean_keys(self, context: int) -> Fraction:
         """Mean number of keys that a causal query sees over positions 1..context, its own and null included, those
@@ -182,20 +184,27 @@ class Cost:
         )
 
     def flops_per_token(self, context: int) -> float:
-        """FLOPs per token of one forward over a sequence: 2 * matmul_params_used + sum over attention of
-        2 * mean_keys * forward_width.
+        """FLOPs per token of one forward over a sequence of `context` tokens, as the layers compute it.
 
-        The mean runs over all positions of a causal sequence of `context` tokens. Norms, activations, biases
-        and softmax are left out: they are linear in the width and below one per cent of the matrix work.
+        The sum of 2 * matmul_params_used and, per attention, of 2 * mean_keys * forward_width and of
+        2 * forward_weights / context. A sequence of one token takes `width`, like a decode step.
+
+        Convention: a multiplication and its addition are two FLOPs, and only matrix products count. Scores and values
+        count the pairs that a query sees: causal, within its window, the null key included. Pairs that a mask hides do
+        not count, although unfused backends compute them, nor do zeros that make values as wide as keys. Norms,
+        activations, biases and softmax are left out: linear in the width, below one per cent of the matrix work.
         """
-        return self._flops(context, lambda work: work.forward_width or work.width)
+        if context == 1:
+            return self.decode_flops_per_token(1)
+        once = sum((Fraction(2 * work.forward_weights, context) for work in self.attention), Fraction(0))
+        return self._flops(context, lambda work: work.forward_width or work.width, once)
 
     def decode_flops_per_token(self, context: int) -> float:
         """FLOPs per token of decoding a sequence one token at a time: as `flops_per_token`, with `width`."""
-        return self._flops(context, lambda work: work.width)
+        return self._flops(context, lambda work: work.width, Fraction(0))
 
-    def _flops(self, context: int, width: Callable[[AttentionWork], int]) -> float:
-        attention = sum((2 * work.mean_keys(context) * width(work) for work in self.attention), Fraction(0))
+    def _flops(self, context: int, width: Callable[[AttentionWork], int], once: Fraction) -> float:
+        attention = sum((2 * work.mean_keys(context) * width(work) for work in self.attention), once)
         attention += sum((work.first_flops(context) for work in self.attention), Fraction(0))
         return float(2 * self.matmul_params_used + attention)
 

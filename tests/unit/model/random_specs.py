@@ -99,6 +99,8 @@ def nodes(draw: st.DrawFn, depth: int) -> Node:
 
 
 @st.composite
-def deep_specs(draw: st.DrawFn) -> ModelSpec:
+def deep_specs(draw: st.DrawFn, max_positions: int = 16) -> ModelSpec:
     """A model whose tree is three containers deep below its root."""
-    return spec(draw(nodes(3)), max_positions=draw(st.sampled_from([None, 16])), tied=draw(st.booleans()))
+    tree = draw(nodes(3))
+    positions = draw(st.sampled_from([None, max_positions]))
+    return spec(tree, max_positions=positions, tied=draw(st.booleans()))
