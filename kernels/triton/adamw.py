@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from caramba.kernels.triton.round_at_random import noise_of, rounded
+from caramba.kernels.triton.stochastic_round import noise_of, rounded
 from caramba.kernels.triton.tensor_lists import BLOCK, TYPES, WARPS, are_aligned, places_of, table_of
 from torch import Tensor
 
@@ -15,7 +15,7 @@ import triton.language as tl
 COLUMNS = tl.constexpr(8)
 """Of the table: parameter, first moment, second moment, gradient, weight, step, size, number for random rounding."""
 COEFFICIENTS = tl.constexpr(4)
-FIRST_BITS, SECOND_BITS = tl.constexpr(11), tl.constexpr(5)  # as caramba.ops.moment_bits has them
+FIRST_BITS, SECOND_BITS = tl.constexpr(11), tl.constexpr(5)  # as caramba.ops.packed_masters has them
 FIRST_HALF, SECOND_HALF, HALF = tl.constexpr(1 << 10), tl.constexpr(1 << 4), tl.constexpr(1 << 15)
 ROWS = 128  # tensors of one program of the first launch
 

@@ -16,7 +16,7 @@ import torch
 from caramba.kernels.triton.dba_decode_modes import power_of_2
 from caramba.kernels.triton.dba_decode_plan import Plan, arguments
 from caramba.kernels.triton.early import early_launch
-from caramba.kernels.triton.head_products import head_values
+from caramba.kernels.triton.head_products import per_head_linear
 from caramba.kernels.triton.launch import Launch
 from torch import Tensor
 
@@ -243,7 +243,7 @@ def dba_decode_up(
         return found(q_sem, q_geo, kinds, c, k_geo, seqlens, n_packed, up, window, max_seqlen, n_splits)
     if found.finish is None:
         read, _ = decode.run(found.plan, tensors)
-        return head_values(read.transpose(1, 2), up)
+        return per_head_linear(read.transpose(1, 2), up)
     batch, heads, n_queries, _ = q_sem.shape
     y = q_sem.new_empty((batch, n_queries, heads, up.shape[-1]))
     up = up.contiguous()  # ahead of the splits: what joins them early waits for nothing that runs between

@@ -184,7 +184,7 @@ def absorbed_queries(
     return y
 
 
-def head_values(x: Tensor, weight: Tensor) -> Tensor:
+def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
     batch, n_tokens, heads, latent = x.shape
     width = weight.shape[-1]
     y = x.new_empty((batch, n_tokens, heads, width))

@@ -296,7 +296,7 @@ def row_tiles(
     gated: bool,
     y: Tensor,
 ) -> Tensor:
-    """Make `row_linear` of contiguous tensors of 16 bits, or a weight of codes, into y, and return it; words of codes
+    """Make `small_batch_linear` of contiguous tensors of 16 bits, or a weight of codes, into y, and return it; words of codes
     have groups of GROUP inputs."""
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width

@@ -157,7 +157,7 @@ def row_words(
     gated: bool,
     y: Tensor,
 ) -> Tensor:
-    """Make `row_linear` of contiguous tensors and a weight of words into y, and return it."""
+    """Make `small_batch_linear` of contiguous tensors and a weight of words into y, and return it."""
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
     if rows > 1 and _is_for_tiles(x, scale, rows):

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops.row_linear import reference_row_linear
+from caramba.ops.small_batch_linear import reference_small_batch_linear
 from tests.ops.emulated import KERNELS, MODES, EmulatedKernel, needs_compiler
-from tests.ops.test_row_linear import arguments, in_words
-from tests.ops.test_row_linear_triton import BOUNDS, widened
+from tests.ops.test_small_batch_linear import arguments, in_words
+from tests.ops.test_small_batch_linear_triton import BOUNDS, upcast
 
 pytestmark = needs_compiler
 row_words = importlib.import_module("caramba.kernels.cuda.row_words")
@@ -71,7 +71,7 @@ def aligned(x: Tensor) -> np.ndarray:
 )
 def test_against_float64(rows: int, gated: bool, dtype: torch.dtype, without: tuple[str, ...]) -> None:
     given = in_words(arguments(rows, 384, 37, gated, dtype) | dict.fromkeys(without), 128)
-    found, wide = run(given), reference_row_linear(**widened(given))
+    found, wide = run(given), reference_small_batch_linear(**upcast(given))
     assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[dtype]
 
 
@@ -82,7 +82,7 @@ def test_every_way_each_time_alike(way: tuple[int, int, int]) -> None:
         given = in_words(arguments(rows, 640, 21, gated, torch.float16), 128)
         given |= {"norm": None if norm is None else given["norm"].to(norm)}
         given |= {} if rows == 1 else {"eps": None}
-        wide = reference_row_linear(**widened(given))
+        wide = reference_small_batch_linear(**upcast(given))
         found = [run(given, row_words.Way(*way), mode) for mode in MODES]
         assert float((found[0].double() - wide).norm() / wide.norm()) <= BOUNDS[torch.float16]
         assert all(torch.equal(one, found[0]) for one in found[1:])
@@ -124,7 +124,7 @@ def test_the_launcher_hands_over_what_the_kernel_takes(
     rows = 1 if norm else 3
     given = in_words(arguments(rows, 256, 19, True, torch.bfloat16), 128)
     given |= {"norm": given["norm"].to(norm)} if norm else {"norm": None, "eps": None}
-    wide = reference_row_linear(**widened(given))
+    wide = reference_small_batch_linear(**upcast(given))
     product = row_words.Product(19, 256, row_words.most_rows(rows), True)
     for way in (row_words.guessed(product), row_words.Way(2, 1, 1)):
         module.adopt({product: way})

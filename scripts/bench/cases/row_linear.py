@@ -111,9 +111,9 @@ def run(words: argparse.Namespace, record: Record) -> int | None:
     device = torch.device(words.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     kernels.load(device)
-    module = importlib.import_module("caramba.kernels.triton.row_linear")
+    module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
     if device.type == "cpu":
-        backend.attach("row_linear", "cpu", "triton", module.row_linear)
+        backend.attach("row_linear", "cpu", "triton", module.small_batch_linear)
     shapes = SHAPES[words.size]
     data: dict[str, Any] = {
         **record.head(machine_facts(device)),

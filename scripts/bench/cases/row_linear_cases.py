@@ -12,8 +12,8 @@ from cases.kernel_case import COLD_BYTES, Side
 from timing import interleave
 from torch import Tensor
 
-from caramba.ops import WORDS, numbers_of_words
-from caramba.ops.row_linear import row_linear
+from caramba.ops import WORDS, dequantize_int4
+from caramba.ops.small_batch_linear import small_batch_linear
 from caramba.quantise.four_bits import four_bits, group_of
 
 
@@ -70,7 +70,7 @@ def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, b
 def numbers_of(weight: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the weight that codes stand for."""
     if scale is not None and weight.dtype == WORDS:
-        return numbers_of_words(weight, scale, dtype)
+        return dequantize_int4(weight, scale, dtype)
     return (
         weight
         if scale is None
@@ -82,7 +82,7 @@ def ours(shape: Shape) -> Callable[..., Tensor]:
     """Return the op on what `made` returns."""
 
     def call(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
-        return row_linear(
+        return small_batch_linear(
             x,
             weight,
             scale=scale,
@@ -114,7 +114,7 @@ def alone(x: Tensor, weight: Tensor, scale: Tensor | None, residual: Tensor, nor
     """Return the library's product and nothing else; of codes of 8 bits as torchao makes it of one row and of many, of
     those of 4 by a weight made for it."""
     if scale is not None and weight.dtype == WORDS:
-        return F.linear(x, numbers_of_words(weight, scale, x.dtype))
+        return F.linear(x, dequantize_int4(weight, scale, x.dtype))
     return F.linear(x, weight) if scale is None else (F.linear(x, weight.to(x.dtype)) * scale).to(x.dtype)
 
 

@@ -30,7 +30,7 @@ def tune(
     shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, device: torch.device, *, bits: int
 ) -> list[list[list[Any]]]:
     """Return the fastest tile of each product, in the form of the kernel's table."""
-    module = importlib.import_module("caramba.kernels.triton.row_linear")
+    module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
     entries = []
     for shape in shapes:
         for n_rows in rows:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from caramba.layer import AttentionLayer, Documents, LatentProjection
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 
 def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -15,7 +15,7 @@ def mean_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) 
 
     Shape: both [B, T, M], documents [B, T] -> [].
     """
-    return _mean((widened(predicted) - widened(target)).abs(), documents)
+    return _mean((upcast(predicted) - upcast(target)).abs(), documents)
 
 
 def relative_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def relative_l1(predicted: Tensor, target: Tensor, documents: Tensor | None = No
 
 def mean_abs(target: Tensor, documents: Tensor | None = None) -> Tensor:
     """Mean of |o_t|, at least the smallest positive number. Shape: [B, T, M] -> []."""
-    wide = widened(target)
+    wide = upcast(target)
     return _mean(wide.abs(), documents).clamp_min(torch.finfo(wide.dtype).tiny)
 
 
@@ -115,7 +115,7 @@ def attention_log_probabilities(
     q, k = layer.projection.score_operands(q, streams)
     length = x.shape[1]
     picked = q.unflatten(1, (k.shape[1], -1))
-    scores = widened(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
+    scores = upcast(torch.einsum("bkgnd,bksd->bkgns", picked, k.to(picked.dtype))).flatten(1, 2)
     places = torch.arange(length, device=x.device)
     if rule is not None:
         exact = rule.scores(q_first, q_sem, streams["k_first"])
@@ -132,7 +132,7 @@ def attention_log_probabilities(
     scores = scores.masked_fill(hidden, float("-inf"))
     if layer.null_k is not None:
         null = layer.null_k.to(picked.dtype).view(k.shape[1], -1)
-        null_scores = widened(torch.einsum("bkgnd,kd->bkgn", picked, null)).flatten(1, 2)
+        null_scores = upcast(torch.einsum("bkgnd,kd->bkgn", picked, null)).flatten(1, 2)
         scores = torch.cat((null_scores[..., None], scores), dim=-1)
     return F.log_softmax(scores, dim=-1)
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from caramba.distill.block_loss import mean_abs, mean_l1
 from caramba.layer import AttentionLayer, Documents
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 
 class BlockStep(nn.Module):
@@ -50,7 +50,7 @@ class _ComparedLinear(torch.autograd.Function):
         ctx: Any, heads: Tensor, weight: Tensor, bias: Tensor, target: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         output = F.linear(heads, weight.to(heads.dtype), bias.to(heads.dtype))
-        difference = widened(output) - widened(target)
+        difference = upcast(output) - upcast(target)
         count = difference.new_full((), difference.numel())
         if documents is not None:
             counted = (documents >= 0)[..., None]
@@ -68,5 +68,5 @@ class _ComparedLinear(torch.autograd.Function):
         grad_heads = (rows @ (weight * scale).to(signs.dtype)).view_as(heads)
         if ctx.needs_input_grad[1]:
             grad_weight = (rows.t() @ heads.flatten(0, -2)).to(weight.dtype) * scale
-        grad_bias = (widened(rows).sum(0) * scale).to(ctx.bias_dtype)
+        grad_bias = (upcast(rows).sum(0) * scale).to(ctx.bias_dtype)
         return grad_heads, grad_weight, grad_bias, None, None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from caramba.errors import ConfigError
 from caramba.model import Model
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 from caramba.topology import ResidualTopology
 
 
@@ -63,9 +63,9 @@ class ResidualDistance:
 
 
 def _distance(ours: Tensor, theirs: Tensor, counted: Tensor | None) -> Tensor:
-    size = widened(theirs).square().sum(-1)
+    size = upcast(theirs).square().sum(-1)
     # A token of padding may be all zeros in both.
-    each = (widened(ours) - widened(theirs)).square().sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    each = (upcast(ours) - upcast(theirs)).square().sum(-1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     if counted is None:
         return each.mean()
     return torch.where(counted, each, 0.0).sum() / counted.sum().clamp_min(1)

@@ -15,7 +15,7 @@ from caramba.model import Model
 from caramba.model.head import Head, TiedHead
 from caramba.ops import distillation_rows, linear_cross_entropy
 from caramba.ops.linear_cross_entropy import accumulate, rows_per_chunk
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Shape: logits [..., V], targets [...] -> [].
     """
     kept = (targets != IGNORED).sum().clamp_min(1)
-    return _cross_entropies(widened(logits.flatten(0, -2)), targets.flatten()).sum() / kept
+    return _cross_entropies(upcast(logits.flatten(0, -2)), targets.flatten()).sum() / kept
 
 
 def teacher_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -57,8 +57,8 @@ def teacher_kl(student_logits: Tensor, teacher_logits: Tensor, temperature: floa
 
     Shape: both [..., V] -> []. Computed in at least fp32.
     """
-    theirs = F.log_softmax(widened(teacher_logits.flatten(0, -2)) / temperature, dim=-1)
-    return _divergences(widened(student_logits.flatten(0, -2)), TeacherRows(theirs), temperature).mean()
+    theirs = F.log_softmax(upcast(teacher_logits.flatten(0, -2)) / temperature, dim=-1)
+    return _divergences(upcast(student_logits.flatten(0, -2)), TeacherRows(theirs), temperature).mean()
 
 
 def vocabulary_losses(
@@ -124,7 +124,7 @@ class LiveTeacher:
     temperature: float
 
     def __call__(self, start: int, stop: int) -> TeacherRows:
-        logits = widened(self.model.logits(self.hidden[start:stop]))
+        logits = upcast(self.model.logits(self.hidden[start:stop]))
         return TeacherRows(F.log_softmax(logits / self.temperature, dim=-1))
 
     def is_fusable(self, student: Model) -> bool:
@@ -227,7 +227,7 @@ class _FusedDistillation(torch.autograd.Function):
         scale = upstream[0] / ctx.kept
         grads, ctx.grads = ctx.grads, None
         scaled = [
-            None if grad is None else (widened(grad) * scale).to(dtype)
+            None if grad is None else (upcast(grad) * scale).to(dtype)
             for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
@@ -254,7 +254,7 @@ class _Part:
     def sums(self, hidden: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return sums over tokens start to stop: what is minimised, CE and KL."""
         targets = self.targets[start:stop]
-        logits = widened(self.model.logits(hidden))
+        logits = upcast(self.model.logits(hidden))
         weighs_ce = self.kl_weight < 1.0
         with torch.set_grad_enabled(weighs_ce and torch.is_grad_enabled()):
             ce = _cross_entropies(logits, targets).sum()

@@ -180,7 +180,7 @@ def compile_options(model: Model, batch_size: int) -> dict[str, str | int | bool
 
     On CUDA a product with one row becomes a reduction that Inductor writes and tunes: it reads the weights at more of
     the memory's rate than the library's product, and takes in norms and gates before it and sums behind it. That takes
-    long to compile, and is nothing to steps whose products `row_linear` takes.
+    long to compile, and is nothing to steps whose products `small_batch_linear` takes.
     """
     weight = model.embedder.token.weight
     if batch_size > 1 or weight.device.type != "cuda":

@@ -14,7 +14,7 @@ from caramba.infer.row import Row
 from caramba.infer.row_steps import WIDTHS, RowSteps
 from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
 from caramba.infer.verification import seen_along
-from caramba.ops import MAX_QUERIES, lookup_round
+from caramba.ops import MAX_QUERIES, prompt_lookup_step
 
 N_DRAFTS = MAX_QUERIES - 1
 """Drafts that one forward verifies at most, beside the token before them."""
@@ -161,7 +161,7 @@ class LookupRounds:
         token, logprob = chosen_tokens(logits.flatten(0, 1), self.config, seen, uniform.flatten())
         drawn = token.view(fed.shape)
         speculation = self.speculation
-        kept = lookup_round(
+        kept = prompt_lookup_step(
             *(self.ids, self.ctx.held, self.state, drawn, self.live),
             *(self.most, speculation.max_ngram, speculation.spec_extra_token),
         )

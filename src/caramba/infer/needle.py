@@ -15,7 +15,7 @@ from caramba.data import Tokenizer
 from caramba.data.stream import Tokens
 from caramba.measure import cached_hidden
 from caramba.model import Model
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SEED = 0x4EED1E
@@ -86,7 +86,7 @@ def find_needles(
 
 
 def _log_probs(model: Model, hidden: Tensor, n: int) -> Tensor:
-    return F.log_softmax(widened(model.logits(hidden[:, -n:])), dim=-1)
+    return F.log_softmax(upcast(model.logits(hidden[:, -n:])), dim=-1)
 
 
 def _sentence(

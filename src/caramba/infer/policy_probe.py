@@ -17,7 +17,7 @@ from caramba.infer.decode import prefill
 from caramba.infer.policy import CacheDecision, CachePolicy
 from caramba.infer.policy_measure import cache_bytes
 from caramba.measure import cached_hidden
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 MOST_TOKENS = 1024  # of the text's end: bounds what a probe costs
 
@@ -67,7 +67,7 @@ class CacheProbe:
         model = self.policy.model
         p, q = (
             F.log_softmax(
-                widened(model.logits(cached_hidden(model, tokens, kind, TAIL_TOKENS)[:, TAIL_TOKENS:])), -1
+                upcast(model.logits(cached_hidden(model, tokens, kind, TAIL_TOKENS)[:, TAIL_TOKENS:])), -1
             )
             for kind in (self.policy.fallback, self.kind)
         )

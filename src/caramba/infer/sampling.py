@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from caramba.config.generate import GenerateConfig
-from caramba.ops import draw, drawn, has_kernel, likeliest
+from caramba.ops import argmax_logprob, draw, has_kernel, sample
 
 
 def distribution(logits: Tensor, config: GenerateConfig, seen: Tensor | None = None) -> Tensor:
@@ -56,11 +56,11 @@ def chosen_tokens(
     Shape: logits [N, V], seen [N, V] bool and uniform [N] to int64 [N] and float32 [N].
     """
     if config.temperature == 0 and seen is None:
-        chosen, logprob = likeliest(logits)
+        chosen, logprob = argmax_logprob(logits)
         return chosen, logprob.float()
     has_filters = config.top_k is not None or config.top_p < 1 or config.min_p > 0
     if config.temperature > 0 and seen is None and not has_filters and has_kernel("drawn", logits):
-        return drawn(logits, torch.full_like(uniform, config.temperature), uniform)
+        return sample(logits, torch.full_like(uniform, config.temperature), uniform)
     chosen = next_token(logits, config, seen, uniform)
     return chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.row import OnText, Row
 from caramba.infer.sampling import chosen_tokens, uniforms, wide_dtype
-from caramba.ops import has_kernel, keep_drawn
+from caramba.ops import has_kernel, store_sample
 
 
 @dataclass
@@ -114,7 +114,7 @@ class StepState:
         chosen, logprob = self._next(logits, config, slot.expand(len(self.delay), 1))
         if has_keeper:
             fed = torch.empty_like(self.delay) if fed is None else fed
-            keep_drawn(chosen[:, 0], logprob[:, 0], self.step, self.tokens, self.logprobs, fed)
+            store_sample(chosen[:, 0], logprob[:, 0], self.step, self.tokens, self.logprobs, fed)
             return fed
         self.tokens.index_copy_(1, slot, chosen)
         self.logprobs.index_copy_(1, slot, logprob)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from caramba.layer.small_batch import is_small_batch
-from caramba.ops import WORDS, numbers_of_words, product_of_words, row_linear, rows_fit
+from caramba.ops import WORDS, dequantize_int4, int4_matmul, rows_fit, small_batch_linear
 
 UNIT = 2.0**7
 """Codes over this, and scales times it, are of the size of weights and what float16 holds best."""
@@ -67,12 +67,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None)
     if scale is None:
         return F.linear(x, weight, bias)
     if is_small_batch(x) and rows_fit(x, weight):
-        return row_linear(x, weight, bias, scale=scale)
+        return small_batch_linear(x, weight, bias, scale=scale)
     if weight.dtype == WORDS:
         if x.is_cpu and 0 < x.numel() <= FEW_ON_CPU * x.shape[-1]:
-            y = product_of_words(x, weight, scale)
+            y = int4_matmul(x, weight, scale)
             return y if bias is None else y + bias
-        return F.linear(x, numbers_of_words(weight, scale, x.dtype), bias)
+        return F.linear(x, dequantize_int4(weight, scale, x.dtype), bias)
     operand = weight.to(x.dtype)  # a copy, of which there should be one
     if x.dtype == torch.float16:  # which holds the sums of weights where those of codes are beyond it
         return F.linear(x, operand.mul_(1 / UNIT).mul_((scale[:, None] * UNIT).half()), bias)

@@ -24,7 +24,7 @@ from caramba.layer.small_batch import has_hooks
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
 from caramba.ops import has_kernel
-from caramba.ops.widen import WIDE
+from caramba.ops.upcast import WIDE
 
 
 class CpuStep(Protocol):

@@ -11,7 +11,7 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.projection import angles_at, split_heads
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import CausalScore
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 TWO_WIDTHS_LIMIT = 128
 
@@ -86,7 +86,7 @@ def first_scores(q: Tensor, q_sem: Tensor, k: Tensor, mean: Tensor) -> Tensor:
     [B, K, T, n, D], to [B, H, T, n].
     """
     with torch.autocast(q.device.type, enabled=False):
-        grouped, semantic = (widened(x).unflatten(1, (mean.shape[0], -1)) for x in (q, q_sem))
+        grouped, semantic = (upcast(x).unflatten(1, (mean.shape[0], -1)) for x in (q, q_sem))
         shift = torch.einsum("bkgtd,kd->bkgt", semantic, mean.to(semantic.dtype))
         scores = _per_group(grouped, k.to(grouped.dtype).mT)
         return (scores - shift[..., None]).flatten(1, 2)

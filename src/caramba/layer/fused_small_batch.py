@@ -1,7 +1,7 @@
 """Linear layers on the few rows of a decode step: one pass over each weight, with the norm before and the sum behind.
 
-A step's time is that of reading the weights, and of the kernels between them. Where `row_linear` has a kernel, a block
-of a norm and a layer runs as the layer's products alone.
+A step's time is that of reading the weights, and of the kernels between them. Where `small_batch_linear` has a kernel,
+a block of a norm and a layer runs as the layer's products alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from caramba.layer.coded import CodedLinear
 from caramba.layer.joined import Joined
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.small_batch import has_hooks
-from caramba.ops import WORDS, row_linear, weight_fits
+from caramba.ops import WORDS, small_batch_linear, weight_fits
 
 
 def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bool:
@@ -43,10 +43,12 @@ def norm_linear(
 ) -> Tensor:
     """Return layer(norm(x)); `gated` silu(gate) * up of a product that holds both. Shape: [..., M] to [..., N]."""
     scale = None if isinstance(layer, nn.Linear) else layer.scale
-    return row_linear(x, layer.weight, layer.bias, scale=scale, norm=norm.weight, eps=norm.eps, gated=gated)
+    return small_batch_linear(
+        x, layer.weight, layer.bias, scale=scale, norm=norm.weight, eps=norm.eps, gated=gated
+    )
 
 
 def linear_residual(layer: nn.Linear | CodedLinear, x: Tensor, residual: Tensor) -> Tensor:
     """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
     scale = None if isinstance(layer, nn.Linear) else layer.scale
-    return row_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)
+    return small_batch_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)

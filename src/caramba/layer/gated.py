@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.projection import Projection
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 
 class GatedProjection(Projection):
@@ -35,12 +35,12 @@ class GatedProjection(Projection):
 
     def _gated(self, x: Tensor, q_sem: Tensor, q_geo: Tensor) -> tuple[Tensor, Tensor]:
         """Return both paths' queries [B, H, T, D] times their weights, in at least fp32."""
-        q_sem, q_geo = widened(q_sem), widened(q_geo)
+        q_sem, q_geo = upcast(q_sem), upcast(q_geo)
         if self.gate is None:
             return q_sem, q_geo
-        logits = widened(self.gate)[:, None, None]
+        logits = upcast(self.gate)[:, None, None]
         if self.gate_dynamic is not None:
-            logits = logits + widened(self.gate_dynamic(x)).transpose(1, 2)[..., None]
+            logits = logits + upcast(self.gate_dynamic(x)).transpose(1, 2)[..., None]
         share = 2.0 * torch.sigmoid(logits)
         return q_sem * share, q_geo * (2.0 - share)
 

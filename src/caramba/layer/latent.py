@@ -27,8 +27,8 @@ from caramba.ops import (
     absorbed_step,
     has_kernel,
     has_narrow_queries,
-    head_values,
     latent_queries,
+    per_head_linear,
 )
 
 
@@ -353,7 +353,7 @@ class LatentProjection(GatedProjection):
     def _up(self, read: Tensor) -> Tensor:
         """Return what heads read of the latent as their values, [B, H, T, R] to [B, H, T, D]."""
         if self._is_fused_up(read, "head_values"):
-            return head_values(read.transpose(1, 2), self.v_up).transpose(1, 2)
+            return per_head_linear(read.transpose(1, 2), self.v_up).transpose(1, 2)
         return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
 
     def _is_fused_up(self, x: Tensor, op: str) -> bool:

@@ -16,7 +16,7 @@ from caramba.layer.rope import RotaryEmbedding
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.stored import StoredKeys
 from caramba.ops import dba_append
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 Angles = tuple[Tensor, Tensor] | None
 Queries = tuple[Tensor, Tensor]
@@ -154,9 +154,9 @@ class Projection(nn.Module):
 
     def scaled(self, q: Tensor, dtype: torch.dtype) -> Tensor:
         """Return q times the scale, computed in at least fp32, in `dtype`."""
-        scaled = widened(q) * self.scale
+        scaled = upcast(q) * self.scale
         if self.temperature is not None:
-            scaled = scaled * widened(self.temperature).exp()[:, None, None]
+            scaled = scaled * upcast(self.temperature).exp()[:, None, None]
         return scaled if scaled.dtype == dtype else scaled.to(dtype)
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
-from caramba.ops import cos_sin, has_kernel, is_fused, rope, step_angles
-from caramba.ops.widen import widened
+from caramba.ops import cos_sin, has_kernel, is_fused, rope, rope_cos_sin
+from caramba.ops.upcast import upcast
 
 WORTH_A_TABLE = 64
 """Tokens from which a compiled graph keeps cosines and sines: at fewer a launch costs more than it spares."""
@@ -85,10 +85,10 @@ def rotate(
     if is_fused("rope", x) and not cos.requires_grad:
         return rope(x, cos, sin, scale, dtype or torch.promote_types(x.dtype, torch.float32))
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        first, second = widened(x).chunk(2, dim=-1)  # the same numbers by fewer calls
+        first, second = upcast(x).chunk(2, dim=-1)  # the same numbers by fewer calls
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     else:
-        pairs = widened(x).unflatten(-1, (2, -1))
+        pairs = upcast(x).unflatten(-1, (2, -1))
         # Gradients of `unbind` join in one pass, where each of two views would pad its own to a whole tensor.
         real, imaginary = pairs.unbind(-2)
         turned = torch.stack((-imaginary, real), dim=-2)
@@ -229,7 +229,7 @@ class RotaryEmbedding(nn.Module):
             angles = self.step_angles(offset, n_tokens, x.device)
         if angles is None:
             return rotate(x, *self(offset, n_tokens, x.device))
-        return turned_halves(widened(x).unflatten(-1, (2, -1)), *angles).flatten(-2)
+        return turned_halves(upcast(x).unflatten(-1, (2, -1)), *angles).flatten(-2)
 
     def step_angles(self, offset: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """Return what `turned_halves` takes at these positions, None where no table holds them."""
@@ -298,7 +298,7 @@ def angles_of(ropes: Sequence[RotaryEmbedding], offset: Tensor) -> dict[Hashable
     Shape: offset [B, T] to [B, G, T, D/2] each.
     """
     # Every part of what a compiler fuses would be a kernel of its own.
-    cos, sin = step_angles(offset, torch.stack([rope.inv_freq.to(offset.device) for rope in ropes]))
+    cos, sin = rope_cos_sin(offset, torch.stack([rope.inv_freq.to(offset.device) for rope in ropes]))
     if (factor := ropes[0].attention_factor) != 1.0:
         cos, sin = cos * factor, sin * factor
     return {rope: (cos[index], sin[index]) for index, rope in enumerate(ropes)}

@@ -9,7 +9,7 @@ from caramba.ops import has_kernel, rows_fit
 from caramba.ops.latent_queries import HALF
 
 SMALL_BATCH_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 2}
-"""Rows up to which products by `row_linear` are taken, by dtype.
+"""Rows up to which products by `small_batch_linear` are taken, by dtype.
 
 The four products of a 1B layer with norm, gate and sums take 37 us by it with 1 row on an H200; with 8 rows of 16 bits
 48 by it and 66 by the library, with 32 rows 52 and 68. Numbers of 32 bits have no tensor cores: there arithmetic takes

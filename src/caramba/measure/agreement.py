@@ -15,7 +15,7 @@ from caramba.data import IGNORED
 from caramba.errors import CarambaError, DataError
 from caramba.measure.nll import WindowedNLL, Windows, batches, documents_of, spread_windows
 from caramba.model import Model
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 CHUNK = 1024  # tokens whose logits exist at one time
 NORMAL_95 = 1.96
@@ -136,7 +136,7 @@ def _scores(models: tuple[Model, Model], hidden: tuple[Tensor, Tensor], targets:
     for start in range(0, len(flat), CHUNK):
         part = flat[start : start + CHUNK]
         log_p, log_q = (
-            F.log_softmax(widened(model.logits(states.flatten(0, 1)[start : start + CHUNK])), dim=-1)
+            F.log_softmax(upcast(model.logits(states.flatten(0, 1)[start : start + CHUNK])), dim=-1)
             for model, states in zip(models, hidden, strict=True)
         )
         nll = [F.nll_loss(scores, part, reduction="none", ignore_index=IGNORED) for scores in (log_p, log_q)]

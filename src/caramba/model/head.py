@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from caramba.config.model import ModelSpec
 from caramba.layer.small_batch import has_kernel_weight, is_small_batch
-from caramba.ops import row_linear
+from caramba.ops import small_batch_linear
 
 
 class Head(nn.Linear):
@@ -40,7 +40,7 @@ def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         and has_kernel_weight(hidden, weight)
         and (bias is None or bias.dtype == hidden.dtype)
     ):
-        return row_linear(hidden, weight, bias)
+        return small_batch_linear(hidden, weight, bias)
     return F.linear(hidden, weight, bias)
 
 

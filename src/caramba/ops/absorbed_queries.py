@@ -8,8 +8,8 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, has_kernel
 from caramba.ops.first_order import refuse_gradients
-from caramba.ops.head_values import reference_head_values
 from caramba.ops.latent_queries import check_queries, has_narrow_queries, reference_latent_queries
+from caramba.ops.per_head_linear import reference_per_head_linear
 
 torch.library.define(
     "caramba::absorbed_queries",
@@ -51,7 +51,7 @@ def reference_absorbed_queries(
     sem, geo = reference_latent_queries(q, geo_map, cos, sin, scale).split(
         (q.shape[-1], geo_map.shape[-1]), dim=-1
     )
-    return torch.cat((reference_head_values(sem, sem_map), geo), dim=-1)
+    return torch.cat((reference_per_head_linear(sem, sem_map), geo), dim=-1)
 
 
 torch.library.impl("caramba::absorbed_queries", "CompositeExplicitAutograd", reference_absorbed_queries)

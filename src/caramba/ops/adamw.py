@@ -12,9 +12,9 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct, has_kernel
-from caramba.ops.moment_bits import masters_of, moments_of, parted
-from caramba.ops.round_at_random import check_seed, chunks, noise_in_turn, rounded
-from caramba.ops.widen import widened
+from caramba.ops.packed_masters import moments_of, pack_masters, unpack_masters
+from caramba.ops.stochastic_round import check_seed, chunks, noise_in_turn, rounded
+from caramba.ops.upcast import upcast
 
 NAMES = ("parameter", "first moment", "second moment", "gradient", "weight")
 
@@ -54,11 +54,11 @@ def adamw_step(
         w <- (1 - lr weight_decay) w - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 
     `maximize` turns the gradient's sign. With `weights` the parameters are masters: each is rounded into its weight,
-    whose gradient it takes. With `seed` parameters are bfloat16 and rounded at random, as `round_at_random` does with
+    whose gradient it takes. With `seed` parameters are bfloat16 and rounded at random, as `stochastic_round` does with
     the same `seed` and `first`. With `in_moments` they are bfloat16 and stand for float32 values, whose other bits are
-    in the moments (`caramba.ops.moment_bits`): these values are updated, as masters are but for the moments' last bits,
-    and rounded to nearest into the parameters. Nothing is updated, nor counted, where `found_inf` is not 0. Nothing
-    waits for the device, and gradients stay as they were.
+    in the moments (`caramba.ops.packed_masters`): these values are updated, as masters are but for the moments' last
+    bits, and rounded to nearest into the parameters. Nothing is updated, nor counted, where `found_inf` is not 0.
+    Nothing waits for the device, and gradients stay as they were.
 
     Shape: lists of one length, `weights` of that or empty; tensor i of each has one shape, is dense, and lies on one
     device. steps [] each, fp32; lr, clip, grad_scale and found_inf hold one fp32 where they are tensors, seed one
@@ -191,9 +191,9 @@ def reference_adamw_step(
         flat = [x.view(-1) for x in (p, m, v, grad, *([weights[index]] if weights else []))]
         for start, stop in chunks(p.numel(), p.device):
             part = [x[start:stop] for x in flat]
-            wide, moment, square, g = (widened(x) for x in part[:4])
+            wide, moment, square, g = (upcast(x) for x in part[:4])
             if in_moments:
-                wide, (moment, square) = masters_of(*part[:3]), moments_of(moment, square)
+                wide, (moment, square) = unpack_masters(*part[:3]), moments_of(moment, square)
             g = -g if maximize else g
             g = g if clip is None else g * clip.reshape(())
             g = g if grad_scale is None else g / grad_scale.reshape(())
@@ -202,7 +202,7 @@ def reference_adamw_step(
             wide = wide * (1 - r * weight_decay) - size * moment / (square.sqrt() / root + eps)
             wide = wide if noise is None else rounded(wide, next(noise))
             if in_moments:
-                wide, moment, square = parted(wide, moment, square)
+                wide, moment, square = pack_masters(wide, moment, square)
             updated = [(part[0], wide), (part[1], moment), (part[2], square), *((w, wide) for w in part[4:])]
             for held, value in updated:
                 held.copy_(value if found_inf is None else torch.where(is_taken, value, held.to(value.dtype)))

@@ -11,7 +11,7 @@ from caramba.errors import ConfigError
 from caramba.ops.backend import direct
 from caramba.ops.decode_on_host import put
 from caramba.ops.first_order import refuse_gradients
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 torch.library.define(
     "caramba::dba_append",
@@ -191,7 +191,7 @@ def _write(x: Tensor, into: Tensor, lengths: Tensor) -> None:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    wide = widened(x)
+    wide = upcast(x)
     repeats = 1 if cos.shape[-3] == 1 else x.shape[1] // cos.shape[-3]
     cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
     if repeats > 1:

@@ -15,8 +15,8 @@ from caramba.ops.dba_decode import StoredStream, dba_decode, kernel_takes
 from caramba.ops.decode_arguments import check_dba_decode, check_lengths, span_of
 from caramba.ops.decode_on_host import host_dba_decode
 from caramba.ops.first_order import refuse_gradients
-from caramba.ops.head_values import head_values, reference_head_values
 from caramba.ops.latent_queries import HALF
+from caramba.ops.per_head_linear import per_head_linear, reference_per_head_linear
 
 torch.library.define(
     "caramba::dba_decode_up",
@@ -118,7 +118,7 @@ def _apart(
         max_seqlen=max_seqlen,
         n_splits=n_splits,
     )
-    return head_values(read.transpose(1, 2), up)
+    return per_head_linear(read.transpose(1, 2), up)
 
 
 def host_dba_decode_up(
@@ -138,7 +138,7 @@ def host_dba_decode_up(
     read, _ = host_dba_decode(
         q_sem, q_geo, kinds, c, k_geo, [], seqlens, n_packed, [], window, max_seqlen, n_splits
     )
-    return reference_head_values(read.transpose(1, 2), up)
+    return reference_per_head_linear(read.transpose(1, 2), up)
 
 
 torch.library.impl("caramba::dba_decode_up", "CompositeExplicitAutograd", host_dba_decode_up)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, differentiable, has_kernel
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 HALF = (torch.float16, torch.bfloat16)
 NARROWEST, WIDEST_SEM, WIDEST_GEO, WIDEST_VALUE = 16, 128, 256, 128
@@ -121,7 +121,7 @@ def _wide(
     """Return wide queries and keys [B, ·, H, A + G], values [B, S, H, D] and masked scores [B, H, T, S]."""
     heads, n_queries, n_keys = q.shape[2], q.shape[1], k_sem.shape[1]
     keys = torch.cat((_grouped(k_sem, heads), _grouped(k_geo, heads)), dim=-1)
-    queries, keys, values = widened(q), widened(keys), widened(_grouped(v, heads))
+    queries, keys, values = upcast(q), upcast(keys), upcast(_grouped(v, heads))
     scores = torch.einsum("bthw,bshw->bhts", queries, keys)
     places = torch.arange(n_keys, device=q.device)
     hidden = places > places[n_keys - n_queries :, None]
@@ -156,7 +156,7 @@ def reference_decoupled_attention_backward(
     Kernels need `out` and the float32 `lse`, to read no score twice; here all is computed anew, which keeps float64.
     """
     queries, keys, values, scores = _wide(q, k_sem, k_geo, v, first)
-    grads, weights = widened(grad), scores.softmax(-1)
+    grads, weights = upcast(grad), scores.softmax(-1)
     grad_v = torch.einsum("bhts,bthd->bshd", weights, grads)
     through = torch.einsum("bthd,bshd->bhts", grads, values)
     through = weights * (through - (weights * through).sum(-1, keepdim=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 from caramba.errors import ConfigError
 from caramba.ops.backend import has_kernel
 from caramba.ops.first_order import first_order, refuse_tangents
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST_HEAD, WIDEST_GEO = 128, 256
@@ -81,7 +81,7 @@ def check_queries(op: str, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor)
 
 def reference_latent_queries(q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """Compute the op in plain PyTorch."""
-    wide = widened(q)
+    wide = upcast(q)
     geo = torch.einsum("bthd,hdg->bthg", wide, geo_map.to(q.dtype).to(wide.dtype))
     return (torch.cat((wide, _turned(geo, cos, sin)), dim=-1) * scale).to(q.dtype).contiguous()
 
@@ -90,7 +90,7 @@ def reference_latent_queries_backward(
     grad: Tensor, q: Tensor, geo_map: Tensor, cos: Tensor, sin: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of q and of geo_map in plain PyTorch."""
-    wide = widened(grad) * scale
+    wide = upcast(grad) * scale
     sem, geo = wide.split((q.shape[-1], geo_map.shape[-1]), dim=-1)
     geo = _turned(geo, cos, -sin)
     grad_q = sem + torch.einsum("bthg,hdg->bthd", geo, geo_map.to(q.dtype).to(wide.dtype))

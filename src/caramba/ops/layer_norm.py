@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.rows import check_rows
-from caramba.ops.widen import wide_empty, widened
+from caramba.ops.upcast import empty_upcast, upcast
 
 torch.library.define(
     "caramba::layer_norm", "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)"
@@ -66,7 +66,7 @@ def add_layer_norm(
 
 def normalised(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (x - mean) rstd [..., D], mean [...] and rstd [...] in the wide dtype."""
-    wide = widened(x)
+    wide = upcast(x)
     mean = wide.mean(-1)
     centred = wide - mean.unsqueeze(-1)
     rstd = torch.rsqrt(centred.pow(2).mean(-1) + eps)
@@ -88,7 +88,7 @@ def normalised_gradients(
     empty where there is no such vector.
     """
     scale = rstd.unsqueeze(-1)
-    unit = (widened(x) - mean.unsqueeze(-1)) * scale
+    unit = (upcast(x) - mean.unsqueeze(-1)) * scale
     inner = grad if weight is None else grad * weight.to(grad.dtype)
     grad_x = scale * (inner - inner.mean(-1, keepdim=True) - unit * (inner * unit).mean(-1, keepdim=True))
     rows = (grad * unit, grad)
@@ -111,7 +111,7 @@ def reference_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch: (y, sum, mean, rstd)."""
-    total = (widened(x) + widened(residual)).to(x.dtype).contiguous()
+    total = (upcast(x) + upcast(residual)).to(x.dtype).contiguous()
     y, mean, rstd = reference_layer_norm(total, weight, bias, eps)
     return y, total, mean, rstd
 
@@ -126,9 +126,9 @@ def reference_layer_norm_backward(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dx + grad_sum, dweight, dbias) in plain PyTorch."""
-    grad_x, grad_weight, grad_bias = normalised_gradients(widened(grad), x, mean, rstd, weight, bias)
+    grad_x, grad_weight, grad_bias = normalised_gradients(upcast(grad), x, mean, rstd, weight, bias)
     if grad_sum is not None:
-        grad_x = grad_x + widened(grad_sum)
+        grad_x = grad_x + upcast(grad_sum)
     return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias
 
 
@@ -140,7 +140,7 @@ torch.library.impl("caramba::layer_norm_backward", "CompositeExplicitAutograd", 
 @torch.library.register_fake("caramba::layer_norm")
 def _(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.shape[:-1]
-    return x.new_empty(x.shape), wide_empty(x, rows), wide_empty(x, rows)
+    return x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
 
 
 @torch.library.register_fake("caramba::add_layer_norm")
@@ -148,13 +148,14 @@ def _(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = x.shape[:-1]
-    return x.new_empty(x.shape), x.new_empty(x.shape), wide_empty(x, rows), wide_empty(x, rows)
+    return x.new_empty(x.shape), x.new_empty(x.shape), empty_upcast(x, rows), empty_upcast(x, rows)
 
 
 def fake_gradients(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors as `layer_norm_backward` returns them, uninitialised."""
     vectors = [
-        wide_empty(x, (0,)) if vector is None else vector.new_empty(vector.shape) for vector in (weight, bias)
+        empty_upcast(x, (0,)) if vector is None else vector.new_empty(vector.shape)
+        for vector in (weight, bias)
     ]
     return x.new_empty(x.shape), vectors[0], vectors[1]
 

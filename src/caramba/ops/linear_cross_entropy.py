@@ -14,7 +14,7 @@ from caramba.errors import ConfigError
 from caramba.ops.cross_entropy_rows import cross_entropy_rows
 from caramba.ops.first_order import first_order, leave_traces, refuse_tangents
 from caramba.ops.scale import scale_
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 NAME = "caramba::linear_cross_entropy"
 EXTRA_BYTES = 10**9
@@ -268,7 +268,7 @@ def _scaled(grad: Tensor, by: Tensor) -> Tensor:
     off by the same 2^-9.
     """
     if type(grad) is not Tensor or grad.dtype == torch.float16:  # which has no room for the scale of a loss
-        return (widened(grad) * by).to(grad.dtype)
+        return (upcast(grad) * by).to(grad.dtype)
     keeps = getattr(getattr(torch._C, "_autograd", None), "_get_current_graph_task_keep_graph", None)
     return scale_(grad.clone() if keeps is None or keeps() else grad, by)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import direct
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 torch.library.define(
     "caramba::lion_step",
@@ -86,7 +86,7 @@ def reference_lion_step(
     """Compute the op in plain PyTorch."""
     # No alpha= or lerp: they fuse a product into a sum on some devices, which rounds once where others round twice.
     for parameter, momentum, grad in zip(parameters, momenta, grads, strict=True):
-        wide, moment, slope = widened(parameter), widened(momentum), widened(grad)
+        wide, moment, slope = upcast(parameter), upcast(momentum), upcast(grad)
         mixed = moment * beta1 + slope * (1 - beta1)
         direction = torch.where(mixed == mixed, torch.sign(mixed), mixed)  # torch's sign of NaN is 0
         parameter.copy_(wide * (1 - lr * weight_decay) - direction * lr)

@@ -13,7 +13,7 @@ from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.layer_norm import fake_gradients, normalised, normalised_gradients, scaled_and_shifted
 from caramba.ops.philox import kept, resolved
 from caramba.ops.rows import check_rows
-from caramba.ops.widen import wide_empty, widened
+from caramba.ops.upcast import empty_upcast, upcast
 
 Activation = Literal["relu", "gelu", "silu"]
 
@@ -122,9 +122,9 @@ def reference_norm_dropout_activation_backward(
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute (dx, dweight, dbias) in plain PyTorch, from x alone."""
-    unit = (widened(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
+    unit = (upcast(x) - mean.unsqueeze(-1)) * rstd.unsqueeze(-1)
     before = _dropped(scaled_and_shifted(unit, weight, bias), p, seed)
-    inner = _dropped(widened(grad) * _slope(before, activation), p, seed)
+    inner = _dropped(upcast(grad) * _slope(before, activation), p, seed)
     grad_x, grad_weight, grad_bias = normalised_gradients(inner, x, mean, rstd, weight, bias)
     return grad_x.to(x.dtype).contiguous(), grad_weight, grad_bias
 
@@ -143,7 +143,7 @@ torch.library.impl(
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float, seed: int, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), wide_empty(x, x.shape[:-1]), wide_empty(x, x.shape[:-1])
+    return x.new_empty(x.shape), empty_upcast(x, x.shape[:-1]), empty_upcast(x, x.shape[:-1])
 
 
 @torch.library.register_fake("caramba::norm_dropout_activation_backward")

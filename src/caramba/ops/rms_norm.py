@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.ops.backend import call_op, differentiable, direct
 from caramba.ops.rows import check_rows
-from caramba.ops.widen import wide_empty, widened
+from caramba.ops.upcast import empty_upcast, upcast
 
 torch.library.define("caramba::rms_norm", "(Tensor x, Tensor? weight, float eps) -> (Tensor, Tensor)")
 torch.library.define(
@@ -55,7 +55,7 @@ def add_rms_norm(
 
 def reference_rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Compute the op in plain PyTorch: (y, rstd [...] in the wide dtype)."""
-    wide = widened(x)
+    wide = upcast(x)
     rstd = torch.rsqrt(wide.pow(2).mean(-1) + eps)
     y = wide * rstd.unsqueeze(-1)
     return (y if weight is None else y * weight.to(y.dtype)).to(x.dtype).contiguous(), rstd.contiguous()
@@ -65,7 +65,7 @@ def reference_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the op in plain PyTorch: (y, sum, rstd)."""
-    total = (widened(x) + widened(residual)).to(x.dtype).contiguous()
+    total = (upcast(x) + upcast(residual)).to(x.dtype).contiguous()
     y, rstd = reference_rms_norm(total, weight, eps)
     return y, total, rstd
 
@@ -77,13 +77,13 @@ def reference_rms_norm_backward(
 
     dx = rstd (g - x^ mean(g x^)) + grad_sum, dweight = sum over rows of grad x^; empty without a weight.
     """
-    wide = widened(grad)
+    wide = upcast(grad)
     scale = rstd.unsqueeze(-1)
-    unit = widened(x) * scale
+    unit = upcast(x) * scale
     inner = wide if weight is None else wide * weight.to(wide.dtype)
     grad_x = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
     if grad_sum is not None:
-        grad_x = grad_x + widened(grad_sum)
+        grad_x = grad_x + upcast(grad_sum)
     if weight is None:
         return grad_x.to(x.dtype).contiguous(), wide.new_empty(0)
     grad_weight = (wide * unit).flatten(0, -2).sum(0) if x.dim() > 1 else wide * unit
@@ -97,19 +97,19 @@ torch.library.impl("caramba::rms_norm_backward", "CompositeExplicitAutograd", re
 
 @torch.library.register_fake("caramba::rms_norm")
 def _(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), wide_empty(x, x.shape[:-1])
+    return x.new_empty(x.shape), empty_upcast(x, x.shape[:-1])
 
 
 @torch.library.register_fake("caramba::add_rms_norm")
 def _(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), wide_empty(x, x.shape[:-1])
+    return x.new_empty(x.shape), x.new_empty(x.shape), empty_upcast(x, x.shape[:-1])
 
 
 @torch.library.register_fake("caramba::rms_norm_backward")
 def _(
     grad: Tensor, grad_sum: Tensor | None, x: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), wide_empty(x, (0,)) if weight is None else weight.new_empty(weight.shape)
+    return x.new_empty(x.shape), empty_upcast(x, (0,)) if weight is None else weight.new_empty(weight.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, differentiable, direct
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 torch.library.define(
     "caramba::rope",
@@ -71,7 +71,7 @@ def reference_rope(
 ) -> Tensor:
     """Compute the op in plain PyTorch."""
     repeats = x.shape[1] // cos.shape[-3]
-    wide = widened(x)
+    wide = upcast(x)
     cos, sin = (table.to(wide.dtype).repeat_interleave(repeats, -3) for table in (cos, sin))
     if inverse:
         sin = -sin

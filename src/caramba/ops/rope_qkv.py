@@ -9,7 +9,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.first_order import refuse_tangents
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 TABLES = "Tensor cos, Tensor sin, int n_heads, int n_kv_heads, float scale"
 torch.library.define("caramba::rope_qkv", f"(Tensor joined, {TABLES}) -> (Tensor, Tensor, Tensor)")
@@ -65,7 +65,7 @@ def _check(joined: Tensor, cos: Tensor, sin: Tensor, n_heads: int, n_kv_heads: i
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
     """Return scale R x, wide. Shape: [B, T, N, D]."""
-    first, second = widened(x).chunk(2, dim=-1)
+    first, second = upcast(x).chunk(2, dim=-1)
     cos, sin = (table.to(first.dtype).transpose(-3, -2) for table in (cos, sin))
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1) * scale
 
@@ -89,7 +89,7 @@ def reference_rope_qkv_backward(
 ) -> Tensor:
     """Compute d[q; k; v] in plain PyTorch."""
     dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
-    parts = (_turned(dq, cos, -sin, scale), _turned(dk, cos, -sin, 1.0), widened(dv))
+    parts = (_turned(dq, cos, -sin, scale), _turned(dk, cos, -sin, 1.0), upcast(dv))
     return torch.cat(parts, dim=2).flatten(2).to(dq.dtype)
 
 

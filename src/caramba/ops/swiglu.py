@@ -10,7 +10,7 @@ from torch import Tensor
 
 from caramba.errors import ConfigError
 from caramba.ops.backend import call_op, differentiable, direct
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 torch.library.define("caramba::swiglu", "(Tensor gate, Tensor up) -> Tensor")
 torch.library.define("caramba::swiglu_backward", "(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)")
@@ -52,7 +52,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute the op in plain PyTorch."""
-    return (F.silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
+    return (F.silu(upcast(gate)) * upcast(up)).to(gate.dtype).contiguous()
 
 
 def reference_swiglu_packed(packed: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def reference_swiglu_packed(packed: Tensor) -> Tensor:
 
 def _gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Return the wide gradients: with s = sigmoid(gate), dgate = grad up s (1 + gate (1 - s)), dup = grad gate s."""
-    wide, gate, up = widened(grad), widened(gate), widened(up)
+    wide, gate, up = upcast(grad), upcast(gate), upcast(up)
     share = torch.sigmoid(gate)
     return wide * up * share * (1 + gate * (1 - share)), wide * gate * share
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from caramba.ops import has_kernel, list_norms
-from caramba.ops.list_norms import reference_list_norms
+from caramba.ops import foreach_norm, has_kernel
+from caramba.ops.foreach_norm import reference_foreach_norm
 from caramba.optim.shards import complete_squares, is_sharded, local, sum_over_ranks
 
 EPSILON = 1e-6  # torch's own
@@ -64,14 +64,14 @@ def clip_gradients(
 def tensor_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return the 2-norms of n tensors, or of all parts of sharded ones, in one pass, [n], in at least float32."""
     parts = [local(tensor) for tensor in tensors]
-    norms = list_norms(parts) if _has_kernel(parts) else reference_list_norms(parts)
+    norms = foreach_norm(parts) if _has_kernel(parts) else reference_foreach_norm(parts)
     if not any(is_sharded(tensor) for tensor in tensors):
         return norms
     return complete_squares(norms.square(), tensors).sqrt()
 
 
 def _has_kernel(parts: Sequence[Tensor]) -> bool:
-    """Whether `list_norms` has a kernel for tensors as they lie; none in a CUDA graph, which would keep addresses."""
+    """Whether `foreach_norm` has a kernel for tensors as they lie; none in a CUDA graph, which would keep addresses."""
     first = parts[0]
     if not has_kernel("list_norms", first) or (first.is_cuda and torch.cuda.is_current_stream_capturing()):
         return False

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.ops import has_kernel, round_at_random
-from caramba.ops.moment_bits import masters_of
-from caramba.ops.round_at_random import chunks, reference_round_at_random
+from caramba.ops import has_kernel, stochastic_round
+from caramba.ops.packed_masters import unpack_masters
+from caramba.ops.stochastic_round import chunks, reference_stochastic_round
 from caramba.optim.adamw import AdamW, is_capturing
 from caramba.optim.groups import Named
 from caramba.optim.shards import local, of_rank_0
@@ -32,7 +32,7 @@ class WideWeights(torch.optim.Optimizer):
     time, so that it needs little memory beside the states.
 
     With `in_moments`, of AdamW alone, what bfloat16 does not hold of a master is in the last bits of the states
-    (`caramba.ops.moment_bits`): masters that take no memory, and a weight is its master rounded to nearest. What
+    (`caramba.ops.packed_masters`): masters that take no memory, and a weight is its master rounded to nearest. What
     float32 weights had beyond bfloat16 when the optimiser was made is not among it.
 
     With `on_host` masters and states are in the host's memory, and the step is taken there: gradients go down and
@@ -199,9 +199,9 @@ def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
     outs = [w if w.is_contiguous() else w.contiguous() for w in weights]
     xs, seed = [x.contiguous() for x in copies], seed.to(outs[0].device)
     if is_capturing(outs[0]):
-        reference_round_at_random(xs, outs, seed, first)
+        reference_stochastic_round(xs, outs, seed, first)
     else:
-        round_at_random(xs, outs, seed, first=first)
+        stochastic_round(xs, outs, seed, first=first)
     for weight, out in zip(weights, outs, strict=True):
         if out is not weight:
             weight.copy_(out)
@@ -212,7 +212,7 @@ def widen_in_place(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     tensors on the way would take more memory than a step."""
     flat, *moments = (x.detach().contiguous().view(-1) for x in (weight, exp_avg, exp_avg_sq))
     for start, stop in chunks(flat.numel(), flat.device):
-        flat[start:stop] = masters_of(flat[start:stop], *(x[start:stop] for x in moments))
+        flat[start:stop] = unpack_masters(flat[start:stop], *(x[start:stop] for x in moments))
     if not weight.is_contiguous():
         weight.copy_(flat.view(weight.shape))
 

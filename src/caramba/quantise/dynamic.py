@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 
 MOST, MOST_REDUCED = 127, 63
 """Largest code; on CPUs that add pairs of products in 16 bits half of it, so that no pair overflows."""
@@ -51,7 +51,7 @@ class DynamicLinear(nn.Module):
 
     def forward(self, input: Tensor, token_weight: Tensor | None = None) -> Tensor:
         x = input if self.reduce is None else self.reduce(input)
-        rows = widened(x).flatten(0, -2)
+        rows = upcast(x).flatten(0, -2)
         rows = rows if self.inverse is None else rows * self.inverse
         step = rows.abs().amax(-1, keepdim=True).clamp(min=TINY) / self.most
         q = (rows / step).round().to(torch.int8)

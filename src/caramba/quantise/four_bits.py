@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba.ops import packed
-from caramba.ops.widen import widened
+from caramba.ops import pack_int4
+from caramba.ops.upcast import upcast
 
 GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale and a zero; the largest that divides a layer's."""
@@ -32,11 +32,11 @@ def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """
     words, scales = [], []
     for rows in weight.detach().split(max(1, AT_A_TIME // weight.shape[1])):
-        grouped = widened(rows).unflatten(1, (-1, group))
+        grouped = upcast(rows).unflatten(1, (-1, group))
         low, high = grouped.aminmax(dim=2)
         scale = torch.stack([((high - low) / MOST).clamp(min=SMALLEST), low], dim=2).bfloat16()
         step, zero = scale.to(grouped.dtype)[..., None].unbind(2)
         codes = ((grouped - zero) / step).round_().clamp_(0, MOST)
-        words.append(packed(codes.flatten(1), group))
+        words.append(pack_int4(codes.flatten(1), group))
         scales.append(scale)
     return torch.cat(words), torch.cat(scales)

@@ -19,7 +19,7 @@ from caramba.layer.first_tokens import FirstTokens
 from caramba.measure import model_bytes
 from caramba.model import Model
 from caramba.model.head import Head, TiedHead
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 from caramba.quantise.calibrate import HEAD, Ranges
 from caramba.quantise.dynamic import DynamicLinear
 from caramba.quantise.four_bits import GROUP_SIZES, four_bits, group_of
@@ -250,7 +250,7 @@ def _dynamic(layer: nn.Module, weight: Tensor, range_of: Tensor) -> DynamicLinea
     from torchao.quantization import Int8Tensor, PerRow
     from torchao.utils import should_reduce_range
 
-    wide = widened(weight.detach())
+    wide = upcast(weight.detach())
     moved = (range_of / wide.abs().amax(0).clamp(min=SMALLEST)).sqrt()
     # A channel that was silent on the text, or has no weight, keeps its scale.
     moved = torch.where((range_of > SMALLEST) & (moved > SMALLEST), moved, 1.0)

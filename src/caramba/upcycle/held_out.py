@@ -16,7 +16,7 @@ from caramba.layer.first_tokens import attend_beside, read_first
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
-from caramba.ops.widen import widened
+from caramba.ops.upcast import upcast
 from caramba.upcycle.collect import batches
 from caramba.upcycle.latent import LatentMaps
 from caramba.upcycle.per_head import PerHeadMaps
@@ -97,7 +97,7 @@ def capture(
             inputs[name].append(args[0].to(place))
             if ids is not None:
                 kept_apart[name].append(ids)
-            plain = widened(output) - (0 if layer.out.bias is None else layer.out.bias)
+            plain = upcast(output) - (0 if layer.out.bias is None else layer.out.bias)
             outputs[name].append(plain.to(place))
 
         return hook
@@ -112,7 +112,7 @@ def capture(
         q, k, v = unrotated(layer, torch.cat(inputs.pop(name)).to(device))
         output = torch.cat(outputs.pop(name))
         seen = torch.cat(kept_apart[name]) if documents is not None else None
-        found.append(HeldOut(layer, widened(q), widened(k), widened(v), output, seen).to(place))
+        found.append(HeldOut(layer, upcast(q), upcast(k), upcast(v), output, seen).to(place))
     return found
 
 

@@ -43,12 +43,12 @@ def manifest_of(model: ModelSpec, *names: str) -> Manifest:
     return Manifest.model_validate({"name": "x", "model": model.model_dump(mode="json"), "groups": [group]})
 
 
-def widened(model: ModelSpec, d_ff: int) -> ModelSpec:
+def upcast(model: ModelSpec, d_ff: int) -> ModelSpec:
     return ModelSpec.model_validate_json(model.model_dump_json().replace('"d_ff":48', f'"d_ff":{d_ff}'))
 
 
 def test_a_model_that_cannot_be_matched_is_refused_by_run():
-    model = widened(spec(mode="bottleneck", n_kv_heads=4, head_dim=None, attn_dim=8), 8)
+    model = upcast(spec(mode="bottleneck", n_kv_heads=4, head_dim=None, attn_dim=8), 8)
     with pytest.raises(
         ConfigError, match=r"run 'baseline_run': exp=baseline: matching .* parameters needs d_ff -"
     ):
@@ -72,6 +72,6 @@ def test_ranks_share_the_layers_of_the_variant_and_not_of_the_model():
         "2, or fewer ranks (model.topology.layers[0].layers[1].layers[1]); the widths of a variant follow from the "
         "model, so change those of the model, or use parallel=fsdp2"
     )
-    fits = widened(spec(), 47)  # it has two key/value heads and an odd d_ff; its baseline four, and d_ff 36
+    fits = upcast(spec(), 47)  # it has two key/value heads and an odd d_ff; its baseline four, and d_ff 36
     assert feed_forward_widths(variant(fits, "baseline")) == [36]
     check(fits, 4, "baseline")

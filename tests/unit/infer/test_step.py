@@ -40,7 +40,7 @@ def test_a_kernel_keeps_what_pytorch_keeps(
     kept = []
     monkeypatch.setattr(module, "has_kernel", lambda op, x: op == "keep_drawn")
     monkeypatch.setattr(
-        module, "keep_drawn", lambda *given, run=module.keep_drawn: kept.append(1) or run(*given)
+        module, "store_sample", lambda *given, run=module.store_sample: kept.append(1) or run(*given)
     )
     for into in (False, True):
         for one, other in zip(plain, drawn(config, lengths, into=into), strict=True):

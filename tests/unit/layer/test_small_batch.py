@@ -22,7 +22,7 @@ from caramba.layer.coded import CodedLinear
 from caramba.layer.joined import Joined, joined_weights
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.model import Model, build_model
-from caramba.ops import backend, numbers_of_words
+from caramba.ops import backend, dequantize_int4
 from caramba.quantise import quantise_weights
 from caramba.quantise.four_bits import four_bits
 
@@ -157,7 +157,7 @@ def test_a_generation_by_codes_of_4_bits_is_that_of_their_numbers(name: str) -> 
             coded = model.get_submodule(layer)
             assert isinstance(coded, CodedLinear)
             plain.get_submodule(layer).get_parameter("weight").copy_(
-                numbers_of_words(coded.weight, coded.scale, torch.float32)
+                dequantize_int4(coded.weight, coded.scale, torch.float32)
             )
     settings = {"max_new_tokens": 12, "temperature": 0.0}
     found, want = (Generator(one, **settings).generate([[1, 2, 3], [4]]) for one in (model, plain))
@@ -187,7 +187,7 @@ def test_a_layer_of_codes_of_4_bits_is_its_product(dtype: torch.dtype, kernels: 
     source = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(24, 96, generator=source), torch.randn(24, generator=source).to(dtype)
     layer = CodedLinear(*four_bits(weight, 32), bias)
-    exact = numbers_of_words(layer.weight, layer.scale, torch.float64)
+    exact = dequantize_int4(layer.weight, layer.scale, torch.float64)
     assert 0.05 < float((exact - weight).norm() / weight.norm()) < 0.1
     x = torch.randn(3, 70, 96, generator=source).to(dtype)
     bound = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]

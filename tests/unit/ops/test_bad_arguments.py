@@ -22,21 +22,21 @@ from caramba.ops import (
     dba_decode,
     dba_decode_up,
     dequantize,
-    drawn,
     float8_swiglu,
     float8_swiglu_backward,
-    head_values,
+    foreach_norm,
     latent_queries,
     layer_norm,
     linear_cross_entropy,
     lion_step,
-    list_norms,
-    lookup_round,
     norm_dropout_activation,
+    per_head_linear,
+    prompt_lookup_step,
     quantize,
     rms_norm,
     rope,
     rope_qkv,
+    sample,
     scale_,
     store_tokens,
 )
@@ -112,7 +112,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "factor elsewhere": (lambda: scale_(numbers(3), numbers(1, device="meta")), "on meta; expected"),
     "factor of an integer": (lambda: scale_(numbers(3), integers(1)), "the factor torch.int64"),
-    "norms of integers": (lambda: list_norms([integers(3)]), "list_norms: tensor 0 is torch.int64"),
+    "norms of integers": (lambda: foreach_norm([integers(3)]), "foreach_norm: tensor 0 is torch.int64"),
     "lion parameter": (
         lambda: lion_step([integers(3)], [numbers(3)], [numbers(3)], lr=0.1),
         "lion_step: parameter 0 is torch.int64",
@@ -168,8 +168,8 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "store_tokens: got inputs that require gradients",
     ),
     "values of integers": (
-        lambda: head_values(QUERIES, integers(2, 4, 3)),
-        "head_values: weight is torch.int64",
+        lambda: per_head_linear(QUERIES, integers(2, 4, 3)),
+        "per_head_linear: weight is torch.int64",
     ),
     "queries by integers": (
         lambda: latent_queries(QUERIES, integers(2, 4, 4), TABLE, TABLE, 1.0),
@@ -184,18 +184,20 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "absorbed_queries: sem_map is torch.int64",
     ),
     "settings elsewhere": (
-        lambda: drawn(X, wide(3, device="meta"), wide(3)),
+        lambda: sample(X, wide(3, device="meta"), wide(3)),
         r"temperature and uniform are torch.float64 \(3,\) on meta",
     ),
     "drafts elsewhere": (
-        lambda: lookup_round(
+        lambda: prompt_lookup_step(
             integers(1, 9), integers(1).int(), integers(1, 4), integers(1, 2, device="meta"), LIVE, 1, 1
         ),
-        "lookup_round: drawn: got torch.int64 .* on meta",
+        "prompt_lookup_step: drawn: got torch.int64 .* on meta",
     ),
     "a text of no row": (
-        lambda: lookup_round(torch.tensor(3), integers(1).int(), integers(1, 4), integers(1, 2), LIVE, 1, 1),
-        r"lookup_round: ids: got torch.int64 of shape \(\)",
+        lambda: prompt_lookup_step(
+            torch.tensor(3), integers(1).int(), integers(1, 4), integers(1, 2), LIVE, 1, 1
+        ),
+        r"prompt_lookup_step: ids: got torch.int64 of shape \(\)",
     ),
     "float8 of integers": (
         lambda: float8_swiglu(integers(16, 32)),

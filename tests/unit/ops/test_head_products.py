@@ -13,7 +13,7 @@ from caramba.infer.device_steps import compiled_logits, find_angles, next_logits
 from caramba.layer import latent
 from caramba.layer.joined import joined_weights
 from caramba.model import build_model
-from caramba.ops import absorbed_queries, backend, head_values, latent_queries
+from caramba.ops import absorbed_queries, backend, latent_queries, per_head_linear
 from tests.unit.model.model_specs import VOCAB, transformer
 
 OPS = torch.ops.caramba
@@ -39,7 +39,7 @@ def test_contracts_and_formulas() -> None:
     read = drawn(B, H, T, R, seed=5).transpose(1, 2)
     torch.library.opcheck(OPS.head_values.default, (read, up), test_utils=tests)
     values = torch.stack([read[:, :, h] @ up[h] for h in range(H)], dim=2)
-    torch.testing.assert_close(head_values(read, up), values, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(per_head_linear(read, up), values, rtol=1e-13, atol=1e-13)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -57,14 +57,14 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"absorbed_queries: got inputs that require gradients"):
         absorbed_queries(q, maps.clone().requires_grad_(), maps, table, table, 1.0)
     with pytest.raises(
-        ConfigError, match=r"head_values: x is torch.int64 of shape .*floating \[B, T, H, R\]"
+        ConfigError, match=r"per_head_linear: x is torch.int64 of shape .*floating \[B, T, H, R\]"
     ):
-        head_values(q.long(), maps)
+        per_head_linear(q.long(), maps)
     with pytest.raises(
         ConfigError,
-        match=r"head_values: weight is torch.float64 \(2, 3, 6\) on cpu, expected floating \[2, 4, D\]",
+        match=r"per_head_linear: weight is torch.float64 \(2, 3, 6\) on cpu, expected floating \[2, 4, D\]",
     ):
-        head_values(q, maps[:, 1:])
+        per_head_linear(q, maps[:, 1:])
 
 
 @pytest.mark.parametrize("name", ["latent", "latent_gate"])
@@ -87,9 +87,9 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
         return torch.cat(outputs, dim=1)
 
     wanted = stepped()
-    for op in ("absorbed_queries", "head_values"):
+    for op, function in (("absorbed_queries", "absorbed_queries"), ("head_values", "per_head_linear")):
         monkeypatch.setitem(backend._attached, (op, "cpu"), "reference")
-        monkeypatch.setattr(latent, op, spy(op, getattr(latent, op)))
+        monkeypatch.setattr(latent, function, spy(op, getattr(latent, function)))
     monkeypatch.setattr(latent, "has_narrow_queries", lambda *_: True)
     monkeypatch.setattr(latent, "HALF_PRECISION", (torch.float64,))
     with joined_weights(model):

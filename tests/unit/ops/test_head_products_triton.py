@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import absorbed_queries, backend, head_values
+from caramba.ops import absorbed_queries, backend, per_head_linear
 from caramba.ops.absorbed_queries import reference_absorbed_queries
-from caramba.ops.head_values import reference_head_values
+from caramba.ops.per_head_linear import reference_per_head_linear
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
@@ -40,7 +40,7 @@ def test_kernels_against_float64(shape: tuple[int, int, int, int, int, int], dty
     geo_map = drawn(heads, width, geo, seed=2, dtype=dtype) * width**-0.5
     up = drawn(heads, latent, width, seed=3, dtype=dtype) * latent**-0.5
     read = drawn(batch, heads, n_tokens, latent, seed=5, dtype=dtype).transpose(1, 2)
-    wide_values = reference_head_values(read.double(), up.double())
+    wide_values = reference_per_head_linear(read.double(), up.double())
     # Kernels of 16 bits have the reference's rounding of scaled queries, before the product.
     scaled = (q.float() * 0.3).to(dtype).double()
     for rows in {1, batch}:
@@ -50,9 +50,9 @@ def test_kernels_against_float64(shape: tuple[int, int, int, int, int, int], dty
         wanted = reference_absorbed_queries(
             *(one.double() for one in (q, sem_map, geo_map, cos, sin)), scale=0.3
         )
-        wanted[..., :latent] = reference_head_values(scaled, sem_map.double())
+        wanted[..., :latent] = reference_per_head_linear(scaled, sem_map.double())
         _check(found, wanted, dtype)
-    _check(head_values(read, up), wide_values, dtype)
+    _check(per_head_linear(read, up), wide_values, dtype)
 
 
 def _check(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> None:
@@ -73,11 +73,11 @@ def test_wide_dtypes_have_sums_as_wide(dtype: torch.dtype) -> None:
     with pytest.MonkeyPatch.context() as patched:
         for op in ("absorbed_queries", "head_values"):
             patched.setitem(backend._launchers, (op, DEVICE), _launched)
-        found = absorbed_queries(q, up, geo_map, cos, sin, 0.3), head_values(q, up)
+        found = absorbed_queries(q, up, geo_map, cos, sin, 0.3), per_head_linear(q, up)
     wide = q.double()
     wanted = (
         reference_absorbed_queries(wide, up.double(), geo_map.double(), cos.double(), sin.double(), 0.3),
-        reference_head_values(wide, up.double()),
+        reference_per_head_linear(wide, up.double()),
     )
     bound = 1e-5 if dtype == torch.float32 else 1e-12
     for got, want in zip(found, wanted, strict=True):
@@ -92,4 +92,4 @@ def test_no_rows_launch_nothing() -> None:
     q, maps = drawn(0, 1, 2, 4, dtype=torch.float16), drawn(2, 4, 6, dtype=torch.float16)
     table = drawn(1, 1, 3)
     assert absorbed_queries(q, maps, maps, table, table, 1.0).shape == (0, 1, 2, 12)
-    assert head_values(q, maps).shape == (0, 1, 2, 6)
+    assert per_head_linear(q, maps).shape == (0, 1, 2, 6)

@@ -23,7 +23,7 @@ from caramba.ops import (
     dba_append,
     dba_decode,
     dba_decode_up,
-    head_values,
+    per_head_linear,
 )
 from tests.unit.model.model_specs import VOCAB, transformer
 
@@ -87,7 +87,7 @@ def test_what_is_read_is_mapped_by_head() -> None:
         given["q_sem"], given["q_geo"], given["c"], given["k_geo"], None, given["seqlens"], window=3
     )
     found = dba_decode_up(**given, window=3)
-    assert torch.equal(found, head_values(read.transpose(1, 2), given["up"]))
+    assert torch.equal(found, per_head_linear(read.transpose(1, 2), given["up"]))
     wanted = torch.stack([read[:, h] @ given["up"][h] for h in range(H)], dim=2)
     torch.testing.assert_close(found, wanted)
     streams = [given[name].tensors for name in ("c", "k_geo")]

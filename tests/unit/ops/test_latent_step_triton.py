@@ -14,7 +14,7 @@ from torch import Tensor
 from caramba.ops import absorbed_queries, absorbed_step, backend
 from caramba.ops.absorbed_queries import reference_absorbed_queries
 from caramba.ops.dba_append import reference_dba_append
-from caramba.ops.head_values import reference_head_values
+from caramba.ops.per_head_linear import reference_per_head_linear
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
@@ -145,7 +145,7 @@ def test_a_read_is_joined_and_mapped(
     decode.forget_plans()
     found = launcher.dba_decode_up(q_sem, q_geo, kinds, [c], [k_geo], seqlens, None, up, 0, 0, n_splits)
     read = _read(q_sem.double(), q_geo.double(), c.double(), k_geo.double(), seqlens).to(dtype)
-    wanted = reference_head_values(read.transpose(1, 2).double(), up.double())
+    wanted = reference_per_head_linear(read.transpose(1, 2).double(), up.double())
     if kernel == "_up_many" and dtype == torch.float32:  # products of float32 would be in tf32
         kernel = "_values_kernel"
     if kernel == "_up_rows" and dtype == torch.float32:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from caramba.ops import adamw_step, lion_step, list_norms, round_at_random
+from caramba.ops import adamw_step, foreach_norm, lion_step, stochastic_round
 from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.lion import reference_lion_step
-from caramba.ops.moment_bits import masters_of, moments_of, parted
-from caramba.ops.round_at_random import reference_round_at_random
+from caramba.ops.packed_masters import moments_of, pack_masters, unpack_masters
+from caramba.ops.stochastic_round import reference_stochastic_round
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS, attached_kernels
 
 pytestmark = RUNS_KERNELS
@@ -26,7 +26,7 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if HAS_GPU else [])]
 
 @pytest.fixture(autouse=True, scope="module")
 def attached() -> Iterator[None]:
-    yield from attached_kernels("lion", "adamw", "round_at_random", "list_norms")
+    yield from attached_kernels("lion", "adamw", "stochastic_round", "foreach_norm")
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -124,11 +124,11 @@ def test_rounding_at_random_gives_the_references_bits(is_aligned: bool) -> None:
     seed = torch.randint(2**62, (), generator=torch.Generator().manual_seed(5)).to(DEVICE)
     outs, want = ([torch.empty_like(x) for x in w] for _ in range(2))
     wide[1][:4] = torch.tensor([torch.inf, -torch.inf, -0.0, 3.4e38])
-    round_at_random(wide, outs, seed, first=7)
-    reference_round_at_random(wide, want, seed, 7)
+    stochastic_round(wide, outs, seed, first=7)
+    reference_stochastic_round(wide, want, seed, 7)
     assert all(torch.equal(x, y) for x, y in zip(outs, want, strict=True))
     wide[1][0] = torch.nan
-    round_at_random(wide, outs, seed)
+    stochastic_round(wide, outs, seed)
     assert outs[1].isnan().nonzero().tolist() == [[0]]
     assert not torch.equal(outs[3], want[3]), "another number, other bits"
     # Products of so few bits that both compute them exactly: without gradients the weights decay by 2^-15.
@@ -169,7 +169,7 @@ def test_adamw_rounds_the_float32_update_to_a_neighbour(left_out: bool) -> None:
 @pytest.mark.parametrize("is_aligned", [True, False])
 def test_adamw_steps_masters_in_the_moments_as_its_reference(is_aligned: bool) -> None:
     wide, m, v, g, t, _ = (xs[: -1 if is_aligned else None] for xs in states_of(torch.bfloat16, masters=True))
-    made = [parted(*one) for one in zip(wide, m, v, strict=True)]
+    made = [pack_masters(*one) for one in zip(wide, m, v, strict=True)]
     ours = [[x.clone() for x in xs] for xs in zip(*made, strict=True)]
     counts = [x.clone() for x in t]
     given = [torch.tensor(value, device=DEVICE) for value in (0.01, 0.5, 4.0)]
@@ -189,20 +189,22 @@ def test_adamw_steps_masters_in_the_moments_as_its_reference(is_aligned: bool) -
         pairs = zip(zip(*ours, strict=True), zip(*theirs, strict=True), strict=True)
         for mine, its in pairs:
             # A moment may round to the other side of what it keeps: 2^-12 of the first, 2^-18 of the second.
-            torch.testing.assert_close(masters_of(*mine), masters_of(*its), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(unpack_masters(*mine), unpack_masters(*its), rtol=1e-5, atol=1e-5)
             for x, y, unit in zip(moments_of(*mine[1:]), moments_of(*its[1:]), (-11, -17), strict=True):
                 torch.testing.assert_close(x, y, rtol=2.0**unit, atol=1e-6)
             # Halves go away from zero here and to even in `bfloat16()`: nothing else may differ.
-            masters = masters_of(*mine)
+            masters = unpack_masters(*mine)
             nearest = masters.bfloat16()
             is_other = nearest != mine[0]
             assert (bits_of(masters)[is_other] & 0xFFFF == 0x8000).all()
             assert (mine[0][is_other].abs() > nearest[is_other].abs()).all()
     assert any(not torch.equal(x, y[0]) for x, y in zip(ours[0], made, strict=True))
     nothing = [torch.zeros_like(x) for x in g]
-    kept = [masters_of(*one) for one in zip(*ours, strict=True)]
+    kept = [unpack_masters(*one) for one in zip(*ours, strict=True)]
     adamw_step(*ours, t, nothing, lr=0.0, in_moments=True)
-    assert all(torch.equal(masters_of(*one), x) for one, x in zip(zip(*ours, strict=True), kept, strict=True))
+    assert all(
+        torch.equal(unpack_masters(*one), x) for one, x in zip(zip(*ours, strict=True), kept, strict=True)
+    )
     ours[1][1][0] = torch.nan
     adamw_step(*ours, t, nothing, lr=0.1, in_moments=True)
     for xs in (ours[0], ours[1]):
@@ -220,10 +222,10 @@ def test_norms_of_many_tensors_are_those_in_float64(dtype: torch.dtype) -> None:
     mixed = [tensors[0], tensors[1].float(), *tensors[1:], drawn(9, seed=9, dtype=dtype)[1:]]
     for listed in (tensors, mixed):
         want = torch.stack([torch.linalg.vector_norm(x.double()) for x in listed])
-        found = list_norms(listed)
+        found = foreach_norm(listed)
         torch.testing.assert_close(found.double(), want, rtol=2e-6, atol=0)
-        assert torch.equal(found, list_norms(listed)), "the same additions every time"
-    assert list_norms([torch.full((3,), torch.inf, device=DEVICE), tensors[0]])[0] == torch.inf
-    wide = list_norms([tensors[0], tensors[1].double()])  # which the kernel does not take
+        assert torch.equal(found, foreach_norm(listed)), "the same additions every time"
+    assert foreach_norm([torch.full((3,), torch.inf, device=DEVICE), tensors[0]])[0] == torch.inf
+    wide = foreach_norm([tensors[0], tensors[1].double()])  # which the kernel does not take
     assert wide.dtype == torch.float64
     torch.testing.assert_close(wide[1], torch.linalg.vector_norm(tensors[1].double()), rtol=1e-12, atol=0)

@@ -16,7 +16,7 @@ from torch import Tensor
 from caramba import kernels
 from caramba.errors import ConfigError
 from caramba.monitor import StepNorms
-from caramba.ops import adamw_step, backend, round_at_random
+from caramba.ops import adamw_step, backend, stochastic_round
 from caramba.ops.backend import without_kernels
 from caramba.optim import AdamW, WideWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
@@ -271,25 +271,26 @@ def test_masters_in_the_moments_are_masters_and_take_a_clip(
 def test_without_kernels_what_is_rounded_at_random_is_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = ("adamw_step", "round_at_random")
     if not HAS_GPU and backend.implementation(ops[1], DEVICE) != "triton":
-        launcher = importlib.import_module("caramba.kernels.triton.round_at_random").round_at_random
+        launcher = importlib.import_module("caramba.kernels.triton.stochastic_round").stochastic_round
         backend.attach(ops[1], DEVICE, "triton", launcher)
     seen: list[str] = []
-    for op, name in zip(ops, ("adamw", "round_at_random"), strict=True):
+    names = (("adamw", "reference_adamw_step"), ("stochastic_round", "reference_stochastic_round"))
+    for op, (name, function) in zip(ops, names, strict=True):
         module = importlib.import_module(f"caramba.ops.{name}")
-        reference = getattr(module, f"reference_{op}")
+        reference = getattr(module, function)
 
         def counted(*given: object, op: str = op, reference: Callable[..., None] = reference) -> None:
             seen.append(op)
             assert not torch.is_grad_enabled()
             reference(*given)
 
-        monkeypatch.setattr(module, f"reference_{op}", counted)
+        monkeypatch.setattr(module, function, counted)
     x, seed = torch.full((9,), 0.3, device=DEVICE), torch.tensor(3, device=DEVICE)
 
     def run() -> list[Tensor]:
         weight, out, t = (x.bfloat16(), torch.empty_like(x, dtype=torch.bfloat16), torch.zeros_like(x[0]))
         adamw_step([weight], [x.clone()], [x.clone()], [t], [x], lr=0.0, seed=seed)
-        round_at_random([x], [out], seed)
+        stochastic_round([x], [out], seed)
         return [weight, out]
 
     by_kernel = run()

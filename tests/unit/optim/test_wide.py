@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from caramba.errors import ConfigError
-from caramba.ops import adamw_step, round_at_random
+from caramba.ops import adamw_step, stochastic_round
 from caramba.ops.adamw import reference_adamw_step
-from caramba.ops.moment_bits import parted
-from caramba.ops.round_at_random import CHUNK, reference_round_at_random
+from caramba.ops.packed_masters import pack_masters
+from caramba.ops.stochastic_round import CHUNK, reference_stochastic_round
 from caramba.optim import AdamW, WideWeights, build_optimizer, wide
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
 
@@ -82,7 +82,7 @@ def test_random_rounding_is_to_a_neighbour_and_right_in_the_mean() -> None:
     step = 2.0**-7  # of bfloat16 between 1 and 2
     x = torch.tensor([1.0 + 0.3 * step, -1.0 - 0.3 * step, 3.0e-3]).repeat_interleave(40_000)
     out = torch.empty_like(x, dtype=torch.bfloat16)
-    round_at_random([x], [out], torch.tensor(5))
+    stochastic_round([x], [out], torch.tensor(5))
     rounded = out.float()
     assert ((rounded - x).abs() < 2.0**-7 * x.abs()).all(), "less than a step away"
     for part, want in zip(rounded.reshape(3, -1), x.reshape(3, -1), strict=True):
@@ -91,7 +91,7 @@ def test_random_rounding_is_to_a_neighbour_and_right_in_the_mean() -> None:
         assert part.double().mean() == pytest.approx(float(want[0]), abs=error)
     kept = torch.tensor([0.0, -0.0, 1.5, torch.inf, -torch.inf, torch.nan])
     out = torch.empty_like(kept, dtype=torch.bfloat16)
-    round_at_random([kept], [out], torch.tensor(5))
+    stochastic_round([kept], [out], torch.tensor(5))
     torch.testing.assert_close(out, kept.bfloat16(), equal_nan=True, rtol=0, atol=0)
 
 
@@ -226,14 +226,14 @@ def test_the_references_need_memory_for_a_part_of_a_tensor_alone() -> None:
     rest = (0.1, 0.9, 0.999, 1e-8, 0.1, False, None, None, None, None, seed, 0)
     with Largest() as seen:
         reference_adamw_step([weight], [first], [second], [step], [weight], [], *rest)
-        reference_round_at_random(moments[:1], [weight], seed, 0)
+        reference_stochastic_round(moments[:1], [weight], seed, 0)
     assert 4 * CHUNK <= seen.found <= 8 * CHUNK, "float32 values, and the random words of eight bytes"
 
 
 def test_masters_come_out_of_the_moments_a_part_at_a_time() -> None:
     count = 3 * CHUNK + 5
     x, m = torch.randn(2, count)
-    weight, first, second = parted(x, m, m.square())
+    weight, first, second = pack_masters(x, m, m.square())
     held = weight.float()
     with Largest() as seen:
         wide.widen_in_place(held, first, second)
@@ -259,8 +259,8 @@ def test_what_is_not_rounded_at_random_is_refused() -> None:
     ):
         adamw_step([half], [x], [x], [t], [half], lr=0.1, seed=seed)
     with pytest.raises(
-        ConfigError, match=r"round_at_random: tensor 0 is \(3,\) of torch.float32 .* torch.float16"
+        ConfigError, match=r"stochastic_round: tensor 0 is \(3,\) of torch.float32 .* torch.float16"
     ):
-        round_at_random([x], [half], seed)
+        stochastic_round([x], [half], seed)
     with pytest.raises(ConfigError, match=r"seed is \(\) of torch.float32 on cpu; expected one int64"):
-        round_at_random([x], [half.bfloat16()], t)
+        stochastic_round([x], [half.bfloat16()], t)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from caramba.ops import numbers_of_words
+from caramba.ops import dequantize_int4
 from caramba.quantise import four_bits as module
 from caramba.quantise.four_bits import four_bits, group_of
 
@@ -20,7 +20,7 @@ def test_every_number_is_within_half_a_step(dtype: torch.dtype, monkeypatch: pyt
     words, scale = four_bits(weight, 128)
     assert (words.dtype, words.shape) == (torch.int16, (21, 96))
     assert (scale.dtype, scale.shape) == (torch.bfloat16, (21, 3, 2))
-    found = numbers_of_words(words, scale, torch.float64).unflatten(1, (3, 128))
+    found = dequantize_int4(words, scale, torch.float64).unflatten(1, (3, 128))
     exact, step = weight.double().unflatten(1, (3, 128)), scale[..., :1].double()
     # Half a step, and at the ends what a scale of eight digits, and a zero of as many, leave out.
     slack = 0.5 * step + 15 * step * 2**-8 + exact.abs().amax(2, keepdim=True) * 2**-8
@@ -36,7 +36,7 @@ def test_every_number_is_within_half_a_step(dtype: torch.dtype, monkeypatch: pyt
 @pytest.mark.parametrize("value", [0.0, -3.0, 1e-30])
 def test_a_group_of_one_number_is_that_number(value: float) -> None:
     words, scale = four_bits(torch.full((2, 64), value), 32)
-    found = numbers_of_words(words, scale, torch.float64)
+    found = dequantize_int4(words, scale, torch.float64)
     torch.testing.assert_close(found, torch.full((2, 64), value, dtype=torch.float64), rtol=2**-8, atol=1e-29)
 
 
@@ -50,6 +50,6 @@ def test_they_are_as_near_as_torchao_s() -> None:
     )  # fmt: skip
     codes = primitives._quantize_affine_tinygemm(weight, size, step, zero, form, 0, 15)
     theirs = (codes.double().unflatten(1, (4, 128)) - 8) * step.double()[..., None] + zero.double()[..., None]
-    ours = numbers_of_words(*four_bits(weight, 128), torch.float64)
+    ours = dequantize_int4(*four_bits(weight, 128), torch.float64)
     errors = [float((one.flatten(1) - weight.double()).norm()) for one in (ours, theirs)]
     assert errors[0] <= errors[1]

@@ -10,7 +10,7 @@ from torch import Tensor
 from caramba.config.generate import GenerateConfig
 from caramba.infer.engine.upload import uploaded
 from caramba.infer.sampling import uniforms, wide_dtype
-from caramba.ops import draw, drawn, likeliest
+from caramba.ops import argmax_logprob, draw, sample
 
 Form = tuple[bool, bool, bool, bool]
 N_SETTINGS = 6
@@ -125,10 +125,10 @@ class SlotSampler:
         """
         samples, ranks, drops, penalises = form
         if not samples and not penalises:
-            token, logprob = likeliest(logits)
+            token, logprob = argmax_logprob(logits)
             return self._keep(token, logprob)
         if not (ranks or drops or penalises):
-            return self._keep(*drawn(logits, self.temperature[:, 0], self._uniform()))
+            return self._keep(*sample(logits, self.temperature[:, 0], self._uniform()))
         scores = logits.to(self.temperature.dtype) if samples or penalises else logits
         if penalises and self.seen is not None:
             penalty = self.penalty

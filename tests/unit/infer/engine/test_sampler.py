@@ -11,7 +11,7 @@ from caramba.config.generate import GenerateConfig
 from caramba.infer.engine import sampler as sampler_module
 from caramba.infer.engine.sampler import SlotSampler
 from caramba.infer.sampling import distribution, uniforms
-from caramba.ops import draw, likeliest
+from caramba.ops import argmax_logprob, draw
 
 VOCAB, N = 31, 40
 SETTINGS: list[dict[str, Any]] = [
@@ -27,7 +27,9 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("which", [[0, 1, 2, 3, 4, 5], [0, 1], [1, 4], [0, 5], [0, 0]])
 def test_each_slot_draws_what_it_draws_alone(which: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     one_pass: list[int] = []
-    monkeypatch.setattr(sampler_module, "likeliest", lambda given: one_pass.append(1) or likeliest(given))
+    monkeypatch.setattr(
+        sampler_module, "argmax_logprob", lambda given: one_pass.append(1) or argmax_logprob(given)
+    )
     configs = [GenerateConfig(max_new_tokens=N, **SETTINGS[index]) for index in which]
     sampler = SlotSampler(len(which) + 1, N, VOCAB, torch.device("cpu"))
     for slot, config in enumerate(configs):

@@ -1,0 +1,50 @@
+"""The op `caramba::step_angles`: cosines and sines of a decode step's positions, for the frequencies of all layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import call_op
+
+torch.library.define("caramba::step_angles", "(Tensor offset, Tensor frequencies) -> (Tensor, Tensor)")
+
+
+def rope_cos_sin(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of every position times every frequency, in float32, without gradients.
+
+    What a compiled graph would compute at every use lies in memory, and a step takes one launch for it.
+
+    Shape: offset [B, T] integers, frequencies [N, G, P] float32, to [N, B, G, T, P] twice.
+
+    Raises:
+        ConfigError: positions that are not integers [B, T], or frequencies that are not float32 [N, G, P] beside them.
+    """
+    if offset.dim() != 2 or offset.dtype not in (torch.int32, torch.int64):
+        raise ConfigError(
+            f"rope_cos_sin: offset is {offset.dtype} of shape {tuple(offset.shape)}, expected int32 or int64 [B, T]"
+        )
+    fits = frequencies.dim() == 3 and frequencies.dtype == torch.float32
+    if not fits or frequencies.device != offset.device:
+        raise ConfigError(
+            f"rope_cos_sin: frequencies are {frequencies.dtype} {tuple(frequencies.shape)} on {frequencies.device}, "
+            f"expected float32 [N, G, P] on {offset.device}"
+        )
+    return call_op("step_angles", offset, frequencies)
+
+
+def reference_rope_cos_sin(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the op in plain PyTorch."""
+    angles = offset.to(torch.float32)[None, :, None, :, None] * frequencies[:, None, :, None, :]
+    return angles.cos(), angles.sin()
+
+
+torch.library.impl("caramba::step_angles", "CompositeExplicitAutograd", reference_rope_cos_sin)
+
+
+@torch.library.register_fake("caramba::step_angles")
+def _(offset: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    n, groups, pairs = frequencies.shape
+    shape = (n, offset.shape[0], groups, offset.shape[1], pairs)
+    return frequencies.new_empty(shape), frequencies.new_empty(shape)

@@ -1,0 +1,78 @@
+"""The op `caramba::drawn`: a token of every row of logits by a temperature and a number, and its log-probability."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from caramba.errors import ConfigError
+from caramba.ops.backend import direct
+
+torch.library.define(
+    "caramba::drawn", "(Tensor logits, Tensor temperature, Tensor uniform) -> (Tensor, Tensor)"
+)
+
+
+def sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the token that `draw` takes by `uniform` from softmax(z / temperature) of every row z, at temperature 0
+    the first of the greatest, and log softmax(z) there in float32, which is NaN where z holds one.
+
+    Shape: logits [B, V], temperature and uniform [B], both float64 or, where a device has no other, float32, to int64
+    [B] and float32 [B].
+
+    Raises:
+        ConfigError: logits that are not floating [B, V] with V at least 1, or settings of other shapes, dtypes or
+            devices.
+    """
+    wide = temperature.dtype
+    is_wide = wide == uniform.dtype and wide in (torch.float64, torch.float32)
+    is_wide = is_wide and temperature.device == uniform.device == logits.device
+    if logits.dim() != 2 or not logits.is_floating_point() or logits.shape[1] == 0:
+        raise ConfigError(
+            f"sample: logits are {logits.dtype} of shape {tuple(logits.shape)}, expected floating [B, V], V >= 1"
+        )
+    if not is_wide or temperature.shape != logits.shape[:1] or uniform.shape != logits.shape[:1]:
+        raise ConfigError(
+            f"sample: temperature and uniform are {wide} {tuple(temperature.shape)} on {temperature.device} and "
+            f"{uniform.dtype} {tuple(uniform.shape)} on {uniform.device} beside {logits.shape[0]} rows, expected "
+            f"float64 [{logits.shape[0]}] on {logits.device}"
+        )
+    if logits.dtype == torch.float64 or wide != torch.float64:  # no kernel takes it
+        return reference_sample(logits, temperature, uniform)
+    return (direct("drawn", logits) or torch.ops.caramba.drawn.default)(logits, temperature, uniform)
+
+
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return the token whose share of the cumulated probabilities holds `uniform`: the inverse of their distribution.
+
+    One number in [0, 1) decides a draw, so the same number gives the same token on any device and in any batch; a
+    token of probability 0 is never drawn, and the probabilities need not sum to 1.
+
+    Shape: probs [..., V] and uniform [...] to [...] int64.
+    """
+    cumulated = probs.cumsum(-1)
+    total = cumulated[..., -1]
+    # u * total can round up to the total, which no token's share holds.
+    below = torch.nextafter(total, torch.zeros_like(total))
+    point = torch.minimum(uniform.to(probs.dtype) * total, below)
+    return (cumulated <= point[..., None]).sum(-1)
+
+
+def reference_sample(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the op in plain PyTorch."""
+    scores, is_greedy = logits.to(temperature.dtype), temperature == 0
+    scale = torch.where(is_greedy, 1.0, temperature)[:, None]
+    probs = ((scores - scores.amax(-1, keepdim=True)) / scale).softmax(-1)
+    chosen = torch.where(is_greedy, scores.argmax(-1), draw(probs, uniform))
+    # Where a logit is not a number no share holds anything.
+    chosen = chosen.clamp(max=logits.shape[1] - 1)
+    return chosen, logits.float().log_softmax(-1).gather(1, chosen[:, None])[:, 0]
+
+
+torch.library.impl("caramba::drawn", "CompositeExplicitAutograd", reference_sample)
+
+
+@torch.library.register_fake("caramba::drawn")
+def _(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    n_rows = logits.shape[:1]
+    return logits.new_empty(n_rows, dtype=torch.int64), logits.new_empty(n_rows, dtype=torch.float32)
