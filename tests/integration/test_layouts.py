@@ -13,7 +13,7 @@ WIDTHS = {"k_sem": 4, "k_geo": 12, "v": 16}
 
 
 def test_every_phase_runs_and_the_cache_is_semantic_geometric_and_value(tmp_path: Path, cache: Path) -> None:
-    words = ["model=tiny_dba_per_head", "experiment=smoke", "benchmark=quick", *SMALL, *SMALL_TEACHER]
+    words = ["model=tiny_dba_per_head", "experiment=smoke", *SMALL, *SMALL_TEACHER]
     done = caramba(words, tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)
@@ -48,7 +48,7 @@ def test_both_layouts_train_from_scratch_alike(tmp_path: Path, cache: Path) -> N
 
 
 def test_first_tokens_at_full_precision_go_through_every_phase(tmp_path: Path, cache: Path) -> None:
-    words = ["model=tiny_dba", "experiment=smoke", "benchmark=quick", *SMALL, *SMALL_TEACHER]
+    words = ["model=tiny_dba", "experiment=smoke", *SMALL, *SMALL_TEACHER]
     done = caramba([*words, "model.surgery.exact_first_tokens=4"], tmp_path, cache)
     assert done.returncode == 0, done.stdout + done.stderr
     run = only_run(tmp_path)

@@ -16,7 +16,7 @@ from tests.integration.test_resume import assert_same_weights
 
 VOCAB = 400
 WORDS = [
-    *("experiment=smoke", "verify=default", "settings.instrument=none", "train.save_every=4"),
+    *("experiment=smoke", "settings.instrument=none", "train.save_every=4"),
     *(f"model.embedder.vocab_size={VOCAB}", f"model.teacher.manifest.embedder.vocab_size={VOCAB}"),
     *("train.phases.pretrain.steps=12", "train.steps=null", "train.eval_every=8"),
     *("train.phases.blockwise.steps=8", "train.phases.global.steps=8"),

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from caramba.config.names import nearest
 from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
-from caramba.config.settle import has_teacher_weights, settle
+from caramba.config.settle import has_teacher_weights, settle, trained_model
 from caramba.config.source import Path
 from caramba.config.train import PhaseConfig, PhaseName
 from caramba.errors import ConfigError
@@ -51,8 +51,8 @@ def lower_groups(
 ) -> Lowered:
     """Lower composed config groups; `tree` has passed the `Composition` schema.
 
-    Checks against a teacher that the defaults list brings are left out when there is no teacher with weights to
-    compare with; checks that were asked for are kept, and `cross_check` says what they lack.
+    Checks that do not run (`keeps_checks`) are left out; of checks that the user asked for, `cross_check` names what
+    they lack.
 
     Args:
         tree: the composed, resolved groups.
@@ -74,11 +74,10 @@ def lower_groups(
         origins[(*here, "train")] = ("train", "phases", name)
         origins.update({(*here, "train", key): origin for key, origin in sources.items()})
         runs.append({"id": name, "train": phase})
-    # A typed verify=none or benchmark=none also empties what an experiment's own body lists.
-    emptied = {name for name in ("verify", "benchmark") if name in chosen and choices.get(name) == "none"}
-    checks = [] if "verify" in emptied else list_of(mapping_of(tree.get("verify")).get("checks"))
-    asked = "verify" in chosen or any(path[0] == "verify" for path in given)
-    if checks and not runs and asked:  # what is there is checked as it is
+    checks = (
+        list_of(mapping_of(tree.get("verify")).get("checks")) if keeps_checks(tree, given, chosen) else []
+    )
+    if checks and not runs:  # what is there is checked as it is
         origins["groups", 0, "runs", 0] = ("verify",)
         runs.append({"id": "check"})
     # A control may come last; what is verified is the student that the last phase of its own leaves.
@@ -93,15 +92,28 @@ def lower_groups(
         "name": "main" if suite == "none" else _slug(suite),
         "data": tree.get("data"),
         "runs": runs,
-        "benchmarks": []
-        if "benchmark" in emptied
-        else list_of(mapping_of(tree.get("benchmark")).get("benchmarks")),
+        "benchmarks": list_of(mapping_of(tree.get("benchmark")).get("benchmarks")),
     }
     lowered = Lowered({**shared, "groups": [group]}, origins)
     settle(lowered.manifest, lowered.origins, given)
-    if runs and checks and not asked and not has_teacher_weights(lowered.manifest):
-        runs[last].pop("verify")
     return lowered
+
+
+def keeps_checks(tree: Mapping[str, Any], given: Collection[Path], chosen: Collection[str]) -> bool:
+    """Whether the checks of composed groups run.
+
+    Checks that the user asked for do. Others need a phase, and a teacher whose weights are given or trained by one.
+    """
+    if "verify" in chosen or any(path[0] == "verify" for path in given):
+        return True
+    phases = [phase for _, phase, _ in _phases(mapping_of(tree.get("train")), given)]
+    if not phases:
+        return False
+    for index, phase in enumerate(phases):
+        later = [item.get("phase") for item in phases[index + 1 :]]
+        if phase.get("trains") is None:
+            phase["trains"] = trained_model(phase, later, tree)
+    return has_teacher_weights({**tree, "groups": [{"runs": [{"train": phase} for phase in phases]}]})
 
 
 def lower_file(tree: Mapping[str, Any], name: str, given: Collection[Path]) -> Lowered:
@@ -184,7 +196,7 @@ def _phases(
     for name, settings in phases.items():
         own = mapping_of(settings)
         if name not in get_args(PhaseName) and "phase" not in own:
-            hint = nearest(name, (*get_args(PhaseName), *phases.keys() - {name}))
+            hint = nearest(str(name), (*get_args(PhaseName), *phases.keys() - {name}))
             raise ConfigError(
                 f"train.phases.{name}: unknown phase{hint or ';'} known: {', '.join(get_args(PhaseName))}; "
                 "a phase under another name needs a key `phase`"

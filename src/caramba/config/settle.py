@@ -133,14 +133,18 @@ def _settle_run(
     _settle_checkpointing(run, mapping_of(manifest.get("parallel")), here, origins, given)
     if train.get("device") is None:
         train["device"] = manifest.get("device", "auto")
-    if train.get("trains") is None and train.get("control") is True:
-        train["trains"] = "teacher"
-    elif train.get("trains") is None and run.get("exp") is not None:
+    if train.get("trains") is None and run.get("exp") is not None and train.get("control") is not True:
         train["trains"] = "variant"
     elif train.get("trains") is None:
-        teaches = train.get("phase") == "pretrain" and bool(set(later) & set(NEEDS_TEACHER))
-        train["trains"] = "teacher" if teaches and _has_teacher(manifest) else "student"
+        train["trains"] = trained_model(train, later, manifest)
     _shorten(run, manifest, here, origins, given)
+
+
+def trained_model(train: Mapping[Any, Any], later: list[Any], manifest: Mapping[str, Any]) -> str:
+    """Return `teacher` or `student`: the model that a phase trains when it names none, with the phases after it."""
+    teaches = train.get("phase") == "pretrain" and any(phase in NEEDS_TEACHER for phase in later)
+    trains_teacher = train.get("control") is True or (teaches and _has_teacher(manifest))
+    return "teacher" if trains_teacher else "student"
 
 
 def _settle_checkpointing(

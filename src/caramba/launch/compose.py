@@ -24,6 +24,7 @@ from caramba.errors import ConfigError
 from caramba.launch.groups import conf_root, config_file, groups
 from caramba.launch.locate import Given, Layer, Origin
 from caramba.launch.refuse import refuse_folder, refuse_words
+from caramba.launch.replaced import refuse_replaced
 from caramba.launch.words import Word, names_of, read_words, refuse_sweeps, renamed
 
 
@@ -56,7 +57,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
     refuse_words(overrides)
     for folder in folders:
         refuse_folder(folder)
-    words = read_words(overrides, groups(folders), default_groups())
+    options = groups(folders)
+    words = read_words(overrides, options, default_groups())
     refuse_sweeps(words)
     words = _deleted_as_written(words, folders)
     config, choices = _compose(words, folders)
@@ -67,6 +69,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[File] = ()) -> Compo
     )
     plain = {str(key): value for key, value in raw.items()}
     given = frozenset(path for word in words for path in word.paths)
+    if folders or any(len(word.options) > 1 for word in words):  # caramba's own options replace no list
+        refuse_replaced(words, options, given, origin)
     return Composed(
         raw=plain,
         tree=resolve(_without_other_names(plain, given), origin),

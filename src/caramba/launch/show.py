@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from omegaconf import OmegaConf
 
+from caramba.config.lower import keeps_checks
+from caramba.config.plain import mapping_of
 from caramba.errors import ConfigError
 from caramba.launch.argv import Request
 from caramba.launch.compose import compose
@@ -37,4 +39,8 @@ def show_config(request: Request) -> int:
 
 def _text(request: Request, words: list[str]) -> str:
     composed = compose(words, request.config_dirs)
-    return OmegaConf.to_yaml(OmegaConf.create(composed.tree if request.resolves else composed.raw))
+    tree = composed.tree if request.resolves else composed.raw
+    verify = mapping_of(tree.get("verify"))
+    if verify.get("checks") and not keeps_checks(composed.tree, composed.given, composed.chosen):
+        tree = {**tree, "verify": {**verify, "checks": []}}
+    return OmegaConf.to_yaml(OmegaConf.create(tree))

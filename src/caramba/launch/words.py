@@ -32,6 +32,14 @@ class Word:
         return str(self.override.input_line)
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """The options of its group that this override chooses."""
+        if self.group is None or self.override.is_delete():
+            return ()
+        value = self.override.value()
+        return tuple(map(str, value)) if isinstance(value, list) else (str(value),)
+
+    @property
     def paths(self) -> Iterator[Path]:
         """Every path that this override sets; a mapping sets the paths of its leaves."""
         if self.group is None and not self.override.is_delete():
@@ -71,8 +79,9 @@ def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: 
                     f"{', '.join(sorted(options[group]))}; set single keys as {group}.KEY=VALUE"
                 )
             for option in chosen if isinstance(chosen, list) else [chosen]:
-                if option is not None:
-                    refuse_option(group, str(option), options[group])
+                if option is None:
+                    _refuse_null(typed, group, options[group])
+                refuse_option(group, str(option), options[group])
         return Word(typed, override, group=group)
     if "@" in key or "/" in key:
         raise ConfigError(
@@ -88,6 +97,11 @@ def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: 
             f"{whole}=[...], or an option of your own (--config-dir)"
         )
     return Word(typed, override, path=path)
+
+
+def _refuse_null(typed: str, group: str, options: Iterable[str]) -> None:
+    fix = f"write {group}=none" if "none" in options else f"options: {', '.join(sorted(options))}"
+    raise ConfigError(f"command line: {typed}: null is not an option of {group}; {fix}")
 
 
 def _group_sign(sign: str, key: str, defaults: set[str]) -> str:
