@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.progress import Progress
 
+from caramba.errors import visible
+
 T = TypeVar("T")
 
 # Logs and pipes have no width of their own.
 PLAIN_WIDTH = 110
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console:
@@ -263,11 +263,6 @@ def _clean(text: str, stream: Any) -> str:
     """Escape control characters and what the stream's encoding lacks, so that every message prints as text."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return visible(text).encode(encoding, "backslashreplace").decode(encoding)
-
-
-def visible(text: str) -> str:
-    """Return text with control characters escaped, such as ESC as `\\x1b`; tabs and line breaks stay."""
-    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def _starts_as_number(cell: str) -> bool:

@@ -1,10 +1,86 @@
-"""Exceptions that users see: each says where, what was found, what was expected, and the fix."""
+"""Exceptions that users see, with where, got, expected and fix, and how they quote what a user wrote."""
+
+from __future__ import annotations
+
+import re
+
+LONGEST_MESSAGE = 4000
+"""Characters of a message. What users write is quoted in part, so only a mistake of caramba gets there."""
+LONGEST_QUOTE = 60
+# Control characters but tab and line break, what changes the direction of text, and halves of surrogate pairs.
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Keys of services, by the prefixes that their issuers give them so that they can be found.
+_SECRET = re.compile(
+    r"(?<![A-Za-z0-9])(?:(sk-|sk_)(?=[^\s]*[0-9])[A-Za-z0-9_-]{16,}|(hf_|gh[opsu]_|gsk_)[A-Za-z0-9]{20,}"
+    r"|(github_pat_|glpat-|xox[abprs]-|AIza)[A-Za-z0-9_-]{16,}|(AKIA)[0-9A-Z]{16})"
+)
+
+
+def visible(text: str) -> str:
+    """Return text with control characters escaped, such as ESC as `\\x1b`; tabs and line breaks stay."""
+    return _INVISIBLE.sub(lambda match: _escape(match[0]), text)
+
+
+def _escape(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def clip(text: str, length: int) -> str:
+    """Return a text of at most `length` characters, which counts those that it omits."""
+    if len(text) <= length:
+        return text
+    return f"{text[: max(length - 40, 1)]}… ({len(text) - max(length - 40, 1):,} more characters)"
+
+
+def quote(value: object, length: int = LONGEST_QUOTE) -> str:
+    """Return a short, printable form of a value that a user wrote, on one line, for an error message.
+
+    A mapping or list is named by its kind. No key of a service is repeated.
+    """
+    if isinstance(value, dict | list | tuple):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    if isinstance(value, str):
+        return hide_secrets(
+            repr(value) if len(value) <= length else f"{value[:length]!r}… ({len(value):,} characters)"
+        )
+    if isinstance(value, int) and value.bit_length() > 200:
+        return f"a number of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
+def bare(value: object) -> str:
+    """As `quote`, for KEY=VALUE: a word is not put in quotes."""
+    is_word = isinstance(value, str) and len(value) <= LONGEST_QUOTE and value.isprintable()
+    return hide_secrets(str(value)) if is_word else quote(value)
+
+
+def is_secret(text: str) -> bool:
+    """Return whether a text contains what looks like the key of a service."""
+    return _SECRET.search(text) is not None
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text in which the keys of services are cut to their prefix."""
+    return _SECRET.sub(lambda match: f"{next(part for part in match.groups() if part)}…", text)
 
 
 class CarambaError(Exception):
-    """Parent of every caramba error. `exit_status` is 2 for a user's mistake and 1 for a failure."""
+    """Parent of every caramba error. `exit_status` is 2 for a user's mistake and 1 for a failure.
+
+    The message has no control characters, no keys of services, and at most `LONGEST_MESSAGE` characters.
+    """
 
     exit_status = 1
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(
+            *(
+                clip(hide_secrets(visible(arg)), LONGEST_MESSAGE) if isinstance(arg, str) else arg
+                for arg in args
+            )
+        )
 
 
 class ConfigError(CarambaError, ValueError):

@@ -20,7 +20,7 @@ from caramba.config.model import ModelConfig, ModelSpec
 from caramba.config.parallel_check import check_parallel
 from caramba.config.surgery import attention_configs, check_surgery
 from caramba.config.verify import CompareVerifyConfig, FidelityVerifyConfig, KVCacheVerifyConfig
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, quote
 
 LONGEST_GENERATION = "longest of prompt_lengths + generation_lengths - 1"
 
@@ -54,12 +54,12 @@ def cross_check(manifest: Manifest) -> None:
         for bench in group.benchmarks:
             if isinstance(bench.config, ControlsBenchmarkConfig) and model.teacher is None:
                 raise ConfigError(
-                    f"benchmark {bench.id!r}: controls are made from a teacher, and the model has none; choose a model "
-                    "with a teacher (model=tiny_dba), or remove the benchmark"
+                    f"benchmark {quote(bench.id)}: controls are made from a teacher, and the model has none; choose a "
+                    "model with a teacher (model=tiny_dba), or remove the benchmark"
                 )
             if isinstance(bench.config, STAGED) and not re.match(SLUG, bench.id):
                 raise ConfigError(
-                    f"benchmark {bench.id!r}: its {bench.config.type} names files after it; use letters, digits, "
+                    f"benchmark {quote(bench.id)}: its {bench.config.type} names files after it; use letters, digits, "
                     "'_', '-' and '.'"
                 )
         specs = {"student": model, "teacher": teacher}
@@ -179,9 +179,9 @@ def _check_dynamic_scaling(group: GroupConfig, specs: dict[str, ModelSpec | None
             ]
             if limits and longest > min(limits):
                 raise ConfigError(
-                    f"benchmark {bench.id!r}: {key}={longest} is read through a cache, and rope_scaling type=dynamic "
-                    f"of the {role} goes with one forward beyond {min(limits)} tokens; use that many or fewer, or "
-                    "type: yarn"
+                    f"benchmark {quote(bench.id)}: {key}={longest} is read through a cache, and rope_scaling "
+                    f"type=dynamic of the {role} goes with one forward beyond {min(limits)} tokens; use that many or "
+                    "fewer, or type: yarn"
                 )
 
 
@@ -197,7 +197,7 @@ def _lengths(group: GroupConfig) -> Iterator[tuple[str, str, int, tuple[str, ...
             elif isinstance(check, KVCacheVerifyConfig):
                 yield f"run {run.id!r}: verify {check.type}", "tokens", check.tokens, both
     for bench in group.benchmarks:
-        owner, config = f"benchmark {bench.id!r}", bench.config
+        owner, config = f"benchmark {quote(bench.id)}", bench.config
         if isinstance(config, PerplexityBenchmarkConfig):
             yield owner, "block_size", config.block_size, bench.models
         elif isinstance(config, ControlsBenchmarkConfig | LadderConfig):

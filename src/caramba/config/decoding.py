@@ -16,7 +16,7 @@ from caramba.config.leaf import LayerConfig
 from caramba.config.manifest import GroupConfig, Manifest, RunConfig
 from caramba.config.own_layer import own_layers
 from caramba.config.verify import KVCacheVerifyConfig, VerifyConfig
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, quote
 
 PATHS = {"student": "model.topology", "teacher": "model.teacher.manifest.topology"}
 DECODING_BENCHMARKS = (LatencyBenchmarkConfig, MemoryBenchmarkConfig, InferenceLadderConfig)
@@ -76,7 +76,7 @@ def _decoders(group: GroupConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
                 yield f"run {run.id!r}: verify {check.type}", both
     for bench in group.benchmarks:
         if _benchmark_decodes(bench.config):
-            yield f"benchmark {bench.id!r} ({bench.config.type})", bench.models
+            yield f"benchmark {quote(bench.id)} ({bench.config.type})", bench.models
 
 
 def _decoding_runs(run: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:

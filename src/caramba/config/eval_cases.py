@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer import Positive
+from caramba.errors import quote
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, Field(min_length=1)]
@@ -46,15 +47,16 @@ class ChoiceLogprobCase(Config):
     @model_validator(mode="after")
     def _rules(self) -> ChoiceLogprobCase:
         if len(set(self.choices)) != len(self.choices):
-            raise ValueError(f"case {self.id!r}: two choices are the same text; leave one out")
+            raise ValueError(f"case {quote(self.id)}: two choices are the same text; leave one out")
         if isinstance(self.answer, int) and not 0 <= self.answer < len(self.choices):
             raise ValueError(
-                f"case {self.id!r}: answer={self.answer} is no index of its {len(self.choices)} choices; "
+                f"case {quote(self.id)}: answer={quote(self.answer)} is no index of its {len(self.choices)} choices; "
                 f"use 0 to {len(self.choices) - 1}, or the text of a choice"
             )
         if isinstance(self.answer, str) and self.answer not in self.choices:
             raise ValueError(
-                f"case {self.id!r}: answer={self.answer!r} is none of the choices {list(self.choices)}; "
+                f"case {quote(self.id)}: answer={quote(self.answer)} is none of the choices "
+                f"{', '.join(quote(choice) for choice in self.choices[:4])}; "
                 "write one of them as it stands, or its index"
             )
         return self
@@ -110,7 +112,7 @@ class EvalVerifyConfig(Config):
         ids = [case.id for case in self.cases]
         twice = next((name for name in ids if ids.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"two cases have the id {twice!r}; give each its own")
+            raise ValueError(f"two cases have the id {quote(twice)}; give each its own")
         present = {case.kind for case in self.cases}
         for kind in KINDS:
             if kind not in present and getattr(self.thresholds, kind).is_set:

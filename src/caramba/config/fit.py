@@ -9,6 +9,7 @@ from pydantic import BeforeValidator
 
 from caramba.config.base import Config
 from caramba.config.leaf import Positive
+from caramba.errors import quote
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", re.IGNORECASE)
 _SCALES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -26,7 +27,7 @@ def parse_count(value: Any) -> Any:
         return value
     found = _COUNT.fullmatch(value.strip())
     if found is None:
-        raise ValueError(f"expected a count such as 150M, 1.2B or 150000000, got {value!r}")
+        raise ValueError(f"expected a count such as 150M, 1.2B or 150000000, got {quote(value)}")
     return round(float(found[1]) * _SCALES[found[2].lower()])
 
 

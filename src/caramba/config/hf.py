@@ -12,7 +12,7 @@ from typing import Any
 from caramba.config.model import ModelSpec
 from caramba.config.names import nearest
 from caramba.config.plain import is_mapping, is_sequence, list_of, mapping_of
-from caramba.errors import CheckpointError
+from caramba.errors import CheckpointError, quote
 
 CONFIG = "config.json"
 REMOTE_TYPE = "caramba"
@@ -290,19 +290,19 @@ class _Reader:
     def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise self.error(f"{key}: expected an integer above {least - 1}, got {value!r}")
+            raise self.error(f"{key}: expected an integer above {least - 1}, got {quote(value)}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"{key}: expected a number, got {value!r}")
+            raise self.error(f"{key}: expected a number, got {quote(value)}")
         return float(value)
 
     def flag(self, key: str) -> bool:
         value = self.values.get(key, False)
         if not isinstance(value, bool):
-            raise self.error(f"{key}: expected true or false, got {value!r}")
+            raise self.error(f"{key}: expected true or false, got {quote(value)}")
         return value
 
     def error(self, text: str) -> CheckpointError:

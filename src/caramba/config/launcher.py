@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from caramba.config.base import Config
 from caramba.config.layer import Positive
+from caramba.errors import quote
 
 # Each of these ends in a line of a shell script: one word without blanks, quotes or anything that a shell reads.
 Word = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.,:/=@%+&|*\[\]-]*$")]
@@ -154,7 +155,7 @@ class ClusterConfig(Config):
         for name, value in env.items():
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
                 raise ValueError(
-                    f"{name!r} is not the name of a variable; letters, digits and _, such as HF_HOME"
+                    f"{quote(name)} is not the name of a variable; letters, digits and _, such as HF_HOME"
                 )
             if "\n" in value or "\0" in value:
                 raise ValueError(f"{name} holds a line break, which a script's line cannot; remove it")

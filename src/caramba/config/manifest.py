@@ -19,6 +19,7 @@ from caramba.config.parallel import ParallelConfig
 from caramba.config.plugins import Plugins
 from caramba.config.train import PhaseConfig
 from caramba.config.verify import VerifyConfig
+from caramba.errors import quote
 
 SLUG = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 # A name becomes a file name, to which a control adds two others and a temporary file its own part: 255 bytes in all.
@@ -151,11 +152,13 @@ class GroupConfig(Config):
         for kind, ids in ids_of.items():
             twice = next((name for name in ids if ids.count(name) > 1), None)
             if twice is not None:
-                raise ValueError(f"two {kind}s of group {self.name!r} are called {twice!r}; ids are distinct")
+                raise ValueError(
+                    f"two {kind}s of group {quote(self.name)} are called {quote(twice)}; ids are distinct"
+                )
         taken = next((name for name in ids_of["run"] if name in STAGES), None)
         if taken is not None:
             raise ValueError(
-                f"a run of group {self.name!r} is called {taken!r}, which is a stage of every run's own; "
+                f"a run of group {quote(self.name)} is called {taken!r}, which is a stage of every run's own; "
                 f"call it otherwise, such as {taken}_run"
             )
         return self
@@ -224,7 +227,7 @@ class Manifest(Config):
             raise ValueError(f"two groups share a name: {', '.join(names)}; names are distinct")
         if self.group is not None and self.group not in names:
             raise ValueError(
-                f"group={self.group!r} is not a group of this manifest{nearest(self.group, names) or ';'} "
+                f"group={quote(self.group)} is not a group of this manifest{nearest(self.group, names) or ';'} "
                 f"groups: {', '.join(names)}"
             )
         if self.origin == "agent" and self.plugins:

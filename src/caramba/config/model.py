@@ -10,13 +10,14 @@ from caramba.config.base import Config
 from caramba.config.layer import Positive
 from caramba.config.node import parse_node
 from caramba.config.topology import TopologyConfig
+from caramba.errors import quote
 
 
 def _parse_topology(value: Any) -> Any:
     node = parse_node(value)
     if not isinstance(node, TopologyConfig):
         raise ValueError(
-            f"a model's root is a topology, got {getattr(node, 'type', node)!r}; wrap it in a StackedTopology"
+            f"a model's root is a topology, got {quote(getattr(node, 'type', node))}; wrap it in a StackedTopology"
         )
     return node
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
 
+from caramba.errors import quote
+
 Kind = TypeVar("Kind", bound=StrEnum)
 LONGEST_NAME = 100
 """Characters of a name that is compared; no longer one is a typing error."""
@@ -27,5 +29,5 @@ def member(kind: type[Kind], name: str) -> Kind:
         ValueError: it is none, with all that there are and the nearest.
     """
     if name not in set(kind):
-        raise ValueError(f"got {name!r}, expected one of {' '.join(kind)}{nearest(name, kind)}")
+        raise ValueError(f"got {quote(name)}, expected one of {' '.join(kind)}{nearest(name, kind)}")
     return kind(name)

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from caramba.config.base import Config, Later
 from caramba.config.layer import Positive
+from caramba.errors import is_secret, quote
 
 SectionName = Literal[
     "abstract",
@@ -72,7 +73,7 @@ class ApiConfig(Config):
     @classmethod
     def _is_name(cls, value: str | None) -> str | None:
         """Refuse what is no name, such as the key itself, without printing it."""
-        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
+        if value is not None and (is_secret(value) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value)):
             raise ValueError(
                 "got a text that is no name of an environment variable (not printed, since it may be the key itself); "
                 "export the key and give the variable's name"
@@ -95,7 +96,7 @@ class ApiConfig(Config):
                 is_url = False
             if not is_url:
                 raise ValueError(
-                    f"{value!r} is no http(s) address; write one such as http://localhost:8000/v1"
+                    f"{quote(value)} is no http(s) address; write one such as http://localhost:8000/v1"
                 )
             if urlsplit(value).username or urlsplit(value).password:
                 raise ValueError(
@@ -163,7 +164,7 @@ class PaperConfig(Config):
     def _distinct_sections(self) -> PaperConfig:
         twice = next((name for name in self.sections if self.sections.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"section {twice!r} is listed twice; name each once")
+            raise ValueError(f"section {quote(twice)} is listed twice; name each once")
         return self
 
     def reaches_out(self) -> tuple[str, ...]:

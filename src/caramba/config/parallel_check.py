@@ -11,7 +11,7 @@ from caramba.config.pipeline import pipeline_conflicts, pipeline_problem
 from caramba.config.split import float16_conflict, whole_model_keys
 from caramba.config.tensor_parallel import check_layers
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, quote
 
 SHARDED_OPTIMIZERS = ("adamw", "sgd")
 
@@ -39,7 +39,7 @@ def check_parallel(manifest: Manifest) -> None:
         for bench in group.benchmarks:
             if isinstance(bench.config, LadderConfig):
                 raise ConfigError(
-                    f"benchmark {bench.id!r}: the ladder trains its rows in one process, got parallel="
+                    f"benchmark {quote(bench.id)}: the ladder trains its rows in one process, got parallel="
                     f"{parallel.strategy}; use parallel=single, or remove the benchmark"
                 )
 

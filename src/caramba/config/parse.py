@@ -16,9 +16,15 @@ from caramba.config.names import nearest
 from caramba.config.plain import is_mapping, is_sequence
 from caramba.config.plugins import use_plugins
 from caramba.config.source import Path, Source, placed, retrace, show_path
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, clip, quote
 
 MOST_ERRORS = 10
+MOST_CHARACTERS = 1900
+"""Characters of the problems that are shown, but for one that is longer alone."""
+LONGEST_PROBLEM = 1500
+_UNSHOWN = ("key_env", "api_key", "password", "secret")
+"""Keys under which a user may have written a secret in place of its name."""
+_KNOWN_KEYS = re.compile(r" Known (?:keys|types): [^\n]*?(?= \(|$)")
 _PATTERNS = {SLUG: "letters, digits, '.', '_' and '-', of which the first is a letter or a digit"}
 Schema = TypeVar("Schema", bound=Config)
 
@@ -60,9 +66,25 @@ def parse_as(
         lines = error_lines(error, data, source, origins, typed)
     if len(lines) == 1:
         raise ConfigError(lines[0])
-    shown = lines[:MOST_ERRORS]
+    shown = _fitting(lines)
     more = f"\n  … and {len(lines) - len(shown)} more" if len(lines) > len(shown) else ""
     raise ConfigError(f"{len(lines)} problems:\n  " + "\n  ".join(shown) + more)
+
+
+def _fitting(lines: list[str]) -> list[str]:
+    """Return the first lines that fit a message; a list of known keys is shown once."""
+    shown, lists, n_left = list[str](), set[str](), MOST_CHARACTERS
+    for line in lines[:MOST_ERRORS]:
+        known = _KNOWN_KEYS.search(line)
+        if known is not None and known[0] in lists:
+            line = line.replace(known[0], "")
+        elif known is not None:
+            lists.add(known[0])
+        n_left -= len(line)
+        if shown and n_left < 0:
+            break
+        shown.append(line)
+    return shown
 
 
 # Of a list with a wrong item: it lacks one then, or could have been one name in place of several.
@@ -87,7 +109,7 @@ def error_lines(
         user = retrace(path, origins)
         if typed is not None:
             user = _real_path(user, typed, aliases)
-        text = _explain(items)
+        text = clip(_explain(items, is_shown=not _is_secret_place(path)), LONGEST_PROBLEM)
         line = f"{show_path(user) + ': ' if user else ''}{text}{_place(path, text, user, source, origins)}"
         lines[line] = None
     return list(lines)
@@ -135,33 +157,39 @@ def _aliases_of(name: str) -> list[str]:
     return found
 
 
-def _explain(items: list[ErrorDetails]) -> str:
+def _is_secret_place(path: Path) -> bool:
+    """Return whether a secret may be at or below a path."""
+    return any(isinstance(part, str) and part.lower().endswith(_UNSHOWN) for part in path)
+
+
+def _explain(items: list[ErrorDetails], *, is_shown: bool = True) -> str:
     first = items[0]
     kind, context = first["type"], first.get("ctx", {})
     if kind in ("unknown_type", "unknown_key"):
         if kind == "unknown_key" and str(context["hint"]).startswith(";"):
             return f"unknown key{context['hint']}"
-        got = f"{first['input']!r} " if kind == "unknown_type" else ""
+        got = f"{quote(first['input'])} " if kind == "unknown_type" else ""
         return f"{got}{first['msg']}"
     if kind == "missing":
         return "required, and not given"
     if kind == "union_tag_invalid":
         tags = _quoted(str(context["expected_tags"]))
         hint = nearest(context["tag"], tags) or ";"
-        return f"{context['tag']!r} unknown type{hint} one of: {', '.join(tags)}"
+        return f"{quote(context['tag'])} unknown type{hint} one of: {', '.join(tags)}"
     if kind == "union_tag_not_found":
         return f"needs the key {context['discriminator']}, which says what it is"
     if kind == "value_error":
         return first["msg"].removeprefix("Value error, ")
     if kind == "string_pattern_mismatch":
         pattern = context["pattern"]
-        return f"got {_short(first['input'])}, expected {_PATTERNS.get(pattern, f'a text of the form {pattern}')}"
+        form = _PATTERNS.get(pattern, f"a text of the form {pattern}")
+        return f"got {_short(first['input'], is_shown)}, expected {form}"
     if not first["msg"].startswith("Input should be"):
         return first["msg"]
-    return _expected(items)
+    return _expected(items, is_shown)
 
 
-def _expected(items: list[ErrorDetails]) -> str:
+def _expected(items: list[ErrorDetails], is_shown: bool) -> str:
     value = items[0]["input"]
     wanted: list[str] = []
     choices: list[str] = []
@@ -172,16 +200,12 @@ def _expected(items: list[ErrorDetails]) -> str:
         if text not in wanted:
             wanted.append(text)
     hint = nearest(value, choices) if isinstance(value, str) else ""
-    return f"got {_short(value)}, expected {' or '.join(wanted)}{hint}"
+    return f"got {_short(value, is_shown)}, expected {' or '.join(wanted)}{hint}"
 
 
 def _quoted(text: str) -> list[str]:
     return re.findall(r"'([^']*)'", text)
 
 
-def _short(value: Any) -> str:
-    names = {dict: "a mapping", list: "a list", tuple: "a list"}
-    if type(value) in names:
-        return names[type(value)]
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+def _short(value: Any, is_shown: bool) -> str:
+    return quote(value) if is_shown else "a value that may be a secret, not shown"

@@ -16,7 +16,7 @@ from caramba.config.plain import is_mapping, is_sequence, mapping_of
 from caramba.config.plugin_import import check_folder, import_module, root_of
 from caramba.config.plugin_types import check_types, schemas_of
 from caramba.config.source import Path, Source, placed
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, quote
 
 
 def _dotted(name: str) -> str:
@@ -25,17 +25,17 @@ def _dotted(name: str) -> str:
         folder, _, last = name.removesuffix(".py").replace("\\", "/").rstrip("/").rpartition("/")
         if (folder == ".." or folder.startswith(("../", "/", "~"))) and last.isidentifier():
             raise ValueError(
-                f"{name!r} is a path, and not the name of a module; write {{module: {last}, folder: {folder}}}, or "
-                f"{last} and start the command in {folder}"
+                f"{quote(name)} is a path, and not the name of a module; write {{module: {last}, folder: {folder}}}, "
+                f"or {last} and start the command in {folder}"
             )
         hint = name.removesuffix(".py").strip("./\\").replace("/", ".").replace("\\", ".").replace("-", "_")
         known = hint if hint and all(part.isidentifier() for part in hint.split(".")) else "my_pkg.layers"
         raise ValueError(
-            f"{name!r} is not the name of a module; write it as Python imports it, such as {known}"
+            f"{quote(name)} is not the name of a module; write it as Python imports it, such as {known}"
         )
     if parts[0] == "caramba":
         raise ValueError(
-            f"{name!r} is a part of caramba, whose types are known already; name a module of your own"
+            f"{quote(name)} is a part of caramba, whose types are known already; name a module of your own"
         )
     return name
 
@@ -58,7 +58,7 @@ def _named(value: Any) -> Any:
         return {"module": value}
     if is_mapping(value) or isinstance(value, PluginConfig):
         return value
-    raise ValueError(f"expected the name of a module, got {value!r}")
+    raise ValueError(f"expected the name of a module, got {quote(value)}")
 
 
 _ENTRY_SCHEMA = {

@@ -8,8 +8,8 @@ from typing import Any
 from caramba.config.expansion import MOST_DEPTH, MOST_NODES, MOST_TEXT, too_deep, too_large
 from caramba.config.names import nearest
 from caramba.config.plain import is_list, is_mapping
-from caramba.config.source import Path, Source, placed, show_path
-from caramba.errors import ConfigError
+from caramba.config.source import Path, Source, is_index, placed, show_path
+from caramba.errors import ConfigError, quote
 
 MISSING = "???"
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
@@ -60,7 +60,7 @@ class _Resolver:
         if not isinstance(value, str) or "${" not in value:
             return value
         if path in self.open:
-            raise self.error(path, f"{value!r} refers to itself; break the cycle")
+            raise self.error(path, f"{quote(value)} refers to itself; break the cycle")
         self.open.append(path)
         try:
             return self.text(value, path)
@@ -73,7 +73,8 @@ class _Resolver:
             return self.reference(whole[1].strip(), value, path)
         if "${" in _REFERENCE.sub("", value):
             raise self.error(
-                path, f"{value!r} nests or leaves open a reference; only plain ${{path.to.key}} is allowed"
+                path,
+                f"{quote(value)} nests or leaves open a reference; only plain ${{path.to.key}} is allowed",
             )
         found = _REFERENCE.sub(lambda match: str(self.reference(match[1].strip(), value, path)), value)
         self.n_characters += len(found)
@@ -86,7 +87,7 @@ class _Resolver:
         if not _KEY.match(key):
             raise self.error(
                 path,
-                f"{value!r} calls a resolver; a manifest may only refer to its own keys, as ${{path.to.key}}",
+                f"{quote(value)} calls a resolver; a manifest may only refer to its own keys, as ${{path.to.key}}",
             )
         parts = key.lstrip(".").split(".")
         dots = len(key) - len(key.lstrip("."))
@@ -103,7 +104,8 @@ class _Resolver:
             if not found:
                 known = node if is_mapping(node) else {}
                 raise self.error(
-                    path, f"{value!r} names a key that does not exist: {name}{nearest(part, known)}"
+                    path,
+                    f"{quote(value)} names a key that does not exist: {quote(name)}{nearest(part, known)}",
                 )
             target = (*target, step)
         return self.value(node, target)
@@ -122,6 +124,6 @@ def _child(node: Any, part: str) -> tuple[bool, Any, str | int]:
     """Return whether `part` exists in `node`, the child (or `node` itself when not), and the step taken."""
     if is_mapping(node) and part in node:
         return True, node[part], part
-    if is_list(node) and part.isdigit() and int(part) < len(node):
+    if is_list(node) and is_index(part) and int(part) < len(node):
         return True, node[int(part)], int(part)
     return False, node, part

@@ -11,7 +11,7 @@ from caramba.config.checkpointing import checkpointing_word
 from caramba.config.plain import is_list, is_mapping, list_of, mapping_of
 from caramba.config.source import Path
 from caramba.config.train import PhaseConfig
-from caramba.errors import ConfigError
+from caramba.errors import ConfigError, bare, quote
 
 NEEDS_TEACHER = ("blockwise", "drift", "global")
 DEFAULT_SEED = 1337
@@ -82,7 +82,7 @@ def _with_tokenizer(
         )
     if ("data", "vocab_size") in given:
         raise ConfigError(
-            f"data.vocab_size={data.get('vocab_size')}: data.tokenizer=model has the entries of {folder}; leave "
+            f"data.vocab_size={bare(data.get('vocab_size'))}: data.tokenizer=model has the entries of {folder}; leave "
             "vocab_size out, or use data.tokenizer=bpe"
         )
     found.pop("vocab_size", None)  # it is that of a tokenizer trained here
@@ -118,7 +118,7 @@ def _settle_run(
             continue
         if train.get(key) is not None and train[key] != run[key]:
             raise ConfigError(
-                f"run {run.get('id')!r} sets {key}={run[key]} and train.{key}={train[key]}; keep one"
+                f"run {quote(run.get('id'))} sets {key}={bare(run[key])} and train.{key}={bare(train[key])}; keep one"
             )
         train[key] = run[key]
         origins[(*here, "train", key)] = (*here, key)
@@ -168,7 +168,8 @@ def _settle_checkpointing(
     is_typed = key in {PhaseConfig.aliases.get(str(name), name) for name in typed}
     if ("parallel", key) in given and is_typed and own != asked:
         raise ConfigError(
-            f"parallel.{key}={asked} and train.{key}={own} of run {run.get('id')!r} are the same setting; keep one"
+            f"parallel.{key}={bare(asked)} and train.{key}={bare(own)} of run {quote(run.get('id'))} are the same "
+            "setting; keep one"
         )
     if own is None or (("parallel", key) in given and not is_typed):
         train[key] = asked
@@ -188,13 +189,13 @@ def _settle_controls(runs: list[Any], most: Any, given: Collection[Path]) -> Non
         if phase.get("control") is True:
             if ("train", "phases", _id_of(run), "steps") in given:
                 raise ConfigError(
-                    f"train.phases.{run.get('id')}.steps: a control reads what the student's phases read, "
+                    f"train.phases.{bare(run.get('id'))}.steps: a control reads what the student's phases read, "
                     "so its steps follow from theirs; leave it out"
                 )
             if "auto" in (item.get("batch_size") for item in (phase, *phases)):
                 raise ConfigError(
-                    f"run {run.get('id')!r}: a control reads what the student's phases read, whose batch_size=auto is "
-                    "known on the machine only; give batch_size a number"
+                    f"run {quote(run.get('id'))}: a control reads what the student's phases read, whose "
+                    "batch_size=auto is known on the machine only; give batch_size a number"
                 )
             per_step = _samples({**phase, "steps": 1})
             steps = max(1, -(-samples // per_step)) if per_step else 1

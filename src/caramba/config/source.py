@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
+from caramba.errors import clip, hide_secrets, visible
+
 Path = tuple[str | int, ...]
 
 
@@ -17,18 +19,32 @@ class Source(Protocol):
         ...
 
 
+LONGEST_PATH, LONGEST_KEY = 300, 60
+"""Characters of a path, and of one of its keys, in a message."""
+
+
 def show_path(path: Path) -> str:
-    """Write a path as `model.topology.layers[0].type`."""
+    """Write a path as `model.topology.layers[0].type`, on one line; long keys and paths in part."""
     text = ""
     for part in path:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
-    return text
+        text += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if text else _key(part)
+    return text if len(text) <= LONGEST_PATH else f"{text[:200]}…{text[-80:]}"
+
+
+def _key(part: object) -> str:
+    key = hide_secrets(clip(str(part), LONGEST_KEY))
+    return visible(key).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def read_path(text: str) -> Path:
-    """The inverse of `show_path`."""
-    parts = re.sub(r"\[(\d+)\]", r".\1", text).split(".")
-    return tuple(int(part) if part.isdigit() else part for part in parts)
+    """The inverse of `show_path`, of a path that it writes whole."""
+    parts = re.sub(r"\[(\d{1,9})\]", r".\1", text).split(".")
+    return tuple(int(part) if is_index(part) else part for part in parts)
+
+
+def is_index(part: str) -> bool:
+    """Whether a part of a path is the place of a list's item."""
+    return len(part) < 10 and part.isascii() and part.isdigit()
 
 
 def placed(path: Path, source: Source | None) -> str:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from caramba.config.source import Path
+from caramba.config.source import Path, is_index
 from caramba.config.train import PhaseConfig
 from caramba.errors import ConfigError
 from caramba.launch.refuse import refuse_option
@@ -89,7 +89,7 @@ def _read_word(typed: str, options: Mapping[str, Mapping[str, File]], defaults: 
         )
     key = _canonical(key)
     override = _parse(typed, f"{'~' if sign == '~' else '++'}{key}{equals}{value}")
-    path = tuple(int(part) if part.isdigit() else part for part in key.split("."))
+    path = tuple(int(part) if is_index(part) else part for part in key.split("."))
     if override.is_delete() and isinstance(path[-1], int):
         whole = ".".join(str(part) for part in path[:-1])
         raise ConfigError(
