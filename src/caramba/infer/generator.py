@@ -36,7 +36,7 @@ from caramba.infer.scoring import KINDS
 from caramba.infer.step import StepState
 from caramba.infer.step_pool import StepPool
 from caramba.infer.threads import step_threads
-from caramba.layer.joined import joined_weights
+from caramba.layer.fused_linear import fuse_linears
 from caramba.model import Model
 from caramba.runtime import synchronize
 
@@ -166,7 +166,7 @@ class Generator:
         with (
             eval_mode(self.model),
             planned(self.model, config, max(map(len, found))),
-            joined_weights(self.model, is_compiled=config.compiled is True),
+            fuse_linears(self.model, is_compiled=config.compiled is True),
         ):
             for group in grouped([len(ids) for ids in found], config.max_new_tokens):
                 self._run([rows[index] for index in group], on_text)

@@ -99,17 +99,17 @@ class AttentionLayer(nn.Module):
     def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
         return self.out(self.read(x, ctx))
 
-    def is_plain(self, x: Tensor) -> bool:
-        """Whether `add_rows` takes few rows x: nobody replaced, quantised or watches a layer that it passes by."""
+    def is_unmodified(self, x: Tensor) -> bool:
+        """True if `fused_residual` supports small batch x: its linears are not replaced, quantised or hooked."""
         readers = self.projection.readers()
         return (
             readers is not None
             and are_unmodified((*readers, self.out), x.dtype)
             and not has_hooks(self.projection)
-            and (not has_separate_norm(x) or getattr(self.projection, "joined", None) is not None)
+            and (not has_separate_norm(x) or getattr(self.projection, "fused_linear", None) is not None)
         )
 
-    def add_rows(self, x: Tensor, norm: RMSNorm, ctx: Context | StepContext) -> Tensor:
+    def fused_residual(self, x: Tensor, norm: RMSNorm, ctx: Context | StepContext) -> Tensor:
         """Return x + forward(norm(x), ctx) of few rows, without a pass for the norm or the sum."""
         return linear_residual(self.out, self.read(x, ctx, norm), x)
 
@@ -168,8 +168,12 @@ class AttentionLayer(nn.Module):
         Not in a dtype or width beyond the kernels; gradients never get here, as a cache stores none.
         """
         has_dropout = self.training and self.score.dropout > 0
-        is_plain = q.shape[2] > MAX_QUERIES or has_dropout
-        return not is_plain and fused_decode_available(cache, q.device) and self._is_narrow(q, cache)
+        needs_plain_attention = q.shape[2] > MAX_QUERIES or has_dropout
+        return (
+            not needs_plain_attention
+            and fused_decode_available(cache, q.device)
+            and self._is_narrow(q, cache)
+        )
 
     @staticmethod
     def _is_narrow(q: Tensor, cache: LayerCache) -> bool:

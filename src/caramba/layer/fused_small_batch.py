@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.layer.coded import CodedLinear
-from caramba.layer.joined import Joined
+from caramba.layer.fused_linear import FusedLinear
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.small_batch import has_hooks
 from caramba.ops import WORDS, small_batch_linear, weight_fits
@@ -39,7 +39,7 @@ def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bo
 
 
 def norm_linear(
-    layer: nn.Linear | CodedLinear | Joined, x: Tensor, norm: RMSNorm, *, gated: bool = False
+    layer: nn.Linear | CodedLinear | FusedLinear, x: Tensor, norm: RMSNorm, *, gated: bool = False
 ) -> Tensor:
     """Return layer(norm(x)); `gated` silu(gate) * up of a product that holds both. Shape: [..., M] to [..., N]."""
     scale = None if isinstance(layer, nn.Linear) else layer.scale

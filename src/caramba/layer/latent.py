@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer.first_tokens import FirstTokens, attend_beside
+from caramba.layer.fused_linear import FusedLinear, can_use_fused
 from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.gated import GatedProjection
-from caramba.layer.joined import Joined, usable
 from caramba.layer.projection import Angles, Queries, angles_at, picked, split_heads
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
@@ -74,12 +74,12 @@ class LatentProjection(GatedProjection):
     Reference: DeepSeek-AI, 2024, arXiv:2405.04434 (latent attention and its absorbed form).
     """
 
-    joins: ClassVar[tuple[str, ...]] = ("q", "c", "k_geo")
-    joins_to_train: ClassVar[bool] = False
+    fusible_linears: ClassVar[tuple[str, ...]] = ("q", "c", "k_geo")
+    fuse_in_training: ClassVar[bool] = False
 
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
-        self.joined: Joined | None = None
+        self.fused_linear: FusedLinear | None = None
         heads, width, latent, geo = self.dims.n_heads, self.query_dim, self.dims.v, self.dims.rope
         self.q = nn.Linear(config.d_model, heads * width, bias=bool(config.bias))
         self.c = nn.Linear(config.d_model, latent)
@@ -161,19 +161,19 @@ class LatentProjection(GatedProjection):
     ) -> tuple[Tensor, ...]:
         """Return the queries of the tokens `asking`, and the latent c and the geometric key of x before RoPE.
 
-        `takes_parts` says that whoever reads them copies no parts of a joined product.
+        `takes_parts` says that whoever reads them copies no parts of a fused product.
         """
-        joined = self.joined if asking is x else None
+        fused_linear = self.fused_linear if asking is x else None
         if norm is not None:
-            if joined is not None:
-                return norm_linear(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
+            if fused_linear is not None:
+                return norm_linear(fused_linear, x, norm).split_with_sizes(fused_linear.widths, dim=-1)
             return (
                 norm_linear(self.q, asking, norm),
                 norm_linear(self.c, x, norm),
                 norm_linear(self.k_geo, x, norm),
             )
-        if joined is not None and (takes_parts or usable(joined, x)):
-            return joined(x)
+        if fused_linear is not None and (takes_parts or can_use_fused(fused_linear, x)):
+            return fused_linear(x)
         return self.q(asking), *self._keys(x)
 
     def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,17 +17,17 @@ LEAST_ROWS = 1024
 
 
 def products(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Return W_i x + b_i of every layer, as one product where `joined_product` makes it.
+    """Return W_i x + b_i of every layer, as one product where `fused_product` makes it.
 
     Shape: x [..., M] -> [..., N_i] each.
     """
-    together = joined_product(x, layers)
+    together = fused_product(x, layers)
     if together is None:
         return tuple(layer(x) for layer in layers)
     return together.split([layer.out_features for layer in layers], dim=-1)
 
 
-def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor | None:
+def fused_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor | None:
     """Return [W_1; W_2; ...] x + [b_1; b_2; ...] in a compiled training step on CUDA, else None.
 
     One product reads x once (and casts it once, where it is of float8 numbers), fills the device where a narrow layer

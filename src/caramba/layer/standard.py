@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.fused_linear import FusedLinear, can_use_fused, fused_prefill_product
 from caramba.layer.fused_small_batch import norm_linear
-from caramba.layer.joined import Joined, prompt_product, usable
-from caramba.layer.products import joined_product, products
+from caramba.layer.products import fused_product, products
 from caramba.layer.projection import (
     Angles,
     Projection,
@@ -38,12 +38,12 @@ class StandardProjection(Projection):
     """
 
     turned = "k"
-    joins: ClassVar[tuple[str, ...]] = ("q", "k", "v")
-    joins_to_train: ClassVar[bool] = True
+    fusible_linears: ClassVar[tuple[str, ...]] = ("q", "k", "v")
+    fuse_in_training: ClassVar[bool] = True
 
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__(config)
-        self.joined: Joined | None = None
+        self.fused_linear: FusedLinear | None = None
         dims = self.dims
         self.q = nn.Linear(config.d_model, dims.n_heads * dims.qk, bias=bool(config.bias))
         self.k = nn.Linear(config.d_model, dims.n_kv_heads * dims.qk, bias=bool(config.bias))
@@ -66,16 +66,16 @@ class StandardProjection(Projection):
         angles: Angles = None,
         norm: RMSNorm | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        joined = self.joined
+        fused_linear = self.fused_linear
         if norm is not None:
-            if joined is None:
+            if fused_linear is None:
                 q, k, v = (norm_linear(layer, x, norm) for layer in (self.q, self.k, self.v))
             else:
-                q, k, v = norm_linear(joined, x, norm).split_with_sizes(joined.widths, dim=-1)
-        elif rows is None and usable(joined, x):
+                q, k, v = norm_linear(fused_linear, x, norm).split_with_sizes(fused_linear.widths, dim=-1)
+        elif rows is None and can_use_fused(fused_linear, x):
             if angles is None and self.turns_together:
-                return self._together(joined, x, offset)
-            q, k, v = joined(x)
+                return self._together(fused_linear, x, offset)
+            q, k, v = fused_linear(x)
         elif rows is None:
             together = self._product_to_turn(x) if angles is None else None
             if together is not None:
@@ -98,11 +98,15 @@ class StandardProjection(Projection):
                 return q, {"k": k.to(v.dtype), "v": v}
         return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
-    def _together(self, joined: Joined, x: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _together(
+        self, fused_linear: FusedLinear, x: Tensor, offset: int | Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """As `forward` without norms, queries and keys turned as heads of one tensor: half the calls of a step."""
         heads, kv_heads, width = self.dims.n_heads, self.dims.n_kv_heads, self.dims.qk
         n_turned, (batch, n_tokens, _) = heads + kv_heads, x.shape
-        turned, v = joined.product(x).split_with_sizes([n_turned * width, kv_heads * self.dims.v], dim=-1)
+        turned, v = fused_linear.product(x).split_with_sizes(
+            [n_turned * width, kv_heads * self.dims.v], dim=-1
+        )
         turned = turned.view(batch, n_tokens, n_turned, width).transpose(1, 2)
         v = v.view(batch, n_tokens, kv_heads, self.dims.v).transpose(1, 2)
         if self.rope is not None:
@@ -118,8 +122,8 @@ class StandardProjection(Projection):
         is_plain = self.rope is not None and self.turns_together and self.temperature is None
         if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
             return None
-        together = prompt_product(self.joined, x)
-        return joined_product(x, (self.q, self.k, self.v)) if together is None else together
+        together = fused_prefill_product(self.fused_linear, x)
+        return fused_product(x, (self.q, self.k, self.v)) if together is None else together
 
     def _from_product(self, together: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.rope is not None

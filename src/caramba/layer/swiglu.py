@@ -11,9 +11,9 @@ from caramba.cache import Context
 from caramba.config.layer import SwiGLULayerConfig
 from caramba.layer.float8 import Float8Linear
 from caramba.layer.float8_swiglu import float8_feed_forward, is_one_function
+from caramba.layer.fused_linear import FusedLinear, can_use_fused, fused_prefill_product
 from caramba.layer.fused_small_batch import are_unmodified, linear_residual, norm_linear
-from caramba.layer.joined import Joined, prompt_product, usable
-from caramba.layer.products import joined_product, products
+from caramba.layer.products import fused_product, products
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.small_batch import has_separate_norm
 from caramba.ops import has_kernel, is_fused, swiglu
@@ -28,12 +28,12 @@ class SwiGLULayer(nn.Module):
     """
 
     residual_outputs: ClassVar[tuple[str, ...]] = ("down",)
-    joins: ClassVar[tuple[str, ...]] = ("gate", "up")
-    joins_to_train: ClassVar[bool] = True
+    fusible_linears: ClassVar[tuple[str, ...]] = ("gate", "up")
+    fuse_in_training: ClassVar[bool] = True
 
     def __init__(self, config: SwiGLULayerConfig) -> None:
         super().__init__()
-        self.joined: Joined | None = None
+        self.fused_linear: FusedLinear | None = None
         self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
@@ -43,24 +43,24 @@ class SwiGLULayer(nn.Module):
             return float8_feed_forward(x, self.gate, self.up, self.down)  # pyright: ignore[reportArgumentType]
         if has_kernel("swiglu_packed", x):
             # The compiler joins the gradients of both halves by computing either at every element of the pair.
-            packed = prompt_product(self.joined, x)
+            packed = fused_prefill_product(self.fused_linear, x)
             if packed is None:
-                packed = joined_product(x, (self.gate, self.up))
+                packed = fused_product(x, (self.gate, self.up))
             if packed is not None:
                 return self.down(swiglu(packed))
-        joined = self.joined
-        gate, up = joined(x) if usable(joined, x) else products(x, (self.gate, self.up))
+        fused_linear = self.fused_linear
+        gate, up = fused_linear(x) if can_use_fused(fused_linear, x) else products(x, (self.gate, self.up))
         return self.down(swiglu(gate, up) if is_fused("swiglu", gate) else F.silu(gate) * up)
 
-    def is_plain(self, x: Tensor) -> bool:
-        """Whether `add_rows` takes few rows x: nobody replaced, quantised or watches a layer that it passes by."""
-        is_one = self.joined is not None or not has_separate_norm(x)
+    def is_unmodified(self, x: Tensor) -> bool:
+        """True if `fused_residual` supports small batch x: its linears are not replaced, quantised or hooked."""
+        is_one = self.fused_linear is not None or not has_separate_norm(x)
         return is_one and are_unmodified((self.gate, self.up, self.down), x.dtype)
 
-    def add_rows(self, x: Tensor, norm: RMSNorm) -> Tensor:
-        """Return x + forward(norm(x)) of few rows: of joined weights two products and nothing else."""
-        if self.joined is not None:
-            return linear_residual(self.down, norm_linear(self.joined, x, norm, gated=True), x)
+    def fused_residual(self, x: Tensor, norm: RMSNorm) -> Tensor:
+        """Return x + forward(norm(x)) of few rows: of fused weights two products and nothing else."""
+        if self.fused_linear is not None:
+            return linear_residual(self.down, norm_linear(self.fused_linear, x, norm, gated=True), x)
         return linear_residual(
             self.down, swiglu(norm_linear(self.gate, x, norm), norm_linear(self.up, x, norm)), x
         )

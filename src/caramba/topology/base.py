@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from caramba.cache import Context, StepContext
 from caramba.config.topology import TopologyConfig
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.cpu_step import Chain, CpuStep, NormStep, takes_step
+from caramba.layer.cpu_decode import Chain, CpuDecodeStep, NormStep, takes_step
 from caramba.layer.documents import Documents
 from caramba.layer.small_batch import has_hooks
 from caramba.topology.build import build_nodes, own_config
@@ -27,15 +27,15 @@ class Topology(nn.Module):
     def __init__(self, config: TopologyConfig) -> None:
         super().__init__()
         self.layers = build_nodes(config.layers)
-        self.step: CpuStep | None = None  # inside a block of `joined_weights`, where there is one
+        self.fast_path: CpuDecodeStep | None = None  # inside a block of `fuse_linears`, where there is one
 
-    def find_step(self) -> CpuStep | None:
+    def decode_fast_path(self) -> CpuDecodeStep | None:
         """Return what runs one token on a CPU in the place of `forward`, None where the nodes do as ever."""
         return None
 
-    def stepped(self, x: Tensor, ctx: Context | StepContext | Documents | None) -> Tensor | None:
+    def run_fast_path(self, x: Tensor, ctx: Context | StepContext | Documents | None) -> Tensor | None:
         """Return what `step` makes of one token behind a cache, None where there is none that takes it."""
-        step = self.step
+        step = self.fast_path
         if step is None or not isinstance(ctx, Context) or not takes_step(step, x):
             return None
         return step(x.view(x.shape[0], -1), ctx).view(x.shape)
@@ -47,12 +47,12 @@ class Topology(nn.Module):
         return x
 
 
-def step_of(nodes: Iterable[nn.Module]) -> CpuStep | None:
+def chain_fast_paths(nodes: Iterable[nn.Module]) -> CpuDecodeStep | None:
     """Return what runs a list of nodes in order on one token, None where one of them has no step, is watched or has
     another forward."""
-    steps: list[CpuStep] = []
+    steps: list[CpuDecodeStep] = []
     for node in nodes:
-        found = node.find_step() if isinstance(node, Topology) else NormStep.of(node)
+        found = node.decode_fast_path() if isinstance(node, Topology) else NormStep.of(node)
         if found is None or has_hooks(node):
             return None
         steps.append(found)

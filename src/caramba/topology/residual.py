@@ -6,7 +6,7 @@ from torch import Tensor
 
 from caramba.cache import Context, StepContext
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.cpu_step import CpuStep, residual_step
+from caramba.layer.cpu_decode import CpuDecodeStep, residual_step
 from caramba.layer.documents import Documents
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.small_batch import has_hooks, is_small_batch
@@ -25,28 +25,28 @@ class ResidualTopology(Topology):
     Reference: He et al., 2015, arXiv:1512.03385.
     """
 
-    def find_step(self) -> CpuStep | None:
+    def decode_fast_path(self) -> CpuDecodeStep | None:
         # A subclass has a forward of its own.
         return residual_step(self.layers) if type(self) is ResidualTopology else None
 
     def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
-        stepped = self.stepped(x, ctx)
-        if stepped is not None:
-            return stepped
+        y = self.run_fast_path(x, ctx)
+        if y is not None:
+            return y
         if isinstance(ctx, (Context, StepContext)) and is_small_batch(x):
-            added = self._by_rows(x, ctx)
+            added = self._fused_residual(x, ctx)
             if added is not None:
                 return added
         return x + self.run(x, ctx)
 
-    def _by_rows(self, x: Tensor, ctx: Context | StepContext) -> Tensor | None:
+    def _fused_residual(self, x: Tensor, ctx: Context | StepContext) -> Tensor | None:
         """Return y without a pass for the norm or the sum, None where a node is not as it was built."""
         norm, layer = self.layers[0], self.layers[-1]
         if len(self.layers) != 2 or type(norm) is not RMSNormLayer or has_hooks(norm) or has_hooks(layer):
             return None
         # Exact types: what shares a layer out over ranks gives it a class of its own.
-        if type(layer) is AttentionLayer and layer.is_plain(x):
-            return layer.add_rows(x, norm, ctx)
-        if type(layer) is SwiGLULayer and layer.is_plain(x):
-            return layer.add_rows(x, norm)
+        if type(layer) is AttentionLayer and layer.is_unmodified(x):
+            return layer.fused_residual(x, norm, ctx)
+        if type(layer) is SwiGLULayer and layer.is_unmodified(x):
+            return layer.fused_residual(x, norm)
         return None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from caramba.cache import Context
-from caramba.layer.cpu_step import CpuStep
+from caramba.layer.cpu_decode import CpuDecodeStep
 from caramba.layer.documents import Documents
-from caramba.topology.base import Topology, step_of
+from caramba.topology.base import Topology, chain_fast_paths
 
 
 class StackedTopology(Topology):
@@ -16,10 +16,10 @@ class StackedTopology(Topology):
     Shape: whatever the nodes make of [B, T, M].
     """
 
-    def find_step(self) -> CpuStep | None:
+    def decode_fast_path(self) -> CpuDecodeStep | None:
         # A subclass has a forward of its own.
-        return step_of(self.layers) if type(self) is StackedTopology else None
+        return chain_fast_paths(self.layers) if type(self) is StackedTopology else None
 
     def forward(self, x: Tensor, ctx: Context | Documents | None = None) -> Tensor:
-        stepped = self.stepped(x, ctx)
-        return self.run(x, ctx) if stepped is None else stepped
+        y = self.run_fast_path(x, ctx)
+        return self.run(x, ctx) if y is None else y

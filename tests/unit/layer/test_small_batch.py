@@ -19,7 +19,7 @@ from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer
 from caramba.layer.coded import CodedLinear
-from caramba.layer.joined import Joined, joined_weights
+from caramba.layer.fused_linear import FusedLinear, fuse_linears
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.model import Model, build_model
 from caramba.ops import backend, dequantize_int4
@@ -62,7 +62,7 @@ def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tenso
     weight = model.embedder.token.weight
     tokens = torch.randint(VOCAB, (batch, 7), generator=torch.Generator().manual_seed(1)).to(weight.device)
     kind = KVCacheKind.BF16 if weight.dtype == torch.bfloat16 else KVCacheKind.FP32
-    with joined_weights(model):
+    with fuse_linears(model):
         ctx = model.new_context(batch, 8, kind, static=True)
         with backend.without_kernels("row_linear"):
             model(tokens[:, :-1], ctx)
@@ -225,7 +225,7 @@ def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
     )
     x = torch.rand(1, 1, 8)
     with Ops() as ops:
-        found = Joined(weight, bias, [3, 5], scale)(x)
+        found = FusedLinear(weight, bias, [3, 5], scale)(x)
     assert (ops.ran["row_linear"], ops.ran["_to_copy"]) == (1, 0)
     for part, layer in zip(found, layers, strict=True):
         torch.testing.assert_close(part, layer(x))
@@ -234,28 +234,28 @@ def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
 @torch.no_grad()
 def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
     class Three(nn.Module):
-        joins, joins_to_train, joined = ("a", "b", "c"), False, None
+        fusible_linears, fuse_in_training, fused_linear = ("a", "b", "c"), False, None
 
         def __init__(self, groups: tuple[int, int, int]) -> None:
             super().__init__()
             source = torch.Generator().manual_seed(0)
-            for name, n, group in zip(self.joins, (3, 5, 2), groups, strict=True):
+            for name, n, group in zip(self.fusible_linears, (3, 5, 2), groups, strict=True):
                 weight = torch.randn(n, 128, generator=source)
                 self.add_module(
                     name, CodedLinear(*four_bits(weight, group), torch.ones(n) if n == 5 else None)
                 )
 
     x, module = torch.rand(1, 1, 128), Three((64, 64, 64))
-    want = [module.get_submodule(name)(x) for name in module.joins]
+    want = [module.get_submodule(name)(x) for name in module.fusible_linears]
     for _ in range(2):
-        with joined_weights(module), Ops() as ops:
-            assert module.joined is not None
-            found = module.joined(x)
+        with fuse_linears(module), Ops() as ops:
+            assert module.fused_linear is not None
+            found = module.fused_linear(x)
         assert ops.ran["row_linear"] == 1
         for part, alone in zip(found, want, strict=True):
             torch.testing.assert_close(part, alone)
-    with joined_weights(unlike := Three((64, 32, 64))):
-        assert unlike.joined is None, "their groups are of other sizes"
+    with fuse_linears(unlike := Three((64, 32, 64))):
+        assert unlike.fused_linear is None, "their groups are of other sizes"
 
 
 @torch.inference_mode()

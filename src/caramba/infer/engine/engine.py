@@ -23,7 +23,7 @@ from caramba.infer.engine.stats import EngineStats
 from caramba.infer.engine.ticket import FinishReason, OnEvent, Ticket
 from caramba.infer.prompts import refuse_prompts
 from caramba.infer.row import Row
-from caramba.layer.joined import joined_weights
+from caramba.layer.fused_linear import fuse_linears
 from caramba.model import Model
 
 OF_THE_ENGINE = (*CacheKeys.model_fields, "prefill_chunk", "read_every", "compiled")
@@ -273,7 +273,7 @@ class Engine:
 
     def _run(self) -> None:
         slots = self.batch.slots
-        with joined_weights(slots.model, is_compiled=slots.form.startswith("compiled")), left_alone():
+        with fuse_linears(slots.model, is_compiled=slots.form.startswith("compiled")), left_alone():
             self._work()
 
     def _work(self) -> None:

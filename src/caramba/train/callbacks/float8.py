@@ -11,7 +11,7 @@ from torch import nn
 from caramba.console import logger
 from caramba.errors import ConfigError
 from caramba.layer.float8 import TILE, Float8Linear, Float8Recipe, RecipeName
-from caramba.layer.joined import is_joining
+from caramba.layer.fused_linear import has_fusible_linears
 from caramba.runs.events import append_event
 from caramba.train.callbacks.while_training import WhileTraining
 
@@ -62,7 +62,7 @@ def float8_layers(
     model: nn.Module, least_width: int, *, is_compiled: bool
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """Return the linear layers of a model that are wide enough for float8, by name, and why the others are not."""
-    joined = _joined_widths(model) if is_compiled else {}
+    fused = _fused_widths(model) if is_compiled else {}
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -72,20 +72,20 @@ def float8_layers(
         n_out, n_in = module.weight.shape
         if n_out % TILE or n_in % TILE:
             left[name] = f"{n_in} to {n_out} features, of which one is no multiple of {TILE}"
-        elif min(joined.get(id(module), n_out), n_in) < least_width:
+        elif min(fused.get(id(module), n_out), n_in) < least_width:
             left[name] = f"{n_in} to {n_out} features, of which one is below {least_width}"
         else:
             chosen[name] = module
     return chosen, left
 
 
-def _joined_widths(model: nn.Module) -> dict[int, int]:
+def _fused_widths(model: nn.Module) -> dict[int, int]:
     """Return id of a layer -> features of the one product that it is a part of, where all its parts can be cast."""
     found: dict[int, int] = {}
     for owner in model.modules():
-        if is_joining(owner) and owner.joins_to_train:
+        if has_fusible_linears(owner) and owner.fuse_in_training:
             assert isinstance(owner, nn.Module)
-            layers = [owner.get_submodule(name) for name in owner.joins]
+            layers = [owner.get_submodule(name) for name in owner.fusible_linears]
             plain = [layer for layer in layers if type(layer) is nn.Linear]
             trained = all(layer.weight.requires_grad for layer in plain)
             if trained and len(plain) == len(layers) and not any(one.out_features % TILE for one in plain):

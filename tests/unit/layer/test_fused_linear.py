@@ -9,7 +9,7 @@ from torch import nn
 from caramba.config.layer import AttentionLayerConfig, AttentionMode, SwiGLULayerConfig
 from caramba.layer import LatentProjection, StandardProjection, SwiGLULayer, standard
 from caramba.layer import swiglu as swiglu_layer
-from caramba.layer.joined import joined_weights, joins_on, prompt_product, usable
+from caramba.layer.fused_linear import can_use_fused, fuse_linears, fused_prefill_product, uses_fused_linears
 from caramba.ops.backend import without_kernels
 
 
@@ -23,10 +23,10 @@ def test_one_product_gives_what_the_layers_give(bias: bool) -> None:
     layer, x = swiglu(bias), torch.randn(2, 3, 8, dtype=torch.float64)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     expected = layer(x)
-    with torch.no_grad(), joined_weights(layer):
-        assert usable(layer.joined, x)
+    with torch.no_grad(), fuse_linears(layer):
+        assert can_use_fused(layer.fused_linear, x)
         torch.testing.assert_close(layer(x), expected, rtol=1e-13, atol=1e-13)
-    assert layer.joined is None
+    assert layer.fused_linear is None
     assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
 
 
@@ -35,26 +35,26 @@ def test_prompts_read_the_joined_product_whole(monkeypatch: pytest.MonkeyPatch) 
     config = AttentionLayerConfig(d_model=8, n_heads=4, n_kv_heads=2, bias=True, mode=AttentionMode.GQA)
     heads, gated, x = StandardProjection(config).double(), swiglu(), torch.randn(2, 9, 8, dtype=torch.float64)
     (q, streams), y = heads(x, 3), gated(x)
-    # As on a GPU, whose eager forwards take joined products only where a kernel reads them whole.
+    # As on a GPU, whose eager forwards take fused products only where a kernel reads them whole.
     for module in (standard, swiglu_layer):
-        monkeypatch.setattr(module, "usable", lambda joined, x: False)
+        monkeypatch.setattr(module, "can_use_fused", lambda fused_linear, x: False)
         monkeypatch.setattr(module, "has_kernel", lambda op, x: op in ("rope_qkv", "swiglu_packed"))
         monkeypatch.setattr(module, "products", None)
-    with torch.no_grad(), joined_weights(heads), joined_weights(gated):
+    with torch.no_grad(), fuse_linears(heads), fuse_linears(gated):
         for found, wanted in ((heads(x, 3), (q, streams)), (gated(x), y)):
             torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # float32 angles
-        assert prompt_product(gated.joined, x[:, :8]) is None
-    with joined_weights(gated):
-        assert prompt_product(gated.joined, x) is None
+        assert fused_prefill_product(gated.fused_linear, x[:, :8]) is None
+    with fuse_linears(gated):
+        assert fused_prefill_product(gated.fused_linear, x) is None
 
 
 def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
     layer = swiglu(bias=True)
     gate, bias = layer.gate.weight, layer.gate.bias
-    with joined_weights(layer):
-        assert layer.joined is not None
-        assert layer.joined.bias is not None
-        places = [layer.joined.weight.data_ptr(), layer.joined.bias.data_ptr()]
+    with fuse_linears(layer):
+        assert layer.fused_linear is not None
+        assert layer.fused_linear.bias is not None
+        places = [layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()]
         assert layer.gate.weight is gate
         assert layer.gate.bias is bias
         assert places == [gate.data_ptr(), bias.data_ptr()]
@@ -62,12 +62,12 @@ def test_the_parameters_are_parts_of_the_joined_ones_and_move_once() -> None:
         gate.mul_(2)
         layer.up.bias.add_(1)
     # What a graph captured in one block reads is what the next block computes with.
-    with joined_weights(layer):
-        assert layer.joined is not None
-        assert layer.joined.bias is not None
-        assert [layer.joined.weight.data_ptr(), layer.joined.bias.data_ptr()] == places
-        assert torch.equal(layer.joined.weight[:24], gate)
-        assert torch.equal(layer.joined.bias, torch.cat((bias, layer.up.bias)))
+    with fuse_linears(layer):
+        assert layer.fused_linear is not None
+        assert layer.fused_linear.bias is not None
+        assert [layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()] == places
+        assert torch.equal(layer.fused_linear.weight[:24], gate)
+        assert torch.equal(layer.fused_linear.bias, torch.cat((bias, layer.up.bias)))
     x = torch.randn(2, 8, dtype=torch.float64)
     layer(x).sum().backward()  # and they can still be trained
     assert gate.grad is not None
@@ -93,13 +93,13 @@ def test_a_latent_layer_joins_layers_with_and_without_a_bias() -> None:
             layer.c.bias.mul_(scale)
             wanted, streams = layer(x)
             asked = layer(x, rows=rows)[0]
-        with torch.no_grad(), joined_weights(layer):
-            assert layer.joined is not None
-            assert layer.joined.bias is not None
-            places.append((layer.joined.weight.data_ptr(), layer.joined.bias.data_ptr()))
-            assert torch.equal(layer.joined.bias[24:34], layer.c.bias)
-            assert not layer.joined.bias[:24].any()
-            assert not layer.joined.bias[34:].any()
+        with torch.no_grad(), fuse_linears(layer):
+            assert layer.fused_linear is not None
+            assert layer.fused_linear.bias is not None
+            places.append((layer.fused_linear.weight.data_ptr(), layer.fused_linear.bias.data_ptr()))
+            assert torch.equal(layer.fused_linear.bias[24:34], layer.c.bias)
+            assert not layer.fused_linear.bias[:24].any()
+            assert not layer.fused_linear.bias[34:].any()
             q, found = layer(x)
             torch.testing.assert_close(q, wanted, rtol=1e-13, atol=1e-13)
             torch.testing.assert_close(found, streams, rtol=1e-13, atol=1e-13)
@@ -114,25 +114,25 @@ def test_layers_that_are_not_plain_or_unlike_stay_apart() -> None:
     unlike.up.float()
     mixed.up.bias = nn.Parameter(mixed.up.bias.detach().float())
     for layer in (hooked, changed, unlike, mixed):
-        with joined_weights(layer):
-            assert layer.joined is None
+        with fuse_linears(layer):
+            assert layer.fused_linear is None
 
 
 def test_training_and_gradients_never_take_the_joined_product() -> None:
     layer, x = swiglu(), torch.randn(2, 8, dtype=torch.float64)
-    with joined_weights(layer):
-        assert not usable(layer.joined, x)
+    with fuse_linears(layer):
+        assert not can_use_fused(layer.fused_linear, x)
         layer(x).sum().backward()
     assert layer.gate.weight.grad is not None
     assert layer.up.weight.grad is not None
 
 
 def test_cuda_weights_move_for_compiled_forwards_alone() -> None:
-    assert [joins_on(torch.device("cuda"), is_compiled=compiled) for compiled in (False, True)] == [
+    assert [uses_fused_linears(torch.device("cuda"), is_compiled=compiled) for compiled in (False, True)] == [
         False,
         True,
     ]
-    assert joins_on(torch.device("cpu"), is_compiled=False)
+    assert uses_fused_linears(torch.device("cpu"), is_compiled=False)
 
 
 @pytest.mark.gpu
@@ -140,8 +140,8 @@ def test_cuda_weights_move_for_compiled_forwards_alone() -> None:
 def test_weights_of_eager_cuda_forwards_stay_where_they_are_without_a_kernel_for_few_rows() -> None:
     layer = swiglu(bias=True).cuda()
     places = [weight.data_ptr() for weight in layer.parameters()]
-    with without_kernels("row_linear"), joined_weights(layer):
-        assert layer.joined is None
+    with without_kernels("row_linear"), fuse_linears(layer):
+        assert layer.fused_linear is None
     assert [weight.data_ptr() for weight in layer.parameters()] == places
-    with joined_weights(layer, is_compiled=True):
-        assert layer.joined is not None
+    with fuse_linears(layer, is_compiled=True):
+        assert layer.fused_linear is not None

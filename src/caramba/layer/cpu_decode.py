@@ -1,7 +1,7 @@
 """Residual blocks of one-token steps on a CPU: the numbers of their layers, by fewer calls.
 
 A step of a small model there takes as long as its calls do, those of modules and of views among them, and reading the
-weights comes after. Inside a block of `joined_weights`, where nothing is replaced, a block of a norm and a layer is
+weights comes after. Inside a block of `fuse_linears`, where nothing is replaced, a block of a norm and a layer is
 looked at once: what it holds is kept here, and a step asks for none of it again.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from caramba.cache import Context
 from caramba.layer.attention import AttentionLayer
-from caramba.layer.joined import Joined, is_plain_linear
+from caramba.layer.fused_linear import FusedLinear, is_unmodified_linear
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer, constant, plain_norm
 from caramba.layer.rope import turned_halves
@@ -27,7 +27,7 @@ from caramba.ops import has_kernel
 from caramba.ops.upcast import WIDE
 
 
-class CpuStep(Protocol):
+class CpuDecodeStep(Protocol):
     """What a module makes of one token per sequence. Shape: rows [B, M] to [B, M]."""
 
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class CpuStep(Protocol):
     def __call__(self, x: Tensor, ctx: Context) -> Tensor: ...
 
 
-def residual_step(nodes: nn.ModuleList) -> CpuStep | None:
+def residual_step(nodes: nn.ModuleList) -> CpuDecodeStep | None:
     """Return x + layer(norm(x)) of a residual block's nodes, None where they run as they are: on another device, in 16
     bits, with kernels, or where one of them was replaced, quantised, hooked or given an adapter or another forward."""
     norm, layer = nodes[0], nodes[-1]
@@ -44,8 +44,8 @@ def residual_step(nodes: nn.ModuleList) -> CpuStep | None:
     # Exact types: what shares a layer out over ranks gives it a class of its own.
     if type(layer) is AttentionLayer and _adds(layer.out, norm) and not has_hooks(layer.projection):
         return _Attention(norm, layer)
-    if type(layer) is SwiGLULayer and _is_plain(layer.joined) and _adds(layer.down, norm):
-        return _FeedForward(norm, layer, layer.joined)
+    if type(layer) is SwiGLULayer and _is_plain(layer.fused_linear) and _adds(layer.down, norm):
+        return _FeedForward(norm, layer, layer.fused_linear)
     return None
 
 
@@ -59,16 +59,16 @@ def _is_plain_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
 
 def _adds(layer: nn.Module, norm: RMSNormLayer) -> bool:
     assert norm.weight is not None
-    return is_plain_linear(layer) and layer.weight.is_cpu and layer.weight.dtype == norm.weight.dtype
+    return is_unmodified_linear(layer) and layer.weight.is_cpu and layer.weight.dtype == norm.weight.dtype
 
 
-def _is_plain(joined: Joined | None) -> TypeGuard[Joined]:
-    """Whether layers are joined, and their product is of weights, not codes: where some inputs share no scale of 4 bits
+def _is_plain(fused_linear: FusedLinear | None) -> TypeGuard[FusedLinear]:
+    """Whether layers are fused, and their product is of weights, not codes: where some inputs share no scale of 4 bits
     the layer behind may have stayed as it was."""
-    return joined is not None and joined.scale is None
+    return fused_linear is not None and fused_linear.scale is None
 
 
-def takes_step(step: CpuStep, x: Tensor) -> bool:
+def takes_step(step: CpuDecodeStep, x: Tensor) -> bool:
     """Whether x is one token of every sequence, plain and without gradients."""
     return (
         x.shape[1] == 1
@@ -84,7 +84,7 @@ def takes_step(step: CpuStep, x: Tensor) -> bool:
 class Chain:
     """Steps one after the other."""
 
-    def __init__(self, steps: Sequence[CpuStep]) -> None:
+    def __init__(self, steps: Sequence[CpuDecodeStep]) -> None:
         self.steps = tuple(steps)
         self.dtype = self.steps[0].dtype
 
@@ -130,10 +130,10 @@ class _Product:
 
 
 class _FeedForward:
-    def __init__(self, norm: RMSNormLayer, layer: SwiGLULayer, joined: Joined) -> None:
+    def __init__(self, norm: RMSNormLayer, layer: SwiGLULayer, fused_linear: FusedLinear) -> None:
         self.dtype = layer.down.weight.dtype
-        self.norm, self.widths = NormStep(norm), joined.widths
-        self.up = _Product(joined.weight, joined.bias)
+        self.norm, self.widths = NormStep(norm), fused_linear.widths
+        self.up = _Product(fused_linear.weight, fused_linear.bias)
         self.down = _Product(layer.down.weight, layer.down.bias)
 
     def __call__(self, x: Tensor, ctx: Context) -> Tensor:
@@ -163,9 +163,9 @@ def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], T
 
 def _reader(projection: Projection) -> _Whole | _Together:
     if type(projection) is StandardProjection and projection.turns_together:
-        joined = projection.joined
-        if _is_plain(joined):
-            return _Together(projection, joined)
+        fused_linear = projection.fused_linear
+        if _is_plain(fused_linear):
+            return _Together(projection, fused_linear)
     return _Whole(projection)
 
 
@@ -182,16 +182,16 @@ class _Whole:
 class _Together:
     """Queries, keys and values of one product, queries and keys turned as heads of one tensor."""
 
-    def __init__(self, projection: StandardProjection, joined: Joined) -> None:
+    def __init__(self, projection: StandardProjection, fused_linear: FusedLinear) -> None:
         dims, self.projection = projection.dims, projection
-        self.product = _Product(joined.weight, joined.bias)
+        self.product = _Product(fused_linear.weight, fused_linear.bias)
         self.heads = [dims.n_heads, dims.n_kv_heads]
         n_turned = sum(self.heads)
         self.widths = [n_turned * dims.qk, dims.n_kv_heads * dims.v]
         self.turned, self.values = (-1, n_turned, 1, dims.qk), (-1, dims.n_kv_heads, 1, dims.v)
         self.rope, self.halves = projection.rope, (-1, n_turned, 1, 2, dims.qk // 2)
         self.scale = (
-            constant(projection.scale, joined.weight.dtype) if projection.temperature is None else None
+            constant(projection.scale, fused_linear.weight.dtype) if projection.temperature is None else None
         )
 
     def __call__(self, rows: Tensor, position: int) -> tuple[Tensor, dict[str, Tensor]]:
