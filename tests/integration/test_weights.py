@@ -19,7 +19,7 @@ from caramba.config.benchmark import BenchmarkConfig, InferenceLadderConfig
 from caramba.config.quantise import CalibrationConfig, WeightFormat
 from caramba.errors import ConfigError
 from caramba.infer import Generator, step_pool
-from caramba.layer.coded import CodedLinear
+from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.measure import model_bytes
 from caramba.model import build_model, model_hash
 from caramba.quantise import Ranges, observe_ranges, quantise_weights
@@ -97,7 +97,7 @@ def test_products_are_those_of_the_rounded_weights(name: str) -> None:
     done = quantise_weights(int8, WeightFormat.INT8)
     for name, layer in linear_layers(rounded, WeightFormat.INT8, CPU).layers.items():
         weight, coded = layer.get_parameter("weight"), int8.get_submodule(name)
-        assert isinstance(coded, CodedLinear)
+        assert isinstance(coded, QuantizedLinear)
         step = weight.abs().amax(1, keepdim=True) / 127.5
         plain = coded.weight * coded.scale[:, None]
         # Half a step; a row's largest value is at a tie, and the codes end at 127.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from caramba.layer.stored import zero_keys
+from caramba.layer.cache_view import zero_keys
 from caramba.ops import STORED, ZEROS, StoredStream, dequantize, quantize
 
 NUMBERS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

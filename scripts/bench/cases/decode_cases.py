@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from caramba.layer.stored import zero_keys
+from caramba.layer.cache_view import zero_keys
 from caramba.ops import STORED, ZEROS, StoredStream, dequantize
 
 TAIL = 128

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer import documents_path, runs_parts
+from caramba.layer import documents_path, uses_split_keys_kernel
 from caramba.runtime import AttentionChoice, Decision, RuntimePlan
 
 
@@ -22,7 +22,7 @@ def attention_decisions(
     where some do, and `documents`, what keeps the documents of a row apart, where something has to."""
     device, dtype = torch.device(made.value("device")), getattr(torch, made.value("dtype"))
     found: dict[str, Decision] = {}
-    n_own = sum(runs_parts(config, device, dtype) for config in layers)
+    n_own = sum(uses_split_keys_kernel(config, device, dtype) for config in layers)
     if n_own:
         value = f"decoupled_attention in {n_own} of {len(layers)} attention layers"
         found["two_part_keys"] = Decision(value, "their keys are wider than flash and cuDNN take")

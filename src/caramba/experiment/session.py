@@ -29,7 +29,7 @@ from caramba.experiment.attention_plan import attention_decisions
 from caramba.experiment.ledger import Ledger
 from caramba.experiment.sources import labels_as
 from caramba.experiment.text import check_tokenizer, open_text
-from caramba.layer import runs_parts
+from caramba.layer import uses_split_keys_kernel
 from caramba.model import Model, build_model, find_checkpoint, load_pretrained, record_loaded, save_model
 from caramba.model.pretrained import refuse_not_finite
 from caramba.result import BenchmarkResult, PhaseResult
@@ -114,7 +114,11 @@ class Session:
     def attention(self) -> AttentionChoice:
         """The order of attention backends for the shapes of the group's models, the same throughout the run."""
         # The table is of 16 bits, and of backends that layers with a kernel of their own do not ask.
-        layers = [config for config in self._layers() if not runs_parts(config, self.device, torch.bfloat16)]
+        layers = [
+            config
+            for config in self._layers()
+            if not uses_split_keys_kernel(config, self.device, torch.bfloat16)
+        ]
         return choose_attention(self.device, families_of(layers, self.group.data.keeps_documents_apart))
 
     def _layers(self) -> list[AttentionLayerConfig]:

@@ -12,9 +12,9 @@ from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer
 from caramba.layer.rope import RotaryEmbedding, rope_frequencies, rotate, shared_angles
 from caramba.layer.score import CausalScore
+from caramba.layer.split_keys import uses_split_keys_kernel
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
-from caramba.layer.two_parts import runs_parts
 
 __all__ = [
     "AttentionLayer",
@@ -36,7 +36,7 @@ __all__ = [
     "packed_attention",
     "rope_frequencies",
     "rotate",
-    "runs_parts",
     "shared_angles",
     "unplanned_attention",
+    "uses_split_keys_kernel",
 ]

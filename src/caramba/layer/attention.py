@@ -12,6 +12,7 @@ from caramba.cache import Context, LayerCache, StepContext
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.console import logger
 from caramba.errors import ConfigError
+from caramba.layer.cache_view import CacheView
 from caramba.layer.decoupled import DecoupledProjection
 from caramba.layer.documents import Documents
 from caramba.layer.fused_small_batch import are_unmodified, linear_residual
@@ -21,7 +22,6 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.score import CausalScore, Null
 from caramba.layer.small_batch import has_hooks, has_separate_norm
 from caramba.layer.standard import StandardProjection
-from caramba.layer.stored import StoredKeys
 from caramba.ops import MAX_QUERIES, fused_decode_available, kernel_takes
 
 
@@ -131,9 +131,9 @@ class AttentionLayer(nn.Module):
                 cache = ctx.next_cache()
                 if self._is_fused(cache, q):
                     cache.write(streams)
-                    stored = StoredKeys(cache.stored(), *ctx.lengths(cache), cache.n_tokens)
-                    queries = self.projection.stored_queries(q)
-                    heads = self.projection.attend_stored(queries, stored, self.score.window, self.null())
+                    stored = CacheView(cache.stored(), *ctx.lengths(cache), cache.n_tokens)
+                    queries = self.projection.cache_queries(q)
+                    heads = self.projection.attend_cache(queries, stored, self.score.window, self.null())
                     return heads.transpose(1, 2).flatten(2)
                 streams = cache.append(streams)
         first, starts = (ctx.first, ctx.starts) if isinstance(ctx, Documents) else (None, None)
@@ -158,8 +158,8 @@ class AttentionLayer(nn.Module):
             if key is not None and angles is not None:
                 ctx.angles[key] = angles
         q = projection.step(x, ctx.offset, angles, norm, cache, ctx.places)
-        stored = StoredKeys(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
-        heads = projection.attend_stored(q, stored, self.score.window, self.null())
+        stored = CacheView(ctx.stored(cache), ctx.seqlens, ctx.packed, 0)
+        heads = projection.attend_cache(q, stored, self.score.window, self.null())
         return heads.transpose(1, 2).flatten(2)
 
     def _is_fused(self, cache: LayerCache, q: Tensor) -> bool:

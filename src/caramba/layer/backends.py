@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import score
-from caramba.layer.two_parts import OP, runs_parts
+from caramba.layer.split_keys import OP, uses_split_keys_kernel
 from caramba.layer.varlen import WIDEST, find_kernel, fixed_documents, varlen_attention
 from caramba.runtime import AttentionChoice, choose_attention
 
@@ -126,7 +126,7 @@ def documents_path(
     """Return what keeps the documents of a row apart in training, `decoupled_attention`, `varlen`, `mask` or several of
     them, and why."""
     configs = list(layers)
-    others = [config for config in configs if not runs_parts(config, device, dtype)]
+    others = [config for config in configs if not uses_split_keys_kernel(config, device, dtype)]
     n_own, why = len(configs) - len(others), "decoupled_attention takes the first key of every query"
     if n_own and not others:
         return OP, why
@@ -168,7 +168,9 @@ def _needs_mask(config: AttentionLayerConfig, has_window: bool) -> str:
     """Return what of a layer no variable-length kernel does, empty where there is nothing."""
     dims = config.dims()
     width = max(dims.qk, dims.v)
-    if config.is_latent and dims.v > config.query_dim:  # the expanded form, as in `latent.expands`
+    if (
+        config.is_latent and dims.v > config.query_dim
+    ):  # the expanded form, as in `latent.expanding_is_cheaper`
         width = config.query_dim + dims.rope
     found = {
         "null_attn": config.null_attn,

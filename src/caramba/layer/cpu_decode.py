@@ -19,7 +19,7 @@ from caramba.layer.attention import AttentionLayer
 from caramba.layer.fused_linear import FusedLinear, is_unmodified_linear
 from caramba.layer.projection import Projection
 from caramba.layer.rms_norm import RMSNormLayer, constant, plain_norm
-from caramba.layer.rope import turned_halves
+from caramba.layer.rope import apply_rope_halves
 from caramba.layer.small_batch import has_hooks
 from caramba.layer.standard import StandardProjection
 from caramba.layer.swiglu import SwiGLULayer
@@ -39,17 +39,25 @@ def residual_step(nodes: nn.ModuleList) -> CpuDecodeStep | None:
     """Return x + layer(norm(x)) of a residual block's nodes, None where they run as they are: on another device, in 16
     bits, with kernels, or where one of them was replaced, quantised, hooked or given an adapter or another forward."""
     norm, layer = nodes[0], nodes[-1]
-    if len(nodes) != 2 or not _is_plain_norm(norm) or has_hooks(norm) or has_hooks(layer):
+    if len(nodes) != 2 or not _is_unmodified_norm(norm) or has_hooks(norm) or has_hooks(layer):
         return None
     # Exact types: what shares a layer out over ranks gives it a class of its own.
-    if type(layer) is AttentionLayer and _adds(layer.out, norm) and not has_hooks(layer.projection):
+    if (
+        type(layer) is AttentionLayer
+        and _is_unmodified_output(layer.out, norm)
+        and not has_hooks(layer.projection)
+    ):
         return _Attention(norm, layer)
-    if type(layer) is SwiGLULayer and _is_plain(layer.fused_linear) and _adds(layer.down, norm):
+    if (
+        type(layer) is SwiGLULayer
+        and _is_unmodified_fused(layer.fused_linear)
+        and _is_unmodified_output(layer.down, norm)
+    ):
         return _FeedForward(norm, layer, layer.fused_linear)
     return None
 
 
-def _is_plain_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
+def _is_unmodified_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
     if type(norm) is not RMSNormLayer or type(norm.weight) is not nn.Parameter:
         return False
     weight = norm.weight
@@ -57,12 +65,12 @@ def _is_plain_norm(norm: nn.Module) -> TypeGuard[RMSNormLayer]:
     return weight.is_cpu and weight.dtype in WIDE and not any(has_kernel(op, weight) for op in kernels)
 
 
-def _adds(layer: nn.Module, norm: RMSNormLayer) -> bool:
+def _is_unmodified_output(layer: nn.Module, norm: RMSNormLayer) -> bool:
     assert norm.weight is not None
     return is_unmodified_linear(layer) and layer.weight.is_cpu and layer.weight.dtype == norm.weight.dtype
 
 
-def _is_plain(fused_linear: FusedLinear | None) -> TypeGuard[FusedLinear]:
+def _is_unmodified_fused(fused_linear: FusedLinear | None) -> TypeGuard[FusedLinear]:
     """Whether layers are fused, and their product is of weights, not codes: where some inputs share no scale of 4 bits
     the layer behind may have stayed as it was."""
     return fused_linear is not None and fused_linear.scale is None
@@ -105,13 +113,13 @@ class NormStep:
     @classmethod
     def of(cls, norm: nn.Module) -> NormStep | None:
         """Return the step of a plain RMSNorm on a CPU, None of anything else."""
-        return cls(norm) if _is_plain_norm(norm) else None
+        return cls(norm) if _is_unmodified_norm(norm) else None
 
     def __call__(self, x: Tensor, ctx: Context | None = None) -> Tensor:
         return plain_norm(x, self.weight, self.width, self.eps)
 
 
-class _Product:
+class _Linear:
     """W x + b of rows, or that and a residual. Shape: [B, M] (and [B, N]) to [B, N]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -123,7 +131,7 @@ class _Product:
             return torch.mm(x, self.transposed)
         return torch.addmm(self.bias, x, self.transposed)
 
-    def added(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add_to(self, x: Tensor, residual: Tensor) -> Tensor:
         if self.bias is None:
             return torch.addmm(residual, x, self.transposed)
         return torch.addmm(self.bias, x, self.transposed).add_(residual)
@@ -133,24 +141,24 @@ class _FeedForward:
     def __init__(self, norm: RMSNormLayer, layer: SwiGLULayer, fused_linear: FusedLinear) -> None:
         self.dtype = layer.down.weight.dtype
         self.norm, self.widths = NormStep(norm), fused_linear.widths
-        self.up = _Product(fused_linear.weight, fused_linear.bias)
-        self.down = _Product(layer.down.weight, layer.down.bias)
+        self.up = _Linear(fused_linear.weight, fused_linear.bias)
+        self.down = _Linear(layer.down.weight, layer.down.bias)
 
     def __call__(self, x: Tensor, ctx: Context) -> Tensor:
         gate, up = self.up(self.norm(x)).split_with_sizes(self.widths, -1)
-        return self.down.added(F.silu(gate).mul_(up), x)
+        return self.down.add_to(F.silu(gate).mul_(up), x)
 
 
 class _Attention:
     def __init__(self, norm: RMSNormLayer, layer: AttentionLayer) -> None:
         self.dtype, self.heads = layer.out.weight.dtype, (-1, layer.out.weight.shape[1])
-        self.norm, self.out = NormStep(norm), _Product(layer.out.weight, layer.out.bias)
+        self.norm, self.out = NormStep(norm), _Linear(layer.out.weight, layer.out.bias)
         self.read, self.attend = _reader(layer.projection), _attend(layer)
 
     def __call__(self, x: Tensor, ctx: Context) -> Tensor:
         q, streams = self.read(self.norm(x), ctx.position)
         heads = self.attend(q, ctx.next_cache().append(streams))
-        return self.out.added(heads.reshape(self.heads), x)
+        return self.out.add_to(heads.reshape(self.heads), x)
 
 
 def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], Tensor]:
@@ -161,15 +169,15 @@ def _attend(layer: AttentionLayer) -> Callable[[Tensor, Mapping[str, Tensor]], T
     return lambda q, streams: projection.attend(q, streams, score, null)
 
 
-def _reader(projection: Projection) -> _Whole | _Together:
-    if type(projection) is StandardProjection and projection.turns_together:
+def _reader(projection: Projection) -> _ProjectionForward | _FusedQkv:
+    if type(projection) is StandardProjection and projection.rotates_qk_together:
         fused_linear = projection.fused_linear
-        if _is_plain(fused_linear):
-            return _Together(projection, fused_linear)
-    return _Whole(projection)
+        if _is_unmodified_fused(fused_linear):
+            return _FusedQkv(projection, fused_linear)
+    return _ProjectionForward(projection)
 
 
-class _Whole:
+class _ProjectionForward:
     """Queries and streams as the projection's own forward makes them."""
 
     def __init__(self, projection: Projection) -> None:
@@ -179,29 +187,29 @@ class _Whole:
         return self.forward(rows.unsqueeze(1), position)
 
 
-class _Together:
+class _FusedQkv:
     """Queries, keys and values of one product, queries and keys turned as heads of one tensor."""
 
     def __init__(self, projection: StandardProjection, fused_linear: FusedLinear) -> None:
         dims, self.projection = projection.dims, projection
-        self.product = _Product(fused_linear.weight, fused_linear.bias)
+        self.product = _Linear(fused_linear.weight, fused_linear.bias)
         self.heads = [dims.n_heads, dims.n_kv_heads]
-        n_turned = sum(self.heads)
-        self.widths = [n_turned * dims.qk, dims.n_kv_heads * dims.v]
-        self.turned, self.values = (-1, n_turned, 1, dims.qk), (-1, dims.n_kv_heads, 1, dims.v)
-        self.rope, self.halves = projection.rope, (-1, n_turned, 1, 2, dims.qk // 2)
+        n_rotated = sum(self.heads)
+        self.widths = [n_rotated * dims.qk, dims.n_kv_heads * dims.v]
+        self.qk_shape, self.v_shape = (-1, n_rotated, 1, dims.qk), (-1, dims.n_kv_heads, 1, dims.v)
+        self.rope, self.halves_shape = projection.rope, (-1, n_rotated, 1, 2, dims.qk // 2)
         self.scale = (
             constant(projection.scale, fused_linear.weight.dtype) if projection.temperature is None else None
         )
 
     def __call__(self, rows: Tensor, position: int) -> tuple[Tensor, dict[str, Tensor]]:
-        turned, v = self.product(rows).split_with_sizes(self.widths, -1)
+        qk, v = self.product(rows).split_with_sizes(self.widths, -1)
         if self.rope is None:
-            turned = turned.view(self.turned)
-        elif (angles := self.rope.step_angles(position, 1, rows.device)) is None:
-            turned = self.rope.turn(turned.view(self.turned), position)
+            qk = qk.view(self.qk_shape)
+        elif (angles := self.rope.cached_cos_sin(position, 1, rows.device)) is None:
+            qk = self.rope.apply_rope(qk.view(self.qk_shape), position)
         else:
-            turned = turned_halves(turned.view(self.halves), *angles).view(self.turned)
-        q, k = turned.split_with_sizes(self.heads, 1)
+            qk = apply_rope_halves(qk.view(self.halves_shape), *angles).view(self.qk_shape)
+        q, k = qk.split_with_sizes(self.heads, 1)
         q = self.projection.scaled(q, q.dtype) if self.scale is None else q.mul(self.scale)
-        return q, {"k": k, "v": v.view(self.values)}
+        return q, {"k": k, "v": v.view(self.v_shape)}

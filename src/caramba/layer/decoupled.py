@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.cache_view import CacheView
 from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.gated import GatedProjection
 from caramba.layer.projection import (
@@ -23,7 +24,6 @@ from caramba.layer.projection import (
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import Null
-from caramba.layer.stored import StoredKeys
 
 
 class DecoupledProjection(GatedProjection):
@@ -102,10 +102,10 @@ class DecoupledProjection(GatedProjection):
     def keys_values(self, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         return torch.cat((streams["k_sem"], streams["k_geo"]), dim=-1), streams["v"]
 
-    def stored_queries(self, q: Tensor) -> Queries:
+    def cache_queries(self, q: Tensor) -> Queries:
         return in_parts(q, (self.dims.qk - self.dims.rope, self.dims.rope))
 
-    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+    def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
         widths = (self.dims.qk - self.dims.rope, self.dims.rope)
         return attend_per_head(q, keys, widths, self.dims.n_kv_heads, window, null)
 

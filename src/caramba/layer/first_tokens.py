@@ -132,7 +132,7 @@ def _per_group(x: Tensor, matrix: Tensor) -> Tensor:
     return (x.transpose(2, 3) @ matrix).transpose(2, 3)
 
 
-def attend_beside(
+def attend_with_prefix(
     score: CausalScore,
     q: Tensor,
     k: Tensor,

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.coded import CodedLinear, linear
+from caramba.layer.quantized_linear import QuantizedLinear, linear
 from caramba.layer.small_batch import has_hooks
 from caramba.ops import MAX_QUERIES, has_kernel
 
@@ -22,7 +22,7 @@ class FusedLinear(NamedTuple):
         weight: [sum of N_i, M]; integer codes where `scale` is set.
         bias: [sum of N_i] or None.
         widths: output features N_i of each layer.
-        scale: dequantisation scales, as in `CodedLinear`, or None.
+        scale: dequantisation scales, as in `QuantizedLinear`, or None.
     """
 
     weight: Tensor
@@ -138,7 +138,7 @@ def _fuse(layers: Sequence[nn.Module], is_compiled: bool) -> FusedLinear | None:
             return None
     if any(bias.dtype != biases[0].dtype for bias in biases):
         return None
-    scales = [layer.scale for layer in plain if isinstance(layer, CodedLinear)]
+    scales = [layer.scale for layer in plain if isinstance(layer, QuantizedLinear)]
     if any(scale.shape[1:] != scales[0].shape[1:] for scale in scales):
         return None
     # Tensors created under inference_mode could not be trained later.
@@ -152,7 +152,7 @@ def _fuse(layers: Sequence[nn.Module], is_compiled: bool) -> FusedLinear | None:
 _zeros: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 
-def _bias_of(layer: nn.Linear | CodedLinear, dtype: torch.dtype) -> Tensor:
+def _bias_of(layer: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> Tensor:
     """Return a layer's bias, or zeros cached for the layer, so that they are allocated once."""
     if layer.bias is not None:
         return layer.bias
@@ -187,9 +187,9 @@ def _set_fast_paths(module: nn.Module, found: list[HasFastPath]) -> None:
         _set_fast_paths(child, found)
 
 
-def is_unmodified_linear(layer: nn.Module) -> TypeGuard[nn.Linear | CodedLinear]:
-    """True for an `nn.Linear` or `CodedLinear` without hooks, adapters, sharding or an overridden forward."""
-    if type(layer) is CodedLinear:
+def is_unmodified_linear(layer: nn.Module) -> TypeGuard[nn.Linear | QuantizedLinear]:
+    """True for an `nn.Linear` or `QuantizedLinear` without hooks, adapters, sharding or an overridden forward."""
+    if type(layer) is QuantizedLinear:
         alike = layer.reduce is None
     elif type(layer) is nn.Linear:
         alike = layer.bias is None or layer.bias.dtype == layer.weight.dtype

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from caramba.layer.coded import CodedLinear
 from caramba.layer.fused_linear import FusedLinear
+from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.small_batch import has_hooks
 from caramba.ops import WORDS, small_batch_linear, weight_fits
@@ -24,7 +24,7 @@ def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bo
     for layer in layers:
         if type(layer) is nn.Linear:
             weight_dtypes: tuple[torch.dtype, ...] = (dtype,)
-        elif type(layer) is CodedLinear and layer.reduce is None:
+        elif type(layer) is QuantizedLinear and layer.reduce is None:
             weight_dtypes = (torch.int8, WORDS)
         else:
             return False
@@ -39,7 +39,7 @@ def are_unmodified(layers: Iterable[nn.Module | None], dtype: torch.dtype) -> bo
 
 
 def norm_linear(
-    layer: nn.Linear | CodedLinear | FusedLinear, x: Tensor, norm: RMSNorm, *, gated: bool = False
+    layer: nn.Linear | QuantizedLinear | FusedLinear, x: Tensor, norm: RMSNorm, *, gated: bool = False
 ) -> Tensor:
     """Return layer(norm(x)); `gated` silu(gate) * up of a product that holds both. Shape: [..., M] to [..., N]."""
     scale = None if isinstance(layer, nn.Linear) else layer.scale
@@ -48,7 +48,7 @@ def norm_linear(
     )
 
 
-def linear_residual(layer: nn.Linear | CodedLinear, x: Tensor, residual: Tensor) -> Tensor:
+def linear_residual(layer: nn.Linear | QuantizedLinear, x: Tensor, residual: Tensor) -> Tensor:
     """Return residual + layer(x). Shape: [..., M] and [..., N] to [..., N]."""
     scale = None if isinstance(layer, nn.Linear) else layer.scale
     return small_batch_linear(x, layer.weight, layer.bias, scale=scale, residual=residual)

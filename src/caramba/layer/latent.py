@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer.first_tokens import FirstTokens, attend_beside
+from caramba.layer.cache_view import CacheView
+from caramba.layer.first_tokens import FirstTokens, attend_with_prefix
 from caramba.layer.fused_linear import FusedLinear, can_use_fused
 from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.gated import GatedProjection
@@ -20,8 +21,7 @@ from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import HALF_PRECISION, CausalScore, Null
 from caramba.layer.small_batch import has_hooks
-from caramba.layer.stored import StoredKeys
-from caramba.layer.two_parts import attend_parts, takes_parts
+from caramba.layer.split_keys import split_key_attention, supports_split_keys
 from caramba.ops import (
     absorbed_queries,
     absorbed_step,
@@ -32,7 +32,7 @@ from caramba.ops import (
 )
 
 
-def expands(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
+def expanding_is_cheaper(n_queries: int, n_keys: int, latent: int, head_dim: int) -> bool:
     """Whether expanding keys and values to every head takes fewer FLOPs than mapping queries into the latent.
 
     Per head, with R = latent, D = head_dim, T queries on S keys and P the pairs that causality leaves, the
@@ -57,8 +57,9 @@ class LatentProjection(GatedProjection):
     Two forms give the same numbers. *Expanded*, head h has the key [A_h c, k_geo] and the value c U_h, D + Dgeo
     and D wide, which fused backends serve up to 256. *Absorbed*, all heads' queries [q_h A_h, q_geo] attend to the
     one key [c, k_geo] with the value c as it is cached, and U_h comes after: nothing is made per cached token. The
-    counts of queries and keys decide, see `expands`; shapes alone do, so a compiled graph has no break there. In both
-    forms a kernel of its own takes wider keys, if there is one, and does so in their two parts: see `two_parts`.
+    counts of queries and keys decide, see `expanding_is_cheaper`; shapes alone do,
+    so a compiled graph has no break there. In both
+    forms a kernel of its own takes wider keys, if there is one, and does so in their two parts: see `split_keys`.
 
     `null_attn` adds one latent `null_c` [R] and one geometric key `null_geo` [Dgeo] of no position. Surgery that
     centres its keys has to add the mean's part of the score, q . mu, back to them.
@@ -157,11 +158,11 @@ class LatentProjection(GatedProjection):
         return self.gate is None and self.temperature is None and self.first is None
 
     def _products(
-        self, x: Tensor, asking: Tensor, norm: RMSNorm | None, *, takes_parts: bool = False
+        self, x: Tensor, asking: Tensor, norm: RMSNorm | None, *, reads_views: bool = False
     ) -> tuple[Tensor, ...]:
         """Return the queries of the tokens `asking`, and the latent c and the geometric key of x before RoPE.
 
-        `takes_parts` says that whoever reads them copies no parts of a fused product.
+        `reads_views` says that whoever reads them copies no parts of a fused product.
         """
         fused_linear = self.fused_linear if asking is x else None
         if norm is not None:
@@ -172,7 +173,7 @@ class LatentProjection(GatedProjection):
                 norm_linear(self.c, x, norm),
                 norm_linear(self.k_geo, x, norm),
             )
-        if fused_linear is not None and (takes_parts or can_use_fused(fused_linear, x)):
+        if fused_linear is not None and (reads_views or can_use_fused(fused_linear, x)):
             return fused_linear(x)
         return self.q(asking), *self._keys(x)
 
@@ -204,7 +205,7 @@ class LatentProjection(GatedProjection):
         n_queries, n_keys = q.shape[2], streams["c"].shape[2]
         if score.window is not None:
             n_keys = min(n_keys, score.window + n_queries - 1)
-        if expands(n_queries, n_keys, self.dims.v, self.query_dim):
+        if expanding_is_cheaper(n_queries, n_keys, self.dims.v, self.query_dim):
             return self.attend_expanded(q, streams, score, first, starts)
         return self.attend_absorbed(q, streams, score, first, starts)
 
@@ -218,9 +219,9 @@ class LatentProjection(GatedProjection):
     ) -> Tensor:
         """Attend with a key [A_h c, k_geo] and a value c U_h for every head."""
         n_keys = streams["c"].shape[2]
-        if self._takes_parts(score, q, n_keys, self.query_dim, are_joined=False):
+        if self._supports_split_keys(score, q, n_keys, self.query_dim, are_concatenated=False):
             c, k_geo = (streams[name].to(q.dtype).transpose(1, 2) for name in ("c", "k_geo"))
-            return attend_parts(
+            return split_key_attention(
                 q, self._head_keys(c.squeeze(2)), k_geo, self._head_values(c.squeeze(2)), first
             )
         if score.window is not None:
@@ -229,7 +230,7 @@ class LatentProjection(GatedProjection):
         k, v = self.keys_values({name: streams[name][:, :, -n_keys:].to(q.dtype) for name in ("c", "k_geo")})
         if self.first is not None:
             q, kept, total = self._read_first(self.first, q, streams, first)
-            read, share = attend_beside(score, q, k, v, total, self.first.n_tokens, first)
+            read, share = attend_with_prefix(score, q, k, v, total, self.first.n_tokens, first)
             return read + (share * kept).to(read.dtype)
         null = None
         if self.null_c is not None and self.null_geo is not None:
@@ -251,10 +252,12 @@ class LatentProjection(GatedProjection):
         A cache holds that key as `joined`, whose first part is the value. Backends that want one width get the
         whole key as value, and the part of the output that it adds is dropped: no copy, where padding c is one.
         """
-        n_keys, are_joined = streams["c"].shape[2], "joined" in streams
-        if q.shape[2] > 1 and self._takes_parts(score, q, n_keys, self.dims.v, are_joined=are_joined):
+        n_keys, are_concatenated = streams["c"].shape[2], "joined" in streams
+        if q.shape[2] > 1 and self._supports_split_keys(
+            score, q, n_keys, self.dims.v, are_concatenated=are_concatenated
+        ):
             c, k_geo = (streams[name].transpose(1, 2) for name in ("c", "k_geo"))
-            read = attend_parts(torch.cat(self.stored_queries(q), dim=-1), c, k_geo, c, first)
+            read = split_key_attention(torch.cat(self.cache_queries(q), dim=-1), c, k_geo, c, first)
             return torch.einsum("bhtr,hrd->bhtd", read, self.v_up)
         kept = total = None
         if self.first is not None:
@@ -269,22 +272,22 @@ class LatentProjection(GatedProjection):
         if self.first is None or kept is None or total is None:
             read = score(queries, key, value, null, first, starts)
             return torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
-        read, share = attend_beside(score, queries, key, value, total, self.first.n_tokens, first)
+        read, share = attend_with_prefix(score, queries, key, value, total, self.first.n_tokens, first)
         out = torch.einsum("bhtr,hrd->bhtd", read[..., : self.dims.v], self.v_up)
         return out + (share * kept).to(out.dtype)
 
-    def _takes_parts(
-        self, score: CausalScore, q: Tensor, n_keys: int, width: int, *, are_joined: bool
+    def _supports_split_keys(
+        self, score: CausalScore, q: Tensor, n_keys: int, width: int, *, are_concatenated: bool
     ) -> bool:
         """Whether keys and values stay in their parts, of which c's are `width` features wide."""
         is_plain = self.null_c is None and self.first is None
-        return is_plain and takes_parts(
-            score, q, n_keys, (width, self.dims.rope, width), are_joined=are_joined
+        return is_plain and supports_split_keys(
+            score, q, n_keys, (width, self.dims.rope, width), are_concatenated=are_concatenated
         )
 
     def score_operands(self, q: Tensor, streams: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the queries [q_h A_h, q_geo], [B, H, T, R + Dgeo], and the one key [c, k_geo], [B, 1, S, R + Dgeo]."""
-        queries = torch.cat(self.stored_queries(q), dim=-1)
+        queries = torch.cat(self.cache_queries(q), dim=-1)
         joined = streams.get("joined")
         key = torch.cat((streams["c"], streams["k_geo"]), dim=-1) if joined is None else joined
         return queries, key.to(q.dtype)
@@ -309,7 +312,7 @@ class LatentProjection(GatedProjection):
     ) -> Queries:
         if angles is None or not self._is_absorbed(x):
             return super().step(x, offset, angles, norm, cache, places)
-        q, c, k_geo = self._products(x, x, norm, takes_parts=True)
+        q, c, k_geo = self._products(x, x, norm, reads_views=True)
         q, c, k_geo = q.unflatten(-1, (self.dims.n_heads, -1)), c[:, None], k_geo[:, None]
         maps = self.q_sem_map, self.q_geo_map
         if has_kernel("absorbed_step", x):
@@ -334,13 +337,13 @@ class LatentProjection(GatedProjection):
             and has_kernel("absorbed_queries", x)
         )
 
-    def stored_queries(self, q: Tensor) -> Queries:
+    def cache_queries(self, q: Tensor) -> Queries:
         """Return the queries q_h A_h [B, H, T, R] and q_geo [B, H, T, Dgeo] of the absorbed form."""
         q_sem, q_geo = q.split((self.query_dim, self.dims.rope), dim=-1)
         mapped = torch.einsum("bhtd,hdr->bhtr", q_sem, self.q_sem_map)
         return mapped, q_geo.to(mapped.dtype)
 
-    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+    def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
         """Attend in the absorbed form."""
         if self.null_c is None and self._is_fused_up(q[0], "dba_decode_up"):
             return keys.attend_up(*q, ("c", "k_geo"), self.v_up, window=window)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from caramba.cache import LayerCache
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.cache_view import CacheView
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding
 from caramba.layer.score import CausalScore, Null
-from caramba.layer.stored import StoredKeys
 from caramba.ops import dba_append
 from caramba.ops.upcast import upcast
 
@@ -45,20 +45,25 @@ def angles_at(angles: Tensor, rows: Tensor | None) -> Tensor:
 
 
 class Projection(nn.Module):
-    """What every projection shares: the score scale 1/sqrt(query_dim), times exp(temperature) per head when
-    learned.
+    """Base class of attention projections: from features to scaled queries and the streams to cache.
 
-    A projection is a callable (x [B, T, M], offset) -> (q [B, H, T, Dq], streams): q carries every scale and
-    gate, applied in fp32 before the cast, so that the score op's own scale is 1; streams are the tensors to
-    cache, by name, keys after RoPE. `offset` is the position of the first token, or of every token, [B, T].
-    `rows` int64 [B, n] asks for the queries of these tokens of each sequence only, [B, H, n, Dq]. Whoever gives the
-    `angles` of these tokens turns the stream `turned` by them itself: it comes out before RoPE. With a `norm` x comes
-    before it, as few rows, and `readers` normalise as they read.
+    The score scale is 1/sqrt(query_dim), times exp(temperature) per head if `learned_temperature` is set. Scales and
+    gates are applied to q in fp32 before the cast, so that the score op's own scale is 1.
+
+    Shape: (x [B, T, M], offset) to (q [B, H, T, Dq], streams). Streams are the tensors to cache, by name; keys come
+    after RoPE.
+
+    Args of forward:
+        offset: position of the first token, or of every token, [B, T].
+        rows: int64 [B, n], the tokens of each sequence to return queries for, [B, H, n, Dq]; None for all.
+        angles: cos and sin of the tokens, if the caller rotates the stream `rotated_stream` itself; that stream then
+            comes back before RoPE.
+        norm: the norm before the layer, if x is a small batch before it; `readers` then normalise as they read.
     """
 
     rope: RotaryEmbedding | None
-    turned: ClassVar[str] = "k_geo"
-    """The stream that `rope` turns."""
+    rotated_stream: ClassVar[str] = "k_geo"
+    """The stream that `rope` rotates."""
 
     def __init__(self, config: AttentionLayerConfig) -> None:
         super().__init__()
@@ -123,25 +128,25 @@ class Projection(nn.Module):
         cache: LayerCache,
         places: Tensor,
     ) -> Queries:
-        """Store a decode step's tokens at `places`, int32 [B], of what a cache allocates; return `stored_queries`.
+        """Store a decode step's tokens at `places`, int32 [B], of what a cache allocates; return `cache_queries`.
 
         Other arguments are those of `forward`.
         """
         q, streams = self(x, offset, angles=angles, norm=norm)
         self.store(streams, angles, cache, places)
-        return self.stored_queries(q)
+        return self.cache_queries(q)
 
     def store(self, streams: Mapping[str, Tensor], angles: Angles, cache: LayerCache, places: Tensor) -> None:
-        """Write a step's streams, the one called `turned` by these angles, if any."""
-        rotated = -1 if angles is None else cache.names.index(self.turned)
+        """Write a step's streams, the one called `rotated_stream` by these angles, if any."""
+        rotated = -1 if angles is None else cache.names.index(self.rotated_stream)
         cos, sin = (None, None) if angles is None else angles
         dba_append([streams[name] for name in cache.names], cache.allocations, places, cos, sin, rotated)
 
-    def stored_queries(self, q: Tensor) -> Queries:
-        """Return the queries that `forward` gives as `attend_stored` takes them."""
+    def cache_queries(self, q: Tensor) -> Queries:
+        """Return the queries that `forward` gives as `attend_cache` takes them."""
         raise NotImplementedError
 
-    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+    def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
         """Return what each head reads, [B, H, T, value_dim], from the tokens in the format that they are stored in."""
         raise NotImplementedError
 
@@ -167,7 +172,7 @@ def in_parts(q: Tensor, widths: tuple[int, int]) -> Queries:
 
 
 def attend_per_head(
-    q: Queries, keys: StoredKeys, widths: tuple[int, int], kv_heads: int, window: int | None, null: Null
+    q: Queries, keys: CacheView, widths: tuple[int, int], kv_heads: int, window: int | None, null: Null
 ) -> Tensor:
     """Attend to keys in two parts of these widths and to values, per key/value head."""
     rows = None

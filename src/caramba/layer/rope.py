@@ -16,7 +16,7 @@ from caramba.errors import ConfigError
 from caramba.ops import cos_sin, has_kernel, is_fused, rope, rope_cos_sin
 from caramba.ops.upcast import upcast
 
-WORTH_A_TABLE = 64
+MIN_TABLE_TOKENS = 64
 """Tokens from which a compiled graph keeps cosines and sines: at fewer a launch costs more than it spares."""
 
 
@@ -98,13 +98,13 @@ def rotate(
     return rotated if dtype is None or dtype == rotated.dtype else rotated.to(dtype)
 
 
-def turned_halves(halves: Tensor, cos: Tensor, sines: Tensor) -> Tensor:
+def apply_rope_halves(halves: Tensor, cos: Tensor, sines: Tensor) -> Tensor:
     """Return `rotate` of features as halves [B, N, T, 2, D/2], by cos [G, T, 1, D/2] and (-sin, sin) [G, T, 2, D/2]:
     the same numbers without gradients. Shape: that of `halves`."""
     return (halves * cos).add_(halves.flip(-2).mul_(sines))
 
 
-class StepTable:
+class RopeTable:
     """cos and sin [G, S, D/2] of positions 0 to S - 1, which decode steps of all layers of the same angles read."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -137,7 +137,7 @@ class RotaryEmbedding(nn.Module):
     it is real even in a model built on the meta device. `explicit` puts it into the state dict: surgery
     chooses the frequencies of decoupled attention per key/value head, so they are part of the weights there.
 
-    A `table` of cos and sin, see `share_tables`, is read where it reaches far enough; the numbers are the same.
+    A `table` of cos and sin, see `share_rope_tables`, is read where it reaches far enough; the numbers are the same.
 
     Under `dynamic` a forward of L tokens, L above the original length, multiplies the frequency of pair p by
     s^(-2p / (D - 2)) with s = factor * L / original - (factor - 1), which is the base times s^(D / (D - 2)).
@@ -172,7 +172,7 @@ class RotaryEmbedding(nn.Module):
         is_fixed = not explicit and self.dynamic is None
         self.key = repr((width, base, scaling, n_groups)) if is_fixed else None
         self.table: tuple[Tensor, Tensor] | None = None
-        self.step_table: StepTable | None = None
+        self.step_table: RopeTable | None = None
 
     def forward(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the angles at positions offset to offset + T - 1, each [G, T, D/2] float32.
@@ -180,7 +180,7 @@ class RotaryEmbedding(nn.Module):
         An `offset` [B, T] gives every token's own position, and cos and sin of [B, G, T, D/2].
         """
         if isinstance(offset, int):
-            if offset == 0 and (table := _reaching(self.table, n_tokens, device)) is not None:
+            if offset == 0 and (table := _table_if_covers(self.table, n_tokens, device)) is not None:
                 return table[0][:, :n_tokens], table[1][:, :n_tokens]
             if not torch.compiler.is_compiling():
                 steps = self.step_table
@@ -192,11 +192,13 @@ class RotaryEmbedding(nn.Module):
             if shared is not None and self.key is not None:
                 known = shared.get(self.key)
                 if known is None or known[0] is not offset:
-                    known = shared[self.key] = (offset, *self._made(offset, n_tokens, device))
+                    known = shared[self.key] = (offset, *self._compute_cos_sin(offset, n_tokens, device))
                 return known[1:]
-        return self._made(offset, n_tokens, device)
+        return self._compute_cos_sin(offset, n_tokens, device)
 
-    def _made(self, offset: int | Tensor, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _compute_cos_sin(
+        self, offset: int | Tensor, n_tokens: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
         frequencies = self.inv_freq.to(device)
         if isinstance(offset, Tensor):
             angles = offset.to(torch.float32)[:, None, :, None] * frequencies[:, None, :]
@@ -210,7 +212,7 @@ class RotaryEmbedding(nn.Module):
                 frequencies = frequencies * self._stretch(self.dynamic, offset, n_tokens, device)
             angles = positions[:, None] * frequencies[:, None, :]
         # With kernels, as on a GPU: what a compiled graph fuses into rotations is slower than a table.
-        if torch.compiler.is_compiling() and has_kernel("rope", angles) and n_tokens >= WORTH_A_TABLE:
+        if torch.compiler.is_compiling() and has_kernel("rope", angles) and n_tokens >= MIN_TABLE_TOKENS:
             cos, sin = cos_sin(angles)
         else:
             cos, sin = angles.cos(), angles.sin()
@@ -218,7 +220,7 @@ class RotaryEmbedding(nn.Module):
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
 
-    def turn(self, x: Tensor, offset: int | Tensor) -> Tensor:
+    def apply_rope(self, x: Tensor, offset: int | Tensor) -> Tensor:
         """Return `rotate` of x [B, N, T, D] by the angles of its positions, in a decode step on a table by fewer
         calls: the same numbers."""
         n_tokens = x.shape[2]
@@ -226,13 +228,15 @@ class RotaryEmbedding(nn.Module):
         if isinstance(offset, int) and not (
             torch.is_grad_enabled() or torch.compiler.is_compiling() or is_fused("rope", x)
         ):
-            angles = self.step_angles(offset, n_tokens, x.device)
+            angles = self.cached_cos_sin(offset, n_tokens, x.device)
         if angles is None:
             return rotate(x, *self(offset, n_tokens, x.device))
-        return turned_halves(upcast(x).unflatten(-1, (2, -1)), *angles).flatten(-2)
+        return apply_rope_halves(upcast(x).unflatten(-1, (2, -1)), *angles).flatten(-2)
 
-    def step_angles(self, offset: int, n_tokens: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """Return what `turned_halves` takes at these positions, None where no table holds them."""
+    def cached_cos_sin(
+        self, offset: int, n_tokens: int, device: torch.device
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what `apply_rope_halves` takes at these positions, None where no table holds them."""
         table = self.step_table
         if table is None or not table.reaches(offset + n_tokens, device):
             return None
@@ -278,7 +282,7 @@ class RotaryEmbedding(nn.Module):
         return f"{groups} x {pairs} frequencies"
 
 
-def are_alike(ropes: Sequence[RotaryEmbedding]) -> bool:
+def share_frequencies(ropes: Sequence[RotaryEmbedding]) -> bool:
     """Whether `angles_of` takes them: frequencies of one shape that are parts of the weights, and no `forward` of their
     own: a rank's share of the heads has the angles of these alone."""
     kinds = {(rope.inv_freq.shape, rope.attention_factor, rope.key, rope.dynamic is None) for rope in ropes}
@@ -291,7 +295,7 @@ def are_alike(ropes: Sequence[RotaryEmbedding]) -> bool:
 
 
 def angles_of(ropes: Sequence[RotaryEmbedding], offset: Tensor) -> dict[Hashable, tuple[Tensor, Tensor]]:
-    """Return cos and sin of embeddings that `are_alike`, each as `forward` has it.
+    """Return cos and sin of embeddings that `share_frequencies`, each as `forward` has it.
 
     A step on the device launches kernels for each layer's angles otherwise.
 
@@ -304,7 +308,7 @@ def angles_of(ropes: Sequence[RotaryEmbedding], offset: Tensor) -> dict[Hashable
     return {rope: (cos[index], sin[index]) for index, rope in enumerate(ropes)}
 
 
-def _reaching(
+def _table_if_covers(
     table: tuple[Tensor, Tensor] | None, n_tokens: int, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """Return a table that holds so many positions on a device, else None."""
@@ -328,7 +332,9 @@ def shared_angles() -> Iterator[None]:
 
 
 @torch.no_grad()
-def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_steps: bool = False) -> None:
+def share_rope_tables(
+    module: nn.Module, n_tokens: int, device: torch.device, *, for_steps: bool = False
+) -> None:
     """Give all rotary embeddings of a module whose angles nothing can change a table of positions 0 to T - 1.
 
     A compiler would otherwise compute both functions anew in every layer, for every element of every head and batch,
@@ -336,7 +342,7 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_
     `for_steps` is one of its own, which forwards behind cached tokens read: its length changes no compiled forward.
     """
     tables: dict[str, tuple[Tensor, Tensor]] = {}
-    steps: dict[str, StepTable] = {}
+    steps: dict[str, RopeTable] = {}
     for rotary in module.modules():
         if not isinstance(rotary, RotaryEmbedding) or rotary.key is None:
             continue
@@ -346,12 +352,12 @@ def share_tables(module: nn.Module, n_tokens: int, device: torch.device, *, for_
                 present = rotary.step_table
                 is_enough = present is not None and present.reaches(n_tokens, device)
                 steps[key] = (
-                    present if present is not None and is_enough else StepTable(*rotary(0, n_tokens, device))
+                    present if present is not None and is_enough else RopeTable(*rotary(0, n_tokens, device))
                 )
             rotary.step_table = steps[key]
             continue
         if key not in tables:
-            table = _reaching(rotary.table, n_tokens, device)
+            table = _table_if_covers(rotary.table, n_tokens, device)
             if table is None:
                 rotary.table = None
                 table = rotary(0, n_tokens, device)

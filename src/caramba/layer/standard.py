@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from caramba.config.layer import AttentionLayerConfig
+from caramba.layer.cache_view import ZERO_WIDTH, CacheView, zero_keys
 from caramba.layer.fused_linear import FusedLinear, can_use_fused, fused_prefill_product
 from caramba.layer.fused_small_batch import norm_linear
 from caramba.layer.products import fused_product, products
@@ -27,7 +28,6 @@ from caramba.layer.projection import (
 from caramba.layer.rms_norm import RMSNorm
 from caramba.layer.rope import RotaryEmbedding, rotate
 from caramba.layer.score import Null
-from caramba.layer.stored import ZERO_WIDTH, StoredKeys, zero_keys
 from caramba.ops import StoredStream, has_kernel, rope_qkv
 
 
@@ -37,7 +37,7 @@ class StandardProjection(Projection):
     q [H*Dqk, M], k [K*Dqk, M], v [K*Dv, M]; `qk_norm` normalises each head's query and key before RoPE.
     """
 
-    turned = "k"
+    rotated_stream = "k"
     fusible_linears: ClassVar[tuple[str, ...]] = ("q", "k", "v")
     fuse_in_training: ClassVar[bool] = True
 
@@ -53,7 +53,7 @@ class StandardProjection(Projection):
         self.rope = (
             RotaryEmbedding(dims.rope, config.rope_base, config.rope_scaling) if config.rope_enabled else None
         )
-        self.turns_together = not config.qk_norm
+        self.rotates_qk_together = not config.qk_norm
 
     def readers(self) -> tuple[nn.Module, ...] | None:
         return self.q, self.k, self.v
@@ -73,13 +73,13 @@ class StandardProjection(Projection):
             else:
                 q, k, v = norm_linear(fused_linear, x, norm).split_with_sizes(fused_linear.widths, dim=-1)
         elif rows is None and can_use_fused(fused_linear, x):
-            if angles is None and self.turns_together:
-                return self._together(fused_linear, x, offset)
+            if angles is None and self.rotates_qk_together:
+                return self._fused_qkv_rotated(fused_linear, x, offset)
             q, k, v = fused_linear(x)
         elif rows is None:
-            together = self._product_to_turn(x) if angles is None else None
+            together = self._fused_qkv(x) if angles is None else None
             if together is not None:
-                return self._from_product(together, offset)
+                return self._rotate_fused_qkv(together, offset)
             q, k, v = products(x, (self.q, self.k, self.v))
         else:
             q, k, v = self.q(picked(x, rows)), self.k(x), self.v(x)
@@ -98,34 +98,32 @@ class StandardProjection(Projection):
                 return q, {"k": k.to(v.dtype), "v": v}
         return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
-    def _together(
+    def _fused_qkv_rotated(
         self, fused_linear: FusedLinear, x: Tensor, offset: int | Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """As `forward` without norms, queries and keys turned as heads of one tensor: half the calls of a step."""
         heads, kv_heads, width = self.dims.n_heads, self.dims.n_kv_heads, self.dims.qk
-        n_turned, (batch, n_tokens, _) = heads + kv_heads, x.shape
-        turned, v = fused_linear.product(x).split_with_sizes(
-            [n_turned * width, kv_heads * self.dims.v], dim=-1
-        )
-        turned = turned.view(batch, n_tokens, n_turned, width).transpose(1, 2)
+        n_rotated, (batch, n_tokens, _) = heads + kv_heads, x.shape
+        qk, v = fused_linear.product(x).split_with_sizes([n_rotated * width, kv_heads * self.dims.v], dim=-1)
+        qk = qk.view(batch, n_tokens, n_rotated, width).transpose(1, 2)
         v = v.view(batch, n_tokens, kv_heads, self.dims.v).transpose(1, 2)
         if self.rope is not None:
-            turned = self.rope.turn(turned, offset)
-        q, k = turned.split_with_sizes([heads, kv_heads], dim=1)
+            qk = self.rope.apply_rope(qk, offset)
+        q, k = qk.split_with_sizes([heads, kv_heads], dim=1)
         return self.scaled(q, v.dtype), {"k": k.to(v.dtype), "v": v}
 
-    def _product_to_turn(self, x: Tensor) -> Tensor | None:
+    def _fused_qkv(self, x: Tensor) -> Tensor | None:
         """Return q, k and v of x as one product, where a kernel turns and splits it and joins the gradients.
 
         The compiler would compute all three of them at every element of theirs.
         """
-        is_plain = self.rope is not None and self.turns_together and self.temperature is None
+        is_plain = self.rope is not None and self.rotates_qk_together and self.temperature is None
         if not is_plain or self.dims.v != self.dims.qk or not has_kernel("rope_qkv", x):
             return None
         together = fused_prefill_product(self.fused_linear, x)
         return fused_product(x, (self.q, self.k, self.v)) if together is None else together
 
-    def _from_product(self, together: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _rotate_fused_qkv(self, together: Tensor, offset: int | Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         assert self.rope is not None
         cos, sin = self.rope(offset, together.shape[1], together.device)
         q, k, v = rope_qkv(together, cos, sin, self.dims.n_heads, self.dims.n_kv_heads, self.scale)
@@ -140,11 +138,11 @@ class StandardProjection(Projection):
         sem = 1 << max((self.dims.qk - 1).bit_length() - 1, 0)
         return sem, self.dims.qk - sem
 
-    def stored_queries(self, q: Tensor) -> Queries:
+    def cache_queries(self, q: Tensor) -> Queries:
         """Return the queries, and as many of their features as a second part of quantised keys has, which is zeros."""
         return q, q[..., :ZERO_WIDTH]
 
-    def attend_stored(self, q: Queries, keys: StoredKeys, window: int | None, null: Null = None) -> Tensor:
+    def attend_cache(self, q: Queries, keys: CacheView, window: int | None, null: Null = None) -> Tensor:
         k, v, kv_heads = keys.streams["k"], keys.streams["v"], self.dims.n_kv_heads
         if k.scales is None:
             widths = self._key_parts()
@@ -156,5 +154,5 @@ class StandardProjection(Projection):
                 null_k = null[0].view(kv_heads, -1)
                 null = torch.cat((null_k, null_k.new_zeros(kv_heads, q[1].shape[-1])), dim=-1), null[1]
             widths = (self.dims.qk, q[1].shape[-1])
-        two_parts = replace(keys, streams={"k_sem": k_sem, "k_geo": k_geo, "v": v})
-        return attend_per_head(queries, two_parts, widths, kv_heads, window, null)
+        split = replace(keys, streams={"k_sem": k_sem, "k_geo": k_geo, "v": v})
+        return attend_per_head(queries, split, widths, kv_heads, window, null)

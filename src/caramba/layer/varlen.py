@@ -98,13 +98,13 @@ class VarlenKernel:
         else:
             words["is_causal"] = True
         # A pad by nothing would be a copy, which those need that begin where no load of 16 bytes may.
-        wide = (x if lies_even(x, width) else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        wide = (x if has_aligned_rows(x, width) else F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         rows = (x.transpose(1, 2).flatten(0, 1) for x in wide)
         out = self.call(*rows, starts, starts, tokens, tokens, **words)
         return out[..., :v_width].unflatten(0, (batch, tokens)).transpose(1, 2)
 
 
-def lies_even(x: Tensor, width: int) -> bool:
+def has_aligned_rows(x: Tensor, width: int) -> bool:
     """Return whether rows are `width` features wide, side by side, and each at a multiple of `EVEN` in its memory.
 
     Parts of a joined product may lie at others. In a graph that is compiled nobody can say, as it has no memory yet.

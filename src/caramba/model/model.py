@@ -14,7 +14,7 @@ from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.documents import Documents, StoredDocuments
-from caramba.layer.rope import RotaryEmbedding, angles_of, are_alike, share_tables
+from caramba.layer.rope import RotaryEmbedding, angles_of, share_frequencies, share_rope_tables
 from caramba.model.embedder import Embedder
 from caramba.model.head import build_head
 from caramba.model.own_layers import (
@@ -112,7 +112,7 @@ class Model(nn.Module):
         that layers share."""
         ropes = (layer.projection.rope for _, layer in self.attention_layers())
         apart = [rope for rope in ropes if rope is not None and rope.key is None and rope.dynamic is None]
-        return apart if are_alike(apart) else []
+        return apart if share_frequencies(apart) else []
 
     def _share_angles(self, tokens: Tensor) -> None:
         """Compute the angles of a forward once for all layers, outside of what is compiled."""
@@ -121,7 +121,7 @@ class Model(nn.Module):
             return
         covered = (tokens.shape[1], tokens.device)
         if covered != self._covered and type(tokens) is Tensor and tokens.device.type != "meta":
-            share_tables(self, *covered)
+            share_rope_tables(self, *covered)
             self._covered = covered
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class Model(nn.Module):
                 raise
         if max_tokens <= TABLE_TOKENS and device.type != "meta" and not torch.compiler.is_compiling():
             with torch.inference_mode(False):  # a forward with gradients may read them too
-                share_tables(self, max_tokens, device, for_steps=True)
+                share_rope_tables(self, max_tokens, device, for_steps=True)
         format = {"tail_tokens": tail_tokens, "hadamard": hadamard}
         return context_of(layers, batch_size, max_tokens, kind, device, static, **format)
 

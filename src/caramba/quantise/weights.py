@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from caramba.config.quantise import WeightFormat
 from caramba.errors import ConfigError, KernelUnavailable
 from caramba.layer import LinearLayer
-from caramba.layer.coded import CodedLinear
 from caramba.layer.first_tokens import FirstTokens
+from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.measure import model_bytes
 from caramba.model import Model
 from caramba.model.head import Head, TiedHead
@@ -218,7 +218,7 @@ def _codes(torchao: Any, weight: Tensor, form: WeightFormat) -> Tensor:
     return carrier.weight
 
 
-def _coded(layer: nn.Module, codes: Any) -> CodedLinear:
+def _coded(layer: nn.Module, codes: Any) -> QuantizedLinear:
     """Return a layer of torchao's codes.
 
     Raises:
@@ -229,16 +229,16 @@ def _coded(layer: nn.Module, codes: Any) -> CodedLinear:
         raise KernelUnavailable(
             "weights=int8: this torchao makes codes with zero points; expected symmetric ones"
         )
-    return CodedLinear(
+    return QuantizedLinear(
         codes.qdata, codes.scale.flatten().float(), getattr(layer, "bias", None), _reduce(layer)
     )
 
 
-def _grouped(layer: nn.Module, weight: Tensor) -> CodedLinear:
+def _grouped(layer: nn.Module, weight: Tensor) -> QuantizedLinear:
     """Return a layer of codes of 4 bits in place of one with a weight [N, K]."""
     group = group_of(weight.shape[1])
     assert group is not None
-    return CodedLinear(*four_bits(weight, group), getattr(layer, "bias", None), _reduce(layer))
+    return QuantizedLinear(*four_bits(weight, group), getattr(layer, "bias", None), _reduce(layer))
 
 
 def _reduce(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:

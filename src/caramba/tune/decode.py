@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from caramba.console import logger
-from caramba.layer.stored import ZERO_WIDTH, zero_keys
+from caramba.layer.cache_view import ZERO_WIDTH, zero_keys
 from caramba.ops import STORED, ZEROS, StoredStream, quantize
 from caramba.ops.decode_reference import reference_dba_decode
 from caramba.tune.timing import Timed, time_in_turn

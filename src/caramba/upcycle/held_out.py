@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from caramba.errors import CheckpointError
 from caramba.layer import AttentionLayer, Documents
-from caramba.layer.first_tokens import attend_beside, read_first
+from caramba.layer.first_tokens import attend_with_prefix, read_first
 from caramba.layer.rope import rotate
 from caramba.layer.score import CausalScore
 from caramba.model import Model
@@ -155,7 +155,7 @@ def latent_output(held: HeldOut, maps: LatentMaps, first_tokens: int = 0) -> Ten
         kept, total = _read_first(held, maps, mean, first_tokens)
         score, first = CausalScore(layer.config.local_window), held.first
         k = k.to(dtype)
-        out, share = attend_beside(score, q.to(dtype), k, k, total, first_tokens, first)
+        out, share = attend_with_prefix(score, q.to(dtype), k, k, total, first_tokens, first)
         out = out[..., : maps.rank] @ per_head(maps.value) + share * kept
     else:
         out = held.attend(q, k, c[:, None]) @ per_head(maps.value)

@@ -17,7 +17,7 @@ from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, CausalScore, Documents
-from caramba.layer.first_tokens import attend_beside
+from caramba.layer.first_tokens import attend_with_prefix
 
 T = 9
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -214,7 +214,7 @@ def test_half_precision_keeps_the_log_sum_exp() -> None:
     # As large as the others' own, and between two bfloat16 numbers: alone they stand 1/4 apart there.
     total = scores.logsumexp(-1, keepdim=True).nan_to_num(neginf=20.0).clamp_min(20.0) + 0.11
     joined = torch.cat((total, scores), -1).softmax(-1)
-    read, share = attend_beside(CausalScore(), q, k, v, total.float(), 3)
+    read, share = attend_with_prefix(CausalScore(), q, k, v, total.float(), 3)
     torch.testing.assert_close(share.double(), joined[..., :1], rtol=0.02, atol=2e-3)
     torch.testing.assert_close(read.double(), joined[..., 1:] @ v.double(), rtol=0.02, atol=0.05)
 

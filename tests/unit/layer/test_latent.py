@@ -13,7 +13,7 @@ from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
 from caramba.distill.lora import LoraLinear
 from caramba.layer import AttentionLayer, LatentProjection
-from caramba.layer.latent import expands
+from caramba.layer.latent import expanding_is_cheaper
 
 D_MODEL, T = 16, 9
 LATENT: dict[str, Any] = {
@@ -159,8 +159,8 @@ def test_the_form_is_the_one_of_fewer_flops(latent: int, head_dim: int) -> None:
             pairs = sum(past + t + 1 for t in range(n_queries))
             expanded = 2 * n_keys * latent * head_dim + pairs * 2 * head_dim
             absorbed = 2 * n_queries * latent * head_dim + pairs * 2 * latent
-            assert expands(n_queries, n_keys, latent, head_dim) == (expanded < absorbed)
-    assert not expands(1, 5000, latent, head_dim)
+            assert expanding_is_cheaper(n_queries, n_keys, latent, head_dim) == (expanded < absorbed)
+    assert not expanding_is_cheaper(1, 5000, latent, head_dim)
 
 
 def test_the_choice_breaks_no_graph() -> None:

@@ -14,7 +14,7 @@ from caramba.config.layer import AttentionLayerConfig
 from caramba.layer import StandardProjection, standard
 from caramba.layer import products as module
 from caramba.layer.products import products
-from caramba.layer.rope import RotaryEmbedding, share_tables
+from caramba.layer.rope import RotaryEmbedding, share_rope_tables
 from caramba.model import build_model
 from caramba.ops import backend as ops_backend
 from caramba.topology import clear_checkpointing, compilable_regions, join_repeats
@@ -113,7 +113,7 @@ def test_layers_share_one_table_of_angles_that_changes_no_bit() -> None:
     assert torch.equal(model(longer), first)
     first.sum().backward()
     explicit = RotaryEmbedding(8, 1e4, n_groups=2, explicit=True)  # surgery may write other frequencies
-    share_tables(explicit, 5, torch.device("cpu"))
+    share_rope_tables(explicit, 5, torch.device("cpu"))
     assert explicit.table is None
 
 

@@ -11,7 +11,7 @@ import torch
 from caramba.config.layer import RopeScalingConfig
 from caramba.errors import ConfigError
 from caramba.layer import RotaryEmbedding, rope_frequencies, rotate
-from caramba.layer.rope import angles_of, are_alike, share_tables
+from caramba.layer.rope import angles_of, share_frequencies, share_rope_tables
 from caramba.ops import backend
 
 LLAMA3 = RopeScalingConfig(type="llama3", factor=32.0, original_max_position_embeddings=8192)
@@ -241,13 +241,13 @@ def test_angles_of_several_layers_at_once_are_those_of_each() -> None:
     for rope in ropes:
         assert all(map(torch.equal, found[rope], rope(offset, 2, offset.device)))
     # Of layers that share a key each step has one table, and unequal ones do not stand side by side.
-    assert are_alike(ropes)
-    assert not are_alike([RotaryEmbedding(8, 10.0)])
-    assert not are_alike([])
-    assert not are_alike([*ropes, RotaryEmbedding(4, 10.0, explicit=True)])
+    assert share_frequencies(ropes)
+    assert not share_frequencies([RotaryEmbedding(8, 10.0)])
+    assert not share_frequencies([])
+    assert not share_frequencies([*ropes, RotaryEmbedding(4, 10.0, explicit=True)])
     own = RotaryEmbedding(8, 10.0, n_groups=2, explicit=True)
     own.__class__ = type("OfOneHead", (RotaryEmbedding,), {})  # its forward may give a part of the heads
-    assert not are_alike([*ropes, own])
+    assert not share_frequencies([*ropes, own])
     # As a compiled step looks them up.
     made = torch.compile(lambda: angles_of(ropes, offset)[ropes[1]], backend="eager", fullgraph=True)()
     assert all(map(torch.equal, made, found[ropes[1]]))
@@ -257,9 +257,9 @@ def test_angles_of_several_layers_at_once_are_those_of_each() -> None:
 def test_a_step_turns_by_the_table_to_the_last_bit() -> None:
     module = torch.nn.ModuleList(RotaryEmbedding(8, 10000.0, YARN[0]) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
-    share_tables(module, 40, torch.device("cpu"), for_steps=True)
+    share_rope_tables(module, 40, torch.device("cpu"), for_steps=True)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         for offset, n_tokens in ((0, 3), (5, 1), (6, 1), (39, 1), (39, 2)):  # the last is beyond the table
             x = torch.randn(2, 3, n_tokens, 8, generator=generator).to(dtype)
             for rope in module:
-                assert torch.equal(rope.turn(x, offset), rotate(x, *rope(offset, n_tokens, x.device)))
+                assert torch.equal(rope.apply_rope(x, offset), rotate(x, *rope(offset, n_tokens, x.device)))

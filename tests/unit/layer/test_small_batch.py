@@ -18,8 +18,8 @@ from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator
 from caramba.kernels import load
 from caramba.layer import SwiGLULayer
-from caramba.layer.coded import CodedLinear
 from caramba.layer.fused_linear import FusedLinear, fuse_linears
+from caramba.layer.quantized_linear import QuantizedLinear
 from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.model import Model, build_model
 from caramba.ops import backend, dequantize_int4
@@ -155,7 +155,7 @@ def test_a_generation_by_codes_of_4_bits_is_that_of_their_numbers(name: str) -> 
     with torch.no_grad():
         for layer in done.layers:
             coded = model.get_submodule(layer)
-            assert isinstance(coded, CodedLinear)
+            assert isinstance(coded, QuantizedLinear)
             plain.get_submodule(layer).get_parameter("weight").copy_(
                 dequantize_int4(coded.weight, coded.scale, torch.float32)
             )
@@ -171,7 +171,7 @@ def test_a_layer_of_codes_is_its_product(dtype: torch.dtype, kernels: None) -> N
     codes = torch.randint(-127, 128, (24, 512), dtype=torch.int8, generator=source)
     codes[0] = 127  # the sums of such a row are beyond float16 before they are scaled
     scale, bias = torch.rand(24, generator=source) / 127, torch.randn(24, generator=source).to(dtype)
-    layer = CodedLinear(codes, scale, bias)
+    layer = QuantizedLinear(codes, scale, bias)
     x = (torch.randn(3, 70, 512, generator=source) + 3).to(dtype)
     want = x.double() @ (codes.double() * scale.double()[:, None]).T + bias.double()
     bound = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-6}[dtype]
@@ -186,7 +186,7 @@ def test_a_layer_of_codes_is_its_product(dtype: torch.dtype, kernels: None) -> N
 def test_a_layer_of_codes_of_4_bits_is_its_product(dtype: torch.dtype, kernels: None) -> None:
     source = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(24, 96, generator=source), torch.randn(24, generator=source).to(dtype)
-    layer = CodedLinear(*four_bits(weight, 32), bias)
+    layer = QuantizedLinear(*four_bits(weight, 32), bias)
     exact = dequantize_int4(layer.weight, layer.scale, torch.float64)
     assert 0.05 < float((exact - weight).norm() / weight.norm()) < 0.1
     x = torch.randn(3, 70, 96, generator=source).to(dtype)
@@ -213,13 +213,15 @@ def test_what_float16_holds_of_a_layer_of_codes_does_not_overflow() -> None:
     """4,096 weights of 0.01, for which sums of codes over 128 are four times what float16 holds."""
     codes, scale = torch.full((2, 4096), 127, dtype=torch.int8), torch.full((2,), 0.01 / 127)
     x = torch.full((1, 3, 4096), 64.0, dtype=torch.float16)
-    found = CodedLinear(codes, scale, None)(x)
+    found = QuantizedLinear(codes, scale, None)(x)
     torch.testing.assert_close(found.float(), torch.full((1, 3, 2), 64 * 40.96), rtol=1e-3, atol=0)
 
 
 @torch.inference_mode()
 def test_joined_codes_are_read_as_they_are_too(kernels: None) -> None:
-    layers = [CodedLinear(torch.ones(n, 8, dtype=torch.int8), torch.rand(n), torch.rand(n)) for n in (3, 5)]
+    layers = [
+        QuantizedLinear(torch.ones(n, 8, dtype=torch.int8), torch.rand(n), torch.rand(n)) for n in (3, 5)
+    ]
     weight, bias, scale = (
         torch.cat([layer.get_parameter(name) for layer in layers]) for name in ("weight", "bias", "scale")
     )
@@ -242,7 +244,7 @@ def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
             for name, n, group in zip(self.fusible_linears, (3, 5, 2), groups, strict=True):
                 weight = torch.randn(n, 128, generator=source)
                 self.add_module(
-                    name, CodedLinear(*four_bits(weight, group), torch.ones(n) if n == 5 else None)
+                    name, QuantizedLinear(*four_bits(weight, group), torch.ones(n) if n == 5 else None)
                 )
 
     x, module = torch.rand(1, 1, 128), Three((64, 64, 64))
@@ -260,7 +262,7 @@ def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
 
 @torch.inference_mode()
 def test_scales_keep_their_dtype(kernels: None) -> None:
-    layer = CodedLinear(torch.ones(4, 8, dtype=torch.int8), torch.rand(4), torch.rand(4))
+    layer = QuantizedLinear(torch.ones(4, 8, dtype=torch.int8), torch.rand(4), torch.rand(4))
     exact = layer.scale.clone()
     layer.to(torch.bfloat16)
     assert (layer.weight.dtype, layer.scale.dtype) == (torch.int8, torch.float32)

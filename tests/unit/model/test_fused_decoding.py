@@ -11,7 +11,7 @@ from caramba import ops
 from caramba.cache import KVCacheKind, new_layer_cache
 from caramba.config.layer import AttentionLayerConfig
 from caramba.errors import CacheFull
-from caramba.layer import stored
+from caramba.layer import cache_view
 from caramba.layer.attention import _say_plain
 from caramba.model import Model, build_model
 from caramba.ops import backend
@@ -39,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setitem(backend._attached, ("dba_decode", "cpu"), "forced")
     monkeypatch.setitem(WIDEST, torch.float64, 64)
-    monkeypatch.setattr(stored, "dba_decode", counted)
+    monkeypatch.setattr(cache_view, "dba_decode", counted)
     return seen
 
 

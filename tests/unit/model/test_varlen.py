@@ -22,7 +22,7 @@ from caramba.layer.varlen import (
     checked,
     find_kernel,
     fixed_documents,
-    lies_even,
+    has_aligned_rows,
     measured_error,
     varlen_attention,
 )
@@ -149,8 +149,8 @@ def test_parts_of_a_wider_product_are_copied_where_no_load_of_16_bytes_may_begin
         for mine, theirs in zip(given[:3], (q, k, v), strict=True):
             assert (mine.data_ptr() == theirs.data_ptr()) is is_taken
             assert not any(place % 8 for place in (mine.storage_offset(), mine.stride(0)))
-    compiled = torch.compile(lies_even, fullgraph=True, backend="eager")
-    assert (lies_even(torch.zeros(5, 8), 8), compiled(torch.zeros(5, 8), 8)) == (True, False)
+    compiled = torch.compile(has_aligned_rows, fullgraph=True, backend="eager")
+    assert (has_aligned_rows(torch.zeros(5, 8), 8), compiled(torch.zeros(5, 8), 8)) == (True, False)
 
 
 def test_sequences_begin_where_documents_do() -> None:

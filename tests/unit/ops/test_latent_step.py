@@ -156,7 +156,7 @@ def test_steps_with_the_ops_are_those_without(kind: KVCacheKind, monkeypatch: py
         monkeypatch.setattr(place, name, lambda *a, **k: (called.append(name), plain(*a, **k))[1])
 
     spied(latent, "absorbed_step")
-    spied(latent.StoredKeys, "attend_up")
+    spied(latent.CacheView, "attend_up")
     model = build_model(transformer("latent"), seed=0).eval().double()
     with backend.without_kernels():
         wanted = stepped(model, kind)

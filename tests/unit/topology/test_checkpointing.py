@@ -23,7 +23,7 @@ from caramba.config.topology import (
     ResidualTopologyConfig,
     StackedTopologyConfig,
 )
-from caramba.layer import two_parts
+from caramba.layer import split_keys
 from caramba.ops import backend
 from caramba.topology import build_node, checkpoint_topology, clear_checkpointing, compilable_regions
 
@@ -99,7 +99,7 @@ def test_gradients_are_equal_to_the_bit_and_less_is_kept(topology: nn.Module, gr
 
 def test_attention_by_a_kernel_of_our_own_is_not_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backend._attached, ("decoupled_attention", "cpu"), "reference")
-    monkeypatch.setattr(two_parts, "WIDEST", 9)
+    monkeypatch.setattr(split_keys, "WIDEST", 9)
     dims = {"d_model": WIDTH, "n_heads": 2, "head_dim": 16, "sem_dim": 32, "geo_dim": 16}
     layer = AttentionLayerConfig.model_validate({"mode": "decoupled", "layout": "latent", **dims})
     torch.manual_seed(0)

@@ -18,7 +18,14 @@ from caramba.cache import Context, LatentLayerKVCache
 from caramba.config.attention_cost import trains_in_parts
 from caramba.config.cost import Width
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer import AttentionLayer, Documents, LatentProjection, documents_path, runs_parts, two_parts
+from caramba.layer import (
+    AttentionLayer,
+    Documents,
+    LatentProjection,
+    documents_path,
+    split_keys,
+    uses_split_keys_kernel,
+)
 from caramba.layer.varlen import VarlenKernel
 from caramba.ops import backend, decoupled_attention
 from caramba.ops.decoupled_attention import reference_decoupled_attention
@@ -55,8 +62,8 @@ def uncompiled() -> Iterator[None]:
 def take_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers on the CPU take the op, of any width and dtype."""
     monkeypatch.setitem(backend._attached, PLACE, "reference")
-    monkeypatch.setattr(two_parts, "WIDEST", 9)
-    for module in (two_parts, sys.modules[reference_decoupled_attention.__module__]):
+    monkeypatch.setattr(split_keys, "WIDEST", 9)
+    for module in (split_keys, sys.modules[reference_decoupled_attention.__module__]):
         monkeypatch.setattr(module, "has_two_part_keys", lambda *_: True)
 
 
@@ -70,7 +77,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, ...]]]:
         return decoupled_attention(*tensors)
 
     take_all(monkeypatch)
-    monkeypatch.setattr(two_parts, "decoupled_attention", spy)
+    monkeypatch.setattr(split_keys, "decoupled_attention", spy)
     return seen
 
 
@@ -140,7 +147,7 @@ def test_prompts_in_chunks(calls: list[object], shape: str, sizes: list[int]) ->
 def test_narrow_keys_take_the_op_behind_a_prefix_alone(
     calls: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_parts, "WIDEST", 256)
+    monkeypatch.setattr(split_keys, "WIDEST", 256)
     layer, x = build().double(), drawn(2, T, 16)
     want = layer(x)
     ctx, outs = Context([Float64Cache(layer.dims.streams, batch_size=2, max_tokens=T)]), []
@@ -188,10 +195,10 @@ def test_narrow_keys_and_watched_scores_keep_to_the_score_op(
     layer(drawn(2, T, 16))
     assert (len(seen), len(calls)) == (1, 0)
     handle.remove()
-    monkeypatch.setattr(two_parts, "WIDEST", 10)
+    monkeypatch.setattr(split_keys, "WIDEST", 10)
     layer(drawn(2, T, 16))
     assert not calls
-    monkeypatch.setattr(two_parts, "WIDEST", 9)
+    monkeypatch.setattr(split_keys, "WIDEST", 9)
     layer(drawn(2, T, 16))
     assert len(calls) == 1
 
@@ -309,13 +316,13 @@ def test_the_plan_knows_which_layers_keep_two_parts(monkeypatch: pytest.MonkeyPa
     configs += [wide(**fields) for fields in refused]
     configs.append(AttentionLayerConfig(d_model=640, n_heads=2))
     found = [trains_in_parts(config) for config in configs]
-    assert found == [runs_parts(config, CPU, torch.bfloat16) for config in configs]
+    assert found == [uses_split_keys_kernel(config, CPU, torch.bfloat16) for config in configs]
     assert 0 < sum(found) < len(found)
 
 
 def test_what_keeps_documents_apart_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, half = AttentionChoice(None, False, "measured"), torch.bfloat16
-    assert not runs_parts(wide(), CPU, half), "no kernel is attached"
+    assert not uses_split_keys_kernel(wide(), CPU, half), "no kernel is attached"
     assert documents_path(CPU, half, [wide()], choice)[0] == "mask"
     monkeypatch.setitem(backend._attached, PLACE, "triton")
     for compiled in (False, True):
@@ -329,7 +336,7 @@ def test_what_keeps_documents_apart_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         "attention is for CUDA, not for cpu",
     )
     absorbed = wide(sem_dim=32)
-    assert runs_parts(absorbed, CPU, half)
+    assert uses_split_keys_kernel(absorbed, CPU, half)
     refused = [
         wide(null_attn=True),
         wide(exact_first_tokens=2),
@@ -339,13 +346,13 @@ def test_what_keeps_documents_apart_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         wide(geo_dim=320),
         AttentionLayerConfig(d_model=640, n_heads=2),
     ]
-    assert not any(runs_parts(config, CPU, half) for config in refused)
-    assert not runs_parts(wide(), CPU, torch.float32)
+    assert not any(uses_split_keys_kernel(config, CPU, half) for config in refused)
+    assert not uses_split_keys_kernel(wide(), CPU, torch.float32)
     for config in (wide(), absorbed):  # what is said of a config is what its layer does
         layer = AttentionLayer(config).bfloat16()
         seen: list[object] = []
         monkeypatch.setattr(
-            two_parts, "decoupled_attention", lambda *x, s=seen: s.append(x) or decoupled_attention(*x)
+            split_keys, "decoupled_attention", lambda *x, s=seen: s.append(x) or decoupled_attention(*x)
         )
         assert isinstance(layer.projection, LatentProjection)
         layer(torch.randn(1, 5, 128, dtype=half), Documents.of(torch.zeros(1, 5, dtype=torch.int64)))

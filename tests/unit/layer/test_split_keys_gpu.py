@@ -13,7 +13,7 @@ from caramba import kernels
 from caramba.cache import Context, LatentLayerKVCache, new_layer_cache
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.layer import AttentionLayerConfig
-from caramba.layer import AttentionLayer, Documents, attention_backends, two_parts
+from caramba.layer import AttentionLayer, Documents, attention_backends, split_keys
 from caramba.ops import backend
 
 pytestmark = [
@@ -29,14 +29,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[None]]:
     """With kernels attached, a list of the op's eager calls; nothing stays compiled."""
     kernels.load("cuda")
     seen: list[None] = []
-    op = two_parts.decoupled_attention
+    op = split_keys.decoupled_attention
 
     def spy(*tensors: Any) -> Tensor:
         if not torch.compiler.is_compiling():
             seen.append(None)
         return op(*tensors)
 
-    monkeypatch.setattr(two_parts, OP, spy)
+    monkeypatch.setattr(split_keys, OP, spy)
     yield seen
     torch.compiler.reset()
 

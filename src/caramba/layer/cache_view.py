@@ -16,7 +16,7 @@ _zeros: dict[torch.device, Tensor] = {}
 
 
 @dataclass(frozen=True)
-class StoredKeys:
+class CacheView:
     """The streams of one cache and how much of them is in use.
 
     Attributes:

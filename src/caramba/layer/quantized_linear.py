@@ -18,7 +18,7 @@ FEW_ON_CPU = 4
 """Rows up to which a CPU makes no weight of codes of 4 bits."""
 
 
-class CodedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """Linear map y_n = s_n sum_k q_nk x_k + b_n of codes q, for inference; of 4 bits, with a scale and a zero of each
     group g of inputs, sum_k (q_nk s_ng + z_ng) x_k + b_n.
 
@@ -50,7 +50,7 @@ class CodedLinear(nn.Module):
         x = input if self.reduce is None else self.reduce(input)
         return linear(x, self.weight, self.bias, self.scale)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CodedLinear:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move, as any module; of another dtype is the bias alone, since kernels read scales as they are."""
         exact = self.scale.data
         super()._apply(fn, recurse)
