@@ -8,21 +8,21 @@ import resource
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from caramba.serve.failure import too_many_connections
+from caramba.serve.failure import framing_refusal, too_many_connections
+from caramba.serve.framing import Framing
 from caramba.serve.metrics import Metrics
 
 HEAD_SECONDS = 30.0  # for the head of a request to come whole, from the connection or from its first byte on
-SPARE = 32  # connections above the bound that are told so; those above them are cut off at once
+SPARE = 32  # connections above the bound that get this answer; those above them are cut off at once
 LINGER_SECONDS = (
     1.0  # for a client to read that; what it sends is read and dropped, as a reset would overtake it
 )
 BACKLOG = 256  # connections that are accepted in one go, before the first of them is looked at
-OTHER_FILES = 128  # that a process has open beside its connections
+OTHER_FILES = 128  # that a process has open in addition to its connections
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's protocol, with a limit to how long the head of a request may take, however slowly it drips in, and a
-    bound to how many connections are open at a time.
+    """uvicorn's protocol with strict framing, a time limit for a request's head, and a limit of open connections.
 
     uvicorn itself times a connection only between an answer and the next byte, and counts connections where a request
     has come. Bodies have a limit of their own.
@@ -30,6 +30,7 @@ class TimedProtocol(H11Protocol):
 
     most_open: int | None = None
     metrics: Metrics | None = None
+    framing: Framing
     refused: set[TimedProtocol]
     """Those above the bound that still hear of it."""
     head_timer: asyncio.TimerHandle | None = None
@@ -37,6 +38,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.framing = Framing()
         if self.most_open is not None and len(self.connections) > self.most_open:
             self._refuse(transport)
         else:
@@ -45,11 +47,41 @@ class TimedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.is_refused:
             return
-        super().data_received(data)
+        passed = self.framing.feed(data)
+        if not passed:  # after the last request
+            return
+        super().data_received(passed)
+        if self.is_refused:
+            return
         if self.conn.their_state is h11.IDLE:
             self._await_head()
         else:
             self._stop_waiting()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is malformed, and close the connection: where the next one begins is unknown."""
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            # The application reads a body that has no end: it reads a disconnect.
+            is_begun, cycle.disconnected = cycle.response_started, True
+            cycle.message_event.set()
+            if is_begun:
+                self._linger()
+                return
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # the request has its answer already
+            self._linger()
+            return
+        if self.metrics is not None:
+            self.metrics.requests.labels("other", "400").inc()
+        response = framing_refusal(self.framing.reason or "its head is too long or not HTTP/1.1").response()
+        headers = [*response.raw_headers, (b"connection", b"close")]
+        for event in (
+            h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+            h11.Data(data=bytes(response.body)),
+            h11.EndOfMessage(),
+        ):
+            self.transport.write(self.conn.send(event) or b"")
+        self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
@@ -67,7 +99,13 @@ class TimedProtocol(H11Protocol):
             return
         self.refused.add(self)
         transport.write(refusal())
-        transport.write_eof()
+        self._linger()
+
+    def _linger(self) -> None:
+        """Close after a while in which the client may read: what it sends meanwhile is read and dropped."""
+        self.is_refused = True
+        self._stop_waiting()
+        self.transport.write_eof()
         self.head_timer = self.loop.call_later(LINGER_SECONDS, self._give_up)
 
     def _await_head(self) -> None:

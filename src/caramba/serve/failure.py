@@ -93,6 +93,13 @@ def too_many_connections() -> ApiError:
     )
 
 
+def framing_refusal(reason: str) -> ApiError:
+    """Return the answer to bytes that are not one unambiguous request of HTTP/1.1."""
+    return ApiError(
+        400, f"the request is malformed: {reason}; the connection is closed", code="malformed_request"
+    )
+
+
 def stopping() -> ApiError:
     """Return the answer to a request that the server's end cuts off."""
     return ApiError(503, "the server stops; ask again", code="stopping", headers={"Retry-After": "1"})

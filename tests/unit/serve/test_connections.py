@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import resource
 import time
@@ -64,7 +65,8 @@ async def seconds_open(address: Address, *pieces: bytes, every: float = 0.0) -> 
             await asyncio.sleep(every)
 
     task = asyncio.create_task(drip())
-    assert await asyncio.wait_for(reader.read(), GUARD_S) == b""
+    with contextlib.suppress(ConnectionResetError):  # what still drips in meets a closed socket
+        assert await asyncio.wait_for(reader.read(), GUARD_S) == b""
     spent = time.monotonic() - began
     task.cancel()
     writer.close()
