@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,6 +18,8 @@ SPARE = 32  # connections above the bound that get this answer; those above them
 LINGER_SECONDS = (
     1.0  # for a client to read that; what it sends is read and dropped, as a reset would overtake it
 )
+PROBE_SECONDS, PEER_CHECK_SECONDS = 2.0, 0.25
+"""From the end of the client's half until it is probed, and from then between two looks at the socket."""
 BACKLOG = 256  # connections that are accepted in one go, before the first of them is looked at
 OTHER_FILES = 128  # that a process has open in addition to its connections
 
@@ -34,6 +37,9 @@ class TimedProtocol(H11Protocol):
     refused: set[TimedProtocol]
     """Those above the bound that still hear of it."""
     head_timer: asyncio.TimerHandle | None = None
+    peer_check: asyncio.TimerHandle | None = None
+    has_ended = is_probed = False
+    """Whether the client has ended its half of the connection, and whether something was sent to find it there."""
     is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -73,7 +79,9 @@ class TimedProtocol(H11Protocol):
             return
         if self.metrics is not None:
             self.metrics.requests.labels("other", "400").inc()
-        response = framing_refusal(self.framing.reason or "its head is too long or not HTTP/1.1").response()
+        response = framing_refusal(
+            self.framing.reason or "it ended early, or its head is not HTTP/1.1"
+        ).response()
         headers = [*response.raw_headers, (b"connection", b"close")]
         for event in (
             h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
@@ -83,8 +91,50 @@ class TimedProtocol(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self._linger()
 
+    def eof_received(self) -> bool | None:
+        """Keep the connection open for answers to requests that came whole before the client ended its half of it."""
+        self.has_ended = True
+        if self.is_refused:
+            return None
+        if not (self.framing.is_between or self.framing.is_ended):
+            self.send_400_response("")
+            return True
+        if self.cycle is None or self.cycle.response_complete:
+            return None
+        if self.peer_check is None:
+            self.peer_check = self.loop.call_later(PROBE_SECONDS, self._probe_peer)
+        return True
+
+    def on_response_complete(self) -> None:
+        """Take the next request that is there; after the last one of a client that ended its half, close."""
+        super().on_response_complete()
+        if self.has_ended and (self.cycle is None or self.cycle.response_complete):
+            self.transport.close()
+
+    def _probe_peer(self) -> None:
+        """Find out whether a client that ended its half is still there.
+
+        It may have closed the whole connection, which looks the same until it refuses something that is sent. An
+        interim answer, which every client of HTTP/1.1 has to skip, is sent once, unless the answer has begun.
+        """
+        self.peer_check = None
+        if self.cycle is None or self.cycle.response_complete or self.transport.is_closing():
+            return
+        connection = self.transport.get_extra_info("socket")
+        if connection is not None and connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+            return
+        if not self.is_probed and not self.cycle.response_started and self.scope["http_version"] != "1.0":
+            self.is_probed = True
+            interim = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(interim) or b"")
+        self.peer_check = self.loop.call_later(PEER_CHECK_SECONDS, self._probe_peer)
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self.peer_check is not None:
+            self.peer_check.cancel()
+            self.peer_check = None
         if self.is_refused:
             self.refused.discard(self)
         super().connection_lost(exc)
