@@ -20,7 +20,7 @@ from torch.multiprocessing.spawn import ProcessContext
 from torch.nn.functional import cross_entropy
 
 from caramba.benchmark.ladder_ranks import SharedRung, timed_on_ranks
-from caramba.cache import StepContext
+from caramba.cache import DeviceContext
 from caramba.cli import main
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError, Preempted
@@ -102,7 +102,7 @@ def last_on_device(model: Model) -> torch.Tensor | None:
         return None
     with torch.no_grad():
         model(TOKENS[:, :-1], ctx)
-        step = StepContext(ctx)
+        step = DeviceContext(ctx)
         step.advance()
         return model(TOKENS[:, -1:], step)
 

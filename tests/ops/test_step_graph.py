@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes import post_grad
 
-from caramba.cache import Context, KVCacheKind, StepContext
+from caramba.cache import Context, DeviceContext, KVCacheKind
 from caramba.infer import Generator
 from caramba.infer.device_steps import captured, next_logits, replayed
 from caramba.model import Model, build_model
@@ -68,7 +68,7 @@ def test_the_compiled_step_is_one_graph_for_all_positions(name: str, kind: KVCac
     model = lively(name)
     backend = aot_autograd(fw_compiler=kept, inference_compiler=kept, keep_inference_input_mutations=True)
     compiled = torch.compile(next_logits, backend=backend, fullgraph=True)
-    eager, step = (StepContext(prefilled(model, kind)) for _ in range(2))
+    eager, step = (DeviceContext(prefilled(model, kind)) for _ in range(2))
     for t in range(PROMPT, CAPACITY):
         for one in (eager, step):
             one.advance()
@@ -100,7 +100,7 @@ def test_the_compiler_writes_into_the_cache_without_a_copy(
     ctx = prefilled(model, KVCacheKind.BF16)
     smallest = min(values.numel() for cache in ctx.caches for values in cache.allocations)
     with pytest.raises(Exception, match="_SeenError"):
-        torch.compile(next_logits, fullgraph=True)(model, tokens_of()[:, PROMPT], StepContext(ctx))
+        torch.compile(next_logits, fullgraph=True)(model, tokens_of()[:, PROMPT], DeviceContext(ctx))
     nodes = list(graphs[0].nodes)
     appends = [node for node in nodes if node.target is torch.ops.caramba.dba_append.default]
     assert len(appends) == len(ctx.caches)
@@ -151,7 +151,7 @@ def test_a_captured_step_replays_as_eager_and_takes_no_memory(name: str, kind: K
     kernels.load("cuda")
     model = lively(name, "cuda")
     wanted, ctx = (prefilled(model, kind, "cuda") for _ in range(2))
-    step = StepContext(ctx)
+    step = DeviceContext(ctx)
     tokens = tokens_of("cuda")
 
     def run(token: Tensor) -> Tensor:

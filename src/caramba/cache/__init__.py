@@ -2,6 +2,8 @@
 batch."""
 
 from caramba.cache.context import Context
+from caramba.cache.custom import CustomLayerCache
+from caramba.cache.device_context import DeviceContext, refusal
 from caramba.cache.first_tokens import FirstTokensKVCache
 from caramba.cache.layer import (
     DecoupledLayerKVCache,
@@ -10,17 +12,17 @@ from caramba.cache.layer import (
     LayerKVCache,
     new_layer_cache,
 )
-from caramba.cache.own import OwnLayerCache
-from caramba.cache.rows import RowsContext
-from caramba.cache.slots import SlotContext
-from caramba.cache.step import StepContext, refusal
+from caramba.cache.ragged_context import RaggedContext
+from caramba.cache.slot_context import SlotContext
 from caramba.cache.tensor import TAIL_TOKENS, KVCacheTensor, KVCacheTensorConfig
 from caramba.config.kvcache import KVCacheKind
 
 __all__ = [
     "TAIL_TOKENS",
     "Context",
+    "CustomLayerCache",
     "DecoupledLayerKVCache",
+    "DeviceContext",
     "FirstTokensKVCache",
     "KVCacheKind",
     "KVCacheTensor",
@@ -28,10 +30,8 @@ __all__ = [
     "LatentLayerKVCache",
     "LayerCache",
     "LayerKVCache",
-    "OwnLayerCache",
-    "RowsContext",
+    "RaggedContext",
     "SlotContext",
-    "StepContext",
     "new_layer_cache",
     "refusal",
 ]

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, StepContext
+from caramba.cache import Context, DeviceContext
 from caramba.config.generate import Compiled, GenerateConfig
 from caramba.infer.decode import decode_step
 from caramba.infer.step import StepState
@@ -80,7 +80,7 @@ class DeviceSteps:
     """
 
     def __init__(self, host: HostSteps, *, is_compiled: bool, is_captured: bool) -> None:
-        self.host, self.step = host, StepContext(host.ctx)
+        self.host, self.step = host, DeviceContext(host.ctx)
         self.is_captured, self.is_compiled = is_captured, is_compiled
         self.run: NextLogits = next_logits
         if is_compiled:
@@ -94,7 +94,7 @@ class DeviceSteps:
 
     def resume(self) -> None:
         """Go on from where the context is: the device counts from there."""
-        self.step.follow()
+        self.step.sync_from_host()
 
     def choose(self, logits: Tensor) -> Tensor:
         """Draw every row's token, or return what a captured forward has drawn. Shape: [B, V] to [B]."""
@@ -140,12 +140,12 @@ class DeviceSteps:
         return self.run(self.host.model, token, self.step)
 
 
-def next_logits(model: Model, token: Tensor, step: Context | StepContext) -> Tensor:
+def next_logits(model: Model, token: Tensor, step: Context | DeviceContext) -> Tensor:
     """Run one token per sequence and return the logits of the next. Shape: token [B] int64 to [B, V]."""
     return model.logits(model.hidden(token.unsqueeze(1), step).select(1, -1))
 
 
-def find_angles(model: Model, step: StepContext) -> None:
+def find_angles(model: Model, step: DeviceContext) -> None:
     """Let compiled steps make the angles of all layers at once, where kernels read them from memory: where a compiler
     fuses rotations each layer's are a part of them."""
     if has_kernel("absorbed_queries", model.embedder.token.weight):
@@ -279,7 +279,7 @@ def choose_steps(host: HostSteps) -> tuple[Steps, DecodeForm, str | None]:
     return DeviceSteps(host, is_compiled="compiled" in form, is_captured="graph" in form), form, None
 
 
-def step_refusal(model: Model, ctx: Context, kind: type[StepContext] = StepContext) -> str | None:
+def step_refusal(model: Model, ctx: Context, kind: type[DeviceContext] = DeviceContext) -> str | None:
     """Return why a model's steps on a context cannot run by themselves on the device, None where they can."""
     found = kind.refusal(ctx)
     if found is not None:
@@ -288,7 +288,7 @@ def step_refusal(model: Model, ctx: Context, kind: type[StepContext] = StepConte
     widths = [tensor.width for cache in ctx.caches for tensor in cache.tensors.values()]
     if implementation("dba_decode", weight.device) != REFERENCE and not kernel_takes(weight.dtype, widths):
         return f"the kernels take no heads of {max(widths)} in {weight.dtype}"
-    limit = StepContext(ctx).limit
+    limit = DeviceContext(ctx).limit
     reasons = (layer.projection.step_refusal(limit) for _, layer in model.attention_layers())
     return next((reason for reason in reasons if reason is not None), None)
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, RowsContext
+from caramba.cache import Context, RaggedContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.ragged import Network, device_of, feed, padded, rewind
 from caramba.infer.sampling import distribution, next_token, wide_dtype
@@ -76,7 +76,7 @@ class ModelDrafter:
     def __init__(
         self,
         network: Network,
-        ctx: Context | RowsContext,
+        ctx: Context | RaggedContext,
         config: GenerateConfig,
         generators: Sequence[torch.Generator],
         *,

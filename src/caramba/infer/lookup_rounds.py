@@ -110,7 +110,7 @@ class LookupRounds:
         width = next(width for width in WIDTHS if width > n_drafts)
         self.ctx.width = width
         self._before = list(self.ctx.lengths)
-        with self.ctx.counted_by_host():
+        with self.ctx.host_counted_forward():
             if not self.steps.is_captured:
                 found = self._round()
             else:
@@ -130,7 +130,7 @@ class LookupRounds:
         words = found.tolist()
         ends = (3 + N_DRAFTS, 3 + N_DRAFTS + width)
         kept = [row[0] for row in words]
-        self.ctx.recount([n + own for n, own in zip(self._before, kept, strict=True)])
+        self.ctx.reload_lengths([n + own for n, own in zip(self._before, kept, strict=True)])
         return Round(
             kept,
             [row[ends[0] : ends[1]] for row in words],

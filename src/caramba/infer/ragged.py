@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import Context, RowsContext, StepContext
+from caramba.cache import Context, DeviceContext, RaggedContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.layer import unplanned_attention
 from caramba.ops import MAX_QUERIES
@@ -20,7 +20,7 @@ class Network(Protocol):
     @property
     def embedder(self) -> nn.Module: ...
 
-    def hidden(self, tokens: Tensor, ctx: Context | StepContext) -> Tensor: ...
+    def hidden(self, tokens: Tensor, ctx: Context | DeviceContext) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -60,9 +60,9 @@ def prefill_rows(
     return torch.stack(found)
 
 
-def feed(network: Network, tokens: Tensor, ctx: Context | RowsContext) -> Tensor:
+def feed(network: Network, tokens: Tensor, ctx: Context | RaggedContext) -> Tensor:
     """Run the next tokens of every row behind its own. Shape: [B, T] int64 to [B, T, M]."""
-    if not isinstance(ctx, RowsContext):
+    if not isinstance(ctx, RaggedContext):
         with unplanned_attention(tokens.device, tokens.numel() * (ctx.position + tokens.shape[1])):
             return network.hidden(tokens, ctx)
     parts = []
@@ -72,9 +72,9 @@ def feed(network: Network, tokens: Tensor, ctx: Context | RowsContext) -> Tensor
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def rewind(ctx: Context | RowsContext, lengths: Sequence[int]) -> None:
+def rewind(ctx: Context | RaggedContext, lengths: Sequence[int]) -> None:
     """Forget what every row holds behind a length of its own."""
-    if isinstance(ctx, RowsContext):
+    if isinstance(ctx, RaggedContext):
         ctx.rewind(lengths)
     else:
         ctx.truncate(*lengths)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from caramba.cache import RowsContext
+from caramba.cache import RaggedContext
 from caramba.infer.device_steps import Captured, captured, compiled_logits, form_of, replayed
 from caramba.model import Model
 from caramba.ops import MAX_QUERIES
@@ -22,7 +22,7 @@ class RowSteps:
     has to follow every call, forgets them. `captures` counts graphs.
     """
 
-    def __init__(self, model: Model, ctx: RowsContext, *, is_compiled: bool, is_captured: bool) -> None:
+    def __init__(self, model: Model, ctx: RaggedContext, *, is_compiled: bool, is_captured: bool) -> None:
         self.model, self.ctx = model, ctx
         self.is_compiled, self.is_captured = is_compiled, is_captured
         self.captures = 0
@@ -51,7 +51,7 @@ class RowSteps:
     def _forward(self, tokens: Tensor, width: int) -> Tensor:
         ctx = self.ctx
         ctx.width = width
-        with ctx.counted_by_host():
+        with ctx.host_counted_forward():
             if self.is_captured and width not in self._graphs:
                 start = ctx.held.clone()
 
@@ -76,6 +76,6 @@ class RowSteps:
         )
 
 
-def row_logits(model: Model, tokens: Tensor, ctx: RowsContext) -> Tensor:
+def row_logits(model: Model, tokens: Tensor, ctx: RaggedContext) -> Tensor:
     """Return the logits after every token. Shape: [B, T] int64 to [B, T, V]."""
     return model.logits(model.hidden(tokens, ctx))

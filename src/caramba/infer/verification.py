@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from caramba.cache import Context, RowsContext
+from caramba.cache import Context, RaggedContext
 from caramba.config.generate import GenerateConfig, SpeculativeConfig
 from caramba.infer.drafting import Drafter, DraftLength
 from caramba.infer.generator import GenerateStats
@@ -97,7 +97,7 @@ class Verifier:
         self,
         model: Model,
         rows: Sequence[Row],
-        ctx: Context | RowsContext,
+        ctx: Context | RaggedContext,
         config: GenerateConfig,
         speculation: SpeculativeConfig,
         drafter: Drafter,

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import Context, LayerCache, StepContext
+from caramba.cache import Context, DeviceContext, LayerCache
 from caramba.config.layer import AttentionLayerConfig, AttentionMode
 from caramba.console import logger
 from caramba.errors import ConfigError
@@ -57,7 +57,7 @@ class AttentionLayer(nn.Module):
 
     With a context the layer's streams join its cache and the queries see every token cached so far; the first
     token's position is `ctx.position`. Without one the sequence starts at position 0. `Documents` in its place keep
-    the documents of a row apart: each is attended to as if it were alone. A `StepContext` runs one token per sequence
+    the documents of a row apart: each is attended to as if it were alone. A `DeviceContext` runs one token per sequence
     without anything that the host would have to know; attention dropout is not applied there.
 
     `null_attn` adds one learned key and value per key/value head, `null_k` [K*Dqk] and `null_v` [K*Dv]. Every
@@ -96,7 +96,7 @@ class AttentionLayer(nn.Module):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
-    def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         return self.out(self.read(x, ctx))
 
     def is_unmodified(self, x: Tensor) -> bool:
@@ -109,18 +109,18 @@ class AttentionLayer(nn.Module):
             and (not has_separate_norm(x) or getattr(self.projection, "fused_linear", None) is not None)
         )
 
-    def fused_residual(self, x: Tensor, norm: RMSNorm, ctx: Context | StepContext) -> Tensor:
+    def fused_residual(self, x: Tensor, norm: RMSNorm, ctx: Context | DeviceContext) -> Tensor:
         """Return x + forward(norm(x), ctx) of few rows, without a pass for the norm or the sum."""
         return linear_residual(self.out, self.read(x, ctx, norm), x)
 
     def read(
-        self, x: Tensor, ctx: Context | StepContext | Documents | None = None, norm: RMSNorm | None = None
+        self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None, norm: RMSNorm | None = None
     ) -> Tensor:
         """Return what the heads read, side by side: what `out` takes. Shape: [B, T, M] -> [B, T, H*value_dim].
 
         With a `norm` x is few rows that come before it.
         """
-        if isinstance(ctx, StepContext):
+        if isinstance(ctx, DeviceContext):
             return self._step(x, ctx, norm)
         if isinstance(ctx, Documents):
             q, streams = self.projection(x, ctx.positions)
@@ -140,7 +140,7 @@ class AttentionLayer(nn.Module):
         heads = self.projection.attend(q, streams, self.score, self.null(), first, starts)
         return heads.transpose(1, 2).flatten(2)
 
-    def _step(self, x: Tensor, ctx: StepContext, norm: RMSNorm | None) -> Tensor:
+    def _step(self, x: Tensor, ctx: DeviceContext, norm: RMSNorm | None) -> Tensor:
         """Attend from the step's tokens, at the positions and to the lengths that the device knows."""
         cache, projection = ctx.next_cache(), self.projection
         reason = projection.step_refusal(ctx.limit)

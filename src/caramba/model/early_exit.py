@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from caramba.cache import Context, StepContext
+from caramba.cache import Context, DeviceContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
 from caramba.model.model import Model, context_of
@@ -55,10 +55,10 @@ class EarlyExit:
         """The model's embedder."""
         return self.model.embedder
 
-    def hidden(self, tokens: Tensor, ctx: Context | StepContext) -> Tensor:
+    def hidden(self, tokens: Tensor, ctx: Context | DeviceContext) -> Tensor:
         """Return what the head reads. Shape: tokens [B, T] int64 to [B, T, M]."""
         ctx.begin()
-        x = self.model.embedder(tokens, ctx.offset if isinstance(ctx, StepContext) else ctx.position)
+        x = self.model.embedder(tokens, ctx.offset if isinstance(ctx, DeviceContext) else ctx.position)
         for node in self.nodes:
             x = node(x, ctx)
         ctx.commit(tokens.shape[1])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import TAIL_TOKENS, Context, StepContext
+from caramba.cache import TAIL_TOKENS, Context, DeviceContext
 from caramba.config.kvcache import KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
     forward(tokens) scores a whole sequence from position 0. forward(tokens, ctx) scores the next tokens of
     the sequences that `ctx` holds and adds them to it: the logits equal those of one forward over everything,
-    in whatever chunks the tokens come. A `StepContext` in its place takes one token per sequence.
+    in whatever chunks the tokens come. A `DeviceContext` in its place takes one token per sequence.
 
     `documents` [B, T] int64 keeps the documents of packed rows apart: neighbours with equal ids are of one document,
     attention stays inside it, and its positions count from 0. Each document's logits equal those of a forward over it
@@ -57,14 +57,14 @@ class Model(nn.Module):
         )  # that layers of somebody's own decode as they train
 
     def forward(
-        self, tokens: Tensor, ctx: Context | StepContext | None = None, documents: Tensor | None = None
+        self, tokens: Tensor, ctx: Context | DeviceContext | None = None, documents: Tensor | None = None
     ) -> Tensor:
         return self.logits(self.hidden(tokens, ctx, documents))
 
     def hidden(
         self,
         tokens: Tensor,
-        ctx: Context | StepContext | StoredDocuments | None = None,
+        ctx: Context | DeviceContext | StoredDocuments | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
         """Return the topology's output, what the head reads.
@@ -97,8 +97,8 @@ class Model(nn.Module):
         if isinstance(ctx, StoredDocuments):
             return self.topology(self.embedder(tokens, ctx.positions), ctx)
         ctx.begin()
-        offset = ctx.offset if isinstance(ctx, StepContext) else ctx.position
-        if isinstance(ctx, StepContext):
+        offset = ctx.offset if isinstance(ctx, DeviceContext) else ctx.position
+        if isinstance(ctx, DeviceContext):
             if ctx.apart is None and not torch.compiler.is_compiling():
                 ctx.apart = self.ropes_apart()  # a walk over the modules, too long for every step
             if ctx.apart:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from caramba.cache import LayerCache, OwnLayerCache, new_layer_cache
+from caramba.cache import CustomLayerCache, LayerCache, new_layer_cache
 from caramba.config.blame import blame
 from caramba.config.kvcache import KVCacheKind
 from caramba.errors import ConfigError
@@ -52,7 +52,7 @@ def new_cache(layer: nn.Module, *args: Any, **options: Any) -> LayerCache:
     """Return an empty cache of an application; the arguments are those of `new_layer_cache` behind the first."""
     config = own_config(layer)
     if config is not None:
-        return OwnLayerCache.of(config.cached_streams(), *args, **options)
+        return CustomLayerCache.of(config.cached_streams(), *args, **options)
     assert isinstance(layer, AttentionLayer)
     return new_layer_cache(layer.dims, *args, **options)
 

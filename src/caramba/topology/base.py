@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from caramba.cache import Context, StepContext
+from caramba.cache import Context, DeviceContext
 from caramba.config.topology import TopologyConfig
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.cpu_decode import Chain, CpuDecodeStep, NormStep, takes_step
@@ -33,14 +33,14 @@ class Topology(nn.Module):
         """Return what runs one token on a CPU in the place of `forward`, None where the nodes do as ever."""
         return None
 
-    def run_fast_path(self, x: Tensor, ctx: Context | StepContext | Documents | None) -> Tensor | None:
+    def run_fast_path(self, x: Tensor, ctx: Context | DeviceContext | Documents | None) -> Tensor | None:
         """Return what `step` makes of one token behind a cache, None where there is none that takes it."""
         step = self.fast_path
         if step is None or not isinstance(ctx, Context) or not takes_step(step, x):
             return None
         return step(x.view(x.shape[0], -1), ctx).view(x.shape)
 
-    def run(self, x: Tensor, ctx: Context | StepContext | Documents | None) -> Tensor:
+    def run(self, x: Tensor, ctx: Context | DeviceContext | Documents | None) -> Tensor:
         """Run the list once, each node on the output of the one before."""
         for layer in self.layers:
             x = layer(x, ctx)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from caramba.cache import Context, StepContext
+from caramba.cache import Context, DeviceContext
 from caramba.layer.attention import AttentionLayer
 from caramba.layer.cpu_decode import CpuDecodeStep, residual_step
 from caramba.layer.documents import Documents
@@ -29,17 +29,17 @@ class ResidualTopology(Topology):
         # A subclass has a forward of its own.
         return residual_step(self.layers) if type(self) is ResidualTopology else None
 
-    def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         y = self.run_fast_path(x, ctx)
         if y is not None:
             return y
-        if isinstance(ctx, (Context, StepContext)) and is_small_batch(x):
+        if isinstance(ctx, (Context, DeviceContext)) and is_small_batch(x):
             added = self._fused_residual(x, ctx)
             if added is not None:
                 return added
         return x + self.run(x, ctx)
 
-    def _fused_residual(self, x: Tensor, ctx: Context | StepContext) -> Tensor | None:
+    def _fused_residual(self, x: Tensor, ctx: Context | DeviceContext) -> Tensor | None:
         """Return y without a pass for the norm or the sum, None where a node is not as it was built."""
         norm, layer = self.layers[0], self.layers[-1]
         if len(self.layers) != 2 or type(norm) is not RMSNormLayer or has_hooks(norm) or has_hooks(layer):

@@ -10,7 +10,7 @@ from tests.unit.layer.test_small_batch import Ops
 from tests.unit.model.model_specs import VOCAB, biased, transformer
 from torch import Tensor, nn
 
-from caramba.cache import Context, KVCacheKind, StepContext
+from caramba.cache import Context, DeviceContext, KVCacheKind
 from caramba.errors import CacheFull
 from caramba.layer.documents import Documents
 from caramba.layer.fused_linear import fuse_linears
@@ -112,7 +112,7 @@ class Doubled(ResidualTopology):
 
     calls = 0
 
-    def forward(self, x: Tensor, ctx: Context | StepContext | Documents | None = None) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context | DeviceContext | Documents | None = None) -> Tensor:
         self.calls += 1
         return x + 2 * self.run(x, ctx)
 

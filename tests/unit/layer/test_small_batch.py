@@ -12,7 +12,7 @@ from tests.unit.model.model_specs import VOCAB, transformer
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from caramba.cache import KVCacheKind, StepContext
+from caramba.cache import DeviceContext, KVCacheKind
 from caramba.config.model import ModelSpec
 from caramba.config.quantise import WeightFormat
 from caramba.infer import Generator
@@ -66,8 +66,8 @@ def step(model: Model, batch: int = 1, *, on_device: bool = True) -> tuple[Tenso
         ctx = model.new_context(batch, 8, kind, static=True)
         with backend.without_kernels("row_linear"):
             model(tokens[:, :-1], ctx)
-        behind = StepContext(ctx) if on_device else ctx
-        if isinstance(behind, StepContext):
+        behind = DeviceContext(ctx) if on_device else ctx
+        if isinstance(behind, DeviceContext):
             behind.advance()
         with Ops() as ops:
             logits = model(tokens[:, -1:], behind)

@@ -9,7 +9,7 @@ import torch
 from model_specs import ATTENTION, DECOUPLED, VOCAB, block, spec, transformer
 from torch import Tensor
 
-from caramba.cache import Context, KVCacheKind, StepContext
+from caramba.cache import Context, DeviceContext, KVCacheKind
 from caramba.errors import CacheFull, ConfigError
 from caramba.model import Model, build_model
 
@@ -48,7 +48,7 @@ def prefilled(model: Model, kind: KVCacheKind, *, static: bool = True, max_token
     return ctx
 
 
-def stepped(model: Model, step: StepContext, start: int = PROMPT) -> Tensor:
+def stepped(model: Model, step: DeviceContext, start: int = PROMPT) -> Tensor:
     outputs = []
     for t in range(start, N_TOKENS):
         step.advance()
@@ -64,7 +64,7 @@ def test_device_steps_equal_the_growing_cache(name: str) -> None:
         growing = prefilled(model, kind, static=False)
         wanted = torch.cat([model(part, growing) for part in tokens_of()[:, PROMPT:].split(1, 1)], dim=1)
         ctx = prefilled(model, kind)
-        step = StepContext(ctx)
+        step = DeviceContext(ctx)
         torch.testing.assert_close(stepped(model, step), wanted, rtol=1e-9, atol=1e-9)
         assert ctx.position == N_TOKENS
         assert step.held.tolist() == [N_TOKENS] * 2
@@ -94,7 +94,7 @@ def test_device_steps_pack_the_tail_of_a_quantised_cache_when_the_host_would(
         model(tokens_of()[:, :PROMPT], ctx)
         return ctx
 
-    host, step = prompted(), StepContext(prompted())
+    host, step = prompted(), DeviceContext(prompted())
     packed = step.packed
     assert packed is not None
     for t in range(PROMPT, N_TOKENS):
@@ -118,7 +118,7 @@ def test_steps_look_for_angles_of_layers_once_and_swapped_layers_make_their_own(
     name: str, n_apart: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, walks = lively(name), []
-    step = StepContext(prefilled(model, KVCacheKind.FP32))
+    step = DeviceContext(prefilled(model, KVCacheKind.FP32))
     layers = model.attention_layers()
     monkeypatch.setattr(Model, "attention_layers", lambda _: walks.append(1) or layers)
     wanted = stepped(model, step)
@@ -136,7 +136,7 @@ def test_steps_look_for_angles_of_layers_once_and_swapped_layers_make_their_own(
 def test_overflow_rollback_and_return_to_the_host() -> None:
     model = lively("latent")
     ctx = prefilled(model, KVCacheKind.FP32)
-    step = StepContext(ctx)
+    step = DeviceContext(ctx)
     wanted = stepped(model, step)
     with pytest.raises(CacheFull, match=r"15 tokens do not fit max_tokens=14"):
         step.advance()
@@ -149,7 +149,7 @@ def test_overflow_rollback_and_return_to_the_host() -> None:
     ctx.truncate(11)
     torch.testing.assert_close(model(tokens_of()[:, 11:], ctx), wanted[:, 11 - PROMPT :])
     with pytest.raises(ConfigError, match="decode step on the device: got 2 tokens per sequence, expected 1"):
-        model.hidden(tokens_of()[:, :2], StepContext(prefilled(model, KVCacheKind.FP32)))
+        model.hidden(tokens_of()[:, :2], DeviceContext(prefilled(model, KVCacheKind.FP32)))
 
 
 def test_what_needs_the_host_is_refused_by_name() -> None:
@@ -157,7 +157,7 @@ def test_what_needs_the_host_is_refused_by_name() -> None:
         with pytest.raises(
             ConfigError, match=rf"decode step on the device: .*{match}.*; decode with the context"
         ):
-            StepContext(build_model(transformer(name), seed=0).new_context(1, 8, kind, static=static))
+            DeviceContext(build_model(transformer(name), seed=0).new_context(1, 8, kind, static=static))
 
     refused("latent_first", "keeps its first tokens")
     refused("standard", "static=True", static=False)
@@ -166,6 +166,6 @@ def test_what_needs_the_host_is_refused_by_name() -> None:
     layer["layers"][0]["layers"][1] |= {"rope_scaling": scaling}
     model = build_model(spec(layer), seed=0).eval()
     with torch.no_grad():
-        model(tokens_of()[:, :1], StepContext(model.new_context(2, 8, static=True)))
+        model(tokens_of()[:, :1], DeviceContext(model.new_context(2, 8, static=True)))
         with pytest.raises(ConfigError, match=r"type=dynamic beyond 8 tokens .* the cache holds 9"):
-            model(tokens_of()[:, :1], StepContext(model.new_context(2, 9, static=True)))
+            model(tokens_of()[:, :1], DeviceContext(model.new_context(2, 9, static=True)))

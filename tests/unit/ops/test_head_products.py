@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from caramba import kernels
-from caramba.cache import KVCacheKind, StepContext
+from caramba.cache import DeviceContext, KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.device_steps import compiled_logits, find_angles, next_logits
 from caramba.layer import latent
@@ -80,7 +80,7 @@ def test_steps_with_the_ops_are_those_without(name: str, monkeypatch: pytest.Mon
     def stepped() -> Tensor:
         ctx = model.new_context(3, 9, KVCacheKind.FP32, static=True)
         model(tokens[:, :5], ctx)
-        step, outputs = StepContext(ctx), []
+        step, outputs = DeviceContext(ctx), []
         for t in range(5, 9):
             step.advance()
             outputs.append(model(tokens[:, t : t + 1], step))
@@ -112,7 +112,7 @@ def test_steps_in_16_bits_on_a_gpu(batch: int) -> None:
     def stepped(*, is_compiled: bool = False) -> Tensor:
         ctx = model.new_context(batch, 9, KVCacheKind.BF16, static=True)
         model(tokens[:, :5], ctx)
-        step, outputs, run = StepContext(ctx), [], next_logits
+        step, outputs, run = DeviceContext(ctx), [], next_logits
         if is_compiled:
             find_angles(model, step)
             run = compiled_logits(model, batch, "steps in 16 bits")

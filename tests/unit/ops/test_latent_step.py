@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor.fx_passes import post_grad
 
-from caramba.cache import KVCacheKind, StepContext
+from caramba.cache import DeviceContext, KVCacheKind
 from caramba.errors import ConfigError
 from caramba.infer.device_steps import find_angles, next_logits
 from caramba.layer import latent
@@ -138,7 +138,7 @@ def stepped(model: Model, kind: KVCacheKind) -> Tensor:
     tokens = torch.randint(VOCAB, (3, 12), generator=torch.Generator().manual_seed(1))
     ctx = model.new_context(3, 12, kind, static=True, tail_tokens=4)
     model(tokens[:, :5], ctx)
-    step, outputs = StepContext(ctx), []
+    step, outputs = DeviceContext(ctx), []
     for t in range(5, 12):
         step.advance()
         outputs.append(model(tokens[:, t : t + 1], step))
@@ -190,7 +190,7 @@ def test_the_compiler_writes_into_the_cache_without_a_copy(
     model = build_model(transformer("latent"), seed=0).eval().half()
     ctx = model.new_context(2, 16, kind, static=True, tail_tokens=4)
     model(torch.ones(2, 5, dtype=torch.int64), ctx)
-    token, step = torch.ones(2, dtype=torch.int64), StepContext(ctx)
+    token, step = torch.ones(2, dtype=torch.int64), DeviceContext(ctx)
     find_angles(model, step)
     with pytest.raises(Exception, match="_SeenError"):
         torch.compile(next_logits, fullgraph=True)(model, token, step)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from caramba.cache import Context, SlotContext
-from caramba.cache.slots import IDLE
+from caramba.cache.slot_context import IDLE
 from caramba.config.engine import EngineConfig
 from caramba.config.kvcache import EXACT_KINDS, KVCacheKind
 from caramba.console import logger
@@ -300,7 +300,7 @@ class Slots:
             if step.packed is None
             else [row.caches[0].n_packed or 0 for row in self.rows[: self.n_slots]]
         )
-        step.hold(lengths, packed)
+        step.set_lengths(lengths, packed)
 
     def _forward(self, step: SlotContext, longest: int) -> None:
         def run(token: Tensor) -> Tensor:

@@ -7,22 +7,22 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from caramba.cache.context import Context
+from caramba.cache.device_context import DeviceContext
 from caramba.cache.layer import LayerCache
-from caramba.cache.step import StepContext
 from caramba.ops import StoredStream
 
 IDLE = -1
 
 
-class SlotContext(StepContext):
-    """A `StepContext` with a length for each row, set by `hold`; a row whose length is `IDLE` stands still.
+class SlotContext(DeviceContext):
+    """A `DeviceContext` with a length for each row, set by `set_lengths`; a row whose length is `IDLE` stands still.
 
     An idle row takes part in the forward, because shapes are fixed, but writes nothing, reads nothing and stays idle:
     what it returns has no meaning. The host keeps the lengths itself; those of `ctx` stay as they are, and are no
     longer true. Rows are filled through `ctx.row(index)`, which writes into the same memory.
 
     A quantised cache may be stepped too: before a step whose token a row's tail has no place for, `pack` its row and
-    say so by `hold`.
+    say so by `set_lengths`.
 
     Attributes:
         held: tokens that each row stores before this step, int32 [B], or IDLE.
@@ -40,7 +40,7 @@ class SlotContext(StepContext):
         if self.packed is not None:
             self.packed.fill_(0)
 
-    def hold(self, lengths: Sequence[int], packed: Sequence[int] | None = None) -> None:
+    def set_lengths(self, lengths: Sequence[int], packed: Sequence[int] | None = None) -> None:
         """Set every row's length, or IDLE, and of a quantised cache the tokens that each holds as blocks."""
         self._put(self.held, lengths)
         if self.packed is not None and packed is not None:

@@ -8,7 +8,7 @@ from caramba.cache.layer import LayerCache
 from caramba.config.kvcache import KVCacheKind, Streams
 
 
-class OwnLayerCache(LayerCache):
+class CustomLayerCache(LayerCache):
     """The streams that a layer's schema declares by `cached_streams`, [B, heads, S, width] each.
 
     The layer's forward takes it by `ctx.next_cache()`, once, gives the new tokens of every stream to `append`, and

@@ -14,18 +14,18 @@ from caramba.errors import CacheFull, ConfigError
 from caramba.ops import StoredStream
 
 
-class StepContext:
+class DeviceContext:
     """Takes a context's place in forwards of one token per sequence, with the lengths in tensors on the device.
 
     A forward is then a function of tensors of fixed shape and address: it reads `held`, writes behind it into the
     context's own buffers, and adds one to it. The host counts beside it:
 
-        step = StepContext(ctx)      # ctx has seen a prompt
+        step = DeviceContext(ctx)      # ctx has seen a prompt
         step.advance()               # on the host: refuses a full cache, counts the token
         model(token, step)           # or the replay of a graph that did this
 
     `ctx` holds the tokens as if it had stored them itself and goes on where the steps end. A rollback is told by
-    `truncate`, whatever else changes it by `follow`; after `select` or `load_state_dict` a new step is made.
+    `truncate`, whatever else changes it by `sync_from_host`; after `select` or `load_state_dict` a new step is made.
 
     The tail of a quantised cache becomes blocks between two steps, in `advance`: the host counts, so it knows when,
     and a step itself stays the same work in the same memory, with `packed` a tensor that it reads.
@@ -86,7 +86,7 @@ class StepContext:
             cache.advance(1)
         self.ctx.position = end
 
-    def follow(self) -> None:
+    def sync_from_host(self) -> None:
         """Go on, on the device, from where the context is."""
         self.held.fill_(self.ctx.position)
         if self.packed is not None:
@@ -95,7 +95,7 @@ class StepContext:
     def truncate(self, n_tokens: int) -> None:
         """Roll the context back to its first `n_tokens` tokens, on the host and on the device."""
         self.ctx.truncate(n_tokens)
-        self.follow()
+        self.sync_from_host()
 
     def begin(self) -> None:
         """Start a forward."""

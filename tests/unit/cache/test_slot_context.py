@@ -7,7 +7,7 @@ import torch
 from tests.unit.model.model_specs import transformer
 
 from caramba.cache import KVCacheKind, SlotContext
-from caramba.cache.slots import IDLE
+from caramba.cache.slot_context import IDLE
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
 
@@ -27,7 +27,7 @@ def test_rows_of_unequal_length_step_as_if_alone(model: Model) -> None:
     for slot, prompt in zip((0, 2, 3), prompts, strict=True):
         model(torch.tensor([prompt]), ctx.row(slot))
     step = SlotContext(ctx)
-    step.hold([5, IDLE, 1, 2])
+    step.set_lengths([5, IDLE, 1, 2])
     found = [model(tokens[:, None], step)[:, 0] for tokens in steps]
     assert step.held.tolist() == [7, IDLE, 3, 4]
     for slot, prompt in zip((0, 2, 3), prompts, strict=True):

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from caramba.cache.context import Context
-from caramba.cache.step import StepContext, refusal
+from caramba.cache.device_context import DeviceContext, refusal
 from caramba.errors import CacheFull, ConfigError
 
 
-class RowsContext(StepContext):
+class RaggedContext(DeviceContext):
     """Takes a context's place in forwards in which every row stands at its own position.
 
     A forward over T tokens per row writes row b's behind its own `held[b]` tokens, attends to those and to no others,
     and adds T to every row; `rewind` then says how many of them each row keeps. What lies behind a row's length is
     never read, so the tokens that fill up a row may be any.
 
-        rows = RowsContext(ctx, lengths)   # ctx has seen the rows' prompts, padded on the right
+        rows = RaggedContext(ctx, lengths)   # ctx has seen the rows' prompts, padded on the right
         rows.width = T
         model(tokens, rows)                # [B, T]
         rows.rewind(kept)
@@ -60,7 +60,7 @@ class RowsContext(StepContext):
         self.lengths = list(lengths)
         self.held.copy_(torch.tensor(self.lengths, dtype=torch.int32))
 
-    def recount(self, lengths: Sequence[int]) -> None:
+    def reload_lengths(self, lengths: Sequence[int]) -> None:
         """Take over how many tokens each row holds where the device has said so to `held` itself."""
         self.lengths = list(lengths)
 
@@ -93,7 +93,7 @@ class RowsContext(StepContext):
             self.lengths = [n + self.width for n in self.lengths]
 
     @contextlib.contextmanager
-    def counted_by_host(self) -> Iterator[None]:
+    def host_counted_forward(self) -> Iterator[None]:
         """Run a block with one forward over `width` tokens per row, counted here: inside it a forward is a function of
         tensors alone, which can be compiled, captured, or run several times at the same places.
 
