@@ -26,7 +26,7 @@ from torch import nn
 
 from caramba import kernels
 from caramba.config.train import PhaseConfig
-from caramba.optim import AdaGC, AdamW, WideWeights, build_optimizer, clip_gradients, clip_values
+from caramba.optim import AdaGC, AdamW, MasterWeights, build_optimizer, clip_gradients, clip_values
 from caramba.runtime import release_memory
 
 # d_model, layers, key/value width, d_ff, vocabulary: the second is Llama 3.2 1B's, embedding tied to the head.
@@ -136,7 +136,7 @@ def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> li
             add("copy", lambda a=target, b=source: a.copy_(b), moved // 2 * 2)
             del source, target
         if has_masters or kind in (AT_RANDOM, IN_MOMENTS):
-            wide = WideWeights(
+            wide = MasterWeights(
                 named,
                 lambda copies: AdamW([p for _, p in copies], lr=1e-4),
                 keeps=has_masters,

@@ -17,7 +17,7 @@ from caramba.distill import LanguageModelObjective
 from caramba.export.llama import llama_config
 from caramba.layer.float8 import Float8Linear, Float8Recipe
 from caramba.model import build_stand_in
-from caramba.optim import AdamW, WideWeights, clip_gradients
+from caramba.optim import AdamW, MasterWeights, clip_gradients
 from caramba.train.callbacks.float8 import float8_layers
 
 
@@ -258,4 +258,4 @@ def our_optimizer(net: nn.Module, has_masters: bool) -> torch.optim.Optimizer:
     named = list(net.named_parameters())
     if not has_masters:
         return AdamW([weight for _, weight in named], lr=1e-5)
-    return WideWeights(named, lambda copies: AdamW([wide for _, wide in copies], lr=1e-5), keeps=True)
+    return MasterWeights(named, lambda copies: AdamW([wide for _, wide in copies], lr=1e-5), keeps=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from caramba.optim.clip import tensor_norms
+from caramba.optim.master_weights import clipping_step
 from caramba.optim.shards import complete_squares, is_sharded, local
-from caramba.optim.wide import clipping_step
 from caramba.runtime import all_agree, gather_objects
 
 LAYER_GRAD_NORM, UPDATE_NORM = "layer_grad_norm", "update_norm"

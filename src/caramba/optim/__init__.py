@@ -6,21 +6,21 @@ from caramba.optim.average import WeightAverage
 from caramba.optim.build import build_optimizer
 from caramba.optim.clip import clip_gradients, clip_values
 from caramba.optim.lion import Lion
+from caramba.optim.master_weights import MasterWeights, clipping_step
 from caramba.optim.muon import MuonAdamW
 from caramba.optim.nonfinite import NONFINITE, NonFiniteWatch
 from caramba.optim.schedule import learning_rate
 from caramba.optim.shards import local
-from caramba.optim.wide import WideWeights, clipping_step
 
 __all__ = [
     "NONFINITE",
     "AdaGC",
     "AdamW",
     "Lion",
+    "MasterWeights",
     "MuonAdamW",
     "NonFiniteWatch",
     "WeightAverage",
-    "WideWeights",
     "build_optimizer",
     "clip_gradients",
     "clip_values",

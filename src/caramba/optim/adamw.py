@@ -95,8 +95,8 @@ class AdamW(torch.optim.AdamW):
             held = [weights[p] for p in stepped]
             self._step(group, stepped, [weight.grad for weight in held], held, clip)
 
-    def takes_at_random(self, weights: Masters) -> bool:
-        """Whether `step_at_random` can step these weights by a kernel.
+    def supports_stochastic_rounding(self, weights: Masters) -> bool:
+        """Whether `step_stochastic_rounding` can step these weights by a kernel.
 
         Without one, copies of some at a time are faster: torch's fused step beside the op's reference in chunks.
         """
@@ -107,7 +107,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     @torch.no_grad()
-    def step_at_random(self, weights: Masters, seed: Tensor) -> None:
+    def step_stochastic_rounding(self, weights: Masters, seed: Tensor) -> None:
         """Update the weights, bfloat16, that the parameters stand for, and round them at random by `seed`, [] int64.
 
         Groups and states are the parameters', whose own values are not looked at.
@@ -121,7 +121,7 @@ class AdamW(torch.optim.AdamW):
             first += len(stepped)
 
     @torch.no_grad()
-    def step_in_moments(self, weights: Masters) -> None:
+    def step_packed_masters(self, weights: Masters) -> None:
         """Update the float32 values that weights, bfloat16, stand for with what their moments keep of them.
 
         Groups and states are the parameters', whose own values are not looked at. Where the op has no kernel, and while

@@ -43,13 +43,13 @@ class WeightAverage:
             value.copy_(self._average[name])
 
     @torch.no_grad()
-    def lend(self) -> None:
-        """Put the average in place of the weights until `take_back`, where weights and compiled code know them."""
+    def swap_in(self) -> None:
+        """Put the average in place of the weights until `swap_out`, where weights and compiled code know them."""
         self._weights = {name: value.detach().clone() for name, value in self._parameters.items()}
         self.copy_to_weights()
 
     @torch.no_grad()
-    def take_back(self) -> None:
+    def swap_out(self) -> None:
         """Put the weights that are trained back in their place, bit for bit."""
         for name, value in self._weights.items():
             self._parameters[name].copy_(value)

@@ -12,9 +12,9 @@ from caramba.config.train import PhaseConfig
 from caramba.optim.adamw import AdamW
 from caramba.optim.groups import Named, is_stack_matrix, parameter_groups
 from caramba.optim.lion import Lion
+from caramba.optim.master_weights import MasterWeights
 from caramba.optim.muon import MuonAdamW
 from caramba.optim.shards import is_sharded
-from caramba.optim.wide import WideWeights
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfig) -> torch.optim.Optimizer:
@@ -31,7 +31,7 @@ def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], phase: PhaseConfi
     assert phase.lr != "auto", "lr is settled for the model's width before a phase starts"
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if phase.master_weights or phase.stochastic_rounding or phase.optimizer_offload:
-        return WideWeights(
+        return MasterWeights(
             trained,
             lambda wide: _optimizer(wide, phase),
             keeps=not phase.stochastic_rounding and phase.master_weights != "in_moments",

@@ -23,9 +23,9 @@ from caramba.model.sharding import reshard
 from caramba.monitor import RunningLoss
 from caramba.optim import (
     AdaGC,
+    MasterWeights,
     NonFiniteWatch,
     WeightAverage,
-    WideWeights,
     build_optimizer,
     clip_gradients,
     clip_values,
@@ -265,7 +265,7 @@ class CarambaModule(pl.LightningModule):
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.float()
             optimizer = self.trainer.optimizers[0]
-            if isinstance(optimizer, WideWeights):
+            if isinstance(optimizer, MasterWeights):
                 optimizer.restore()
         if self.average is not None:
             self.average.copy_to_weights()
@@ -274,7 +274,7 @@ class CarambaModule(pl.LightningModule):
     def on_validation_start(self) -> None:
         # What is measured is what the phase will save.
         if self.average is not None:
-            self.average.lend()
+            self.average.swap_in()
 
     def on_validation_end(self) -> None:
         if self.way == SHARDED:
@@ -286,7 +286,7 @@ class CarambaModule(pl.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         if self.average is not None:  # before any callback saves a state, at the end of the validation
-            self.average.take_back()
+            self.average.swap_out()
         self.record({"val_loss": float(self.val_loss.compute())})
         self.val_loss.reset()
 

@@ -16,7 +16,7 @@ from caramba.config.parallel import ParallelConfig
 from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.errors import CheckpointError
 from caramba.model import spec_of
-from caramba.optim import WideWeights
+from caramba.optim import MasterWeights
 from caramba.runtime import get_local_world_size, get_rank, get_world_size, is_joined, send_from_main
 
 SINGLE, AVERAGED, SHARDED, STAGED = "single", "averaged", "sharded", "staged"
@@ -113,7 +113,7 @@ class InPlaceStrategy(SingleDeviceStrategy):
 
     def teardown(self) -> None:
         for optimizer in self.optimizers:  # which cycles of references keep alive for a while
-            if isinstance(optimizer, WideWeights):
+            if isinstance(optimizer, MasterWeights):
                 optimizer.forget()
             optimizer.state.clear()
         self.optimizers, self.lr_scheduler_configs = [], []

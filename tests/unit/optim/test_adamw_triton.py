@@ -18,7 +18,7 @@ from caramba.errors import ConfigError
 from caramba.monitor import StepNorms
 from caramba.ops import adamw_step, backend, stochastic_round
 from caramba.ops.backend import without_kernels
-from caramba.optim import AdamW, WideWeights, clip_gradients, clipping_step
+from caramba.optim import AdamW, MasterWeights, clip_gradients, clipping_step
 from caramba.optim.adamw import can_step
 from tests.unit.ops.kernel_device import DEVICE, HAS_GPU, RUNS_KERNELS
 from tests.unit.optim.test_optimizers import gradient, made
@@ -102,10 +102,10 @@ def test_steps_and_states_are_torchs_and_each_goes_on_from_the_others(taken: lis
 def test_masters_take_one_pass_with_the_bits_of_copies(
     taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(is_one_pass: bool) -> tuple[WideWeights, list[torch.nn.Parameter]]:
+    def run(is_one_pass: bool) -> tuple[MasterWeights, list[torch.nn.Parameter]]:
         held = weights()
         named = [(f"topology.{index}", w) for index, w in enumerate(held)]
-        wide = WideWeights(named, lambda copies: AdamW([w for _, w in copies], **OPTIONS), keeps=True)
+        wide = MasterWeights(named, lambda copies: AdamW([w for _, w in copies], **OPTIONS), keeps=True)
         for w in held:
             w.data = w.data.to(NARROW)
         with monkeypatch.context() as patch:
@@ -158,7 +158,7 @@ def test_a_clip_is_left_to_one_step_and_seen_by_the_norms(taken: list[int]) -> N
     for x, y in zip(ours, theirs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-6, atol=1e-7)
     assert len(taken) == 4
-    masters = WideWeights(
+    masters = MasterWeights(
         [("topology.w", w) for w in weights()], lambda named: AdamW(w for _, w in named), keeps=True
     )
     assert clipping_step(masters) is masters.inner
@@ -186,9 +186,9 @@ def test_what_has_no_kernel_is_torchs_and_amsgrad_is_refused(taken: list[int]) -
     assert can_step(wide[0].float(), wide[0].float())
 
 
-def rounding(named: list[tuple[str, torch.nn.Parameter]]) -> WideWeights:
+def rounding(named: list[tuple[str, torch.nn.Parameter]]) -> MasterWeights:
     """AdamW over weights of bfloat16 from here on, rounded at random."""
-    wide = WideWeights(named, lambda copies: AdamW([w for _, w in copies], **OPTIONS), keeps=False)
+    wide = MasterWeights(named, lambda copies: AdamW([w for _, w in copies], **OPTIONS), keeps=False)
     for _, w in named:
         w.data = w.data.bfloat16()
     return wide
@@ -234,7 +234,7 @@ def test_masters_in_the_moments_are_masters_and_take_a_clip(
         for w in held:  # what bfloat16 has, so that both begin alike
             w.data = w.data.bfloat16().float()
         named = [(f"topology.{index}", w) for index, w in enumerate(held)]
-        wide = WideWeights(
+        wide = MasterWeights(
             named,
             lambda copies: AdamW([w for _, w in copies], **OPTIONS),
             keeps=not in_moments,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from caramba.optim import WideWeights
+from caramba.optim import MasterWeights
 from caramba.train.strategies import InPlaceStrategy
 
 DEVICES = [
@@ -33,7 +33,7 @@ class Module(pl.LightningModule):
     def configure_optimizers(self) -> Any:
         named = list(self.layer.to(torch.bfloat16 if self.wide else torch.float32).named_parameters())
         build = lambda pairs: torch.optim.AdamW([weight for _, weight in pairs])  # noqa: E731
-        self.made = WideWeights(named, build, keeps=True) if self.wide else build(named)
+        self.made = MasterWeights(named, build, keeps=True) if self.wide else build(named)
         return {
             "optimizer": self.made,
             "lr_scheduler": torch.optim.lr_scheduler.ConstantLR(self.made),

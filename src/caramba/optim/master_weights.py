@@ -22,7 +22,7 @@ PARTS, LEAST = 16, 2**24
 Pair = tuple[nn.Parameter, nn.Parameter]
 
 
-class WideWeights(torch.optim.Optimizer):
+class MasterWeights(torch.optim.Optimizer):
     """Steps weights in float32 with any optimiser, whose states are then float32 too.
 
     With `keeps` the copies (masters) stay and a weight is its master rounded to nearest, as exact as float32 weights.
@@ -71,10 +71,10 @@ class WideWeights(torch.optim.Optimizer):
                 loss = closure()
         if self.in_moments:
             assert isinstance(self.inner, AdamW)
-            self.inner.step_in_moments(self._masters)
+            self.inner.step_packed_masters(self._masters)
             return loss
         seed = None if self.keeps else self._draw()
-        if self._stepped_in_one_pass(seed):  # neither gradients nor weights are copied
+        if self._step_fused(seed):  # neither gradients nor weights are copied
             return loss
         inner, first = self.inner, 0
         clip = inner.clip if isinstance(inner, AdamW) else None
@@ -91,8 +91,8 @@ class WideWeights(torch.optim.Optimizer):
         """Return the seed of a step's random rounding, [] int64, without waiting for the device."""
         return of_rank_0(torch.randint(2**63 - 1, (), device=local(self.weights[0]).device))
 
-    def _stepped_in_one_pass(self, seed: Tensor | None) -> bool:
-        inner = self.one_pass
+    def _step_fused(self, seed: Tensor | None) -> bool:
+        inner = self.fused_inner
         if inner is None:
             return False
         if seed is None:
@@ -100,9 +100,9 @@ class WideWeights(torch.optim.Optimizer):
             if is_taken:
                 inner.step_masters(self._masters)
             return is_taken
-        is_taken = inner.takes_at_random(self._masters)
+        is_taken = inner.supports_stochastic_rounding(self._masters)
         if is_taken:
-            inner.step_at_random(self._masters, seed)
+            inner.step_stochastic_rounding(self._masters, seed)
         return is_taken
 
     def _parts(self) -> Iterator[list[Pair]]:
@@ -141,7 +141,7 @@ class WideWeights(torch.optim.Optimizer):
         self._release(part)
 
     @property
-    def one_pass(self) -> AdamW | None:
+    def fused_inner(self) -> AdamW | None:
         """The inner optimiser if it can step by the weights' own gradients: masters, which it rounds into the weights,
         or the weights, rounded at random or with the rest in their moments."""
         return self.inner if not self.on_host and isinstance(self.inner, AdamW) else None
@@ -156,7 +156,7 @@ class WideWeights(torch.optim.Optimizer):
         """Put the masters in place of the weights, which are float32 by now; without masters do nothing."""
         for weight, wide in zip(self.weights, self.wide, strict=True) if self.in_moments else ():
             if state := self.inner.state.get(wide):
-                widen_in_place(local(weight), local(state["exp_avg"]), local(state["exp_avg_sq"]))
+                restore_masters_(local(weight), local(state["exp_avg"]), local(state["exp_avg_sq"]))
         if self.keeps:
             for weight, wide in zip(self.weights, self.wide, strict=True):
                 weight.copy_(wide)
@@ -207,7 +207,7 @@ def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:
             weight.copy_(out)
 
 
-def widen_in_place(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+def restore_masters_(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     """Put the master that moments keep the rest of in the place of a float32 weight, a part of it at a time: whole
     tensors on the way would take more memory than a step."""
     flat, *moments = (x.detach().contiguous().view(-1) for x in (weight, exp_avg, exp_avg_sq))
@@ -219,7 +219,7 @@ def widen_in_place(weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
 
 def clipping_step(optimizer: torch.optim.Optimizer) -> AdamW | None:
     """Return the optimiser whose next step multiplies gradients by a clip as its kernel reads them, if there is one."""
-    inner = optimizer.one_pass if isinstance(optimizer, WideWeights) else optimizer
+    inner = optimizer.fused_inner if isinstance(optimizer, MasterWeights) else optimizer
     if not isinstance(inner, AdamW):
         return None
     first = next((p for group in inner.param_groups for p in group["params"]), None)

@@ -15,7 +15,7 @@ from caramba.ops import adamw_step, stochastic_round
 from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.packed_masters import pack_masters
 from caramba.ops.stochastic_round import CHUNK, reference_stochastic_round
-from caramba.optim import AdamW, WideWeights, build_optimizer, wide
+from caramba.optim import AdamW, MasterWeights, build_optimizer, wide
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
 
 MASTERS, RANDOM = {"master_weights": True}, {"stochastic_rounding": True}
@@ -23,7 +23,7 @@ IN_MOMENTS = {"master_weights": "in_moments"}
 WEIGHTS = {"dtype": "bfloat16", "use_amp": False}
 
 
-def run(steps: int, stop: int | None = None, **settings: object) -> tuple[WideWeights, dict[str, Tensor]]:
+def run(steps: int, stop: int | None = None, **settings: object) -> tuple[MasterWeights, dict[str, Tensor]]:
     """Weights after `steps` of gradients that depend on the step alone; with `stop`, from what was saved after it."""
     optimizer, weights = None, {}
     for step in range(steps):
@@ -44,7 +44,7 @@ def run(steps: int, stop: int | None = None, **settings: object) -> tuple[WideWe
             torch.set_rng_state(rng)
         optimizer.step()
         optimizer.zero_grad()
-    assert isinstance(optimizer, WideWeights)
+    assert isinstance(optimizer, MasterWeights)
     return optimizer, {name: value.detach() for name, value in weights.items()}
 
 
@@ -131,7 +131,7 @@ def test_no_update_is_lost_that_the_moments_hold() -> None:
     held = [torch.nn.Parameter(x.bfloat16()) for x in (torch.full((1000,), 1.5), turned)]
     exact = torch.nn.Parameter(torch.full((), 1.5))
     named = [(f"w{index}", weight) for index, weight in enumerate(held)]
-    wide = WideWeights(
+    wide = MasterWeights(
         named, lambda copies: AdamW([w for _, w in copies], **options), keeps=False, in_moments=True
     )
     plain = torch.optim.AdamW([exact], **options)
@@ -151,10 +151,12 @@ def test_no_update_is_lost_that_the_moments_hold() -> None:
         assert 1.5 - float(weight.detach().flatten()[0]) == pytest.approx(moved, rel=1e-3)
 
 
-def stepped(weight: Tensor, grad: Tensor, seed: int, **options: Any) -> tuple[Tensor, WideWeights]:
+def stepped(weight: Tensor, grad: Tensor, seed: int, **options: Any) -> tuple[Tensor, MasterWeights]:
     """A weight after one step of AdamW that rounds at random."""
     held = torch.nn.Parameter(weight.clone())
-    optimizer = WideWeights([("w", held)], lambda named: AdamW([w for _, w in named], **options), keeps=False)
+    optimizer = MasterWeights(
+        [("w", held)], lambda named: AdamW([w for _, w in named], **options), keeps=False
+    )
     held.grad = grad
     torch.manual_seed(seed)
     optimizer.step()
@@ -236,7 +238,7 @@ def test_masters_come_out_of_the_moments_a_part_at_a_time() -> None:
     weight, first, second = pack_masters(x, m, m.square())
     held = weight.float()
     with Largest() as seen:
-        wide.widen_in_place(held, first, second)
+        wide.restore_masters_(held, first, second)
     assert torch.equal(held, x)
     assert 0 < seen.found <= 4 * CHUNK
 
