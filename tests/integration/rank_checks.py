@@ -21,7 +21,7 @@ from caramba.errors import ConfigError
 from caramba.model import Model, build_model, spec_of
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
 from caramba.optim import build_optimizer, clip_gradients, local
-from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages
+from caramba.parallel import apply_tensor_parallel, gather_stages, send_stages, split_stage
 from caramba.runtime import (
     data_share,
     gather_on_main,
@@ -80,7 +80,7 @@ def check_stages(spec: ModelSpec) -> None:
     targets = tokens.roll(-1, 1)
     targets[:2, 3:] = IGNORED
     with join_ranks(ParallelConfig(strategy="pipeline", pp=2), "cpu"):
-        stage = cut(build_model(spec, device="meta").double(), get_rank(), 2)
+        stage = split_stage(build_model(spec, device="meta").double(), get_rank(), 2)
         assert gather_on_main(get_rank()) == ([0, 1] if is_main_process() else None)
         assert data_share(1) == (get_rank(), 2)
         assert data_share(2) == (0, 1)

@@ -28,7 +28,13 @@ from caramba.layer import attention_backends
 from caramba.model import Model, build_empty, build_model, spec_of
 from caramba.model.own_layers import refuse_lost_tensors
 from caramba.model.sharding import fill_sharded, gathered_state, shard_model, sharding_of
-from caramba.parallel import apply_tensor_parallel, cut, gather_stages, send_stages, tensor_parallel_plan
+from caramba.parallel import (
+    apply_tensor_parallel,
+    gather_stages,
+    send_stages,
+    split_stage,
+    tensor_parallel_plan,
+)
 from caramba.runtime import (
     AttentionChoice,
     Ranks,
@@ -144,7 +150,7 @@ def _staged(session: Session, phase: PhaseConfig, model: Model | None, spec: Mod
     parallel = session.manifest.parallel
     shell = build_model(spec, device="meta")
     refuse_lost_tensors(shell)
-    stage = cut(shell, get_rank(), parallel.pp)
+    stage = split_stage(shell, get_rank(), parallel.pp)
     if model is not None:  # before the stage takes its memory
         model.to("cpu")
     send_stages(model, stage, session.device)

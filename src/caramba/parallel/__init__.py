@@ -2,15 +2,15 @@
 
 from caramba.parallel.local import full_state_dict, keep_local
 from caramba.parallel.plan import apply_tensor_parallel, tensor_parallel_plan
-from caramba.parallel.stages import Stage, cut, gather_stages, send_stages
+from caramba.parallel.stages import Stage, gather_stages, send_stages, split_stage
 
 __all__ = [
     "Stage",
     "apply_tensor_parallel",
-    "cut",
     "full_state_dict",
     "gather_stages",
     "keep_local",
     "send_stages",
+    "split_stage",
     "tensor_parallel_plan",
 ]

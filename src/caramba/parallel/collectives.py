@@ -17,7 +17,7 @@ from torch import Tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _Entering(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -31,7 +31,7 @@ class _Entering(torch.autograd.Function):
         return total, None
 
 
-class _Leaving(torch.autograd.Function):
+class _ReduceFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -43,7 +43,7 @@ class _Leaving(torch.autograd.Function):
         return gradients[0], None
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherSequence(torch.autograd.Function):
     """All ranks' tokens; the gradient of a rank's own is the sum of what all ranks have for them, or its own part."""
 
     @staticmethod
@@ -57,7 +57,7 @@ class _Gathered(torch.autograd.Function):
         return take(gradients[0], ctx.group), None, None
 
 
-class _Scattered(torch.autograd.Function):
+class _ScatterSequence(torch.autograd.Function):
     """A rank's own tokens, of the ranks' sum or of what all of them have; the gradient is that of all tokens."""
 
     @staticmethod
@@ -70,20 +70,20 @@ class _Scattered(torch.autograd.Function):
         return _gather(gradients[0], ctx.group), None, None
 
 
-def gathered(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
+def gather_sequence(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
     """Return all ranks' tokens, for work that each does a part of (`is_summed`) or that all do alike.
 
     Shape: [B, T / ranks, ...] to [B, T, ...].
     """
-    return _Gathered.apply(x, group, is_summed)
+    return _GatherSequence.apply(x, group, is_summed)
 
 
-def scattered(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
+def scatter_sequence(x: Tensor, group: dist.ProcessGroup, *, is_summed: bool) -> Tensor:
     """Return a rank's own tokens of the ranks' sum, or of an x that all have.
 
     Shape: [B, T, ...] to [B, T / ranks, ...].
     """
-    return _Scattered.apply(x, group, is_summed)
+    return _ScatterSequence.apply(x, group, is_summed)
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -106,24 +106,24 @@ def _own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return own.clone(memory_format=torch.contiguous_format)
 
 
-def entering(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def copy_to_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return x, the same on all ranks, for work that each rank does a part of: its gradient is the sum of theirs."""
-    return _Entering.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x
+    return _CopyToRegion.apply(x, group) if torch.is_grad_enabled() and x.requires_grad else x
 
 
-def leaving(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def reduce_from_region(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum of every rank's x, on all ranks; each rank's part has the gradient of the sum.
 
     Without gradients the sum takes the place of x.
     """
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Leaving.apply(x, group)
+        return _ReduceFromRegion.apply(x, group)
     total = x.contiguous()
     dist.all_reduce(total, group=group)
     return total
 
 
-def joined(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def all_gather_vocab(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return every rank's x side by side on the last dimension. It has no gradient.
 
     Shape: [..., V / ranks] to [..., V].

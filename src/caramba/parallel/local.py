@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from caramba.parallel.collectives import entering
+from caramba.parallel.collectives import copy_to_region
 
 
 def split_parameters(
@@ -36,7 +36,7 @@ def split_parameters(
         whole = DTensor.from_local(own, mesh, [placement], run_check=False)
         module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
     names = tuple(sorted(module._parameters))
-    become(module, _reading(names), share=RankShare(mesh.get_group(), frozenset(shared)))
+    add_mixin(module, _local_mixin(names), share=RankShare(mesh.get_group(), frozenset(shared)))
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class RankShare:
         return self  # a copied model is shared by the same ranks
 
 
-def become(module: nn.Module, mixin: type, **attributes: Any) -> None:
+def add_mixin(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Give a module the methods of a mixin, before those of its class, and attributes that are no parts of it."""
     module.__dict__.update(attributes)
     module.__class__ = _mixed(mixin, type(module))
 
 
-def share_of(module: nn.Module) -> RankShare:
+def rank_share(module: nn.Module) -> RankShare:
     """Return what `split_parameters` noted of a module."""
     return module.__dict__["share"]
 
@@ -67,19 +67,19 @@ def _mixed(mixin: type, base: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _reading(names: tuple[str, ...]) -> type:
+def _local_mixin(names: tuple[str, ...]) -> type:
     """Return a mixin whose attributes of these names are local tensors."""
-    return type("Local", (), {name: property(_reader(name)) for name in names})
+    return type("Local", (), {name: property(_local_reader(name)) for name in names})
 
 
-def _reader(name: str) -> Callable[[nn.Module], Tensor | None]:
+def _local_reader(name: str) -> Callable[[nn.Module], Tensor | None]:
     def read(self: nn.Module) -> Tensor | None:
         value = self._parameters[name]
         # Of more than one dimension is what FSDP holds between forwards: no rank's part of a layer.
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
             return value
-        local, share = value.to_local(), share_of(self)
-        return entering(local, share.group) if name in share.summed else local
+        local, share = value.to_local(), rank_share(self)
+        return copy_to_region(local, share.group) if name in share.summed else local
 
     return read
 

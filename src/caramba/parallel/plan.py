@@ -21,12 +21,12 @@ from caramba.layer import (
 )
 from caramba.model import Model
 from caramba.parallel.styles import (
-    ByHead,
-    BySequence,
-    EmbeddingByEntry,
-    Gated,
-    HeadByEntry,
+    GatedMLPParallel,
+    HeadParallel,
     Replicated,
+    SequenceParallel,
+    VocabParallelEmbedding,
+    VocabParallelHead,
 )
 from caramba.topology import Topology
 
@@ -82,7 +82,9 @@ def tensor_parallel_plan(
     """
     entries = model.spec.embedder.vocab_size
     by_entry = split_vocabulary and entries % n_ranks == 0
-    plan: dict[str, ParallelStyle] = {"embedder.token": EmbeddingByEntry() if by_entry else Replicated()}
+    plan: dict[str, ParallelStyle] = {
+        "embedder.token": VocabParallelEmbedding() if by_entry else Replicated()
+    }
     if model.embedder.position is not None:
         plan["embedder.position"] = Replicated()
     for name, layer in _layers(model.topology, "topology"):
@@ -91,8 +93,8 @@ def tensor_parallel_plan(
         except ConfigError as error:
             raise ConfigError(f"{error} (model.{name})") from None
     if split_sequence:
-        plan["topology"] = BySequence()
-    plan["head"] = HeadByEntry() if by_entry else Replicated()
+        plan["topology"] = SequenceParallel()
+    plan["head"] = VocabParallelHead() if by_entry else Replicated()
     return plan
 
 
@@ -108,10 +110,10 @@ def _layers(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
 def _style(layer: nn.Module, n_ranks: int, *, by_sequence: bool) -> ParallelStyle:
     if isinstance(layer, AttentionLayer):
         dims_of_rank(layer.dims, n_ranks, layer.config.is_latent)
-        return ByHead(by_sequence=by_sequence)
+        return HeadParallel(by_sequence=by_sequence)
     if isinstance(layer, SwiGLULayer):
         check_features(layer.gate.out_features, n_ranks)
-        return Gated(by_sequence=by_sequence)
+        return GatedMLPParallel(by_sequence=by_sequence)
     if by_sequence and isinstance(layer, DropoutLayer):
         check_dropout(layer.p, n_ranks)
     if isinstance(layer, WHOLE):

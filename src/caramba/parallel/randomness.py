@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from caramba.layer.score import CausalScore
-from caramba.parallel.local import become, share_of
+from caramba.parallel.local import add_mixin, rank_share
 
 
 @contextlib.contextmanager
-def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+def rank_rng(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
     """Draw on `device` from a stream of this rank's own, and go on with the shared one afterwards.
 
     Ranks that are seeded alike stay so: each takes its own of the seeds that all draw, on the host, so that no device
@@ -33,23 +33,23 @@ def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None
         streams.set_rng_state(before)
 
 
-def drop_apart(score: CausalScore) -> None:
+def use_rank_dropout(score: CausalScore) -> None:
     """Let a rank's heads drop other probabilities than those of other ranks, which draw the same numbers elsewhere.
 
     Compiled code leaves such an attention out: the streams are changed by the host.
     """
     if score.dropout > 0:
-        become(score, _dropping())
+        add_mixin(score, _dropout_mixin())
 
 
 def _attend(self: Any, q: Tensor, *rest: Any) -> Tensor:
     if not self.training:
         return CausalScore.forward(self, q, *rest)
-    with own_numbers(q.device, share_of(self).group):
+    with rank_rng(q.device, rank_share(self).group):
         return CausalScore.forward(self, q, *rest)
 
 
 @functools.cache
-def _dropping() -> type:
+def _dropout_mixin() -> type:
     # Made when it is needed: this loads torch's compiler, which most processes do without.
     return type("OwnDropout", (), {"forward": torch.compiler.disable(_attend)})

@@ -17,7 +17,7 @@ from caramba.topology import NestedTopology, Topology
 TIED = "embedder.token.weight"
 
 
-class Elsewhere(nn.Module):
+class PassThrough(nn.Module):
     """In the place of a node that another stage runs: hands on what it gets, so that names stay as they are."""
 
     def forward(self, x: Tensor, ctx: Any = None) -> Tensor:
@@ -25,7 +25,7 @@ class Elsewhere(nn.Module):
 
 
 class Stage(nn.Module):
-    """One stage of a pipeline over a model that `cut` left with this stage's layers.
+    """One stage of a pipeline over a model that `split_stage` left with this stage's layers.
 
     Shape: tokens [B, T] int64 on the first stage, else features [B, T, M], to features [B, T, M] in the weights' dtype.
     """
@@ -74,7 +74,7 @@ class Stage(nn.Module):
         return self.model.topology(features).to(self.dtype)
 
 
-def cut(model: Model, index: int, n_stages: int) -> Stage:
+def split_stage(model: Model, index: int, n_stages: int) -> Stage:
     """Leave in a model the layers of stage `index` of `n_stages`, in place, under the names they had.
 
     The first stage has the embedder and what comes before the stack, the last one what comes after it and the head,
@@ -90,13 +90,13 @@ def cut(model: Model, index: int, n_stages: int) -> Stage:
     assert isinstance(model.topology, Topology)
     for name, place, layers in _lists(model):
         if stage_of(f"{name}.{place}.", model.spec, n_stages) != index:
-            layers[place] = Elsewhere()
+            layers[place] = PassThrough()
     if not stage.is_first:
         model.embedder.position = None
         if stage.tied is None:
             model.embedder.token.register_parameter("weight", None)
     if not stage.is_last:
-        model.add_module("head", Elsewhere())
+        model.add_module("head", PassThrough())
     return stage
 
 

@@ -15,9 +15,15 @@ from caramba.errors import ConfigError
 from caramba.layer import AttentionLayer, Documents
 from caramba.layer.latent import LatentProjection
 from caramba.layer.rope import RotaryEmbedding
-from caramba.parallel.collectives import entering, gathered, joined, leaving, scattered
-from caramba.parallel.local import become, share_of, split_parameters
-from caramba.parallel.randomness import drop_apart
+from caramba.parallel.collectives import (
+    all_gather_vocab,
+    copy_to_region,
+    gather_sequence,
+    reduce_from_region,
+    scatter_sequence,
+)
+from caramba.parallel.local import add_mixin, rank_share, split_parameters
+from caramba.parallel.randomness import use_rank_dropout
 
 OF_QUERY_HEADS = (
     "q",
@@ -58,7 +64,7 @@ class Replicated(ParallelStyle):
         return module
 
 
-class BySequence(ParallelStyle):
+class SequenceParallel(ParallelStyle):
     """A topology whose layers see a rank's own tokens between those that ranks share; outside it all have all tokens.
 
     Reference: Korthikanti et al., 2022, arXiv:2205.05198, section 4.2.2.
@@ -66,11 +72,11 @@ class BySequence(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split_parameters(module, device_mesh, {})
-        become(module, _Scattering)
+        add_mixin(module, _ScatterTokens)
         return module
 
 
-class ByHead(ParallelStyle):
+class HeadParallel(ParallelStyle):
     """Attention, each rank with its heads. Keys and values that all heads read, the latent and the geometric key of a
     latent layer or the one head of multi-query attention, every rank computes and caches.
 
@@ -86,7 +92,7 @@ class ByHead(ParallelStyle):
         assert isinstance(module, AttentionLayer)
         rank, n_ranks = device_mesh.get_local_rank(), device_mesh.size()
         whole, own = module.dims, dims_of_rank(module.dims, n_ranks, module.config.is_latent)
-        names = _by_owner(module, splits_keys=own.n_kv_heads < whole.n_kv_heads)
+        names = _splits_by_head(module, splits_keys=own.n_kv_heads < whole.n_kv_heads)
         for path, one in list(module.named_modules()):
             if path == "out":
                 _split_rows(one, device_mesh, by_sequence=self.by_sequence)
@@ -95,16 +101,16 @@ class ByHead(ParallelStyle):
             split = {name: 0 for name in mine if names[f"{path}.{name}" if path else name]}
             split_parameters(one, device_mesh, split, [name for name in mine if name not in split])
             if isinstance(one, RotaryEmbedding) and len(one.inv_freq) == whole.n_kv_heads > own.n_kv_heads:
-                become(one, _OfHeads, heads=(rank * own.n_kv_heads, own.n_kv_heads))
-        drop_apart(module.score)
+                add_mixin(one, _HeadSlice, heads=(rank * own.n_kv_heads, own.n_kv_heads))
+        use_rank_dropout(module.score)
         module.dims = module.projection.dims = own
         if isinstance(module.projection, LatentProjection) and module.projection.first is not None:
             module.projection.first.n_kv_heads = own.n_kv_heads
-        become(module, _Gathering if self.by_sequence else _Entered)
+        add_mixin(module, _GatherInput if self.by_sequence else _RegionInput)
         return module
 
 
-class Gated(ParallelStyle):
+class GatedMLPParallel(ParallelStyle):
     """A gated feed-forward network, each rank with its share of the d_ff features and the sum of what they give."""
 
     def __init__(self, *, by_sequence: bool = False) -> None:
@@ -115,31 +121,31 @@ class Gated(ParallelStyle):
             split_parameters(module.get_submodule(name), device_mesh, {"weight": 0, "bias": 0})
         _split_rows(module.get_submodule("down"), device_mesh, by_sequence=self.by_sequence)
         split_parameters(module, device_mesh, {})
-        become(module, _Gathering if self.by_sequence else _Entered)
+        add_mixin(module, _GatherInput if self.by_sequence else _RegionInput)
         return module
 
 
-class EmbeddingByEntry(ParallelStyle):
+class VocabParallelEmbedding(ParallelStyle):
     """A token embedding, each rank with its entries: other tokens are zero, and the ranks' results are summed."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split_parameters(module, device_mesh, {"weight": 0})
         assert isinstance(module, nn.Embedding)
         first = device_mesh.get_local_rank() * (module.num_embeddings // device_mesh.size())
-        become(module, _ByEntry, first_entry=first)
+        add_mixin(module, _VocabParallel, first_entry=first)
         return module
 
 
-class HeadByEntry(ParallelStyle):
+class VocabParallelHead(ParallelStyle):
     """The projection to the vocabulary, each rank with its entries: all ranks get all logits, without a gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split_parameters(module, device_mesh, {"weight": 0, "bias": 0})
-        become(module, _Joined)
+        add_mixin(module, _GatherLogits)
         return module
 
 
-def _by_owner(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool]:
+def _splits_by_head(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool]:
     """Return of every parameter whether ranks split it, by heads on dimension 0; those of `out` are left out.
 
     Raises:
@@ -168,22 +174,22 @@ def _by_owner(attention: AttentionLayer, *, splits_keys: bool) -> dict[str, bool
 def _split_rows(linear: nn.Module, mesh: DeviceMesh, *, by_sequence: bool) -> None:
     """Split a map on the features that it reads; its bias joins the sum once."""
     split_parameters(linear, mesh, {"weight": 1}, ("bias",) if by_sequence else ())
-    become(linear, _SummedOwn if by_sequence else _Summed)
+    add_mixin(linear, _RowParallelScatter if by_sequence else _RowParallel)
 
 
-class _Entered:
+class _RegionInput:
     def forward(self: Any, x: Tensor, *rest: Any) -> Tensor:
-        return super().forward(entering(x, share_of(self).group), *rest)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().forward(copy_to_region(x, rank_share(self).group), *rest)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Gathering:
+class _GatherInput:
     def forward(self: Any, x: Tensor, *rest: Any) -> Tensor:
-        return super().forward(gathered(x, share_of(self).group, is_summed=True), *rest)  # pyright: ignore[reportAttributeAccessIssue]
+        return super().forward(gather_sequence(x, rank_share(self).group, is_summed=True), *rest)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class _Scattering:
+class _ScatterTokens:
     def forward(self: Any, x: Tensor, ctx: Any = None) -> Tensor:
-        group = share_of(self).group
+        group = rank_share(self).group
         is_cached = not (ctx is None or isinstance(ctx, Documents))
         if x.shape[1] % group.size() or is_cached:
             got = f"{x.shape[1]} tokens{' and a cache' if is_cached else ''}"
@@ -191,40 +197,40 @@ class _Scattering:
                 f"tensor parallel: {group.size()} ranks split sequences, got {got}; expected a multiple of "
                 f"{group.size()} and no cache: change block_size, or split the model without split_sequence"
             )
-        own = super().forward(scattered(x, group, is_summed=False), ctx)  # pyright: ignore[reportAttributeAccessIssue]
-        return gathered(own, group, is_summed=False)
+        own = super().forward(scatter_sequence(x, group, is_summed=False), ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        return gather_sequence(own, group, is_summed=False)
 
 
-class _Summed:
+class _RowParallel:
     def forward(self: Any, input: Tensor) -> Tensor:
-        total = self.total(F.linear(input, self.weight), share_of(self).group)
+        total = self.total(F.linear(input, self.weight), rank_share(self).group)
         bias = self.bias
         return total if bias is None else total + bias.to(total.dtype)
 
     def total(self, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return leaving(part, group)
+        return reduce_from_region(part, group)
 
 
-class _SummedOwn(_Summed):
+class _RowParallelScatter(_RowParallel):
     def total(self, part: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return scattered(part, group, is_summed=True)
+        return scatter_sequence(part, group, is_summed=True)
 
 
-class _OfHeads:
+class _HeadSlice:
     def forward(self: Any, *position: Any) -> tuple[Tensor, Tensor]:
         cos, sin = super().forward(*position)  # pyright: ignore[reportAttributeAccessIssue]
         return cos.narrow(-3, *self.heads), sin.narrow(-3, *self.heads)
 
 
-class _ByEntry:
+class _VocabParallel:
     def forward(self: Any, input: Tensor) -> Tensor:
         weight = self.weight
         own = input - self.first_entry
         is_mine = (own >= 0) & (own < len(weight))
         rows = F.embedding(own.clamp(0, len(weight) - 1), weight)
-        return leaving(rows * is_mine[..., None], share_of(self).group)
+        return reduce_from_region(rows * is_mine[..., None], rank_share(self).group)
 
 
-class _Joined:
+class _GatherLogits:
     def forward(self: Any, input: Tensor, token_weight: Tensor) -> Tensor:
-        return joined(super().forward(input, token_weight), share_of(self).group)  # pyright: ignore[reportAttributeAccessIssue]
+        return all_gather_vocab(super().forward(input, token_weight), rank_share(self).group)  # pyright: ignore[reportAttributeAccessIssue]

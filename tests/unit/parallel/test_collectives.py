@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from caramba.parallel.collectives import entering, gathered, leaving, scattered
+from caramba.parallel.collectives import copy_to_region, gather_sequence, reduce_from_region, scatter_sequence
 
 EXCHANGES: dict[str, Callable[[Tensor, dist.ProcessGroup], Tensor]] = {
-    "entering": entering,
-    "leaving": leaving,
-    "gathered": lambda x, group: gathered(x, group, is_summed=False),
-    "gathered_summed": lambda x, group: gathered(x, group, is_summed=True),
-    "scattered": lambda x, group: scattered(x, group, is_summed=False),
-    "scattered_summed": lambda x, group: scattered(x, group, is_summed=True),
+    "copy_to_region": copy_to_region,
+    "reduce_from_region": reduce_from_region,
+    "gather_sequence": lambda x, group: gather_sequence(x, group, is_summed=False),
+    "gathered_summed": lambda x, group: gather_sequence(x, group, is_summed=True),
+    "scatter_sequence": lambda x, group: scatter_sequence(x, group, is_summed=False),
+    "scattered_summed": lambda x, group: scatter_sequence(x, group, is_summed=True),
 }
 
 

@@ -10,7 +10,13 @@ from caramba.config.tensor_parallel import dims_of_rank
 from caramba.errors import ConfigError
 from caramba.model import Model, build_model
 from caramba.parallel import tensor_parallel_plan
-from caramba.parallel.styles import ByHead, EmbeddingByEntry, Gated, HeadByEntry, Replicated
+from caramba.parallel.styles import (
+    GatedMLPParallel,
+    HeadParallel,
+    Replicated,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 
 
 def meta(*layers: dict[str, object], **values: int) -> Model:
@@ -25,9 +31,9 @@ def test_every_layer_with_weights_has_its_style() -> None:
         "embedder.token": Replicated,
         "embedder.position": Replicated,
         f"{inner}.0.layers.0": Replicated,
-        f"{inner}.0.layers.1": ByHead,
+        f"{inner}.0.layers.1": HeadParallel,
         f"{inner}.1.layers.0": Replicated,
-        f"{inner}.1.layers.1": Gated,
+        f"{inner}.1.layers.1": GatedMLPParallel,
         "topology.layers.1": Replicated,
         "head": Replicated,
     }
@@ -40,7 +46,10 @@ def test_every_layer_with_weights_has_its_style() -> None:
 def test_a_vocabulary_is_split_where_it_divides() -> None:
     model = meta(NORM, vocab_size=24)
     shared = tensor_parallel_plan(model, 3, split_vocabulary=True)
-    assert (type(shared["embedder.token"]), type(shared["head"])) == (EmbeddingByEntry, HeadByEntry)
+    assert (type(shared["embedder.token"]), type(shared["head"])) == (
+        VocabParallelEmbedding,
+        VocabParallelHead,
+    )
     assert type(tensor_parallel_plan(model, 5, split_vocabulary=True)["head"]) is Replicated
 
 

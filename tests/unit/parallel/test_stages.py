@@ -9,7 +9,7 @@ from tests.unit.model.model_specs import NORM, block, spec
 from caramba.config.model import ModelSpec
 from caramba.errors import ConfigError
 from caramba.model import build_model
-from caramba.parallel import cut
+from caramba.parallel import split_stage
 from caramba.parallel.stages import TIED
 
 
@@ -25,7 +25,7 @@ def test_stages_in_turn_are_the_model(tied: bool) -> None:
     tokens = torch.arange(12).view(2, 6) % described.embedder.vocab_size
     features, names = tokens, []
     for index in range(3):
-        stage = cut(build_model(described, seed=3).double(), index, 3)
+        stage = split_stage(build_model(described, seed=3).double(), index, 3)
         features = stage(features)
         names += list(stage.model.state_dict())
     copied = [TIED] if tied else []
@@ -38,6 +38,6 @@ def test_stages_in_turn_are_the_model(tied: bool) -> None:
 
 def test_what_is_no_uniform_stack_is_not_cut() -> None:
     with pytest.raises(ConfigError, match=r"pp=4 does not divide the 6 of the stack; use a pp that does"):
-        cut(build_model(stacked(6, tied=True), device="meta"), 0, 4)
+        split_stage(build_model(stacked(6, tied=True), device="meta"), 0, 4)
     with pytest.raises(ConfigError, match=r"this topology has no such list or several; use parallel=fsdp2"):
-        cut(build_model(spec(NORM), device="meta"), 0, 2)
+        split_stage(build_model(spec(NORM), device="meta"), 0, 2)
