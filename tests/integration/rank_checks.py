@@ -99,7 +99,7 @@ def check_stages(spec: ModelSpec) -> None:
         torch.testing.assert_close(held["loss"].double(), alone.evaluate((tokens[:5], targets[:5]))["loss"])
         staged.join_gradients()
         norm = clip_gradients([list(whole.parameters())], 1e-3)
-        own = clip_gradients(staged.clip_groups(), 1e-3, has_stages=True, copies=staged.copies())
+        own = clip_gradients(staged.clip_groups(), 1e-3, has_stages=True, copies=staged.replicated_params())
         torch.testing.assert_close(own, norm, rtol=1e-12, atol=0)
         gradients = {name: p.grad for name, p in whole.named_parameters()}
         for name, p in stage.model.named_parameters():

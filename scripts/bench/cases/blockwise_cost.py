@@ -31,7 +31,7 @@ from cases.blockwise_profile import write_profile
 from record import Record, machine_facts
 
 from caramba import kernels
-from caramba.distill import BlockSchedule, BlockwiseObjective, relative_l1, tap_attention
+from caramba.distill import BlockSchedule, BlockwiseObjective, capture_attention_io, relative_l1
 from caramba.launch.freeze import freeze
 from caramba.layer import attention_backends
 from caramba.model import Model, Trace, build_model
@@ -133,7 +133,7 @@ class Bench:
 
     def truncated(self) -> None:
         layers = [(name, source) for name, source, _ in self.pairs]
-        tap_attention(self.teacher, layers, self.tokens, lambda *_: None)
+        capture_attention_io(self.teacher, layers, self.tokens, lambda *_: None)
 
     def naive(self) -> None:
         """A step of every block, each with full forwards of both models."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from caramba.ops import WORDS, dequantize_int4
 from caramba.ops.small_batch_linear import small_batch_linear
-from caramba.quantise.four_bits import four_bits, group_of
+from caramba.quantise.int4 import group_of, quantize_int4
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def made(shape: Shape, rows: int, dtype: torch.dtype, device: torch.device, *, b
     if bits == 4:
         group = group_of(shape.width)
         assert group is not None
-        weight, scale = four_bits(weight, group)
+        weight, scale = quantize_int4(weight, group)
     elif bits == 8:
         scale = weight.float().abs().amax(1) / 127
         weight = (weight / scale[:, None]).round().to(torch.int8)

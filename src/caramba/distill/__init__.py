@@ -3,13 +3,13 @@
 from caramba.distill.block_loss import attention_kl, relative_l1, sample_queries
 from caramba.distill.block_targets import BlockTargets
 from caramba.distill.blockwise import BlockwiseObjective, block_errors
+from caramba.distill.capture import capture_attention_io, replace_attention
 from caramba.distill.language_model import LanguageModelObjective, TeacherLogitsObjective
 from caramba.distill.lora import Lora
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.pipelined import PipelinedObjective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard
-from caramba.distill.tap import replace_attention, tap_attention
 from caramba.distill.teacher_cache import TeacherCache, refuse_over_cap
 from caramba.distill.vocabulary import TeacherRows, cross_entropy, teacher_kl, vocabulary_losses
 
@@ -29,12 +29,12 @@ __all__ = [
     "TeacherRows",
     "attention_kl",
     "block_errors",
+    "capture_attention_io",
     "cross_entropy",
     "refuse_over_cap",
     "relative_l1",
     "replace_attention",
     "sample_queries",
-    "tap_attention",
     "teacher_kl",
     "vocabulary_losses",
 ]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from caramba.distill.capture import OnCall, capture_attention_io
 from caramba.distill.objective import Batch
-from caramba.distill.tap import OnCall, tap_attention
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.layer import AttentionLayer
 from caramba.measure import documents_of, samples_of
@@ -38,7 +38,7 @@ class BlockTargets:
         tokens, documents, samples = batch[0], documents_of(batch), samples_of(batch)
         if self.cache is None or samples is None:  # held-out batches carry no index
             layers = [(name, self.layers[name]) for name in names]
-            tap_attention(self.teacher, layers, tokens, on_call, documents)
+            capture_attention_io(self.teacher, layers, tokens, on_call, documents)
             return
         kept = self.cache.fetch(
             samples,
@@ -56,5 +56,5 @@ class BlockTargets:
             place = len(made) // 2
             made[f"{place}.x"], made[f"{place}.o"] = x, output
 
-        tap_attention(self.teacher, list(self.layers.items()), tokens, keep, documents)
+        capture_attention_io(self.teacher, list(self.layers.items()), tokens, keep, documents)
         return made

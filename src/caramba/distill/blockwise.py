@@ -17,10 +17,10 @@ from caramba.config.attention_weights import COPIED
 from caramba.distill.block_loss import AttentionDivergence, sample_queries
 from caramba.distill.block_step import BlockStep
 from caramba.distill.block_targets import BlockTargets
+from caramba.distill.capture import replace_attention
 from caramba.distill.objective import Backward, Batch, Objective
 from caramba.distill.schedule import BlockSchedule
 from caramba.distill.shard import BlockShard
-from caramba.distill.tap import replace_attention
 from caramba.distill.teacher_cache import TeacherCache
 from caramba.layer import AttentionLayer, Documents
 from caramba.measure import documents_of

@@ -42,7 +42,7 @@ class Objective(ABC):
     def join_gradients(self) -> None:  # noqa: B027 - most objectives have all gradients of a weight in one place
         """Bring together, before clipping, what several ranks have for one weight. Called once a step on every rank."""
 
-    def copies(self) -> list[Tensor]:
+    def replicated_params(self) -> list[Tensor]:
         """Return parameters here that are another rank's too, which counts them in norms."""
         return []
 

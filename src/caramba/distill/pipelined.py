@@ -57,7 +57,7 @@ class PipelinedObjective(LanguageModelObjective):
     def join_gradients(self) -> None:
         self.stage.join_gradients()
 
-    def copies(self) -> list[Tensor]:
+    def replicated_params(self) -> list[Tensor]:
         tied = self.stage.tied
         return [] if tied is None or self.stage.is_first else [tied]
 

@@ -37,7 +37,7 @@ class LargestMagnitudes:
         self.k = k
         self.largest: Tensor | None = None
 
-    def see(self, x: Tensor) -> None:
+    def observe(self, x: Tensor) -> None:
         """Take in activations. Shape: [..., d_in]."""
         found = x.detach().flatten(0, -2).abs().float()
         every = found if self.largest is None else torch.cat((self.largest, found))
@@ -67,7 +67,7 @@ def observe_ranges(
 
     def watch(name: str) -> None:
         def hook(layer: nn.Module, given: tuple[Tensor, ...]) -> None:
-            seen[name].see(layer.reduce(given[0]) if isinstance(layer, LinearLayer) else given[0])
+            seen[name].observe(layer.reduce(given[0]) if isinstance(layer, LinearLayer) else given[0])
 
         hooks.append(layers[name].register_forward_pre_hook(hook))
 
@@ -81,7 +81,7 @@ def observe_ranges(
         for window in windows:
             hidden = model.hidden(window.to(device)[None])
             if HEAD in seen:  # what it reads is at hand: its product with the whole vocabulary is not needed
-                seen[HEAD].see(hidden)
+                seen[HEAD].observe(hidden)
     finally:
         for hook in hooks:
             hook.remove()

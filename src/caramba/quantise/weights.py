@@ -22,7 +22,7 @@ from caramba.model.head import Head, TiedHead
 from caramba.ops.upcast import upcast
 from caramba.quantise.calibrate import HEAD, Ranges
 from caramba.quantise.dynamic import DynamicLinear
-from caramba.quantise.four_bits import GROUP_SIZES, four_bits, group_of
+from caramba.quantise.int4 import GROUP_SIZES, group_of, quantize_int4
 from caramba.quantise.library import format_refusal, load_torchao, packed_refusal
 
 TILE = 8
@@ -238,7 +238,7 @@ def _grouped(layer: nn.Module, weight: Tensor) -> QuantizedLinear:
     """Return a layer of codes of 4 bits in place of one with a weight [N, K]."""
     group = group_of(weight.shape[1])
     assert group is not None
-    return QuantizedLinear(*four_bits(weight, group), getattr(layer, "bias", None), _reduce(layer))
+    return QuantizedLinear(*quantize_int4(weight, group), getattr(layer, "bias", None), _reduce(layer))
 
 
 def _reduce(layer: nn.Module) -> Callable[[Tensor], Tensor] | None:

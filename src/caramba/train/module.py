@@ -234,13 +234,15 @@ class CarambaModule(pl.LightningModule):
         if self.adagc is not None:
             return self.adagc(groups)
         if self.phase.gradient_clip_algorithm == "value" and limit is not None:
-            return clip_values(groups, limit, has_stages=self.has_stages, copies=self.objective.copies())
+            return clip_values(
+                groups, limit, has_stages=self.has_stages, copies=self.objective.replicated_params()
+            )
         step = clipping_step(optimizer)
         return clip_gradients(
             groups,
             limit,
             has_stages=self.has_stages,
-            copies=self.objective.copies(),
+            copies=self.objective.replicated_params(),
             hand_over=None if step is None else step.take_clip,
         )
 

@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 from caramba.layer.backends import SDPA
 from caramba.layer.varlen import find_kernel
 from caramba.runtime.tuned import DOCUMENT_WAYS, FLEX, PADDED, VARLEN, Family, Row
-from caramba.tune.timing import Timed, time_in_turn
+from caramba.tune.timing import Timed, time_interleaved
 
 WIDTHS = ((64, 64, True), (128, 128, True), (128, 64, False), (72, 48, True), (48, 64, True))
 """Width of keys and values and whether heads are grouped: teachers, latent students expanded and absorbed, per head."""
@@ -85,7 +85,7 @@ def measure_family(
     timed: list[Timed] = [
         Timed(candidate.name, inputs.call(candidate)) for candidate in candidates(family, device)
     ]
-    times, refused = time_in_turn(timed, device, seconds)
+    times, refused = time_interleaved(timed, device, seconds)
     found: dict[str, float | None] = {
         item.name: round(statistics.median(times[item.name]), 5) if item.name in times else None
         for item in timed

@@ -16,7 +16,7 @@ from caramba.console import logger
 from caramba.layer.cache_view import ZERO_WIDTH, zero_keys
 from caramba.ops import STORED, ZEROS, StoredStream, quantize
 from caramba.ops.decode_reference import reference_dba_decode
-from caramba.tune.timing import Timed, time_in_turn
+from caramba.tune.timing import Timed, time_interleaved
 
 COLD_BYTES = (
     200 * 10**6
@@ -130,7 +130,7 @@ def tune_case(case: DecodeCase, device: torch.device, seconds: float) -> dict[st
     # The likeliest first, each way to read a tile, which has to be compiled, with all its counts of splits.
     ways = {str(index): way for index, way in enumerate(table.candidates(shape, processors, in_cuda))}
     timed = [Timed(name, _call(launcher.launch, way, copies)) for name, way in ways.items()]
-    times, refused = time_in_turn(timed, device, seconds, least=1)
+    times, refused = time_interleaved(timed, device, seconds, least=1)
     if not times:
         logger.warning(f"tune: the decode kernel does not run {case.name}: {next(iter(refused.values()))}")
         return {}

@@ -20,7 +20,7 @@ class Timed:
     call: Callable[[], object]
 
 
-def time_in_turn(
+def time_interleaved(
     items: Sequence[Timed], device: torch.device, seconds: float, least: int | None = None
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Return milliseconds of each call by name, one per round, and the messages of those that refused.

@@ -15,8 +15,8 @@ from caramba.distill import (
     BlockwiseObjective,
     attention_kl,
     block_errors,
+    capture_attention_io,
     relative_l1,
-    tap_attention,
 )
 from caramba.distill.block_loss import attention_log_probabilities
 from caramba.errors import ConfigError
@@ -48,7 +48,7 @@ def test_blocks_get_the_teachers_input_and_output_and_nothing_runs_after_them() 
     teacher, _student, pairs = models()
     layers = [(name, source) for name, source, _ in pairs]
     seen: dict[str, tuple[Tensor, Tensor]] = {}
-    tap_attention(teacher, layers, BATCH[0], lambda name, x, y: seen.__setitem__(name, (x, y)))
+    capture_attention_io(teacher, layers, BATCH[0], lambda name, x, y: seen.__setitem__(name, (x, y)))
     assert list(seen) == [name for name, _ in layers]
     with Trace(teacher, lambda _n, module: isinstance(module, AttentionLayer), keep_inputs=True) as trace:
         teacher(BATCH[0])
@@ -57,7 +57,7 @@ def test_blocks_get_the_teachers_input_and_output_and_nothing_runs_after_them() 
         assert torch.equal(seen[name][1], record.output)
         assert not source._forward_hooks, "hooks must be removed"
     for stop, mlps in ((1, 0), (2, 1)):
-        run = lambda stop=stop: tap_attention(teacher, layers[:stop], BATCH[0], lambda *_: None)  # noqa: E731
+        run = lambda stop=stop: capture_attention_io(teacher, layers[:stop], BATCH[0], lambda *_: None)  # noqa: E731
         assert calls_of(teacher, SwiGLULayer, run) == mlps, "the teacher stops at the last block's attention"
 
 
@@ -68,7 +68,7 @@ def test_blockwise_gradients_equal_those_of_each_block_alone() -> None:
     alone.zero_grad()
     inputs = {}
     layers = [(name, source) for name, source, _ in pairs]
-    tap_attention(teacher, layers, BATCH[0], lambda name, x, y: inputs.__setitem__(name, (x, y)))
+    capture_attention_io(teacher, layers, BATCH[0], lambda name, x, y: inputs.__setitem__(name, (x, y)))
     for name, layer in alone.attention_layers():
         x, y = inputs[name]
         relative_l1(layer(x), y).backward()

@@ -15,7 +15,7 @@ from caramba.distill import (
     block_errors,
 )
 from caramba.distill.block_loss import attention_kl, attention_log_probabilities
-from caramba.distill.tap import tap_attention
+from caramba.distill.capture import capture_attention_io
 from caramba.layer import Documents
 from caramba.measure import batches, windowed_nll
 from caramba.model import build_model
@@ -99,7 +99,7 @@ def test_blockwise_losses_leave_padding_out() -> None:
         totals[names.index(name)] += torch.stack([distance, target.abs().sum()]).double()
 
     for x, _ in alone:
-        tap_attention(teacher, [(name, source) for name, source, _ in pairs], x, add)
+        capture_attention_io(teacher, [(name, source) for name, source, _ in pairs], x, add)
     expected = (totals[:, 0] / totals[:, 1]).tolist()
     torch.testing.assert_close(torch.tensor(errors, dtype=torch.float64), torch.tensor(expected).double())
 

@@ -24,7 +24,7 @@ from caramba.layer.small_batch import SMALL_BATCH_ROWS, is_small_batch
 from caramba.model import Model, build_model
 from caramba.ops import backend, dequantize_int4
 from caramba.quantise import quantise_weights
-from caramba.quantise.four_bits import four_bits
+from caramba.quantise.int4 import quantize_int4
 
 NAMES = ["gqa_scaled", "bottleneck", "window", "decoupled", "decoupled_tie", "latent", "no_rope"]
 
@@ -186,7 +186,7 @@ def test_a_layer_of_codes_is_its_product(dtype: torch.dtype, kernels: None) -> N
 def test_a_layer_of_codes_of_4_bits_is_its_product(dtype: torch.dtype, kernels: None) -> None:
     source = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(24, 96, generator=source), torch.randn(24, generator=source).to(dtype)
-    layer = QuantizedLinear(*four_bits(weight, 32), bias)
+    layer = QuantizedLinear(*quantize_int4(weight, 32), bias)
     exact = dequantize_int4(layer.weight, layer.scale, torch.float64)
     assert 0.05 < float((exact - weight).norm() / weight.norm()) < 0.1
     x = torch.randn(3, 70, 96, generator=source).to(dtype)
@@ -244,7 +244,7 @@ def test_joined_words_are_parts_of_one_product(kernels: None) -> None:
             for name, n, group in zip(self.fusible_linears, (3, 5, 2), groups, strict=True):
                 weight = torch.randn(n, 128, generator=source)
                 self.add_module(
-                    name, QuantizedLinear(*four_bits(weight, group), torch.ones(n) if n == 5 else None)
+                    name, QuantizedLinear(*quantize_int4(weight, group), torch.ones(n) if n == 5 else None)
                 )
 
     x, module = torch.rand(1, 1, 128), Three((64, 64, 64))

@@ -17,7 +17,7 @@ from caramba.runtime import choose_attention
 from caramba.runtime.tuned import PADDED, Family, attention_rows, read_tables, tuned_path, write_table
 from caramba.tune import FAMILIES, Candidate, candidates, measure_family
 from caramba.tune.attention import Size
-from caramba.tune.timing import LEAST_ROUNDS, Timed, time_in_turn
+from caramba.tune.timing import LEAST_ROUNDS, Timed, time_interleaved
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def test_what_a_backend_refuses_is_said() -> None:
             return F.scaled_dot_product_attention(x, x, x)
 
     calls = [Timed("cudnn", cudnn), Timed("any", lambda: F.scaled_dot_product_attention(x, x, x))]
-    times, refused = time_in_turn(calls, torch.device("cpu"), 0.0)
+    times, refused = time_interleaved(calls, torch.device("cpu"), 0.0)
     assert list(times) == ["any"]
     assert len(times["any"]) == LEAST_ROUNDS
     assert "backend" in refused["cudnn"]

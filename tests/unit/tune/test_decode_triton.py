@@ -10,7 +10,7 @@ import torch
 from caramba.ops import STORED, ZEROS, StoredStream, dba_decode
 from caramba.tune import decode
 from caramba.tune.decode import DecodeCase, _call, _copies, tune_case, tune_decode
-from caramba.tune.timing import Timed, time_in_turn
+from caramba.tune.timing import Timed, time_interleaved
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreter's process"
@@ -66,7 +66,7 @@ def test_a_way_that_is_wrong_is_not_taken(
         return {one.name: [float(place)] for place, one in enumerate(reversed(timed))}, {}
 
     monkeypatch.setattr(launcher, "launch", launch)
-    monkeypatch.setattr(decode, "time_in_turn", in_turn)  # the later way is the faster one
+    monkeypatch.setattr(decode, "time_interleaved", in_turn)  # the later way is the faster one
     found = tune_case(case, CPU, 0.0)
     assert len(set(tried)) == 2
     assert [DecodeConfig(**way) for way in found.values()] == ([tried[0]] if is_any_right else [])
@@ -81,7 +81,7 @@ def test_a_way_that_the_gpu_lacks_resources_for_is_refused() -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     timed = [Timed("large", _call(launch, None, [[]]))]
-    times, refused = time_in_turn(timed, CPU, 0.0, least=1)
+    times, refused = time_interleaved(timed, CPU, 0.0, least=1)
     assert not times
     assert "out of resource: shared memory, Required: 300000" in refused["large"]
 

@@ -35,7 +35,7 @@ class Monitoring(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.meter.peak_flops = self.peak()  # now that the precision of products is set
         self.memory.reset()
-        copies = {id(parameter) for parameter in pl_module.objective.copies()}
+        copies = {id(parameter) for parameter in pl_module.objective.replicated_params()}
         self._norms = StepNorms(
             [pair for pair in pl_module.objective.trainable() if id(pair[1]) not in copies],
             is_due=lambda: self._is_due(trainer.global_step + 1, NORMS_EVERY),

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from caramba.ops import dequantize_int4
-from caramba.quantise import four_bits as module
-from caramba.quantise.four_bits import four_bits, group_of
+from caramba.quantise import int4 as module
+from caramba.quantise.int4 import group_of, quantize_int4
 
 
 def test_groups_are_the_largest_that_divide_a_width() -> None:
@@ -17,7 +17,7 @@ def test_groups_are_the_largest_that_divide_a_width() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_every_number_is_within_half_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(21, 384, generator=torch.Generator().manual_seed(0)).to(dtype)
-    words, scale = four_bits(weight, 128)
+    words, scale = quantize_int4(weight, 128)
     assert (words.dtype, words.shape) == (torch.int16, (21, 96))
     assert (scale.dtype, scale.shape) == (torch.bfloat16, (21, 3, 2))
     found = dequantize_int4(words, scale, torch.float64).unflatten(1, (3, 128))
@@ -29,13 +29,13 @@ def test_every_number_is_within_half_a_step(dtype: torch.dtype, monkeypatch: pyt
     if dtype == torch.bfloat16:
         assert torch.equal(scale[..., 1], weight.unflatten(1, (3, 128)).amin(2)), "a weight itself"
     monkeypatch.setattr(module, "AT_A_TIME", 5 * 384)
-    by_parts = four_bits(weight, 128)
+    by_parts = quantize_int4(weight, 128)
     assert all(torch.equal(*pair) for pair in zip(by_parts, (words, scale), strict=True))
 
 
 @pytest.mark.parametrize("value", [0.0, -3.0, 1e-30])
 def test_a_group_of_one_number_is_that_number(value: float) -> None:
-    words, scale = four_bits(torch.full((2, 64), value), 32)
+    words, scale = quantize_int4(torch.full((2, 64), value), 32)
     found = dequantize_int4(words, scale, torch.float64)
     torch.testing.assert_close(found, torch.full((2, 64), value, dtype=torch.float64), rtol=2**-8, atol=1e-29)
 
@@ -50,6 +50,6 @@ def test_they_are_as_near_as_torchao_s() -> None:
     )  # fmt: skip
     codes = primitives._quantize_affine_tinygemm(weight, size, step, zero, form, 0, 15)
     theirs = (codes.double().unflatten(1, (4, 128)) - 8) * step.double()[..., None] + zero.double()[..., None]
-    ours = dequantize_int4(*four_bits(weight, 128), torch.float64)
+    ours = dequantize_int4(*quantize_int4(weight, 128), torch.float64)
     errors = [float((one.flatten(1) - weight.double()).norm()) for one in (ours, theirs)]
     assert errors[0] <= errors[1]

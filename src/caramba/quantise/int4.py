@@ -21,7 +21,7 @@ def group_of(width: int) -> int | None:
     return next((size for size in GROUP_SIZES if width % size == 0), None)
 
 
-def four_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def quantize_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Return codes q, as words, and a scale s and a zero z of each group: w is q s + z.
 
     s is a fifteenth of the group's range and z its smallest number, both rounded before codes are chosen, so that q is

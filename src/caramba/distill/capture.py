@@ -24,7 +24,7 @@ class _Reached(Exception):  # noqa: N818 - not an error: it ends a forward whose
 
 
 @torch.no_grad()
-def tap_attention(
+def capture_attention_io(
     model: Model, layers: Sequence[Named], tokens: Tensor, on_call: OnCall, documents: Tensor | None = None
 ) -> None:
     """Run the model on tokens [B, T] and call on_call(name, input, output), both [B, T, M], after each given layer.
