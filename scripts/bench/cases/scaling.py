@@ -38,7 +38,7 @@ from caramba.model import build_model, build_stand_in
 from caramba.model.sharding import fill_sharded, shard_model, sharding_of
 from caramba.planning.trial import RandomWindows
 from caramba.runtime import choose_attention, choose_device, get_world_size, join_ranks, plan
-from caramba.train import SHARDED, PhaseData, fit, way_of
+from caramba.train import SHARDED, PhaseData, fit, strategy_for
 
 # d_model, layers, heads, key/value heads, d_ff, vocabulary: the others are Llama 3.2 1B's and Llama 3.1 8B's.
 SIZES = {
@@ -132,7 +132,7 @@ def train(manifest: Manifest, device: torch.device) -> dict[str, Any]:
     whole = build_stand_in(manifest.model, device)
     shard = None
     trained = whole
-    if way_of(manifest.parallel, phase) == SHARDED:
+    if strategy_for(manifest.parallel, phase) == SHARDED:
         trained = build_model(manifest.model, device="meta")
         whole.to("cpu")
         shell, source = trained, whole if int(os.environ.get("RANK", "0")) == 0 else None

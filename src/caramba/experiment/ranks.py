@@ -45,7 +45,7 @@ from caramba.runtime import (
     seed_process,
     send_from_main,
 )
-from caramba.train import SHARDED, STAGED, BlockwiseDistillation, PhaseData, fit, way_of
+from caramba.train import SHARDED, STAGED, BlockwiseDistillation, PhaseData, fit, strategy_for
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def assemble(
     device = session.device
     if session.teacher is not None:
         send_from_main([*session.teacher.parameters(), *session.teacher.buffers()])
-    way = way_of(session.manifest.parallel, phase)
+    way = strategy_for(session.manifest.parallel, phase)
     if way == STAGED:
         return _staged(session, phase, model, spec)
     if way != SHARDED:

@@ -3,7 +3,7 @@
 from caramba.train.callbacks import BenchmarkArtifacts, BlockwiseDistillation, Verification
 from caramba.train.data import workers_needed
 from caramba.train.module import CarambaModule
-from caramba.train.strategies import SHARDED, STAGED, way_of
+from caramba.train.strategies import SHARDED, STAGED, strategy_for
 from caramba.train.trainer import FitOutcome, PhaseData, drop_state, fit, has_saved_state, state_path
 
 __all__ = [
@@ -19,6 +19,6 @@ __all__ = [
     "fit",
     "has_saved_state",
     "state_path",
-    "way_of",
+    "strategy_for",
     "workers_needed",
 ]

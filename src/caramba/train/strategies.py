@@ -24,7 +24,7 @@ SINGLE, AVERAGED, SHARDED, STAGED = "single", "averaged", "sharded", "staged"
 rank its part; or not at all, where every rank is a stage of the model."""
 
 
-def way_of(parallel: ParallelConfig, phase: PhaseConfig) -> str:
+def strategy_for(parallel: ParallelConfig, phase: PhaseConfig) -> str:
     """Return how the gradients of a phase come together on the ranks that are joined.
 
     Blocks hold so little that they are not sharded.

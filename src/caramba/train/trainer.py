@@ -46,7 +46,7 @@ from caramba.train.display import Display
 from caramba.train.loggers import build_loggers
 from caramba.train.module import CarambaModule
 from caramba.train.precision import matmul_precision, precision_arguments
-from caramba.train.strategies import AVERAGED, SHARDED, strategy_arguments, way_of
+from caramba.train.strategies import AVERAGED, SHARDED, strategy_arguments, strategy_for
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def fit(
     """
     _quiet_lightning()
     parallel = manifest.parallel
-    way = way_of(parallel, phase)
+    way = strategy_for(parallel, phase)
     share = data_share(parallel.ranks_per_batch)
     state = state_path(run_dir, plan.phase)
     position = saved_step(state)

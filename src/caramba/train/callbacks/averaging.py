@@ -12,10 +12,10 @@ from caramba.config.train import BLOCK_PHASES, PhaseConfig
 from caramba.model.head import TiedHead
 from caramba.runtime import GradientAverage, TableRows, takes_rows
 from caramba.runtime.gradient_average import Missing
-from caramba.train.callbacks.while_training import WhileTraining
+from caramba.train.callbacks.restore_on_exit import RestoreOnExit
 
 
-class GradientAveraging(WhileTraining):
+class GradientAveraging(RestoreOnExit):
     """Gives the module what averages its gradients, `averaging`; it hooks the weights, which outlive the phase."""
 
     def __init__(self, parallel: ParallelConfig, phase: PhaseConfig) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 
-from caramba.train.callbacks.while_training import WhileTraining
+from caramba.train.callbacks.restore_on_exit import RestoreOnExit
 
 # Graphs of one forward: by kind of block, width, teacher or student, with and without gradients. Past the limit a
 # forward runs uncompiled.
@@ -20,7 +20,7 @@ RECOMPILE_LIMIT = 64
 SEES_FROZEN = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
-class Compilation(WhileTraining):
+class Compilation(RestoreOnExit):
     """Replaces the forward of modules by a compiled one for the time of training.
 
     Only `forward` is replaced, so hooks on a module run outside its compiled code, and its state has the same names.

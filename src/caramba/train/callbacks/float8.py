@@ -13,10 +13,10 @@ from caramba.errors import ConfigError
 from caramba.layer.float8 import TILE, Float8Linear, Float8Recipe, RecipeName
 from caramba.layer.fused_linear import has_fusible_linears
 from caramba.runs.events import append_event
-from caramba.train.callbacks.while_training import WhileTraining
+from caramba.train.callbacks.restore_on_exit import RestoreOnExit
 
 
-class Float8Products(WhileTraining):
+class Float8Products(RestoreOnExit):
     """Replaces linear layers by ones whose products of forward and backward are in float8, before anything is
     compiled, and puts the plain ones back at the end. Parameters stay the same objects under the same names.
 

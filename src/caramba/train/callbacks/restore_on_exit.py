@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import lightning.pytorch as pl
 
 
-class WhileTraining(pl.Callback, ABC):
+class RestoreOnExit(pl.Callback, ABC):
     """Calls `restore` when training ends or fails."""
 
     @abstractmethod
