@@ -55,12 +55,12 @@ class MasterWeights(torch.optim.Optimizer):
     ) -> None:
         self.keeps, self.on_host, self.in_moments = keeps, on_host, in_moments
         self.weights = [weight for _, weight in named]
-        self.wide = [nn.Parameter(self._copy_of(weight)) for weight in self.weights]
-        self.inner = build([(name, wide) for (name, _), wide in zip(named, self.wide, strict=True)])
+        self.copies = [nn.Parameter(self._copy_of(weight)) for weight in self.weights]
+        self.inner = build([(name, copy) for (name, _), copy in zip(named, self.copies, strict=True)])
         super().__init__(self.inner.param_groups, {})
         self.param_groups = self.inner.param_groups
-        self._masters = dict(zip(self.wide, self.weights, strict=True))
-        self._release(list(zip(self.weights, self.wide, strict=True)))
+        self._masters = dict(zip(self.copies, self.weights, strict=True))
+        self._release(list(zip(self.weights, self.copies, strict=True)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -107,7 +107,7 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _parts(self) -> Iterator[list[Pair]]:
         """Yield weights that have a gradient and their copies, as many on one device as are copied at once."""
-        stepped = [pair for pair in zip(self.weights, self.wide, strict=True) if pair[0].grad is not None]
+        stepped = [pair for pair in zip(self.weights, self.copies, strict=True) if pair[0].grad is not None]
         sizes = [local(weight).numel() for weight, _ in stepped]
         most = sum(sizes) if self.on_host else max([sum(sizes) // PARTS, LEAST, *sizes])
         part: list[Pair] = []
@@ -123,21 +123,21 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _step_copies(self, part: list[Pair], seed: Tensor | None, first: int) -> None:
         """Step weights by way of float32 copies: those that stay, or new ones that are rounded at random by `seed`."""
-        for weight, wide in part:
+        for weight, copy in part:
             if not self.keeps:
-                wide.data = weight.detach().float()
+                copy.data = weight.detach().float()
             assert weight.grad is not None
-            wide.grad = weight.grad.to(wide.device, torch.float32, non_blocking=True)
+            copy.grad = weight.grad.to(copy.device, torch.float32, non_blocking=True)
         if self.on_host:  # gradients are here, and the weights of the step before are there
             synchronize(part[0][0].device)
         self.inner.step()  # of those that have a gradient
         if seed is None:
-            for weight, wide in part:
-                weight.copy_(wide, non_blocking=True)
+            for weight, copy in part:
+                weight.copy_(copy, non_blocking=True)
         else:
             round_into(part, seed, first)
-        for _, wide in part:
-            wide.grad = None
+        for _, copy in part:
+            copy.grad = None
         self._release(part)
 
     @property
@@ -154,28 +154,28 @@ class MasterWeights(torch.optim.Optimizer):
     @torch.no_grad()
     def restore(self) -> None:
         """Put the masters in place of the weights, which are float32 by now; without masters do nothing."""
-        for weight, wide in zip(self.weights, self.wide, strict=True) if self.in_moments else ():
-            if state := self.inner.state.get(wide):
+        for weight, copy in zip(self.weights, self.copies, strict=True) if self.in_moments else ():
+            if state := self.inner.state.get(copy):
                 restore_masters_(local(weight), local(state["exp_avg"]), local(state["exp_avg_sq"]))
         if self.keeps:
-            for weight, wide in zip(self.weights, self.wide, strict=True):
-                weight.copy_(wide)
+            for weight, copy in zip(self.weights, self.copies, strict=True):
+                weight.copy_(copy)
 
     def forget(self) -> None:
         """Let masters and states go, when no step follows."""
         self.state.clear()
         self.inner.state.clear()
-        for wide in self.wide:
-            wide.data = wide.data.new_empty(0)
+        for copy in self.copies:
+            copy.data = copy.data.new_empty(0)
 
     def state_dict(self) -> dict[str, Any]:
-        masters = [wide.detach() for wide in self.wide] if self.keeps else []
+        masters = [copy.detach() for copy in self.copies] if self.keeps else []
         return {"inner": self.inner.state_dict(), "masters": masters}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for wide, master in zip(self.wide, state_dict["masters"], strict=self.keeps):
-            wide.copy_(master)
+        for copy, master in zip(self.copies, state_dict["masters"], strict=self.keeps):
+            copy.copy_(master)
         self.inner.load_state_dict(state_dict["inner"])
         self.param_groups = self.inner.param_groups
 
@@ -189,8 +189,8 @@ class MasterWeights(torch.optim.Optimizer):
     def _release(self, part: list[Pair]) -> None:
         """Give the memory of copies back that are made anew at the next step."""
         if not self.keeps:
-            for _, wide in part:
-                wide.data = wide.data.new_empty(0)
+            for _, copy in part:
+                copy.data = copy.data.new_empty(0)
 
 
 def round_into(part: Sequence[Pair], seed: Tensor, first: int) -> None:

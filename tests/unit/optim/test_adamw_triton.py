@@ -114,16 +114,16 @@ def test_masters_take_one_pass_with_the_bits_of_copies(
             for step in range(3):
                 give_gradients(held, step)
                 wide.step()
-                assert all(p.grad is None for p in wide.wide)
+                assert all(p.grad is None for p in wide.copies)
         return wide, held
 
     (wide, held), (copied, by_copies) = run(True), run(False)
-    for x, y in zip((*held, *wide.wide), (*by_copies, *copied.wide), strict=True):
+    for x, y in zip((*held, *wide.copies), (*by_copies, *copied.copies), strict=True):
         if HAS_GPU:  # whose compiler may fuse products and sums of two kernels in two ways
             torch.testing.assert_close(x, y, rtol=1e-2 if x.dtype == NARROW else 1e-6, atol=1e-6)
         else:
             assert torch.equal(x, y)
-    assert all(torch.equal(w, p.to(NARROW)) for w, p in zip(held, wide.wide, strict=True))
+    assert all(torch.equal(w, p.to(NARROW)) for w, p in zip(held, wide.copies, strict=True))
     assert len(wide.state_dict()["inner"]["state"]) == len(held) - 1
     assert len(taken) == 6
 
@@ -211,7 +211,7 @@ def test_weights_rounded_at_random_are_those_of_copies_and_take_a_clip(taken: li
                     taker.take_clip(clip)
                 torch.manual_seed(step)
                 wide.step()
-                assert not any(p.numel() for p in wide.wide)
+                assert not any(p.numel() for p in wide.copies)
                 assert wide.inner.clip is None  # pyright: ignore[reportAttributeAccessIssue]
         return held
 

@@ -15,7 +15,7 @@ from caramba.ops import adamw_step, stochastic_round
 from caramba.ops.adamw import reference_adamw_step
 from caramba.ops.packed_masters import pack_masters
 from caramba.ops.stochastic_round import CHUNK, reference_stochastic_round
-from caramba.optim import AdamW, MasterWeights, build_optimizer, wide
+from caramba.optim import AdamW, MasterWeights, build_optimizer, master_weights
 from tests.unit.optim.test_optimizers import gradient, made, phase_of
 
 MASTERS, RANDOM = {"master_weights": True}, {"stochastic_rounding": True}
@@ -112,7 +112,7 @@ def test_updates_below_a_step_of_bfloat16_are_not_lost() -> None:
 
 def test_masters_in_the_moments_are_those_of_a_run_in_float32() -> None:
     wide, weights = run(12, optimizer="adamw", **IN_MOMENTS)
-    assert not any(master.numel() for master in wide.wide), "no copies stay"
+    assert not any(master.numel() for master in wide.copies), "no copies stay"
     exact, beside = run(12, optimizer="adamw", **MASTERS)
     for weight in wide.weights:
         weight.data = weight.data.float()
@@ -171,8 +171,8 @@ def test_adamw_steps_bfloat16_weights_to_the_float32_update_in_the_mean() -> Non
     exact.grad = grad.float()
     torch.optim.AdamW([exact], **options).step()
     found, optimizer = stepped(weight, grad, 1, **options)
-    assert not optimizer.wide[0].numel(), "nothing is copied"
-    state = optimizer.inner.state[optimizer.wide[0]]
+    assert not optimizer.copies[0].numel(), "nothing is copied"
+    state = optimizer.inner.state[optimizer.copies[0]]
     assert {name: value.dtype for name, value in state.items()} == dict.fromkeys(state, torch.float32)
     for got, want in zip(found.reshape(3, -1), exact.detach().reshape(3, -1), strict=True):
         got = got.float()
@@ -200,7 +200,7 @@ def test_copies_of_a_part_at_a_time_step_as_copies_of_all(
 
     n_parts, whole = trained()
     assert n_parts == 1
-    monkeypatch.setattr(wide, "LEAST", 0)
+    monkeypatch.setattr(master_weights, "LEAST", 0)
     n_parts, parts = trained()
     assert n_parts == 4, "the largest matrix stands alone beside parts of at most its size"
     assert all(torch.equal(parts[name], whole[name]) for name in whole)
@@ -238,7 +238,7 @@ def test_masters_come_out_of_the_moments_a_part_at_a_time() -> None:
     weight, first, second = pack_masters(x, m, m.square())
     held = weight.float()
     with Largest() as seen:
-        wide.restore_masters_(held, first, second)
+        master_weights.restore_masters_(held, first, second)
     assert torch.equal(held, x)
     assert 0 < seen.found <= 4 * CHUNK
 

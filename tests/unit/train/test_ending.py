@@ -69,4 +69,4 @@ def test_the_model_stays_and_the_optimiser_goes(device: str, wide: bool) -> None
     assert not module.made.state
     if wide:
         assert not module.made.inner.state
-        assert {weight.numel() for weight in module.made.wide} == {0}
+        assert {weight.numel() for weight in module.made.copies} == {0}
