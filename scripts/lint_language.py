@@ -27,7 +27,7 @@ FIRST_SENTENCE_WORDS = 20
 COMMENT = re.compile(r"(?:^|\s)#(?!:) (.+)$")
 SENTENCE_END = re.compile(r"[.!?:](?:\s|$)|\n\s*\n")
 DEVICE_COMMENT = re.compile(r"//+ ?(.*)$")
-PARTICIPLE = re.compile(r"(?!used|need|speed|seed|feed|embed|shared)[a-z]{2,}ed(_|$)")
+PARTICIPLE = re.compile(r"(?!used|need|speed|seed|feed|embed|shared|fused|cached|replicated)[a-z]{2,}ed(_|$)")
 
 
 class Finding(NamedTuple):
