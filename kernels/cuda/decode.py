@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import caramba.kernels.cuda.heads as heads
 import caramba.kernels.cuda.latent as latent
+import caramba.kernels.cuda.launch_configs as launch_configs
 import caramba.kernels.cuda.nvrtc as nvrtc
-import caramba.kernels.cuda.ways as ways
 import torch
 from caramba.kernels.cuda.blocks import ZEROS
 from caramba.kernels.cuda.launch import CudaLaunch
@@ -52,7 +52,7 @@ def split_launch(
     if not (
         is_ready(q_sem.device)
         and q_sem.dtype in (torch.float16, torch.bfloat16)
-        and ways.can_read(config, kinds, dims, kv_heads, group * n_queries)
+        and launch_configs.can_read(config, kinds, dims, kv_heads, group * n_queries)
         and all(_lies_in_chunks(parts) for parts in blocks)
         and all(_steps(q, 3, CHUNK // 2) for q in queries)
         and all(abs(x) <= LARGEST for x in scalars)
@@ -67,7 +67,7 @@ def split_launch(
         "in_bf16": q_sem.dtype == torch.bfloat16,
     }
     if len(kinds) == 2:
-        way = ways.latent_way(config)
+        way = launch_configs.latent_config(config)
         way = replace(way, grouped=way.grouped and is_hopper(q_sem.device))
         if tails != {torch.bfloat16}:
             return None
@@ -76,7 +76,7 @@ def split_launch(
         features = "a" if way.grouped else ""
         name, programs, threads = "decode_latent", -(-group * n_queries // way.rows), 32 * way.warps
     else:
-        own = ways.heads_way(config)
+        own = launch_configs.heads_config(config)
         if len(tails) != 1:
             return None
         macros = heads.macros(

@@ -10,7 +10,7 @@
 // TAIL_BRAIN (tails are), TABLED (of two chunks of nf4's values those that a table makes numbers; 3 with keys), HAS_WINDOW,
 // FINAL, ANNOUNCED.
 // Grid: sequences times pairs of heads, and splits, of which the last has the tail for itself where there are several. Outputs
-// are those of Triton's `decode_split`.
+// are those of Triton's `split_kv_kernel`.
 #include "heads_tail.cuh"
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, LEAST_BLOCKS) decode_heads(

@@ -17,7 +17,7 @@ MOST_VALUES = 128
 
 
 @dataclass(frozen=True)
-class HeadsWay:
+class HeadsConfig:
     """How a block goes through its tokens.
 
     Attributes:
@@ -34,7 +34,7 @@ class HeadsWay:
     tabled: int = 0
 
 
-def fits(kinds: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int, way: HeadsWay) -> bool:
+def fits(kinds: Sequence[str], dims: Sequence[int], kv_heads: int, rows: int, way: HeadsConfig) -> bool:
     """Return whether streams of these formats and widths of a head can be read this way, for `rows` queries of each."""
     kinds, dims = _read(kinds, dims)
     return (
@@ -62,7 +62,7 @@ def _is_of_steps(kind: str, width: int) -> bool:
     return width % 16 == 0 and (width % block == 0 or (block % width == 0 and block <= 4 * width))
 
 
-def shared_bytes(kinds: Sequence[str], dims: Sequence[int], rows: int, way: HeadsWay) -> int:
+def shared_bytes(kinds: Sequence[str], dims: Sequence[int], rows: int, way: HeadsConfig) -> int:
     """Return the bytes of shared memory of a block; warps hand over their sums where their tiles were."""
     kinds, dims = _read(kinds, dims)
     columns = 4 if rows <= 4 else 8
@@ -78,7 +78,7 @@ def _tile_bytes(kinds: Sequence[str], dims: Sequence[int]) -> int:
 def macros(
     kinds: Sequence[str],
     dims: Sequence[int],
-    way: HeadsWay,
+    way: HeadsConfig,
     *,
     kv_heads: int,
     group: int,

@@ -163,7 +163,7 @@ struct Sums {
                 for (int k = 0; k < 4; ++k) acc[head][t][k] *= 1.0f / (Values::UNIT * Values::over(t % Values::STEPS));
     }
 
-    // Merge the sums of a block's warps, and write them as `decode_split` does. All copies must have come.
+    // Merge the sums of a block's warps, and write them as `split_kv_kernel` does. All copies must have come.
     DEVICE void merge(u16* out, float* sums, i64 b, int pair, int split, int n_splits) {
         int g = lane_id() / 4, j = lane_id() % 4, warp = warp_id();
         u32 base = shared_address(shared_memory()), parts = base + warp * PART * 4;

@@ -19,7 +19,7 @@ REGISTERS, MOST_REGISTERS, OTHER_REGISTERS = 65536, 255, 96
 
 
 @dataclass(frozen=True)
-class LatentWay:
+class LatentConfig:
     """How a block goes through its tokens.
 
     Attributes:
@@ -40,7 +40,7 @@ class LatentWay:
     tail_apart: bool = True
 
 
-def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
+def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentConfig) -> bool:
     """Return whether streams of these formats and widths can be read this way."""
     # Sums of weighed values, and the values of two tiles that products read: of 32 tokens for a fourth of the features.
     held = way.rows * dims[0] // (32 * TEAM) + dims[0] // TEAM
@@ -56,7 +56,7 @@ def fits(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> bool:
     )
 
 
-def _most_shared(way: LatentWay) -> int:
+def _most_shared(way: LatentConfig) -> int:
     return (MOST_SHARED + TAKEN) // way.blocks - TAKEN
 
 
@@ -68,18 +68,18 @@ def _is_whole(kind: str, width: int) -> bool:
     return chunks == 2 or chunks % 4 == 0
 
 
-def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> int:
+def shared_bytes(kinds: Sequence[str], dims: Sequence[int], way: LatentConfig) -> int:
     """Return the bytes of shared memory of a block."""
     return _bytes_of(kinds, dims, way, _stages(kinds, dims, way))
 
 
-def _stages(kinds: Sequence[str], dims: Sequence[int], way: LatentWay) -> tuple[int, int]:
+def _stages(kinds: Sequence[str], dims: Sequence[int], way: LatentConfig) -> tuple[int, int]:
     """Return the tiles of both streams that a warp holds."""
     too_many = _bytes_of(kinds, dims, way, way.stages) > _most_shared(way)
     return (1, way.stages[1]) if too_many else way.stages
 
 
-def _bytes_of(kinds: Sequence[str], dims: Sequence[int], way: LatentWay, held: tuple[int, int]) -> int:
+def _bytes_of(kinds: Sequence[str], dims: Sequence[int], way: LatentConfig, held: tuple[int, int]) -> int:
     tiles = sum(stages * _tile_bytes(kind, d) for kind, d, stages in zip(kinds, dims, held, strict=False))
     queries = sum(dims[:2]) // 16 * way.rows * 32
     weights = way.warps * TOKENS // 16 * way.rows * 32
@@ -102,7 +102,7 @@ def _aligned(n_bytes: int) -> int:
 def macros(
     kinds: Sequence[str],
     dims: Sequence[int],
-    way: LatentWay,
+    way: LatentConfig,
     *,
     group: int,
     queries: int,

@@ -89,7 +89,7 @@ class CudaLaunch:
 
     def at(self, stream: int, place: int, addresses: Sequence[int]) -> bool:
         """Launch on a stream of the current device and tensors by their addresses, of which those that `place` says are
-        `askew`.
+        `misaligned_args`.
 
         Return False where no kernel is loaded for that yet.
         """

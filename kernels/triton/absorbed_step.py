@@ -6,10 +6,10 @@ programs copy parts of the latent and turn pairs of the geometric key while thos
 
 from __future__ import annotations
 
-from caramba.kernels.triton.early import begins_early, early_launch
-from caramba.kernels.triton.forms import form
 from caramba.kernels.triton.head_products import QUERY_COLUMNS, loaded, power_of_2, query_part, rows_of
 from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.pdl import pdl_options, supports_pdl
+from caramba.kernels.triton.signature import tensor_signature
 from torch import Tensor
 
 import triton
@@ -157,8 +157,14 @@ def absorbed_step(
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
     into_c, into_geo = buffers[0], buffers[-1]
     key = (
-        *(form(q), sem_map.dtype, geo_map.dtype, latent, pairs, cos.shape, scale),
-        *(form(c), form(k_geo), form(into_c), form(into_geo), len(buffers)),
+        *(tensor_signature(q), sem_map.dtype, geo_map.dtype, latent, pairs, cos.shape, scale),
+        *(
+            tensor_signature(c),
+            tensor_signature(k_geo),
+            tensor_signature(into_c),
+            tensor_signature(into_geo),
+            len(buffers),
+        ),
     )
     launch = _steps.get(key)
     if launch is None:
@@ -171,7 +177,7 @@ def absorbed_step(
             *(into_c.stride(0), into_c.stride(2), into_geo.stride(0), into_geo.stride(2)),
         ]
         capacity = min(into_c.shape[2], into_geo.shape[2])
-        early = begins_early(q.device)
+        early = supports_pdl(q.device)
         launch = _steps.add(
             key,
             ((heads + 1) * blocks, -(-rows // block_t)),
@@ -179,7 +185,7 @@ def absorbed_step(
             *(width, latent, pairs, latent if len(buffers) == 1 else 0),
             *(sem_blocks, block_t, power_of_2(width), QUERY_COLUMNS, early),
             num_warps=4,
-            **early_launch(early),
+            **pdl_options(early),
         )
     launch(q, sem_map, geo_map, cos, sin, y, c, k_geo, into_c, into_geo, lengths)
     return y

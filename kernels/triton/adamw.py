@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
+from caramba.kernels.triton.multi_tensor import BLOCK, TYPES, WARPS, are_aligned, places_of, table_of
 from caramba.kernels.triton.stochastic_round import noise_of, rounded
-from caramba.kernels.triton.tensor_lists import BLOCK, TYPES, WARPS, are_aligned, places_of, table_of
 from torch import Tensor
 
 import triton

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import Launch
+from caramba.kernels.triton.signature import LaunchCache
 from caramba.kernels.triton.store_plan import MOST_STREAMS, StorePlan, along_width, columns_of
 from torch import Tensor
 
@@ -103,7 +103,7 @@ def dba_append(
     plan.run(given)
 
 
-_plans: Plans[StorePlan] = Plans()
+_plans: LaunchCache[StorePlan] = LaunchCache()
 
 
 def _planned(

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from caramba.kernels.cuda.decode import is_ready
 from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.dba_decode_plan import Plan, arguments, decode_shape, plan, processors
+from caramba.kernels.triton.dba_decode_plan import Plan, arguments, decode_shape, num_sms, plan
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, choose
-from caramba.kernels.triton.forms import Plans
-from caramba.kernels.triton.launch import ALIGNMENT, askew, empty, stream_of
+from caramba.kernels.triton.launch import ALIGNMENT, empty, misaligned_args, stream_of
+from caramba.kernels.triton.signature import LaunchCache
 from torch import Tensor
 
 Op = Callable[..., tuple[Tensor, Tensor]]
-plans: Plans[Any] = Plans()
+plans: LaunchCache[Any] = LaunchCache()
 """What calls of a form run: a `Plan`, what another op makes of one, or an op in its place."""
 
 
@@ -79,7 +79,7 @@ def chosen(
     """Lay out what the table says for calls of this form."""
     shape = decode_shape(q_sem, q_geo, kinds, k_sem, k_geo, v, hint)
     in_cuda = is_ready(q_sem.device) and (not v or k_sem[-1].shape[1] % 2 == 0)  # heads are read in pairs
-    config = choose(shape, processors(q_sem.device), in_cuda)
+    config = choose(shape, num_sms(q_sem.device), in_cuda)
     config = replace(config, n_splits=n_splits) if n_splits else config
     return plan(config, q_sem, q_geo, kinds, k_sem, k_geo, v, n_packed, null, window)
 
@@ -120,7 +120,7 @@ def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     read, ends = [places[i] for i in plan.read], (out.data_ptr(), sums.data_ptr())
     if plan.join is None:
         read += ends
-        if stream is None or not plan.split.at(stream, 0 if is_even else askew(read), read):
+        if stream is None or not plan.split.at(stream, 0 if is_even else misaligned_args(read), read):
             plan.split(*(tensors[i] for i in plan.read), out, sums)
         return out, sums
     # One for both, of which a compiled kernel needs no views.
@@ -128,10 +128,10 @@ def run(plan: Plan, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     start = parts.data_ptr()
     parted = start, start + plan.sums_from
     read += parted
-    if stream is None or not plan.split.at(stream, 0 if is_even else askew(read), read):
+    if stream is None or not plan.split.at(stream, 0 if is_even else misaligned_args(read), read):
         plan.split(*(tensors[i] for i in plan.read), *_views(plan, parts, q_sem.dtype))
     joined = [*parted, *[places[i] for i in plan.joined], *ends]
-    if stream is None or not plan.join.at(stream, 0 if is_even else askew(joined), joined):
+    if stream is None or not plan.join.at(stream, 0 if is_even else misaligned_args(joined), joined):
         views = _views(plan, parts, q_sem.dtype)
         plan.join(*views, *(tensors[i] for i in plan.joined), out, sums)
     return out, sums

@@ -225,7 +225,7 @@ def decode_heads(
 
     SEM, GEO and V describe a stream: (KIND, D, WORDS, E, PHASES, PER_BLOCK, HEADS, FIELDS). WORDS are those of a phase,
     PER_BLOCK those of a block; phase f of PHASES is block f of every head, or there is one, of all blocks that hold the
-    heads. Outputs, ANNOUNCED and EARLY are those of `decode_split`.
+    heads. Outputs, ANNOUNCED and EARLY are those of `split_kv_kernel`.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()

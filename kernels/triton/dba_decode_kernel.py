@@ -114,7 +114,7 @@ def attend(
 
 
 @triton.jit
-def decode_split(
+def split_kv_kernel(
     q_sem,
     q_geo,
     sem,
@@ -331,7 +331,7 @@ def decode_split(
 
 
 @triton.jit
-def decode_join(
+def combine_kernel(
     parts, part_sums, q_sem, q_geo, null_sem, null_geo, null_v, out, sums, qs_b, qs_h, qs_t, qg_b, qg_h, qg_t, n_splits,
     HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, DS: tl.constexpr, DG: tl.constexpr, DV: tl.constexpr,
     PS: tl.constexpr, PG: tl.constexpr, HAS_NULL: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,

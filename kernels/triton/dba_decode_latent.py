@@ -263,7 +263,7 @@ def decode_latent(
     """One split of one sequence, for BLOCK_ROWS of its GROUP * QUERIES queries.
 
     SEM and GEO describe a stream: (KIND, D, WORDS, E, 1, PER_BLOCK, 1, FIELDS), see `dba_decode_modes`. The values are the
-    latent, SEM; what `v` names is not read. Outputs, ANNOUNCED and EARLY are those of `decode_split`.
+    latent, SEM; what `v` names is not read. Outputs, ANNOUNCED and EARLY are those of `split_kv_kernel`.
     """
     if EARLY:
         tl.extra.cuda.gdc_wait()

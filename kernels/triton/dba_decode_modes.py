@@ -34,7 +34,7 @@ def mode(kind: str, width: int) -> Mode:
     return kind, width, padded, elements, spread, halved, half % width == 0
 
 
-def heads_together(
+def heads_per_program(
     config: DecodeConfig, kinds: list[str], dims: tuple[int, int, int], kv_heads: int, rows: int
 ) -> int:
     """Return how many key/value heads of `rows` queries each a program reads by words, at most what the config says.

@@ -9,10 +9,10 @@ import torch
 from caramba.kernels.cuda.decode import split_launch
 from caramba.kernels.cuda.launch import CudaLaunch
 from caramba.kernels.triton.dba_decode_heads import decode_heads
-from caramba.kernels.triton.dba_decode_kernel import decode_join, decode_split
+from caramba.kernels.triton.dba_decode_kernel import combine_kernel, split_kv_kernel
 from caramba.kernels.triton.dba_decode_latent import decode_latent
 from caramba.kernels.triton.dba_decode_modes import (
-    heads_together,
+    heads_per_program,
     is_latent_by_words,
     latent_mode,
     mode,
@@ -20,8 +20,8 @@ from caramba.kernels.triton.dba_decode_modes import (
     word_mode,
 )
 from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape
-from caramba.kernels.triton.early import begins_early, early_launch
 from caramba.kernels.triton.launch import ALIGNMENT, INTERPRETED, Launch, arch, contiguous_strides
+from caramba.kernels.triton.pdl import pdl_options, supports_pdl
 from torch import Tensor
 
 JOIN_FEATURES = 32, 128
@@ -131,7 +131,7 @@ def plan(
     quantised = [parts for parts in streams if len(parts) == 3]
     exact = [parts[0].shape[2] for parts in streams if len(parts) == 1]
     no_limit = 2**31 - 1
-    early = begins_early(q_sem.device)
+    early = supports_pdl(q_sem.device)
     # The splits announce their end wherever there is a join, so that ways with and without differ in that alone.
     announced = early and not final
     joins_early = announced and asked.early_join
@@ -142,7 +142,7 @@ def plan(
     if (is_packed_math or INTERPRETED) and not any(
         s % 2 for parts in quantised for s in parts[0].stride()[:3]
     ):
-        n_heads = heads_together(config, kinds, dims, kv_heads, group * n_queries)
+        n_heads = heads_per_program(config, kinds, dims, kv_heads, group * n_queries)
         by_latent = is_latent_by_words(config, kinds, dims, kv_heads)
     queries = [q if q.stride(-1) == 1 else q.contiguous() for q in (q_sem, q_geo)]
     q_strides = [s for q in queries for s in q.stride()[:3]]
@@ -168,7 +168,7 @@ def plan(
         "BLOCK_TOKENS": config.block_tokens,
         "PACKED_MATH": is_packed_math,
     }
-    options = {"num_warps": config.n_warps, "num_stages": config.n_stages, **early_launch(early)}
+    options = {"num_warps": config.n_warps, "num_stages": config.n_stages, **pdl_options(early)}
     if config.n_registers:
         options["maxnreg"] = config.n_registers
     split: Launch | CudaLaunch
@@ -209,7 +209,7 @@ def plan(
         )
     else:
         split = Launch(
-            decode_split,
+            split_kv_kernel,
             (batch * kv_heads * row_blocks, config.n_splits),
             [*strides, min(exact, default=no_limit), *capacities],
             {
@@ -237,7 +237,7 @@ def plan(
     is_wide = rows >= MANY_ROWS and config.n_splits <= 16
     block = min(JOIN_FEATURES[is_wide], power_of_2(v_width))
     join = Launch(
-        decode_join,
+        combine_kernel,
         (rows, ceil_div(v_width, block)),
         [*q_strides, config.n_splits],
         {
@@ -255,7 +255,7 @@ def plan(
             "EARLY": joins_early,
         },
         num_warps=4 if config.n_splits > 32 else 1,
-        **early_launch(joins_early),
+        **pdl_options(joins_early),
     )
     numbers = rows * config.n_splits * v_width * q_sem.element_size()
     sums_from = ceil_div(numbers, ALIGNMENT) * ALIGNMENT
@@ -302,6 +302,6 @@ def ceil_div(a: int, b: int) -> int:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Return how many programs a device runs side by side, at one a multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

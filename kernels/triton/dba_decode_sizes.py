@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import caramba.kernels.cuda.blocks as blocks
-import caramba.kernels.cuda.ways as cuda
+import caramba.kernels.cuda.launch_configs as cuda
 
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape
@@ -56,7 +56,7 @@ def shared_bytes(shape: DecodeShape, reading: DecodeConfig) -> int:
             elements, code, scale = BLOCKS[kind]
             stored += reading.n_heads * (width * code + max(1, width // elements) * scale)
         return numbers + int((reading.n_stages - 1) * reading.block_tokens * stored)
-    widths = [max(16, bucket(width)) for width in shape.dims]
+    widths = [max(16, next_power_of_2(width)) for width in shape.dims]
     itemsize = 4 if is_in_fp32(shape) else 2
     is_grouped = reading.block_rows >= GROUP_ROWS
     total = reading.block_rows * sum(widths[:2]) * itemsize
@@ -81,6 +81,6 @@ def _loaded_bytes(kind: str, width: int) -> float:
     return 1 + (scale / width if elements % width == 0 else scale)
 
 
-def bucket(n: int) -> int:
+def next_power_of_2(n: int) -> int:
     """Return the power of two from n on."""
     return 1 << max(0, n - 1).bit_length()

@@ -8,9 +8,9 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import caramba.kernels.cuda.ways as cuda
+import caramba.kernels.cuda.launch_configs as cuda
 from caramba.kernels.cuda.blocks import ZEROS
-from caramba.kernels.triton.dba_decode_readings import (
+from caramba.kernels.triton.dba_decode_configs import (
     BY_WORDS,
     GROUPED,
     MOST_ROWS_OF_WORDS,
@@ -28,11 +28,11 @@ from caramba.kernels.triton.dba_decode_sizes import (
     SHARED_BYTES,
     SM_BYTES,
     TOGETHER_ROWS,
-    bucket,
     is_in_fp32,
+    next_power_of_2,
     shared_bytes,
 )
-from caramba.kernels.triton.early import EARLY_ARCHS
+from caramba.kernels.triton.pdl import EARLY_ARCHS
 
 TABLE = Path(__file__).with_name("dba_decode_table.json")
 PROGRAMS_PER_SM = 2, 4
@@ -69,7 +69,7 @@ class DecodeShape:
         dims = "x".join(str(d) for d in self.dims)
         # Of what is stored in float32 queries are too.
         queries = "fp32:" if self.in_fp32 and "fp32" not in self.formats else ""
-        return f"{self.arch}|{queries}{'+'.join(self.formats)}|{dims}|{bucket(self.rows)}"
+        return f"{self.arch}|{queries}{'+'.join(self.formats)}|{dims}|{next_power_of_2(self.rows)}"
 
     @property
     def key(self) -> str:
@@ -77,7 +77,7 @@ class DecodeShape:
 
         Formats read by queries in float32 begin with `fp32:`.
         """
-        return f"{self.family}|{bucket(self.lanes)}|{bucket(self.tokens)}"
+        return f"{self.family}|{next_power_of_2(self.lanes)}|{next_power_of_2(self.tokens)}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def measured() -> dict[str, DecodeConfig]:
     return {key: DecodeConfig(**choice) for key, choice in rows.items()}
 
 
-def adopt(choices: dict[str, dict[str, int | bool]]) -> None:
+def load_tuned(choices: dict[str, dict[str, int | bool]]) -> None:
     """Put choices that were measured on this machine before those that are shipped.
 
     Raises:
@@ -181,7 +181,7 @@ def choose(shape: DecodeShape, n_processors: int, in_cuda: bool = True) -> Decod
         key, choice = min(near, key=lambda item: (_distance(item[0], shape), int(item[0].rpartition("|")[2])))
         if _distance(key, shape) <= REACH:
             lanes, tokens = (int(number) for number in key.split("|")[-2:])
-            scaled = max(1, round(choice.n_splits * lanes / bucket(shape.lanes)))
+            scaled = max(1, round(choice.n_splits * lanes / next_power_of_2(shape.lanes)))
             if choice.in_cuda and scaled >= FEW_READERS and shape.tokens > tokens:
                 as_long = math.ceil((scaled - 1) * shape.tokens / tokens) + 1  # the last has the tail
                 places = choice.in_cuda * n_processors // _programs(shape, choice)
@@ -192,7 +192,9 @@ def choose(shape: DecodeShape, n_processors: int, in_cuda: bool = True) -> Decod
     usual = None
     if in_cuda and shape.arch == "sm90" and _is_of_blocks(shape):
         n_tokens = shape.lanes * shape.tokens
-        usual = cuda.usual(first.reading, shape.formats, shape.dims, shape.rows, n_tokens, SM_BYTES)
+        usual = cuda.heuristic_config(
+            first.reading, shape.formats, shape.dims, shape.rows, n_tokens, SM_BYTES
+        )
     return first if usual is None else replace(usual, n_splits=_splits(shape, usual, n_processors))
 
 
@@ -201,7 +203,7 @@ def rule(shape: DecodeShape, n_processors: int) -> DecodeConfig:
     if _is_grouped(shape):
         grouped = DecodeConfig(block_rows=GROUP_ROWS)  # what was measured for every such shape of the table
         return replace(grouped, n_splits=_splits(shape, grouped, n_processors))
-    block_rows = min(64, max(16, bucket(shape.rows)))
+    block_rows = min(64, max(16, next_power_of_2(shape.rows)))
     exact = not _is_quantised(shape)
     wide = max(shape.dims) > 256 or is_in_fp32(shape)
     block_tokens = 32 if wide else 64 if exact or max(shape.dims) > 128 else 128
@@ -224,13 +226,13 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
     first = rule(shape, n_processors)
     found = {first: None}
     readings = [(first.block_rows, *way) for way in READINGS[_is_quantised(shape)]]
-    widths = [max(16, bucket(width)) for width in shape.dims[: len(shape.formats)]]
+    widths = [max(16, next_power_of_2(width)) for width in shape.dims[: len(shape.formats)]]
     if not _is_quantised(shape) and not is_in_fp32(shape) and sum(widths) <= NARROW:
         readings += [(first.block_rows, *way) for way in OF_NARROW_HEADS]
     if GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2:
         readings += [(GROUP_ROWS, *way) for way in GROUPED]
     ways = []
-    n_heads = min(MOST_TOGETHER, TOGETHER_ROWS // bucket(shape.rows))
+    n_heads = min(MOST_TOGETHER, TOGETHER_ROWS // next_power_of_2(shape.rows))
     if n_heads > 1 and _is_per_head_of_blocks(shape):
         ways += [(n_heads, TOGETHER_ROWS, *way) for way in TOGETHER]
     if _is_latent_of_words(shape):
@@ -249,7 +251,7 @@ def candidates(shape: DecodeShape, n_processors: int, in_cuda: bool = False) -> 
         for n_heads, block_rows, block_tokens, n_warps, n_stages, n_registers in ways
     ]
     if in_cuda and _is_of_blocks(shape):
-        made = [*cuda.readings(first.reading, shape.formats, shape.dims, shape.rows, SM_BYTES), *made]
+        made = [*cuda.candidates(first.reading, shape.formats, shape.dims, shape.rows, SM_BYTES), *made]
     for reading in made:
         per_sms = [n * reading.in_cuda for n in cuda.COUNTED] if reading.in_cuda else COUNTED_PER_SM
         counts = [_splits(shape, reading, n_processors, per_sm) for per_sm in per_sms]
@@ -275,7 +277,7 @@ def _is_grouped(shape: DecodeShape) -> bool:
         and not shape.in_fp32
         and shape.formats in (("bf16", "bf16"), ("fp16", "fp16"))
         and GROUP_ROWS // 4 < shape.rows <= GROUP_ROWS // 2
-        and sum(bucket(width) for width in shape.dims[:2]) <= WIDEST_GROUPED
+        and sum(next_power_of_2(width) for width in shape.dims[:2]) <= WIDEST_GROUPED
     )
 
 
@@ -301,7 +303,7 @@ def _is_latent_of_words(shape: DecodeShape) -> bool:
         and len(shape.formats) == 2
         and all(kind in BLOCKS for kind in shape.formats)
         and all(
-            width == bucket(width) and width % BLOCKS[kind][0] == 0 and width * BLOCKS[kind][1] >= 32
+            width == next_power_of_2(width) and width % BLOCKS[kind][0] == 0 and width * BLOCKS[kind][1] >= 32
             for kind, width in zip(shape.formats, shape.dims, strict=False)
         )
     )
@@ -323,7 +325,7 @@ def _per_sm(shape: DecodeShape, reading: DecodeConfig) -> int:
     if _is_quantised(shape):
         return PROGRAMS_PER_SM[0]
     itemsize = 4 if is_in_fp32(shape) else 2
-    *keys, values = (max(16, bucket(width)) for width in shape.dims)
+    *keys, values = (max(16, next_power_of_2(width)) for width in shape.dims)
     stage = reading.block_tokens * (sum(keys) + (values if len(shape.formats) == 3 else 0))
     rows = reading.block_rows * (sum(keys) + reading.block_tokens)
     return min(PROGRAMS_PER_SM[1], max(1, SHARED_BYTES // ((reading.n_stages * stage + rows) * itemsize)))
@@ -353,5 +355,5 @@ def _distance(key: str, shape: DecodeShape) -> float:
     """Return how far a shape is from a measured one, in powers of two: of tokens from what it has, not from the power
     of two above, as a cache of 32,768 tokens and some is read like one of 32,768."""
     _, lanes, tokens = key.rsplit("|", 2)
-    of_lanes, of_tokens = int(lanes) / bucket(shape.lanes), int(tokens) / shape.tokens
+    of_lanes, of_tokens = int(lanes) / next_power_of_2(shape.lanes), int(tokens) / shape.tokens
     return abs(math.log2(of_lanes)) + abs(math.log2(of_tokens))

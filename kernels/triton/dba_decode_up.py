@@ -15,9 +15,9 @@ import caramba.kernels.triton.dba_decode as decode
 import torch
 from caramba.kernels.triton.dba_decode_modes import power_of_2
 from caramba.kernels.triton.dba_decode_plan import Plan, arguments
-from caramba.kernels.triton.early import early_launch
 from caramba.kernels.triton.head_products import per_head_linear
 from caramba.kernels.triton.launch import Launch
+from caramba.kernels.triton.pdl import pdl_options
 from torch import Tensor
 
 import triton
@@ -295,7 +295,7 @@ def planned(plan: Plan, q: Tensor, up: Tensor) -> UpPlan:
         (n_splits, n_queries, heads),
         {**sizes, "EARLY": plan.joins_early},
         num_warps=min(16, max(4, power_of_2(-(-n_elements // (32 * PER_THREAD))))),
-        **early_launch(plan.joins_early),
+        **pdl_options(plan.joins_early),
     )
     return UpPlan(plan, finish)
 
@@ -313,5 +313,5 @@ def _of_many(plan: Plan, q: Tensor, up: Tensor) -> Launch | None:
     sizes = {"R": rank, "D": width, "SPLITS": whole, "MORE": more, "BLOCK_R": block_r, "BLOCK_N": block_n}
     constants = {**sizes, "EARLY": plan.joins_early}
     return Launch(
-        _up_many, (programs,), (n_splits, heads), constants, num_warps=4, **early_launch(plan.joins_early)
+        _up_many, (programs,), (n_splits, heads), constants, num_warps=4, **pdl_options(plan.joins_early)
     )

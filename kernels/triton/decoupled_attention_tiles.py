@@ -88,8 +88,8 @@ def strides_of(*streams: Tensor) -> list[int]:
     return [stride for x in streams for stride in x.stride()[:3]]
 
 
-class Way(NamedTuple):
-    """Queries and keys of a tile, warps, and tiles on their way at a time."""
+class TileConfig(NamedTuple):
+    """Queries and keys of a tile, warps, and tiles on their config at a time."""
 
     queries: int
     keys: int
@@ -107,17 +107,29 @@ class Way(NamedTuple):
 
 
 # The first that a device's shared memory holds is taken; on an H200 they were the fastest of those tried, in this order.
-FORWARD = (Way(128, 64, 8, 3), Way(128, 64, 8, 2), Way(128, 32, 8, 2), Way(64, 32, 4, 2), Way(32, 32, 4, 2))
-KEYS = (
-    Way(32, 128, 8, 3),
-    Way(32, 128, 8, 2),
-    Way(32, 64, 4, 2),
-    Way(16, 64, 4, 2),
-    Way(16, 32, 4, 2),
-    Way(16, 16, 4, 1),
+FORWARD = (
+    TileConfig(128, 64, 8, 3),
+    TileConfig(128, 64, 8, 2),
+    TileConfig(128, 32, 8, 2),
+    TileConfig(64, 32, 4, 2),
+    TileConfig(32, 32, 4, 2),
 )
-QUERIES = (Way(128, 64, 8, 2), Way(64, 32, 4, 2), Way(32, 32, 4, 2), Way(32, 16, 4, 2), Way(16, 16, 4, 1))
-INTERPRETED = Way(32, 16, 4, 1), Way(16, 32, 4, 1), Way(16, 32, 4, 1)
+KEYS = (
+    TileConfig(32, 128, 8, 3),
+    TileConfig(32, 128, 8, 2),
+    TileConfig(32, 64, 4, 2),
+    TileConfig(16, 64, 4, 2),
+    TileConfig(16, 32, 4, 2),
+    TileConfig(16, 16, 4, 1),
+)
+QUERIES = (
+    TileConfig(128, 64, 8, 2),
+    TileConfig(64, 32, 4, 2),
+    TileConfig(32, 32, 4, 2),
+    TileConfig(32, 16, 4, 2),
+    TileConfig(16, 16, 4, 1),
+)
+INTERPRETED = TileConfig(32, 16, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(16, 32, 4, 1)
 """Small tiles for tests without a GPU, of which more are crossed."""
 
 
@@ -128,20 +140,22 @@ def shared_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
-def fitting(ways: tuple[Way, ...], held: str, x: Tensor, widths: dict[str, int]) -> Way:
-    """Return the first way whose tiles fit: those `held`, queries or keys, once, the others as often as there are stages."""
+def fitting(configs: tuple[TileConfig, ...], held: str, x: Tensor, widths: dict[str, int]) -> TileConfig:
+    """Return the first config whose tiles fit: those `held`, queries or keys, once, the others as often as there are stages."""
     room = shared_bytes(x.device)
     if room is None:
-        return INTERPRETED[(FORWARD, KEYS, QUERIES).index(ways)]
+        return INTERPRETED[(FORWARD, KEYS, QUERIES).index(configs)]
     room -= SPARE
     width = (widths["A"] + widths["G"] + widths["D"]) * x.element_size()
-    for way in ways:
-        once, often = (way.keys, way.queries) if held == "keys" else (way.queries, way.keys)
-        needed = width * (once + often * way.n_stages)
-        if ways is FORWARD:  # which holds no values
+    for config in configs:
+        once, often = (config.keys, config.queries) if held == "keys" else (config.queries, config.keys)
+        needed = width * (once + often * config.n_stages)
+        if configs is FORWARD:  # which holds no values
             needed -= once * widths["D"] * x.element_size()
         else:
-            needed += way.queries * way.keys * x.element_size()  # weights on their way to their product
+            needed += (
+                config.queries * config.keys * x.element_size()
+            )  # weights on their config to their product
         if needed <= room:
-            return way
-    return ways[-1]
+            return config
+    return configs[-1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from caramba.kernels.triton.tensor_lists import TYPES, are_aligned, places_of, table_of
+from caramba.kernels.triton.multi_tensor import TYPES, are_aligned, places_of, table_of
 from torch import Tensor
 
 import triton

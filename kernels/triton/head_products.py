@@ -7,8 +7,8 @@ they are a part of, and results go where the next kernel reads them, so that not
 
 from __future__ import annotations
 
-from caramba.kernels.triton.forms import form
 from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.signature import tensor_signature
 from torch import Tensor
 
 import triton
@@ -166,7 +166,7 @@ def absorbed_queries(
     q = q if q.stride(-1) == 1 else q.contiguous()
     sem_map, geo_map = sem_map.contiguous(), geo_map.contiguous()
     cos, sin = cos.float().contiguous(), sin.float().contiguous()
-    key = (form(q), sem_map.dtype, geo_map.dtype, latent, pairs, cos.shape, scale)
+    key = (tensor_signature(q), sem_map.dtype, geo_map.dtype, latent, pairs, cos.shape, scale)
     launch = _queries.get(key)
     if launch is None:
         rows, block_t = batch * n_tokens, rows_of(batch * n_tokens)
@@ -191,7 +191,7 @@ def per_head_linear(x: Tensor, weight: Tensor) -> Tensor:
     if y.numel() == 0:
         return y
     x, weight = x if x.stride(-1) == 1 else x.contiguous(), weight.contiguous()
-    key = (form(x), weight.dtype, width)
+    key = (tensor_signature(x), weight.dtype, width)
     launch = _values.get(key)
     if launch is None:
         rows, block_t = batch * n_tokens, rows_of(batch * n_tokens)

@@ -21,7 +21,7 @@ _made: Any = guards  # its declaration lacks these functions
 _on_cuda, _on_cpu = _made._empty_strided_cuda, _made._empty_strided_cpu
 
 
-def is_watched() -> bool:
+def has_launch_hook() -> bool:
     """Whether a profiler of Triton asks to be told of launches."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
@@ -33,7 +33,7 @@ def stream_of(x: Tensor) -> int | None:
     It is None where Triton has to launch: it interprets, it tells a profiler, or x is on another device than the
     current one.
     """
-    if INTERPRETED or is_watched():
+    if INTERPRETED or has_launch_hook():
         return None
     device = x.get_device()
     if device >= 0 and device != torch._C._cuda_getDevice():
@@ -63,7 +63,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def straight(made: Any) -> tuple[Any, tuple[Any, ...], bool]:
+def raw_launcher(made: Any) -> tuple[Any, tuple[Any, ...], bool]:
     """Return what launches a compiled kernel, what it takes between stream and arguments, and whether those are a tuple.
 
     Triton's own way to the function that launches takes as long as that function: it asks whether the kernel needs
@@ -81,7 +81,7 @@ def straight(made: Any) -> tuple[Any, tuple[Any, ...], bool]:
     return run.launch, (*flags, made.packed_metadata, *no_hooks, *no_scratch, *how), True
 
 
-def askew(addresses: Sequence[int | None]) -> int:
+def misaligned_args(addresses: Sequence[int | None]) -> int:
     """Return which addresses are not aligned, a bit each; None is."""
     return sum(1 << i for i, address in enumerate(addresses) if address and address % ALIGNMENT)
 
@@ -117,7 +117,7 @@ class Launch:
         # In the kernel's order, which a compiled one takes them in.
         self.values = (*scalars, *(constants[name] for name in kernel.arg_names if name in constants))
         self.made: dict[int, tuple[Any, tuple[Any, ...], bool]] = {}
-        """The compiled kernel, as `straight` has it, by which tensors are not aligned."""
+        """The compiled kernel, as `raw_launcher` has it, by which tensors are not aligned."""
 
     def __call__(self, *tensors: Tensor | None, live: tuple[Any, ...] = ()) -> None:
         """Launch on tensors, which are the kernel's first arguments, on the device of the first of them.
@@ -136,17 +136,17 @@ class Launch:
                 address = x.data_ptr()
                 together |= address
                 addresses.append(address)
-        place = askew(addresses) if together % ALIGNMENT else 0
+        place = misaligned_args(addresses) if together % ALIGNMENT else 0
         stream = stream_of(first) if place in self.made else None
         if stream is not None and self.at(stream, place, (*addresses, *live)):
             return
         with torch.cuda.device_of(first):
             made = self.kernel[self.grid](*tensors, *live, *self.scalars, **self.constants, **self.options)
         if made is not None:  # the interpreter makes nothing
-            self.made[place] = straight(made)
+            self.made[place] = raw_launcher(made)
 
     def at(self, stream: int, place: int, addresses: Sequence[Any]) -> bool:
-        """Launch on a stream (`stream_of`) and tensors by their addresses, of which those that `place` says are `askew`.
+        """Launch on a stream (`stream_of`) and tensors by their addresses, of which those that `place` says are `misaligned_args`.
 
         Return False where no kernel is compiled for that yet. Addresses spare a question to the driver each.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from caramba.kernels.triton.launch import Launches
-from caramba.kernels.triton.tensor_lists import BLOCK, TYPES, WARPS, are_aligned, places_of, table_of
+from caramba.kernels.triton.multi_tensor import BLOCK, TYPES, WARPS, are_aligned, places_of, table_of
 from torch import Tensor
 
 import triton

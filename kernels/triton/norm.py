@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 import torch
-from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import Launch, stream_of
 from caramba.kernels.triton.norm_plans import BackwardPlan, ForwardPlan, accumulator, outputs_of, totals_of
+from caramba.kernels.triton.signature import LaunchCache
 from torch import Tensor
 
 import triton
@@ -64,7 +64,7 @@ def _forward_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-_forwards: Plans[ForwardPlan] = Plans()
+_forwards: LaunchCache[ForwardPlan] = LaunchCache()
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def _backward_kernel(
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0), mask=in_width)
 
 
-_backwards: Plans[BackwardPlan] = Plans()
+_backwards: LaunchCache[BackwardPlan] = LaunchCache()
 
 
 @functools.cache

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from caramba.kernels.triton.activation import activated, drawn_words, kept, kept_bits, slope
-from caramba.kernels.triton.forms import Plans
-from caramba.kernels.triton.held_rows import (
+from caramba.kernels.triton.launch import Launch, arch, stream_of
+from caramba.kernels.triton.norm import multiprocessors, tile
+from caramba.kernels.triton.norm_plans import BackwardPlan, ForwardPlan, accumulator, outputs_of, totals_of
+from caramba.kernels.triton.persistent_rows import (
     as_numbers,
     load_known,
     load_of_rows,
@@ -17,9 +19,7 @@ from caramba.kernels.triton.held_rows import (
     store_known,
     two_sums,
 )
-from caramba.kernels.triton.launch import Launch, arch, stream_of
-from caramba.kernels.triton.norm import multiprocessors, tile
-from caramba.kernels.triton.norm_plans import BackwardPlan, ForwardPlan, accumulator, outputs_of, totals_of
+from caramba.kernels.triton.signature import LaunchCache
 from torch import Tensor
 
 import triton
@@ -204,8 +204,8 @@ def _backward_kernel(
         tl.store(bias_sums_ptr + out, tl.sum(bias_sums, axis=0) * keep_scale, mask=in_width)
 
 
-_forwards: Plans[ForwardPlan] = Plans()
-_backwards: Plans[BackwardPlan] = Plans()
+_forwards: LaunchCache[ForwardPlan] = LaunchCache()
+_backwards: LaunchCache[BackwardPlan] = LaunchCache()
 
 
 def _launch_options(x: Tensor, threads: tuple[int, int]) -> tuple[tuple[bool, int, int], int, dict[str, int]]:

@@ -1,6 +1,6 @@
 """Launcher of `caramba::row_linear`, and its kernel for one row, and for few of 32 bits: one program reads whole rows
-of the weight, all of them at once. More rows of 16 bits take tensor cores (`row_tiles`), and codes of 4 bits kernels of
-their own (`row_words`). A weight may be int8 codes, of which a row shares a scale: sums are of codes, and are scaled once.
+of the weight, all of them at once. More rows of 16 bits take tensor cores (`small_batch_gemm`), and codes of 4 bits kernels of
+their own (`int4_gemv`). A weight may be int8 codes, of which a row shares a scale: sums are of codes, and are scaled once.
 
 Nothing is staged: the rows of a tile lie in registers, so that every thread waits for many loads of 16 bytes at a time,
 and a few programs on each multiprocessor keep memory busy. The rows of x come from the cache. Sums have one fixed order.
@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.triton.early import begins_early, early_launch
-from caramba.kernels.triton.forms import dtype_of
+from caramba.kernels.triton.int4_gemv import int4_gemv
 from caramba.kernels.triton.launch import Launches
-from caramba.kernels.triton.row_tiles import row_tiles
-from caramba.kernels.triton.row_words import row_words
+from caramba.kernels.triton.pdl import pdl_options, supports_pdl
+from caramba.kernels.triton.signature import dtype_of
+from caramba.kernels.triton.small_batch_gemm import small_batch_gemm
 from torch import Tensor
 
 import triton
 import triton.language as tl
 
 TABLE = Path(__file__).with_name("row_linear_table.json")
-"""Tiles that were measured, which `scripts/bench/run.py row_linear --tune` writes; others follow from `guessed`."""
+"""Tiles that were measured, which `scripts/bench/run.py row_linear --tune` writes; others follow from `heuristic_tile`."""
 HALF_PRECISION = (torch.bfloat16, torch.float16)
 PROGRAMS = 512
 """Programs that share out a small product evenly: four on each multiprocessor of an H200. Of 2,048 features 3,072 rows
@@ -148,7 +148,7 @@ def _kernel(
 _launches = Launches(_kernel)
 
 
-def guessed(product: Product) -> Tile:
+def heuristic_tile(product: Product) -> Tile:
     """Return the tile of a product that nobody has measured.
 
     Warps share a row so that each keeps few numbers of x beside many of the weight; tiles shrink until the device is
@@ -170,13 +170,13 @@ def block_of(width: int) -> int:
 
 
 def tile_of(product: Product) -> Tile:
-    """Return the measured tile of a product, else a guessed one."""
+    """Return the measured tile of a product, else a heuristic_tile one."""
     if not _measured and TABLE.is_file():
-        adopt([tuple(entry) for entry in json.loads(TABLE.read_text())["tiles"]])
-    return _measured.get(product) or guessed(product)
+        load_tuned([tuple(entry) for entry in json.loads(TABLE.read_text())["tiles"]])
+    return _measured.get(product) or heuristic_tile(product)
 
 
-def adopt(entries: list[tuple[list, list]]) -> None:
+def load_tuned(entries: list[tuple[list, list]]) -> None:
     """Take tiles as measured: pairs of the fields of `Product` and of `Tile`; what was launched is chosen anew."""
     _measured.update({Product(*product): Tile(*tile) for product, tile in entries})
     _launches.made.clear()
@@ -204,10 +204,10 @@ def small_batch_linear(
     bias = bias if bias is None else bias.contiguous()
     norm = norm if norm is None else norm.contiguous()
     if weight.dtype == torch.int16 and scale is not None:
-        return row_words(x, weight.contiguous(), scale, bias, residual, norm, eps, gated, y)
+        return int4_gemv(x, weight.contiguous(), scale, bias, residual, norm, eps, gated, y)
     dtypes = (x.dtype, weight.dtype, dtype_of(scale), dtype_of(bias), dtype_of(residual), dtype_of(norm))
     if rows > 1 and weight.dtype in (x.dtype, torch.int8) and x.dtype in HALF_PRECISION:
-        return row_tiles(x, weight.contiguous(), scale, bias, residual, norm, eps, gated, y)
+        return small_batch_gemm(x, weight.contiguous(), scale, bias, residual, norm, eps, gated, y)
     key = (rows, n_out, width, eps, gated, x.get_device(), dtypes)
     launch = _launches.get(key)
     if launch is None:
@@ -219,12 +219,12 @@ def small_batch_linear(
         block_n, warps = tile_of(Product(n_out, width, rows, weight.element_size(), gated))
         block_k = block_of(width)
         is_whole = block_k == width and n_out % block_n == 0
-        early = begins_early(x.device)
+        early = supports_pdl(x.device)
         launch = _launches.add(
             *(key, (-(-n_out // block_n),), (n_out, width, 0.0 if eps is None else eps)),
             *(rows, eps is not None, gated, is_whole, block_n, block_k, early),
             num_warps=warps,
-            **early_launch(early),
+            **pdl_options(early),
         )
     launch(x, weight.contiguous(), scale, bias, residual, norm, y)
     return y

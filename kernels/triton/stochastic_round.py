@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from caramba.kernels.triton.launch import Launches
+from caramba.kernels.triton.multi_tensor import BLOCK, WARPS, are_aligned, places_of, table_of
 from caramba.kernels.triton.random_words import random_words
-from caramba.kernels.triton.tensor_lists import BLOCK, WARPS, are_aligned, places_of, table_of
 from torch import Tensor
 
 import triton

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from caramba.kernels.triton.dba_decode_modes import power_of_2
-from caramba.kernels.triton.forms import Plans
 from caramba.kernels.triton.launch import Launch
+from caramba.kernels.triton.signature import LaunchCache
 from caramba.kernels.triton.store_plan import MOST_STREAMS, StorePlan, along_width, columns_of
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def store_tokens(
     plan.run(given)
 
 
-_plans: Plans[StorePlan] = Plans()
+_plans: LaunchCache[StorePlan] = LaunchCache()
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,10 @@ def decoding() -> Iterator[Case]:
         stored = ["bf16" if kind == "zeros" else kind for kind in kinds]
         call = (*q, stored, streams[0], streams[1], values, one(batch, dtype=torch.int32), packed, rows)
         # Of many sequences programs are enough without splits, which have to be joined.
-        kernels = ("decode_split", "decode_join")[: 1 if batch == 64 else 2]
+        kernels = ("split_kv_kernel", "combine_kernel")[: 1 if batch == 64 else 2]
         yield Case("dba_decode", name, kernels, lambda a=(*call, window, 4096, 0): a)
-    split, wide = ("decode_split",), (128, 256)
-    apart = (*split, "decode_join", "_values_kernel")
+    split, wide = ("split_kv_kernel",), (128, 256)
+    apart = (*split, "combine_kernel", "_values_kernel")
     for name, kinds, dims, batch, queries, n_splits, kernels in (
         ("bf16, one row", ("bf16",) * 2, wide, 1, 1, 64, (*split, "_up_row")),
         ("mixed, one row", ("q4_0", "q8_0"), wide, 1, 1, 33, (*split, "_up_row")),

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from caramba.kernels.triton.early import begins_early
+from caramba.kernels.triton.pdl import supports_pdl
 from torch import Tensor
 
 STEPS = 16384
@@ -59,5 +59,5 @@ def read_early(found: Tensor, of: Tensor, waits_first: bool) -> None:
 
 def skip_where_nothing_begins_early(device: str) -> None:
     """Skip the test on a device on which no kernel begins before the one ahead has ended."""
-    if not begins_early(torch.device(device)):
+    if not supports_pdl(torch.device(device)):
         pytest.skip("no kernel begins early on this device")

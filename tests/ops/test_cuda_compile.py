@@ -14,8 +14,8 @@ import pytest
 from tests.ops.emulated import KERNELS
 from tests.ops.hopper import SHARED_BYTES
 
-heads, latent, nvrtc, row_words = (
-    importlib.import_module(f"caramba.kernels.cuda.{x}") for x in ("heads", "latent", "nvrtc", "row_words")
+heads, latent, nvrtc, int4_gemv = (
+    importlib.import_module(f"caramba.kernels.cuda.{x}") for x in ("heads", "latent", "nvrtc", "int4_gemv")
 )
 pytestmark = pytest.mark.skipif(
     nvrtc.version() is None and shutil.which("nvcc") is None, reason="needs NVRTC or nvcc"
@@ -50,10 +50,10 @@ def compiled(
 @pytest.mark.parametrize(
     ("kinds", "way", "changed"),
     [
-        *(((kind,) * 3, heads.HeadsWay(), {}) for kind in KINDS),
-        (MIXED, heads.HeadsWay(8, 2, 2), {"announced": True}),
-        (MIXED, heads.HeadsWay(4, 3, 2), {"queries": 2, "has_window": True}),
-        (MIXED, heads.HeadsWay(4, 2, 1), {"final": True, "in_bf16": False, "tail_in_bf16": False}),
+        *(((kind,) * 3, heads.HeadsConfig(), {}) for kind in KINDS),
+        (MIXED, heads.HeadsConfig(8, 2, 2), {"announced": True}),
+        (MIXED, heads.HeadsConfig(4, 3, 2), {"queries": 2, "has_window": True}),
+        (MIXED, heads.HeadsConfig(4, 2, 1), {"final": True, "in_bf16": False, "tail_in_bf16": False}),
     ],
     ids=("q8_0", "q4_0", "nf4", "mixed", "questions and a window", "one split, float16"),
 )
@@ -70,7 +70,7 @@ def test_heads(kinds: tuple[str, ...], way: Any, changed: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("width", [64, 128])
 def test_heads_whose_keys_have_one_part(kind: str, width: int, tmp_path: Path) -> None:
     kinds, dims = (kind, "zeros", kind), (width, 16, width)
-    way = heads.HeadsWay(6, 2, 1)
+    way = heads.HeadsConfig(6, 2, 1)
     assert heads.fits(kinds, dims, 8, 4, way)
     assert heads.shared_bytes(kinds, dims, 4, way) <= SHARED_BYTES
     macros = heads.macros(kinds, dims, way, kv_heads=8, **FORM)
@@ -83,7 +83,7 @@ def test_heads_whose_keys_have_one_part(kind: str, width: int, tmp_path: Path) -
 @pytest.mark.parametrize("grouped", [False, True], ids=("products of a warp", "of four warps"))
 def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
     kinds, dims = (kind, "q8_0"), (128, geo)
-    way = latent.LatentWay(warps=12, grouped=grouped, stages=(1, 1))
+    way = latent.LatentConfig(warps=12, grouped=grouped, stages=(1, 1))
     assert latent.fits(kinds, dims, way)
     assert latent.shared_bytes(kinds, dims, way) <= SHARED_BYTES
     macros = latent.macros(kinds, dims, way, **{**FORM, "group": 32})
@@ -112,8 +112,8 @@ def test_latents(kind: str, geo: int, grouped: bool, tmp_path: Path) -> None:
 def test_what_heads_do_not_read(
     kinds: tuple[str, ...], dims: tuple[int, ...], kv_heads: int, rows: int
 ) -> None:
-    assert heads.fits(MIXED, (16, 32, 64), 8, 4, heads.HeadsWay())
-    assert not heads.fits(kinds, dims, kv_heads, rows, heads.HeadsWay())
+    assert heads.fits(MIXED, (16, 32, 64), 8, 4, heads.HeadsConfig())
+    assert not heads.fits(kinds, dims, kv_heads, rows, heads.HeadsConfig())
 
 
 @pytest.mark.parametrize(
@@ -128,9 +128,9 @@ def test_what_heads_do_not_read(
     ids=("one row", "gate and up", "wide, float16", "eight rows, uneven", "most rows"),
 )
 def test_words_of_codes(product: tuple[int, int, int, bool], form: dict[str, Any], tmp_path: Path) -> None:
-    shape = row_words.Product(*product)
-    way = row_words.guessed(shape)
+    shape = int4_gemv.Product(*product)
+    way = int4_gemv.heuristic_tile(shape)
     plain = {"in_bf16": True, "norm": "none", "has_bias": False, "has_residual": False}
-    assert row_words.shared_bytes(shape, way, is_normed="norm" in form) <= SHARED_BYTES
-    code = compiled("row_words", row_words.macros(shape, way, **plain | form), tmp_path)
+    assert int4_gemv.shared_bytes(shape, way, is_normed="norm" in form) <= SHARED_BYTES
+    code = compiled("int4_gemv", int4_gemv.macros(shape, way, **plain | form), tmp_path)
     assert code.startswith(b"\x7fELF")

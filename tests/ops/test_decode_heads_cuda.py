@@ -16,7 +16,7 @@ from tests.ops.emulated import DESCENDING, EARLY, KERNELS, MODES, EmulatedKernel
 
 pytestmark = needs_compiler
 heads = importlib.import_module("caramba.kernels.cuda.heads")
-SMALL = heads.HeadsWay(warps=2, stages=2)
+SMALL = heads.HeadsConfig(warps=2, stages=2)
 
 CASES = {
     "mixed, ragged": Case(("q4_0", "q8_0", "q4_0"), (171, 0, 1, 90), (8, 2), packed=101),
@@ -117,7 +117,7 @@ def test_levels_come_from_permutations_or_from_a_table(tabled: int, mode: int) -
 
 @pytest.mark.parametrize("mode", MODES)
 def test_no_copy_or_meeting_of_lanes_is_missing(mode: int) -> None:
-    check(CASES["mixed, ragged"], heads.HeadsWay(warps=3, stages=3), 2, torch.bfloat16, mode)
+    check(CASES["mixed, ragged"], heads.HeadsConfig(warps=3, stages=3), 2, torch.bfloat16, mode)
 
 
 @pytest.mark.parametrize("most", [(0.03, 0.03, 0.0), (0.0, 0.0, 0.07)], ids=("scores", "values"))

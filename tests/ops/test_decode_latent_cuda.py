@@ -19,7 +19,7 @@ latent = importlib.import_module("caramba.kernels.cuda.latent")
 pytestmark = needs_compiler
 MIXED = ("q4_0", "q8_0")
 SMALL = Case(MIXED, (149,), heads=(4, 1), dims=(128, 64, 128), packed=128)
-QUICK = latent.LatentWay(rows=16, warps=4, stages=(1, 1))
+QUICK = latent.LatentConfig(rows=16, warps=4, stages=(1, 1))
 
 
 def bits(x: Tensor) -> np.ndarray:
@@ -188,7 +188,7 @@ def test_scales_of_nf4_beyond_float16_count_as_its_largest() -> None:
 
 
 def test_forms_that_can_be_read() -> None:
-    way = latent.LatentWay()
+    way = latent.LatentConfig()
     assert latent.fits(MIXED, (128, 256), way)
     assert not latent.fits(MIXED, (512, 64), replace(way, warps=12, stages=(1, 1))), (
         "more sums than registers"
@@ -205,11 +205,11 @@ def test_forms_that_can_be_read() -> None:
 
 def test_fewer_tiles_of_the_latent_are_held_where_shared_memory_is_full() -> None:
     for kinds, warps, stages in ((MIXED, 8, (2, 2)), (("q8_0", "q8_0"), 8, (1, 2)), (MIXED, 12, (2, 1))):
-        way = latent.LatentWay(warps=warps, stages=(2, stages[1]))
+        way = latent.LatentConfig(warps=warps, stages=(2, stages[1]))
         made = latent.macros(
             kinds, (128, 256), way, group=32, queries=1, has_window=False, final=False, in_bf16=True
         )
         assert (made["SEM_STAGES"], made["GEO_STAGES"]) == stages
         assert made["SHARED_BYTES"] == latent.shared_bytes(kinds, (128, 256), way) <= latent.MOST_SHARED
-    assert not latent.fits(("q8_0", "q8_0"), (128, 512), latent.LatentWay())
-    assert not latent.fits(MIXED, (128, 256), latent.LatentWay(blocks=2))
+    assert not latent.fits(("q8_0", "q8_0"), (128, 512), latent.LatentConfig())
+    assert not latent.fits(MIXED, (128, 256), latent.LatentConfig(blocks=2))

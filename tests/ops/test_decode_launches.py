@@ -44,14 +44,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, Kernel]:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     found = {}
     for module, name in (
-        (dba_decode_plan, "decode_split"),
-        (dba_decode_plan, "decode_join"),
+        (dba_decode_plan, "split_kv_kernel"),
+        (dba_decode_plan, "combine_kernel"),
         (dba_append, "_append"),
     ):
         found[name] = Kernel(getattr(module, name))
         monkeypatch.setattr(module, name, found[name])
-    monkeypatch.setattr(dba_decode, "plans", dba_decode.Plans())
-    monkeypatch.setattr(dba_append, "_plans", dba_append.Plans())
+    monkeypatch.setattr(dba_decode, "plans", dba_decode.LaunchCache())
+    monkeypatch.setattr(dba_append, "_plans", dba_append.LaunchCache())
     return found
 
 
@@ -75,7 +75,7 @@ CASES = {
 def test_a_compiled_kernel_gets_the_places_of_the_tensors_that_triton_got(
     name: str, n_splits: int, kernels: dict[str, Kernel]
 ) -> None:
-    split, join = kernels["decode_split"], kernels["decode_join"]
+    split, join = kernels["split_kv_kernel"], kernels["combine_kernel"]
     decode(CASES[name], n_splits)
     (first,) = split.given
     roles = [x for x in first if isinstance(x, Tensor)]
@@ -127,11 +127,11 @@ def test_decoding_is_refused_whatever_was_taken_before(kernels: dict[str, Kernel
             dba_decode.dba_decode(*good, admit=_admit)
             with pytest.raises(ConfigError, match="dba_decode: "):
                 dba_decode.dba_decode(*given, admit=_admit)
-    assert len(kernels["decode_split"].given) == 1
+    assert len(kernels["split_kv_kernel"].given) == 1
 
 
 def test_queries_askew_get_a_kernel_of_their_own(kernels: dict[str, Kernel]) -> None:
-    split = kernels["decode_split"]
+    split = kernels["split_kv_kernel"]
     args, _ = arguments(CASES["latent of numbers"], torch.float16, "cpu")
     streams = [args[2].tensors, args[3].tensors, []]
 

@@ -102,7 +102,7 @@ def test_what_is_launched_attends(name: str, n_splits: int) -> None:
 def test_splits_begin_early_and_are_announced_where_devices_have_that(
     name: str, arch: str, is_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for part in ("early", "dba_decode_plan"):
+    for part in ("pdl", "dba_decode_plan"):
         monkeypatch.setattr(module(f"triton.{part}"), "arch", lambda device: arch)
     made, _, _ = planned(*CASES[name], 3, torch.bfloat16)
     assert type(made.split).__name__ == "CudaLaunch"

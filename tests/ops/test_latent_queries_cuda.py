@@ -50,7 +50,7 @@ def lay_out(
 ) -> tuple[list[Tensor], float]:  # fmt: skip
     """Return what the kernel makes of queries [heads, queries, width] of both streams, and its power of two."""
     heads, queries, _ = q[0].shape
-    way = latent.LatentWay(rows=rows, warps=warps, stages=(1, 1))
+    way = latent.LatentConfig(rows=rows, warps=warps, stages=(1, 1))
     macros: dict[str, Any] = latent.macros(
         kinds, dims, way, group=heads, queries=queries, has_window=False, final=False,
         in_bf16=q[0].dtype == torch.bfloat16,

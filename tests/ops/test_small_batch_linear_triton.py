@@ -116,7 +116,7 @@ def test_words_of_codes_against_float64(
 
 @pytest.mark.skipif(not HAS_GPU, reason="tensor cores are of a GPU")
 def test_words_take_the_kernel_of_tensor_cores_where_it_compiles() -> None:
-    module = importlib.import_module("caramba.kernels.triton.row_words")
+    module = importlib.import_module("caramba.kernels.triton.int4_gemv")
     if importlib.import_module("caramba.kernels.cuda.nvrtc").version() is None:
         pytest.skip("needs NVRTC")
     given = in_words(arguments(1, 1024, 256, gated=True, dtype=torch.bfloat16), 128)
@@ -147,12 +147,12 @@ def test_measured_tiles_are_taken_and_others_guessed(monkeypatch: pytest.MonkeyP
     module = importlib.import_module("caramba.kernels.triton.small_batch_linear")
     monkeypatch.setattr(module, "_measured", {})
     # Tiles fill a device where there are rows enough, and rows of x leave less room beside them.
-    assert module.guessed(module.Product(2048, 2048, 1, 2, False)) == module.Tile(4, 4)
-    assert module.guessed(module.Product(128256, 2048, 1, 2, False)) == module.Tile(8, 4)
-    assert module.guessed(module.Product(8192, 2048, 8, 2, True)) == module.Tile(2, 4)
+    assert module.heuristic_tile(module.Product(2048, 2048, 1, 2, False)) == module.Tile(4, 4)
+    assert module.heuristic_tile(module.Product(128256, 2048, 1, 2, False)) == module.Tile(8, 4)
+    assert module.heuristic_tile(module.Product(8192, 2048, 8, 2, True)) == module.Tile(2, 4)
     product = module.Product(40, 64, 1, 4, False)
     guess = module.tile_of(product)
-    module.adopt([(list(product), [guess.block_n * 2, 2])])
+    module.load_tuned([(list(product), [guess.block_n * 2, 2])])
     assert module.tile_of(product) == module.Tile(guess.block_n * 2, 2)
 
 
@@ -171,7 +171,7 @@ TILES = [
 def test_every_form_of_tiles_each_time_alike(
     rows: int, tile: tuple[int, ...], gated: bool, has_codes: bool
 ) -> None:
-    module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    module = importlib.import_module("caramba.kernels.triton.small_batch_gemm")
     width, n_out, device = 280, 70, "cuda" if HAS_GPU else "cpu"
     plain = arguments(rows - 1, width, n_out, gated, dtype=torch.float16)
     given: dict[str, Any] = {
@@ -183,21 +183,23 @@ def test_every_form_of_tiles_each_time_alike(
     with pytest.MonkeyPatch.context() as patch:
         product = module.Product(n_out, width, rows, gated)
         patch.setattr(module, "_tiles", {product: module.Tile(*tile)})
-        module.adopt({})
-        results = [module.row_tiles(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)]
+        module.load_tuned({})
+        results = [
+            module.small_batch_gemm(**given, y=torch.full_like(given["residual"], 9.0)) for _ in range(2)
+        ]
         error = float((results[0].double() - want).norm() / want.norm())
         assert error <= BOUNDS[torch.float16]
         assert torch.equal(*results)
         # A row is the same whatever lies beside it.
         one = given | {"x": given["x"][1:2], "residual": given["residual"][1:2]}
         patch.setitem(module._tiles, module.Product(n_out, width, 8, gated), module.Tile(*tile))
-        alone = module.row_tiles(**one, y=torch.empty_like(one["residual"]))
+        alone = module.small_batch_gemm(**one, y=torch.empty_like(one["residual"]))
         torch.testing.assert_close(alone, results[0][1:2], rtol=4e-3, atol=4e-3)
-    module.adopt({})
+    module.load_tuned({})
 
 
 def test_launches_of_graphs_count_programs_by_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    module = importlib.import_module("caramba.kernels.triton.small_batch_gemm")
     for name in ("_counters", "_captured"):
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(module, "CAPTURED", 24)
@@ -219,7 +221,7 @@ def test_launches_of_graphs_count_programs_by_counters_of_their_own(monkeypatch:
 
 
 def test_tiles_fit_the_device() -> None:
-    module = importlib.import_module("caramba.kernels.triton.row_tiles")
+    module = importlib.import_module("caramba.kernels.triton.small_batch_gemm")
     tile = module.Tile(64, 128, 1, 4, 4, 6)
     assert module.fitting(tile, 64, module.SHARED_BYTES) == tile
     assert module.fitting(tile, 64, 99 * 1024).stages == 3, "32 KiB a stage"

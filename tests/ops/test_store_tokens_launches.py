@@ -37,7 +37,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(launch, "INTERPRETED", False)
     found = Kernel(store_tokens._store_tokens)
     monkeypatch.setattr(store_tokens, "_store_tokens", found)
-    monkeypatch.setattr(store_tokens, "_plans", store_tokens.Plans())
+    monkeypatch.setattr(store_tokens, "_plans", store_tokens.LaunchCache())
     return found
 
 

@@ -144,7 +144,7 @@ def tune(
     readings = list(dict.fromkeys(config.reading for config in best))[:BEST]
     good.clear()
     good.update(dict.fromkeys(readings))
-    table.adopt({shape.key: asdict(best[0])})
+    table.load_tuned({shape.key: asdict(best[0])})
     write_whole(options.table, table.written({}))
     forget_plans()
     first = table.rule(shape, processors)

@@ -176,7 +176,7 @@ def adamw_rows(size: str, device: torch.device, repeats: int, sweep: bool) -> li
 def add_sweep(add: Callable[..., None], kind: str, ours: AdamW, moved: int) -> None:
     """Measure our step with other sizes of blocks and numbers of warps."""
     lists, kernel = (
-        importlib.import_module(f"caramba.kernels.triton.{name}") for name in ("tensor_lists", "adamw")
+        importlib.import_module(f"caramba.kernels.triton.{name}") for name in ("multi_tensor", "adamw")
     )
     chosen = kernel.BLOCK, kernel.WARPS
     for block, warps in ((1024, 4), (1024, 8), (2048, 4), (4096, 4), (4096, 8), (4096, 16)):

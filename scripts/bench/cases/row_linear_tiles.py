@@ -42,10 +42,10 @@ def tune(
             ]
             found = {}
             for tile in tiles(shape, itemsize):
-                module.adopt([(product, list(tile))])
+                module.load_tuned([(product, list(tile))])
                 found[tile] = timed({"ours": Side(ours(shape), some, False)}, 0.05)["ours"]
             best = min(found, key=lambda tile: found[tile])
-            module.adopt([(product, list(best))])
+            module.load_tuned([(product, list(best))])
             entries.append([product, list(best)])
             said = ", ".join(
                 f"{tile}: {us:.2f}" for tile, us in sorted(found.items(), key=lambda one: one[1])
@@ -102,8 +102,8 @@ def time_row_tiles(
 
     Of codes of 4 bits few rows, too, which another kernel takes otherwise.
     """
-    module = importlib.import_module("caramba.kernels.triton.row_tiles")
-    by_words = importlib.import_module("caramba.kernels.triton.row_words")
+    module = importlib.import_module("caramba.kernels.triton.small_batch_gemm")
+    by_words = importlib.import_module("caramba.kernels.triton.int4_gemv")
     most, by_words.MOST_IN_CUDA = by_words.MOST_IN_CUDA, 0
     for shape in shapes:
         n_bytes = bytes_of(shape, dtype, bits)
@@ -114,9 +114,9 @@ def time_row_tiles(
             chosen, found = module.tile_of(product), {}
             others = word_tiles_of(shape) if bits == 4 else row_tiles_of(shape, product.block_m)
             for tile in (chosen, *others):
-                module.adopt({product: module.Tile(*tile)})
+                module.load_tuned({product: module.Tile(*tile)})
                 found[tuple(tile)] = timed({"ours": Side(ours(shape), some, False)}, 0.02)["ours"]
-            module.adopt({product: chosen})
+            module.load_tuned({product: chosen})
             best = sorted(found, key=lambda tile: found[tile])[:4]
             said = ", ".join(f"{tile}: {found[tile]:.2f}" for tile in best)
             print(f"{shape.name}, {n_rows} rows: chosen {found[tuple(chosen)]:.2f} us; {said}", flush=True)
@@ -124,7 +124,7 @@ def time_row_tiles(
 
 
 def ways_of(shape: Shape) -> list[tuple[int, int, int]]:
-    """Return ways of codes of 4 bits worth trying, in the fields of the kernel's `Way`."""
+    """Return ways of codes of 4 bits worth trying, in the fields of the kernel's `TileConfig`."""
     n_groups = shape.width // 128
     return [
         (tiles, warps, ahead)
@@ -140,18 +140,18 @@ def time_ways(shapes: tuple[Shape, ...], rows: list[int], dtype: torch.dtype, de
 
     Each is another kernel for NVRTC to compile, so that those of a number of rows take a minute.
     """
-    module = importlib.import_module("caramba.kernels.triton.row_words")
-    form = importlib.import_module("caramba.kernels.cuda.row_words")
+    module = importlib.import_module("caramba.kernels.triton.int4_gemv")
+    form = importlib.import_module("caramba.kernels.cuda.int4_gemv")
     for shape in shapes:
         for n_rows in rows:
             count = n_sets(bytes_of(shape, dtype, 4), device)
             some = [made(shape, n_rows, dtype, device, bits=4) for _ in range(count)]
             product = form.Product(shape.n_out, shape.width, form.most_rows(n_rows), shape.is_gated)
-            chosen, found = tuple(module.way_of(product)), {}
+            chosen, found = tuple(module.launch_config(product)), {}
             for way in (chosen, *ways_of(shape)):
-                module.adopt({product: form.Way(*way)})
+                module.load_tuned({product: form.TileConfig(*way)})
                 found[way] = timed({"ours": Side(ours(shape), some, False)}, 0.02)["ours"]
-            module.adopt({product: form.Way(*chosen)})
+            module.load_tuned({product: form.TileConfig(*chosen)})
             best = sorted(found, key=lambda way: found[way])[:4]
             said = ", ".join(f"{way}: {found[way]:.2f}" for way in best)
             print(f"{shape.name}, {n_rows} rows: chosen {chosen} {found[chosen]:.2f} us; {said}", flush=True)

@@ -106,7 +106,7 @@ def tried(case: Case, device: torch.device) -> dict[str, float]:
         module = importlib.import_module(f"caramba.kernels.triton.{place}")
         before = getattr(module, constant)
         kept = (
-            importlib.import_module("caramba.kernels.triton.forms").Plans,
+            importlib.import_module("caramba.kernels.triton.signature").LaunchCache,
             importlib.import_module("caramba.kernels.triton.launch").Launches,
         )
         remembered = [item for item in vars(module).values() if isinstance(item, kept)]

@@ -113,7 +113,7 @@ def _adopt_tuned(device: torch.device) -> None:
     """
     table = importlib.import_module("caramba.kernels.triton.dba_decode_table")
     try:
-        table.adopt(decode_choices(device))
+        table.load_tuned(decode_choices(device))
         importlib.import_module("caramba.kernels.triton.dba_decode").forget_plans()
     except (TypeError, ValueError) as error:
         raise ConfigError(

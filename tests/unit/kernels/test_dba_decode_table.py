@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from caramba.kernels.cuda import blocks, ways
+from caramba.kernels.cuda import blocks, launch_configs
 from caramba.kernels.triton import dba_decode_table as table
 from caramba.kernels.triton.dba_decode_table import (
     DecodeConfig,
@@ -238,7 +238,9 @@ def test_what_is_shipped_in_cuda_can_be_read_so_and_has_place() -> None:
             arch, tuple(formats.split("+")), (widths[0], widths[1], widths[2]), int(rows), int(lanes), int(tokens)
         )  # fmt: skip
         assert arch == "sm90", key
-        assert ways.can_read(choice, shape.formats, shape.dims, len(shape.formats) - 1, shape.rows), key
+        assert launch_configs.can_read(
+            choice, shape.formats, shape.dims, len(shape.formats) - 1, shape.rows
+        ), key
         assert choice.in_cuda * (table.shared_bytes(shape, choice) + 1024) <= table.SM_BYTES, key
 
 
@@ -343,7 +345,7 @@ def test_heads_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
     assert not any(key.startswith(f"{shape.family}|") for key in table.measured())
     way = choose(shape, 132)
     assert way.in_cuda
-    assert ways.can_read(way, formats, dims, 8, rows)
+    assert launch_configs.can_read(way, formats, dims, 8, rows)
     assert 132 < 32 * way.n_splits <= 132 * way.in_cuda + 32, (
         "pairs of heads fill the processors, and one has the tail"
     )
@@ -368,4 +370,4 @@ def test_latents_of_which_nothing_was_measured_are_read_in_cuda_on_hopper(
         way = choose(DecodeShape("sm90", formats, dims, rows, lanes, tokens), 132)
         assert way.in_cuda
         assert (way.block_rows, way.n_splits) == (block_rows, n_splits)
-        assert ways.can_read(way, formats, dims, 1, rows)
+        assert launch_configs.can_read(way, formats, dims, 1, rows)

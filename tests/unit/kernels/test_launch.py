@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from caramba.kernels.triton import launch as launch_module
-from caramba.kernels.triton.launch import MOST, Launch, Launches, askew, straight
+from caramba.kernels.triton.launch import MOST, Launch, Launches, misaligned_args, raw_launcher
 
 
 class Compiled:
@@ -77,7 +77,7 @@ def test_launches_are_forgotten_when_there_are_many() -> None:
 
 
 def test_the_way_around_tritons_own_ends_in_the_same_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the version of Triton that is installed: its launcher, without a device to build it on, and `straight`."""
+    """Of the version of Triton that is installed: its launcher, without a device to build it on, and `raw_launcher`."""
     nvidia = pytest.importorskip("triton.backends.nvidia.driver")
     calls: list[tuple[Any, ...]] = []
     launcher: Any = object.__new__(nvidia.CudaLauncher)
@@ -87,18 +87,18 @@ def test_the_way_around_tritons_own_ends_in_the_same_call(monkeypatch: pytest.Mo
     launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
     launcher.arg_annotations, launcher.kernel_signature = "annotations", "signature"
     made = SimpleNamespace(run=launcher, function=99, packed_metadata=(4, 1, 0))
-    run, before, is_packed = straight(made)
-    assert run is launcher.launch, "this version's way is not known: see `straight`"
+    run, before, is_packed = raw_launcher(made)
+    assert run is launcher.launch, "this version's way is not known: see `raw_launcher`"
     launcher(3, 1, 1, 5, 99, (4, 1, 0), None, None, None, 16, 32, 7)
     rest = (16, 32, 7)
     run(3, 1, 1, 5, *before, *((rest,) if is_packed else rest))
     assert len(calls) == 2
     assert calls[0] == calls[1]
     launcher.global_scratch_size = 64
-    assert straight(made)[0] is launcher, "Triton allocates what a kernel needs beside its arguments"
+    assert raw_launcher(made)[0] is launcher, "Triton allocates what a kernel needs beside its arguments"
     launcher.global_scratch_size = 0
     monkeypatch.setattr(launch_module.triton, "__version__", "3.99.0")
-    assert straight(made)[0] is launcher
+    assert raw_launcher(made)[0] is launcher
 
 
 def test_a_tensor_beside_another_is_of_the_layout_that_was_asked_for() -> None:
@@ -110,4 +110,4 @@ def test_a_tensor_beside_another_is_of_the_layout_that_was_asked_for() -> None:
 
 
 def test_what_is_askew_has_a_bit_each() -> None:
-    assert askew([16, None, 8, 0, 20]) == 0b10100
+    assert misaligned_args([16, None, 8, 0, 20]) == 0b10100

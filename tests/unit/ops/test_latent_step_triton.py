@@ -151,7 +151,7 @@ def test_a_read_is_joined_and_mapped(
     if kernel == "_up_rows" and dtype == torch.float32:
         kernel = "_values_kernel" if batch * n_queries * heads > launcher.MOST_LANES else "_up_row"
     is_joined_apart = kernel == "_values_kernel" and n_splits > 1
-    assert ran[1:] == ["decode_join", kernel] if is_joined_apart else [kernel]
+    assert ran[1:] == ["combine_kernel", kernel] if is_joined_apart else [kernel]
     assert found.shape == (batch, n_queries, heads, width)
     assert found.is_contiguous()
     bound = {torch.float32: 1e-5, torch.float16: 3e-3}.get(dtype, 2e-2)
@@ -163,7 +163,7 @@ def test_a_read_is_joined_and_mapped(
     ("kernel", "n_splits"),
     [("_up_row", n) for n in (2, 9, 64)]
     + [("_up_many", n) for n in (65, 132, 160, 264)]
-    + [("_up_row", 264), ("decode_join", 264)],
+    + [("_up_row", 264), ("combine_kernel", 264)],
 )
 def test_every_split_counts_by_its_sum(
     kernel: str, n_splits: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +181,7 @@ def test_every_split_counts_by_its_sum(
     plan = plans.chosen(q, q, kinds, [c], [c], [], None, [], 0, 0, n_splits)
     parts, sums = drawn(heads * n_splits, rank, seed=2, dtype=dtype), drawn(heads, n_splits, seed=3) * 2
     sums[0, 1], sums[1, -1] = -torch.inf, 20.0
-    if n_splits == 264 and kernel != "decode_join":
+    if n_splits == 264 and kernel != "combine_kernel":
         monkeypatch.setattr(
             launcher, {"_up_row": "MOST_ELEMENTS", "_up_many": "MOST_OF_MANY"}[kernel], 1 << 17
         )
@@ -189,7 +189,7 @@ def test_every_split_counts_by_its_sum(
     y = q.new_empty(1, 1, heads, width)
     shares = torch.softmax(sums.double() * math.log(2), -1)
     wanted = (shares[:, None] @ parts.double().view(heads, n_splits, rank)).to(dtype).double()
-    if kernel == "decode_join":
+    if kernel == "combine_kernel":
         assert finish is None
         y, wanted = q.new_empty(1, heads, 1, rank), wanted[None]
         plan.join(parts, sums, *([q] * len(plan.joined)), y, sums.new_empty(1, heads, 1))

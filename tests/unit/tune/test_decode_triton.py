@@ -24,7 +24,13 @@ ONE_PART = DecodeCase(("q8_0", ZEROS, "q4_0"), (32, 16, 32), batch=1, tokens=32,
 
 
 def test_what_was_fastest_is_what_the_kernel_takes() -> None:
-    from caramba.kernels.triton.dba_decode_table import DecodeConfig, DecodeShape, adopt, candidates, choose
+    from caramba.kernels.triton.dba_decode_table import (
+        DecodeConfig,
+        DecodeShape,
+        candidates,
+        choose,
+        load_tuned,
+    )
 
     assert list(tune_case(PER_HEAD, CPU, 0.0)) == ["interpreter|q4_0+q8_0+fp32|16x16x32|2|4|32"]
     assert list(tune_case(ONE_PART, CPU, 0.0)) == ["interpreter|fp32:q8_0+zeros+q4_0|32x16x32|2|2|32"]
@@ -34,7 +40,7 @@ def test_what_was_fastest_is_what_the_kernel_takes() -> None:
     shape = DecodeShape("interpreter", ("fp32", "fp32"), (16, 16, 16), 2, 1, 40)
     assert DecodeConfig(**found[key]) in candidates(shape, 4)
     other = {**found[key], "n_splits": 3, "n_warps": 8}
-    adopt({key: other})
+    load_tuned({key: other})
     assert choose(shape, 4) == DecodeConfig(**other)
 
 

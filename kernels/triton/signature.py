@@ -20,12 +20,12 @@ def dtype_of(x: Tensor | None) -> torch.dtype | None:
     return None if x is None else x.dtype
 
 
-def form(x: Tensor) -> tuple[Any, ...]:
+def tensor_signature(x: Tensor) -> tuple[Any, ...]:
     """Return all that a launch depends on of a tensor, but for where it lies."""
     return x.shape, x.stride(), x.dtype, x.get_device()
 
 
-class Plans(Generic[Made]):
+class LaunchCache(Generic[Made]):
     """What was made for calls, by the forms of their tensors and by what else there is.
 
     Asking every tensor for its form takes longer than a launch, so what was found once is found again by torch's own
@@ -43,7 +43,7 @@ class Plans(Generic[Made]):
         for check, made in self.seen.get(rest, ()):
             if check(*tensors):
                 return made
-        made = self.by_form.get((rest, *map(form, tensors)))
+        made = self.by_form.get((rest, *map(tensor_signature, tensors)))
         if made is not None:
             self._see(rest, tensors, made)
         return made
@@ -52,7 +52,7 @@ class Plans(Generic[Made]):
         """Keep what was made for tensors of these forms."""
         if len(self.by_form) >= MOST_FORMS:
             self.clear()
-        self.by_form[rest, *map(form, tensors)] = made
+        self.by_form[rest, *map(tensor_signature, tensors)] = made
         self._see(rest, tensors, made)
 
     def clear(self) -> None:

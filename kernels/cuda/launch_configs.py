@@ -13,7 +13,7 @@ from caramba.kernels.cuda.blocks import TAKEN, TOKENS
 if TYPE_CHECKING:
     from caramba.kernels.triton.dba_decode_table import DecodeConfig
 
-Way = tuple[int, int, int, int]
+Config = tuple[int, int, int, int]
 OF_HEADS = (12, 3, 1, 0), (12, 2, 1, 0), (8, 3, 1, 0), (6, 2, 2, 0), (4, 3, 2, 0), (4, 2, 4, 0)
 """Warps, tiles that each holds, blocks that a multiprocessor has place for, and the variant."""
 OF_NF4 = (12, 2, 1, 3), (8, 2, 2, 3), (4, 2, 3, 3), (12, 2, 1, 2), (4, 2, 3, 2), (4, 2, 3, 0), (4, 3, 2, 0)
@@ -22,7 +22,7 @@ OF_WIDE_HEADS = (6, 2, 1, 0), (4, 3, 1, 0), (8, 2, 1, 0), (8, 2, 1, 3)
 """The same of heads so wide that of all these at most one has place, where tables serve nf4 alone."""
 USUAL = (8, 3, 1, 0), (6, 2, 1, 0), (4, 3, 1, 0)
 USUAL_NF4 = (8, 2, 2, 3), (8, 2, 1, 3)
-"""The ways of heads that were best, or near it, in most shapes measured; nf4's first is for heads that are not wide."""
+"""Heads configs that were best, or near it, in most measured shapes. The first of NF4 is for narrow heads."""
 USUAL_LATENTS = (2**18, (12, 1, 1, 1)), (2**15, (8, 1, 1, 1))
 """The same of latents, from how many tokens on."""
 OF_LATENTS = (12, 1, 1, 1), (12, 2, 1, 1), (8, 1, 1, 1), (8, 1, 1, 0), (4, 1, 3, 1)
@@ -39,14 +39,14 @@ LEAST_ROWS, MOST_LATENT_ROWS = 16, 32
 """Rows of a product, for which a latent is read, and of a program."""
 
 
-def heads_way(config: DecodeConfig) -> heads.HeadsWay:
+def heads_config(config: DecodeConfig) -> heads.HeadsConfig:
     """Return how a choice reads heads."""
-    return heads.HeadsWay(config.n_warps, config.n_stages, config.in_cuda, config.variant)
+    return heads.HeadsConfig(config.n_warps, config.n_stages, config.in_cuda, config.variant)
 
 
-def latent_way(config: DecodeConfig) -> latent.LatentWay:
+def latent_config(config: DecodeConfig) -> latent.LatentConfig:
     """Return how a choice reads a latent, whose tail is a split of its own where there are several."""
-    return latent.LatentWay(
+    return latent.LatentConfig(
         rows=config.block_rows, warps=config.n_warps, blocks=config.in_cuda, grouped=config.variant == GROUPED,
         stages=(LATENT_TILES, config.n_stages), tail_apart=config.n_splits > 1,
     )  # fmt: skip
@@ -59,45 +59,45 @@ def can_read(
     if config.block_tokens != TOKENS:
         return False
     if len(formats) == 2:
-        return kv_heads == 1 and latent.fits(formats, dims[:2], latent_way(config))
-    return heads.fits(formats, dims, kv_heads, rows, heads_way(config))
+        return kv_heads == 1 and latent.fits(formats, dims[:2], latent_config(config))
+    return heads.fits(formats, dims, kv_heads, rows, heads_config(config))
 
 
 def shared_bytes(config: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int) -> int:
     """Return the shared memory of a block."""
     if len(formats) == 2:
-        return latent.shared_bytes(formats, dims[:2], latent_way(config))
-    return heads.shared_bytes(formats, dims, rows, heads_way(config))
+        return latent.shared_bytes(formats, dims[:2], latent_config(config))
+    return heads.shared_bytes(formats, dims, rows, heads_config(config))
 
 
-def readings(
+def candidates(
     like: DecodeConfig, formats: Sequence[str], dims: Sequence[int], rows: int, per_sm_bytes: int
 ) -> list[DecodeConfig]:
-    """Return the ways worth timing: as many blocks as they say have place in a multiprocessor's shared memory."""
+    """Return the configs worth timing: as many blocks as they say have place in a multiprocessor's shared memory."""
     if len(formats) == 2:
         return _fitting(OF_LATENTS, like, formats, dims, rows, per_sm_bytes)
     of_wide = tuple(way for way in OF_WIDE_HEADS if not way[-1] or formats[-1] == "nf4")
-    ways = OF_NF4 if formats[-1] == "nf4" else OF_HEADS
+    configs = OF_NF4 if formats[-1] == "nf4" else OF_HEADS
     if max(dims) > WIDE_FROM:
-        ways += of_wide
+        configs += of_wide
     # Of several streams of 64 features, tiles of none of the former may have place.
-    found = _fitting(ways, like, formats, dims, rows, per_sm_bytes)
+    found = _fitting(configs, like, formats, dims, rows, per_sm_bytes)
     return found or _fitting(of_wide, like, formats, dims, rows, per_sm_bytes)
 
 
 def _fitting(
-    ways: Iterable[Way],
+    configs: Iterable[Config],
     like: DecodeConfig,
     formats: Sequence[str],
     dims: Sequence[int],
     rows: int,
     per_sm_bytes: int,
 ) -> list[DecodeConfig]:
-    """Return the ways that can read such streams, and whose blocks have place together."""
+    """Return the configs that can read such streams, and whose blocks have place together."""
     is_latent = len(formats) == 2
     block_rows = min(MOST_LATENT_ROWS, max(LEAST_ROWS, like.block_rows)) if is_latent else heads.MOST_ROWS
     found = []
-    for n_warps, n_stages, blocks, variant in ways:
+    for n_warps, n_stages, blocks, variant in configs:
         way = replace(
             like, block_rows=block_rows, block_tokens=TOKENS, n_warps=n_warps, n_stages=n_stages, n_registers=0,
             n_heads=1 if is_latent else 2, in_cuda=blocks, variant=variant,
@@ -115,7 +115,7 @@ def with_tail(n_shares: int, formats: Sequence[str]) -> int:
     return n_shares + (len(formats) > 2 or n_shares + 1 >= latent.FEW_SPLITS)
 
 
-def usual(
+def heuristic_config(
     like: DecodeConfig,
     formats: Sequence[str],
     dims: Sequence[int],

@@ -1,4 +1,4 @@
-"""How `row_words.cu` is compiled for a product of codes of 4 bits: its macros, and the shared memory of a block."""
+"""How `int4_gemv.cu` is compiled for a product of codes of 4 bits: its macros, and the shared memory of a block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NORMS = {"none": 0, "plain": 1, "same": 2, "wide": 3}
 
 
 class Product(NamedTuple):
-    """What a way is chosen by: rows of the result, width, rows of x as `most_rows` has them, gated or not."""
+    """What a config is chosen by: rows of the result, width, rows of x as `most_rows` has them, gated or not."""
 
     n_out: int
     width: int
@@ -28,7 +28,7 @@ class Product(NamedTuple):
     is_gated: bool
 
 
-class Way(NamedTuple):
+class TileConfig(NamedTuple):
     """Tiles of 16 rows of the weight to a block, its warps, which share the width, groups that each asks for ahead."""
 
     tiles: int
@@ -55,8 +55,8 @@ def norm_kind(x: Tensor, norm: Tensor | None, eps: float | None) -> str:
     return "wide" if norm.dtype == torch.float32 else "same"
 
 
-def guessed(product: Product) -> Way:
-    """Return the way of a product that nobody has measured.
+def heuristic_tile(product: Product) -> TileConfig:
+    """Return the config of a product that nobody has measured.
 
     Two tiles share what a block does for x, where there are tiles enough for eight blocks on each multiprocessor. Warps
     take four groups each, or fewer where the device would not have eight warps on each. They ask for all of them ahead
@@ -74,29 +74,29 @@ def guessed(product: Product) -> Way:
     ahead = 2
     if product.rows <= 8:
         ahead = 4 if n_tiles // tiles > BLOCKS_AT_ONCE * PROCESSORS else 1
-    return Way(tiles, warps, min(-(-n_groups // warps), ahead))
+    return TileConfig(tiles, warps, min(-(-n_groups // warps), ahead))
 
 
-def shared_bytes(product: Product, way: Way, *, is_normed: bool) -> int:
+def shared_bytes(product: Product, config: TileConfig, *, is_normed: bool) -> int:
     """Return the bytes of shared memory of a block: a normalised row, and the sums of its warps."""
-    return (2 * product.width if is_normed else 0) + way.warps * way.tiles * 16 * product.rows * 4
+    return (2 * product.width if is_normed else 0) + config.warps * config.tiles * 16 * product.rows * 4
 
 
-def n_blocks(product: Product, way: Way) -> int:
+def n_blocks(product: Product, config: TileConfig) -> int:
     """Return how many blocks there are, each of some rows of the result."""
-    return -(-product.n_out // ((8 if product.is_gated else 16) * way.tiles))
+    return -(-product.n_out // ((8 if product.is_gated else 16) * config.tiles))
 
 
 def macros(
-    product: Product, way: Way, *, in_bf16: bool, norm: str, has_bias: bool, has_residual: bool
+    product: Product, config: TileConfig, *, in_bf16: bool, norm: str, has_bias: bool, has_residual: bool
 ) -> dict[str, object]:
     """Return what the source is compiled with; `norm` is one of `NORMS`."""
     return {
         "N_GROUPS": product.width // GROUP,
         "MOST_ROWS": product.rows,
-        "TILES": way.tiles,
-        "WARPS": way.warps,
-        "AHEAD": way.ahead,
+        "TILES": config.tiles,
+        "WARPS": config.warps,
+        "AHEAD": config.ahead,
         "BRAIN": int(in_bf16),
         "GATED": int(product.is_gated),
         "NORM": NORMS[norm],

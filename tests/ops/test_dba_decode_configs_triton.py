@@ -41,7 +41,7 @@ def test_heads_are_read_together(name: str, dtype: torch.dtype) -> None:
     if DEVICE == "cpu" and dtype == torch.float16 and not name.startswith("mixed"):
         pytest.skip("the interpreter takes seconds")
     on_plain = dtype == torch.float32 and DEVICE == "cuda"
-    assert kernel_of(case, dtype, **reading) == ("decode_split" if on_plain else "decode_heads")
+    assert kernel_of(case, dtype, **reading) == ("split_kv_kernel" if on_plain else "decode_heads")
     check(case, dtype, 2, **reading)
 
 
@@ -74,7 +74,9 @@ LATENTS = {
 def test_a_latent_is_read_by_words(name: str, dtype: torch.dtype) -> None:
     case, reading = LATENTS[name]
     on_plain = dtype == torch.float32 and DEVICE == "cuda"
-    assert kernel_of(case, dtype, n_heads=1, **reading) == ("decode_split" if on_plain else "decode_latent")
+    assert kernel_of(case, dtype, n_heads=1, **reading) == (
+        "split_kv_kernel" if on_plain else "decode_latent"
+    )
     check(case, dtype, 2, n_heads=1, **reading)
 
 
@@ -158,7 +160,7 @@ def test_what_begins_beside_a_chunk_goes_to_triton() -> None:
     ids=("no power of two", "too few words", "numbers", "heads"),
 )
 def test_what_cannot_be_read_by_words_of_a_latent_is_read_as_before(case: Case) -> None:
-    assert kernel_of(case, torch.float16, n_heads=1) == "decode_split"
+    assert kernel_of(case, torch.float16, n_heads=1) == "split_kv_kernel"
 
 
 @pytest.mark.gpu

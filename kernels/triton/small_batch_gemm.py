@@ -15,7 +15,7 @@ import functools
 from typing import NamedTuple
 
 import torch
-from caramba.kernels.cuda.row_words import GROUP
+from caramba.kernels.cuda.int4_gemv import GROUP
 from caramba.kernels.triton.launch import Launches
 from caramba.kernels.triton.norm import rms_norm
 from torch import Tensor
@@ -216,7 +216,7 @@ _captured: dict[int, list[Tensor]] = {}
 are those that are left; the others stay, as graphs hold no more than their addresses."""
 
 
-def guessed(product: Product) -> Tile:
+def heuristic_tile(product: Product) -> Tile:
     """Return the tile of a product that nobody has measured: what a product of its kind was fastest by."""
     n_out, width, block_m, is_gated, bits = product
     n_rows = n_out * (2 if is_gated else 1)
@@ -230,10 +230,10 @@ def guessed(product: Product) -> Tile:
 
 
 def tile_of(product: Product) -> Tile:
-    """Return the tile of a product as it was adopted, else a guessed one, which stays."""
+    """Return the tile of a product as it was adopted, else a heuristic_tile one, which stays."""
     tile = _tiles.get(product)
     if tile is None:
-        tile = _tiles[product] = guessed(product)
+        tile = _tiles[product] = heuristic_tile(product)
     return tile
 
 
@@ -252,7 +252,7 @@ def _tile_on(device: torch.device, product: Product) -> Tile:
     return fitting(tile_of(product), product.block_m, shared_bytes, 4 if product.bits == 4 else 16)
 
 
-def adopt(entries: dict[Product, Tile]) -> None:
+def load_tuned(entries: dict[Product, Tile]) -> None:
     """Take tiles as measured; what was launched is chosen anew."""
     _tiles.update(entries)
     _tile_on.cache_clear()
@@ -285,7 +285,7 @@ def _counts(x: Tensor, tiles: int) -> Tensor | None:
     return counts
 
 
-def row_tiles(
+def small_batch_gemm(
     x: Tensor,
     weight: Tensor,
     scale: Tensor | None,

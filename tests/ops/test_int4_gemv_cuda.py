@@ -16,7 +16,7 @@ from tests.ops.test_small_batch_linear import arguments, in_words
 from tests.ops.test_small_batch_linear_triton import BOUNDS, upcast
 
 pytestmark = needs_compiler
-row_words = importlib.import_module("caramba.kernels.cuda.row_words")
+int4_gemv = importlib.import_module("caramba.kernels.cuda.int4_gemv")
 
 
 def run(given: dict[str, Any], way: Any = None, mode: int = 0) -> Tensor:
@@ -24,10 +24,10 @@ def run(given: dict[str, Any], way: Any = None, mode: int = 0) -> Tensor:
     x, norm = given["x"], given["norm"]
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     n_out = given["weight"].shape[0] // (2 if given["gated"] else 1)
-    product = row_words.Product(n_out, width, row_words.most_rows(rows), given["gated"])
-    way = way or row_words.guessed(product)
-    kind = row_words.norm_kind(x, norm, given["eps"])
-    macros = row_words.macros(
+    product = int4_gemv.Product(n_out, width, int4_gemv.most_rows(rows), given["gated"])
+    way = way or int4_gemv.heuristic_tile(product)
+    kind = int4_gemv.norm_kind(x, norm, given["eps"])
+    macros = int4_gemv.macros(
         product,
         way,
         in_bf16=x.dtype == torch.bfloat16,
@@ -39,10 +39,10 @@ def run(given: dict[str, Any], way: Any = None, mode: int = 0) -> Tensor:
     names = ("x", "weight", "scale", "bias", "residual", "norm")
     tensors = [None if given[name] is None else given[name].contiguous() for name in names]
     held = [None if one is None else aligned(one) for one in (*tensors, y)]
-    shared = row_words.shared_bytes(product, way, is_normed=kind != "none")
+    shared = int4_gemv.shared_bytes(product, way, is_normed=kind != "none")
     eps = np.float32(given["eps"] or 0.0)
-    kernel = EmulatedKernel(KERNELS / "row_words.cu", "row_words", macros)
-    kernel((row_words.n_blocks(product, way), 1), 32 * way.warps, shared, [*held, n_out, rows, eps], mode)
+    kernel = EmulatedKernel(KERNELS / "int4_gemv.cu", "int4_gemv", macros)
+    kernel((int4_gemv.n_blocks(product, way), 1), 32 * way.warps, shared, [*held, n_out, rows, eps], mode)
     assert held[-1] is not None
     return torch.from_numpy(held[-1]).view(x.dtype).reshape(y.shape)
 
@@ -83,7 +83,7 @@ def test_every_way_each_time_alike(way: tuple[int, int, int]) -> None:
         given |= {"norm": None if norm is None else given["norm"].to(norm)}
         given |= {} if rows == 1 else {"eps": None}
         wide = reference_small_batch_linear(**upcast(given))
-        found = [run(given, row_words.Way(*way), mode) for mode in MODES]
+        found = [run(given, int4_gemv.TileConfig(*way), mode) for mode in MODES]
         assert float((found[0].double() - wide).norm() / wide.norm()) <= BOUNDS[torch.float16]
         assert all(torch.equal(one, found[0]) for one in found[1:])
 
@@ -117,7 +117,7 @@ def test_the_launcher_hands_over_what_the_kernel_takes(
     norm: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton")
-    module = importlib.import_module("caramba.kernels.triton.row_words")
+    module = importlib.import_module("caramba.kernels.triton.int4_gemv")
     for name, value in (("is_ready", lambda device: True), ("CudaLaunch", Emulated), ("_made", {})):
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "_adopted", {})
@@ -125,10 +125,10 @@ def test_the_launcher_hands_over_what_the_kernel_takes(
     given = in_words(arguments(rows, 256, 19, True, torch.bfloat16), 128)
     given |= {"norm": given["norm"].to(norm)} if norm else {"norm": None, "eps": None}
     wide = reference_small_batch_linear(**upcast(given))
-    product = row_words.Product(19, 256, row_words.most_rows(rows), True)
-    for way in (row_words.guessed(product), row_words.Way(2, 1, 1)):
-        module.adopt({product: way})
-        found = module.row_words(**given, y=torch.empty_like(given["residual"]))
+    product = int4_gemv.Product(19, 256, int4_gemv.most_rows(rows), True)
+    for way in (int4_gemv.heuristic_tile(product), int4_gemv.TileConfig(2, 1, 1)):
+        module.load_tuned({product: way})
+        found = module.int4_gemv(**given, y=torch.empty_like(given["residual"]))
         assert float((found.double() - wide).norm() / wide.norm()) <= BOUNDS[torch.bfloat16]
         (launch,) = module._made.values()
         assert launch.where[1] == 32 * way.warps
@@ -139,7 +139,7 @@ def test_the_launcher_hands_over_what_the_kernel_takes(
 
 def test_scalars_of_launches_are_bits() -> None:
     for x in (0.0, 1e-5, -2.5):
-        assert row_words.bits_of(x) == int(np.float32(x).view(np.int32))
+        assert int4_gemv.bits_of(x) == int(np.float32(x).view(np.int32))
 
 
 def test_ways_fill_a_device_and_fit_it() -> None:
@@ -147,9 +147,9 @@ def test_ways_fill_a_device_and_fit_it() -> None:
         (3072, 2048, 1, False), (2048, 2048, 1, False), (8192, 2048, 1, True), (2048, 8192, 64, False),
         (128256, 2048, 64, False), (40, 16384, 1, False),
     ):  # fmt: skip
-        product = row_words.Product(n_out, width, rows, gated)
-        way = row_words.guessed(product)
-        blocks = row_words.n_blocks(product, way)
-        assert blocks * way.warps >= 1024 or way.warps == row_words.MOST_WARPS // (1 if rows == 1 else 2)
-        assert row_words.shared_bytes(product, way, is_normed=rows == 1) <= 227 * 1024
+        product = int4_gemv.Product(n_out, width, rows, gated)
+        way = int4_gemv.heuristic_tile(product)
+        blocks = int4_gemv.n_blocks(product, way)
+        assert blocks * way.warps >= 1024 or way.warps == int4_gemv.MOST_WARPS // (1 if rows == 1 else 2)
+        assert int4_gemv.shared_bytes(product, way, is_normed=rows == 1) <= 227 * 1024
         assert blocks * way.tiles * (8 if gated else 16) >= n_out

@@ -12,9 +12,9 @@
 // Macros: N_GROUPS (of 128 inputs), MOST_ROWS (of x: 1, or a multiple of 8 that is not less), TILES (of 16 rows of the weight to a block), WARPS, AHEAD (groups that a warp has
 // asked for), BRAIN (bfloat16, else float16), GATED (half a tile of gate rows, half of up rows), NORM (0 none, else of one row: 1
 // without a weight, 2 with one of x's dtype, 3 of float32), HAS_BIAS, HAS_RESIDUAL.
-#include "row_words.cuh"
+#include "int4_gemv.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) row_words(
+extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) int4_gemv(
     const u16* x, const u16* words, const u32* scale, const u16* bias, const u16* residual, const void* norm, u16* y, int n_out,
     int rows, float eps) {
     wait_for_kernel_ahead();

@@ -1,4 +1,4 @@
-// Parts of `row_words.cu`: words of codes, rows of x, and sums that warps leave for each other.
+// Parts of `int4_gemv.cu`: words of codes, rows of x, and sums that warps leave for each other.
 #ifndef CARAMBA_ROW_WORDS_CUH
 #define CARAMBA_ROW_WORDS_CUH
 #include "warp.cuh"

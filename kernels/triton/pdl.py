@@ -9,7 +9,7 @@ EARLY_ARCHS = "sm90", "sm100", "sm103", "sm120"
 """Devices that have it."""
 
 
-def begins_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether kernels whose first instruction waits for the kernel ahead are launched before that one has ended.
 
     What is between two kernels then costs less: a step of one sequence, whose kernels are short, takes 5% less on an
@@ -19,6 +19,6 @@ def begins_early(device: torch.device) -> bool:
     return not INTERPRETED and torch.version.hip is None and arch(device) in EARLY_ARCHS
 
 
-def early_launch(early: bool) -> dict[str, int]:
+def pdl_options(early: bool) -> dict[str, int]:
     """Return the options of a kernel that may begin while the one ahead ends."""
     return {"launch_pdl": True} if early else {}

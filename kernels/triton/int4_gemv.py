@@ -1,22 +1,22 @@
 """Launcher of `caramba::row_linear` for weights of words, four codes of 4 bits each, and a kernel for any of them.
 
-Rows of 16 bits whose groups are of 128 inputs take tensor cores: few by the kernel in CUDA C++ (`row_words.cu`) where it
-can be compiled, whose blocks read all of x for some columns each, more by tiles (`row_tiles`). The kernel here is for
+Rows of 16 bits whose groups are of 128 inputs take tensor cores: few by the kernel in CUDA C++ (`int4_gemv.cu`) where it
+can be compiled, whose blocks read all of x for some columns each, more by tiles (`small_batch_gemm`). The kernel here is for
 what is left, numbers of 32 bits and small groups: a program makes one row of x by some rows of the weight, and multiplies
 codes as numbers of 32 bits.
 """
 
 from __future__ import annotations
 
-import caramba.kernels.cuda.row_words as in_cuda
+import caramba.kernels.cuda.int4_gemv as in_cuda
 import torch
 from caramba.kernels.cuda.decode import is_ready
 from caramba.kernels.cuda.launch import CudaLaunch
-from caramba.kernels.triton.early import begins_early, early_launch
-from caramba.kernels.triton.forms import dtype_of
 from caramba.kernels.triton.launch import MOST, Launch, Launches
 from caramba.kernels.triton.norm import rms_norm
-from caramba.kernels.triton.row_tiles import row_tiles
+from caramba.kernels.triton.pdl import pdl_options, supports_pdl
+from caramba.kernels.triton.signature import dtype_of
+from caramba.kernels.triton.small_batch_gemm import small_batch_gemm
 from torch import Tensor
 
 import triton
@@ -27,7 +27,7 @@ BLOCK_N, BLOCK_J, WARPS = 8, 256, 4
 MOST_IN_CUDA = 16
 """Rows up to which the kernel in CUDA C++ is taken: of 32 and 64 it took longer than numbers of 16 bits (docs/log.md)."""
 N_TENSORS = 7
-_adopted: dict[in_cuda.Product, in_cuda.Way] = {}
+_adopted: dict[in_cuda.Product, in_cuda.TileConfig] = {}
 _made: dict[tuple, CudaLaunch | Launch] = {}
 """What is launched for calls, of either kernel."""
 
@@ -135,18 +135,18 @@ def _words_kernel(
 _launches = Launches(_words_kernel)
 
 
-def way_of(product: in_cuda.Product) -> in_cuda.Way:
-    """Return the way of a product as it was adopted, else a guessed one."""
-    return _adopted.get(product) or in_cuda.guessed(product)
+def launch_config(product: in_cuda.Product) -> in_cuda.TileConfig:
+    """Return the config of a product as it was adopted, else a heuristic_tile one."""
+    return _adopted.get(product) or in_cuda.heuristic_tile(product)
 
 
-def adopt(entries: dict[in_cuda.Product, in_cuda.Way]) -> None:
-    """Take ways as measured; what was launched is chosen anew."""
+def load_tuned(entries: dict[in_cuda.Product, in_cuda.TileConfig]) -> None:
+    """Take configs as measured; what was launched is chosen anew."""
     _adopted.update(entries)
     _made.clear()
 
 
-def row_words(
+def int4_gemv(
     x: Tensor,
     weight: Tensor,
     scale: Tensor,
@@ -161,7 +161,7 @@ def row_words(
     width, n_out = x.shape[-1], y.shape[-1]
     rows = x.numel() // width
     if rows > 1 and _is_for_tiles(x, scale, rows):
-        return row_tiles(x, weight, scale, bias, residual, norm, eps, gated, y)
+        return small_batch_gemm(x, weight, scale, bias, residual, norm, eps, gated, y)
     if eps is not None and rows > 1:
         x, norm, eps = rms_norm(x, norm, eps)[0], None, None
     if norm is not None and norm.dtype not in (x.dtype, torch.float32):
@@ -170,12 +170,12 @@ def row_words(
     key = (rows, n_out, width, scale.shape[1], eps, gated, x.get_device(), given)
     launch = _made.get(key)
     if launch is None:
-        early = begins_early(x.device)
+        early = supports_pdl(x.device)
         plain = _launches.add(
             *(key, (-(-n_out // BLOCK_N), rows), (n_out, width, 0.0 if eps is None else eps)),
             *(eps is not None, gated, width // scale.shape[1], BLOCK_N, BLOCK_J, early),
             num_warps=WARPS,
-            **early_launch(early),
+            **pdl_options(early),
         )
         if len(_made) >= MOST:
             _made.clear()
@@ -205,24 +205,24 @@ def _of_tensor_cores(
     if not is_half or width != n_groups * in_cuda.GROUP or not is_ready(x.device):
         return None
     product = in_cuda.Product(n_out, width, in_cuda.most_rows(rows), gated)
-    way, kind = way_of(product), in_cuda.norm_kind(x, norm, eps)
+    config, kind = launch_config(product), in_cuda.norm_kind(x, norm, eps)
     macros = in_cuda.macros(
         product,
-        way,
+        config,
         in_bf16=x.dtype == torch.bfloat16,
         norm=kind,
         has_bias=bias is not None,
         has_residual=residual is not None,
     )
     return CudaLaunch(
-        "row_words.cu",
-        "row_words",
+        "int4_gemv.cu",
+        "int4_gemv",
         macros,
-        (in_cuda.n_blocks(product, way), 1),
-        32 * way.warps,
-        in_cuda.shared_bytes(product, way, is_normed=kind != "none"),
+        (in_cuda.n_blocks(product, config), 1),
+        32 * config.warps,
+        in_cuda.shared_bytes(product, config, is_normed=kind != "none"),
         N_TENSORS,
         (n_out, rows, in_cuda.bits_of(eps or 0.0)),
         otherwise,
-        early=begins_early(x.device),
+        early=supports_pdl(x.device),
     )

@@ -7,19 +7,19 @@ import weakref
 
 import pytest
 import torch
-from caramba.kernels.triton import forms
-from caramba.kernels.triton.forms import MOST_FORMS, MOST_SEEN, Plans, form
+from caramba.kernels.triton import signature
+from caramba.kernels.triton.signature import MOST_FORMS, MOST_SEEN, LaunchCache, tensor_signature
 
 
 def test_a_form_is_all_but_the_place() -> None:
     x = torch.zeros(4, 6)
-    assert form(x) == form(torch.ones(4, 6))
-    assert len({form(y) for y in (x, x.T, x[:3], x.double())}) == 4
+    assert tensor_signature(x) == tensor_signature(torch.ones(4, 6))
+    assert len({tensor_signature(y) for y in (x, x.T, x[:3], x.double())}) == 4
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "looked up"])
 def test_a_plan_is_found_for_tensors_of_its_forms_alone(is_seen: bool) -> None:
-    plans: Plans[str] = Plans()
+    plans: LaunchCache[str] = LaunchCache()
     x, y = torch.zeros(4, 6), torch.zeros(3, dtype=torch.int32)
     assert plans.get("rest", (x, y)) is None
     plans.add("rest", (x, y), "made")
@@ -33,7 +33,7 @@ def test_a_plan_is_found_for_tensors_of_its_forms_alone(is_seen: bool) -> None:
 
 
 def test_one_tensor_given_twice_is_looked_up() -> None:
-    plans: Plans[str] = Plans()
+    plans: LaunchCache[str] = LaunchCache()
     x = torch.zeros(4)
     plans.add(0, (x, torch.zeros(4)), "made")
     for _ in range(3):
@@ -42,17 +42,17 @@ def test_one_tensor_given_twice_is_looked_up() -> None:
 
 
 def test_a_form_that_was_looked_up_is_seen_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plans: Plans[str] = Plans()
+    plans: LaunchCache[str] = LaunchCache()
     x = torch.zeros(4)
     plans.add(0, (x,), "made")
     plans.seen.clear()
     assert plans.get(0, (x,)) == "made"
-    monkeypatch.setattr(forms, "form", None)
+    monkeypatch.setattr(signature, "tensor_signature", None)
     assert plans.get(0, (x,)) == "made"
 
 
 def test_a_plan_holds_no_tensor() -> None:
-    plans: Plans[str] = Plans()
+    plans: LaunchCache[str] = LaunchCache()
     x = torch.zeros(4)
     gone = weakref.ref(x)
     plans.add(0, (x,), "made")
@@ -63,7 +63,7 @@ def test_a_plan_holds_no_tensor() -> None:
 
 
 def test_plans_of_many_forms_are_bounded_and_right() -> None:
-    plans: Plans[int] = Plans()
+    plans: LaunchCache[int] = LaunchCache()
     for n in range(MOST_FORMS + 2):
         plans.add(n % 2, (torch.zeros(n),), n)
     assert len(plans.by_form) == 2, "all were forgotten when there were too many"

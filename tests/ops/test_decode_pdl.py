@@ -36,8 +36,8 @@ LATENT_IN_CUDA = {
 }
 HEADS_IN_CUDA = {"block_rows": 8, "block_tokens": 32, "n_warps": 4, "n_stages": 2, "n_heads": 2, "in_cuda": 1}
 WAYS: dict[str, tuple[Case, dict[str, int], str]] = {
-    "latent": (LATENT, {}, "decode_split"),
-    "heads": (HEADS, {}, "decode_split"),
+    "latent": (LATENT, {}, "split_kv_kernel"),
+    "heads": (HEADS, {}, "split_kv_kernel"),
     "latent by words": (LATENT_OF_BLOCKS, BY_WORDS, "decode_latent"),
     "heads together": (HEADS_OF_BLOCKS, TOGETHER, "decode_heads"),
     "latent in CUDA": (LATENT_OF_BLOCKS, LATENT_IN_CUDA, "decode_latent"),
@@ -74,7 +74,7 @@ def planned(name: str, n_splits: int, batch: int, device: str) -> tuple[Any, lis
 
 @pytest.mark.parametrize("name", WAYS)
 def test_ways_are_those_that_they_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for part in ("early", "dba_decode_plan"):
+    for part in ("pdl", "dba_decode_plan"):
         monkeypatch.setattr(module(f"triton.{part}"), "arch", lambda device: "sm90")
     for question, answer in (("is_ready", True), ("is_hopper", True), ("most_shared", 227 * 1024)):
         monkeypatch.setattr(module("cuda.decode"), question, lambda device, answer=answer: answer)
